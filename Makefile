@@ -1,0 +1,39 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer; everything else is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint fuzz bench clean
+
+demo: .venv/base
+	$(BIN)/minipaged demo
+
+test: .venv/test
+	$(BIN)/python -m pytest -n 2
+
+lint: .venv/test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fuzz: .venv/test
+	$(BIN)/python -m tests.fuzz --workloads 100000
+
+bench: .venv/test
+	$(BIN)/python -m benchmarks.reference
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "minipaged needs Python 3.11 or newer; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+
+.venv/base: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+# Pinned torch is asked for by name, so that a machine without a GPU gets the build that its index offers for it.
+.venv/test: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@ .venv/base
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,1 @@
+"""minipaged: PagedAttention and the serving system around it, written twice."""

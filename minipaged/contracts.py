@@ -1,0 +1,396 @@
+"""What a tier must provide: the contracts, the exceptions, and the invariants by name.
+
+minipaged is written twice: `reference/` to be read and `fast/` to be fast. This file is what the two
+have in common and what everything above them (engine, tests, grader) relies on. It is plain Python,
+with no NumPy at import, so that it runs wherever Python runs.
+
+The words used everywhere (Kwon et al., SOSP 2023, section 4):
+
+- *block*: the keys and values of `block_size` consecutive tokens, in every layer. A *physical* block is
+  a number in `range(num_blocks)`; a *logical* block is an index into one sequence's block table.
+- *slot*: room for one token. Slot number = block * block_size + offset.
+- *block table*: the list of physical blocks of one sequence, in logical order.
+- *reference count*: how many table entries (and prefix-cache entries) hold a block.
+- *copy-on-write*: before writing into a block that others hold too, take a copy of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minipaged.params import BeamSearchParams, SamplingParams
+
+CopyPair = tuple[int, int]
+"""(source block, destination block)."""
+
+Logits = Any
+"""An array [rows, vocab_size] of the tier that made it. The engine hands it on and never looks inside."""
+
+
+# --- The invariants -------------------------------------------------------------------------------
+
+
+class Invariant(StrEnum):
+    """What holds after every step. Docs, grader and tests use these names."""
+
+    CONSERVATION = "conservation"
+    """`num_free` + number of blocks with `ref_count > 0` = `num_blocks`."""
+    EXACT_REFERENCES = "exact-references"
+    """`ref_count(b)` = number of block-table entries that hold b + prefix-cache holds."""
+    EXCLUSIVE_WRITE = "exclusive-write"
+    """A slot is written only in a block whose `ref_count` is 1."""
+    CONTENT = "content"
+    """The slot of position p in a sequence's table holds the K/V of exactly that sequence's tokens 0..p."""
+    ATOMIC_FAILURE = "atomic-failure"
+    """A call that raises leaves everything as it was."""
+    LIVENESS = "liveness"
+    """Every admitted request finishes; preemption always terminates."""
+    SCHEDULING_INVARIANCE = "scheduling-invariance"
+    """Greedy tokens do not depend on block size, pool size, preemption mode, chunk size, arrival order,
+    prefix caching or tier."""
+
+
+# --- The exceptions -------------------------------------------------------------------------------
+
+
+class MinipagedError(Exception):
+    """Every error that minipaged raises on purpose."""
+
+
+class OutOfBlocks(MinipagedError):
+    """No free block is left in the pool."""
+
+
+class BlockNotAllocated(MinipagedError):
+    """A block that nobody holds was freed, shared or copied, or a number outside the pool was named."""
+
+
+class InvariantViolation(MinipagedError):
+    """A component (a student's allocator, say) broke one of the named invariants."""
+
+    def __init__(self, invariant: Invariant, message: str) -> None:
+        super().__init__(f"invariant '{invariant}' broken: {message}")
+        self.invariant = invariant
+
+
+class InvalidRequest(MinipagedError, ValueError):
+    """A request or a setting that cannot be served as it stands; the message says what to change."""
+
+
+class ModelError(MinipagedError):
+    """A model that cannot be found, fetched, read or run; the message names the file, tensor or setting."""
+
+
+# --- The block allocator --------------------------------------------------------------------------
+
+
+class BlockAllocator(ABC):
+    """Hands out the physical blocks of one pool. A block is a number in `range(num_blocks)`.
+
+    A block is *free* (reference count 0) or *held* (1 or more)::
+
+        free --allocate--> held, 1 --share--> held, 2 ... --free--> held, 1 --free--> free
+
+    A call that raises changes nothing (atomic-failure). Any class with the abstract members below is accepted
+    anywhere, whether or not it subclasses this one (see `engine.checked_allocator`).
+    """
+
+    @abstractmethod
+    def __init__(self, num_blocks: int) -> None:
+        """A pool of `num_blocks` free blocks. Raises ValueError when `num_blocks < 1`."""
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """The size of the pool, in blocks."""
+
+    @property
+    @abstractmethod
+    def num_free(self) -> int:
+        """How many blocks are free."""
+
+    @abstractmethod
+    def allocate(self) -> int:
+        """A block that was free, now with reference count 1. Raises OutOfBlocks."""
+
+    @abstractmethod
+    def share(self, block: int) -> None:
+        """One more reference on a held block. Raises BlockNotAllocated."""
+
+    @abstractmethod
+    def free(self, block: int) -> None:
+        """One reference less; at 0 the block is free again. Raises BlockNotAllocated."""
+
+    @abstractmethod
+    def ref_count(self, block: int) -> int:
+        """How many hold `block`: 0 when free. Raises BlockNotAllocated for a number outside the pool."""
+
+    @abstractmethod
+    def copy_on_write(self, block: int) -> int:
+        """The block to write to instead of `block`.
+
+        `block` itself when the caller is its only holder. Otherwise a newly allocated block, and one reference
+        on `block` is given up; the caller copies the contents. Raises OutOfBlocks, BlockNotAllocated.
+        """
+
+    def allocate_many(self, n: int) -> list[int]:
+        """`n` blocks, or OutOfBlocks and none. Raises ValueError when `n` is negative."""
+        if n < 0:
+            raise ValueError(f"cannot allocate {n} blocks; ask for 0 or more")
+        if n > self.num_free:
+            raise OutOfBlocks(f"{n} blocks asked for, {self.num_free} of {self.num_blocks} are free")
+        taken: list[int] = []
+        try:
+            for _ in range(n):
+                taken.append(self.allocate())
+        except BaseException:
+            for block in reversed(taken):
+                self.free(block)
+            raise
+        return taken
+
+    def share_many(self, blocks: Iterable[int]) -> None:
+        """`share` each of `blocks` (a block may occur twice), or BlockNotAllocated and none."""
+        shared: list[int] = []
+        try:
+            for block in blocks:
+                self.share(block)
+                shared.append(block)
+        except BaseException:
+            for block in reversed(shared):
+                self.free(block)
+            raise
+
+    def free_many(self, blocks: Iterable[int]) -> None:
+        """`free` each of `blocks` in the order given (one may occur twice), or BlockNotAllocated and none."""
+        blocks = list(blocks)
+        references: dict[int, int] = {}
+        for block in blocks:
+            references[block] = references.get(block, 0) + 1
+        for block, given_up in references.items():
+            if self.ref_count(block) < given_up:
+                raise BlockNotAllocated(f"block {block} freed {given_up} times but held {self.ref_count(block)} times")
+        for block in blocks:
+            self.free(block)
+
+
+# --- The block table ------------------------------------------------------------------------------
+
+
+class BlockTable(ABC):
+    """Maps the positions of one sequence to slots (paper, section 4.2 and Fig. 6).
+
+    Position p lives in logical block `p // block_size` at offset `p % block_size`. All blocks are full but the
+    last, of which the first slots are filled. The table holds one reference on each of its blocks.
+    """
+
+    @abstractmethod
+    def __init__(self, block_size: int, allocator: BlockAllocator) -> None:
+        """An empty table over `allocator`'s pool. Raises ValueError when `block_size < 1`."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Sequence[int]:
+        """The physical blocks in logical order. Not to be changed by the caller."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """How many slots are filled: positions 0 .. num_tokens - 1 have one."""
+
+    @abstractmethod
+    def blocks_needed(self, num_new_tokens: int) -> int:
+        """How many blocks `append(num_new_tokens)` would allocate, a copy-on-write included."""
+
+    @abstractmethod
+    def append(self, num_new_tokens: int) -> list[CopyPair]:
+        """Slots for `num_new_tokens` more tokens, each in a block that only this table holds.
+
+        Returns the copy to make before the new slots are written: one pair when the last block was shared and
+        partly filled, else none. Raises OutOfBlocks and changes nothing when the pool has too few.
+        """
+
+    @abstractmethod
+    def adopt(self, blocks: Sequence[int]) -> None:
+        """Begin this empty table with full blocks that somebody else holds: takes a reference on each."""
+
+    @abstractmethod
+    def fork(self) -> BlockTable:
+        """A second table over the same blocks, all now shared."""
+
+    @abstractmethod
+    def trim(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` positions; give back the blocks past them, last first.
+
+        `trim(0)` gives everything back. Raises ValueError outside `0 <= num_tokens <= self.num_tokens`.
+        """
+
+    @abstractmethod
+    def replace(self, logical_block: int, block: int) -> None:
+        """Let `logical_block` be held in `block`, which has the same content: share it, give the old one back."""
+
+    @abstractmethod
+    def relocate(self, blocks: Sequence[int], allocator: BlockAllocator) -> None:
+        """The same tokens now live in `blocks` of another pool (swapping).
+
+        The caller has taken this table's references on `blocks`; the table gives back those on its old blocks.
+        """
+
+    @abstractmethod
+    def slot_mapping(self, start: int, stop: int) -> list[int]:
+        """The slots of positions start .. stop - 1. Raises ValueError where there is none."""
+
+
+# --- Running a plan -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMoves:
+    """Blocks to move before a forward pass. Run in the order of the fields, each as one batched call."""
+
+    swap_out: list[CopyPair] = field(default_factory=list)
+    """(device block, host block)."""
+    poison: list[int] = field(default_factory=list)
+    """Device blocks whose content is now nobody's: filled with NaN. Empty unless debugging."""
+    swap_in: list[CopyPair] = field(default_factory=list)
+    """(host block, device block)."""
+    copy: list[CopyPair] = field(default_factory=list)
+    """(device block, device block), for copy-on-write. No destination is a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """The tokens of one sequence that one forward pass runs: its query tokens."""
+
+    token_ids: Sequence[int]
+    """[num_query_tokens]"""
+    first_position: int
+    """The position of `token_ids[0]`: everything before it is in the KV cache already."""
+    slots: Sequence[int]
+    """[num_query_tokens]: where to write K and V of each token."""
+    block_table: Sequence[int]
+    """[num_blocks of this sequence]; covers positions 0 .. first_position + num_query_tokens - 1."""
+    wants_logits: bool
+    """Whether the logits after the last query token are asked for."""
+
+
+Batch = Sequence[BatchRow]
+"""One forward pass: prefill (many query tokens), decode (one) and mixed batches are all the same."""
+
+
+class Runner(ABC):
+    """What runs a plan: blocks to move, a batch in, logits out.
+
+    Each tier has one; so have the tests (a model that checks every read), and later a simulator.
+    """
+
+    @abstractmethod
+    def move(self, moves: BlockMoves) -> None:
+        """Swap out, poison, swap in, copy: in this order, each batched over all blocks, layers and K/V."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Logits:
+        """Write K/V of every query token into its slot and attend through the block tables.
+
+        Returns logits [number of rows with `wants_logits`, vocab_size], in row order.
+        """
+
+    @abstractmethod
+    def swap_seconds(self, num_blocks: int) -> float:
+        """What it costs to swap `num_blocks` out and in again, in seconds."""
+
+    @abstractmethod
+    def recompute_seconds(self, num_tokens: int) -> float:
+        """What it costs to compute the K/V of `num_tokens` again, in seconds."""
+
+
+# --- Choosing tokens ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInput:
+    """One token to choose."""
+
+    row: int
+    """Which row of the logits. Several inputs may use the same row (parallel sampling, first token)."""
+    params: SamplingParams
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    seed: int
+    """The request's seed: `params.seed`, or one drawn for it."""
+    stream: int
+    """Which of the request's `n` sequences: 0 .. n - 1."""
+    forbidden_token_ids: Sequence[int] = ()
+    """Tokens that must not be chosen (those that would stop before `min_tokens`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token chosen for one SamplingInput."""
+
+    token_id: int
+    logprob: float
+    """Natural log of the model's own probability of the token: before penalties, temperature and filters."""
+    top_logprobs: dict[int, float] | None
+    """The `params.logprobs` likeliest tokens and the chosen one, likeliest first; None when not asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamMove:
+    """Beam `parent` continued by one token."""
+
+    parent: int
+    """Index into the beams given to `BeamSearch.step`."""
+    token_id: int
+    cumulative_logprob: float
+    """Sum of the logprobs of all generated tokens, this one included."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamStep:
+    """What one step of beam search decided."""
+
+    survivors: list[BeamMove]
+    """The beams that go on, best first; empty when the search is over."""
+    finished: list[tuple[BeamMove, float]]
+    """Sequences that ended here and are kept for the ranking, each with its score (length penalty applied)."""
+
+
+class BeamSearch(ABC):
+    """Beam search of one request (paper, section 4.4 and Fig. 9), with transformers' rules.
+
+    Ranks the candidates of all beams together; the engine carries the decisions out on the block tables.
+    """
+
+    @abstractmethod
+    def __init__(
+        self, params: BeamSearchParams, prompt_length: int, max_length: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        """`max_length`: prompt and output together, in tokens."""
+
+    @abstractmethod
+    def step(self, logits: Logits, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
+        """`rows[i]` is the row of `logits` of beam i, `cumulative_logprobs[i]` its sum so far.
+
+        At the first step there is one beam (the prompt), later as many as survived.
+        """
+
+
+SampleFunction = Callable[[Logits, Sequence[SamplingInput]], list[Sampled]]
+"""Chooses one token for each input. The same inputs give the same tokens, in any order and company."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One wing of the house, as handed to the engine."""
+
+    name: str
+    block_allocator: type[BlockAllocator]
+    block_table: type[BlockTable]
+    beam_search: type[BeamSearch]
+    sample: SampleFunction

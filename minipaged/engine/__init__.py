@@ -1,0 +1,1 @@
+"""The serving engine around paged attention: tier-neutral, plain Python, no NumPy."""

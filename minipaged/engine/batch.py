@@ -1,0 +1,55 @@
+"""The plan of one step: which sequences run, and how many tokens each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from minipaged.contracts import BatchRow
+from minipaged.engine.sequence import Request, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request's part of a step."""
+
+    request: Request
+    work: list[tuple[Sequence, int]]
+    """Each of its sequences that runs, with its number of query tokens (slots are there already)."""
+    completes: bool
+    """Whether every sequence of the request then has all its tokens computed, so that the next can be chosen."""
+
+    @property
+    def num_query_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.work)
+
+    def rows(self) -> list[BatchRow]:
+        """What the runner is to compute."""
+        rows: list[BatchRow] = []
+        for sequence, num_tokens in self.work:
+            stop = sequence.num_computed
+            start = stop - num_tokens
+            rows.append(
+                BatchRow(
+                    token_ids=sequence.tokens[start:stop],
+                    first_position=start,
+                    slots=sequence.table.slot_mapping(start, stop),
+                    block_table=list(sequence.table.blocks),
+                    wants_logits=self.completes,
+                )
+            )
+        return rows
+
+
+@dataclass(slots=True)
+class Plan:
+    """What one step runs. The block moves that go before it are with the block manager."""
+
+    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    def batch(self) -> list[BatchRow]:
+        return [row for scheduled in self.scheduled for row in scheduled.rows()]
+
+    @property
+    def num_query_tokens(self) -> int:
+        return sum(scheduled.num_query_tokens for scheduled in self.scheduled)

@@ -1,0 +1,314 @@
+"""The block manager: every change of a block table goes through here (paper, section 4.3, the KV cache manager).
+
+It puts together the parts that know nothing of each other: the allocator of the device pool, the allocator of the
+host pool, the prefix cache, and the sequences' block tables. It decides nothing; the scheduler does. What it leaves
+behind for the runner are the block moves of the coming step.
+
+Room is what is free plus what only the prefix cache holds; `_make_room` evicts just before blocks are taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListLike
+from enum import Enum
+from typing import Literal
+
+from minipaged.contracts import (
+    Batch,
+    BlockAllocator,
+    BlockMoves,
+    BlockTable,
+    CopyPair,
+    Invariant,
+    InvariantViolation,
+    Tier,
+)
+from minipaged.engine.checked_allocator import CheckedAllocator
+from minipaged.engine.prefix_cache import PrefixCache
+from minipaged.engine.sequence import Request, RequestState, Sequence
+from minipaged.events import (
+    BlockCached,
+    BlockCopied,
+    BlockDeduplicated,
+    BlockEvicted,
+    BlocksFreed,
+    Emit,
+    PrefixReused,
+    SequenceForked,
+    SwappedIn,
+    SwappedOut,
+    TokensComputed,
+)
+from minipaged.params import EngineConfig
+
+
+class AllocStatus(Enum):
+    """Whether a request's blocks can be had."""
+
+    OK = "ok"
+    LATER = "later"
+    """Not now, but once others have finished."""
+    NEVER = "never"
+    """Not even with the whole pool to itself."""
+
+
+class BlockManager:
+    """Block tables of one engine, over one device pool and one host pool."""
+
+    def __init__(
+        self, config: EngineConfig, tier: Tier, allocator: Callable[[int], BlockAllocator] | None, emit: Emit
+    ) -> None:
+        def pool(num_blocks: int) -> BlockAllocator:
+            if allocator is None and not config.debug:
+                return tier.block_allocator(num_blocks)
+            return CheckedAllocator(num_blocks, allocator or tier.block_allocator)
+
+        self.block_size = config.block_size
+        self.allocator = pool(config.num_blocks)
+        self.host_allocator = pool(config.num_swap_blocks) if config.num_swap_blocks else None
+        self.prefix_cache = PrefixCache(config.block_size, self.allocator) if config.enable_prefix_caching else None
+        self.moves = BlockMoves()
+        self._debug = config.debug
+        self._make_table = tier.block_table
+        self._emit = emit
+
+    # --- How much room there is -------------------------------------------------------------------
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be taken now: the free ones and those that only the prefix cache holds."""
+        return self.allocator.num_free + (self.prefix_cache.num_evictable if self.prefix_cache else 0)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that sequences hold."""
+        return self.allocator.num_blocks - self.num_available
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)  # rounded up
+
+    def most_blocks(self, request: Request) -> int:
+        """Most blocks that the request can come to hold: only the prompt's full blocks are sure to be shared.
+
+        The last token is chosen but never run, so it needs no slot.
+        """
+        num_prompt_tokens = len(request.prompt_token_ids)
+        shared = num_prompt_tokens // self.block_size
+        each = self.blocks_for(num_prompt_tokens + request.max_output_tokens - 1)
+        return shared + request.num_sequences * (each - shared)
+
+    def blocks_needed(self, work: Iterable[tuple[Sequence, int]]) -> int:
+        """Blocks to take so that each sequence can run so many more tokens, copies on write included."""
+        needed = 0
+        writers: Counter[tuple[BlockAllocator, int]] = Counter()
+        for sequence, num_tokens in work:
+            table = sequence.table
+            needed += table.blocks_needed(num_tokens)
+            if num_tokens and table.num_tokens % self.block_size:
+                writers[self._pool_of(sequence), table.blocks[-1]] += 1
+        # Where every holder of a block writes into it, the last one finds itself alone and needs no copy.
+        return needed - sum(
+            holders > 1 and pool.ref_count(block) == holders for (pool, block), holders in writers.items()
+        )
+
+    def _pool_of(self, sequence: Sequence) -> BlockAllocator:
+        """The allocator that the numbers in the sequence's table belong to."""
+        return self.host_allocator if sequence.swapped and self.host_allocator else self.allocator
+
+    def can_admit(self, request: Request) -> AllocStatus:
+        """Whether the blocks for everything the request has to run are there."""
+        if self.most_blocks(request) > self.allocator.num_blocks:
+            return AllocStatus.NEVER
+        available = self.num_available
+        if request.state is RequestState.SWAPPED:  # its blocks, and what its next step adds
+            needed = len(request.filled_slots(self.block_size))
+            needed += self.blocks_needed((s, s.num_remaining) for s in request.sequences)
+        else:
+            needed = 0
+            for i, sequence in enumerate(request.sequences):
+                needed += self.blocks_for(len(sequence.tokens))
+                needed -= max((self._shared_blocks(sequence, s) for s in request.sequences[:i]), default=0)
+            if self.prefix_cache:
+                for block in self.prefix_cache.match(request.sequences[0].tokens):
+                    needed -= 1
+                    available -= self.prefix_cache.is_evictable(block)
+        return AllocStatus.OK if needed <= available else AllocStatus.LATER
+
+    def _shared_blocks(self, sequence: Sequence, sibling: Sequence) -> int:
+        """Full blocks that begin both sequences, leaving `sequence` at least one token to run."""
+        common = 0
+        for own, other in zip(sequence.tokens[:-1], sibling.tokens, strict=False):
+            if own != other:
+                break
+            common += 1
+        return common // self.block_size
+
+    # --- Growing ----------------------------------------------------------------------------------
+
+    def new_table(self) -> BlockTable:
+        return self._make_table(self.block_size, self.allocator)
+
+    def begin(self, request: Request, sequence: Sequence) -> None:
+        """Let an empty table begin with what is already computed: by the prefix cache or by a sibling.
+
+        Siblings matter after recomputation: sequences that shared blocks before must share them again, or a request
+        that fitted the pool would not fit any more.
+        """
+        blocks = self.prefix_cache.match(sequence.tokens) if self.prefix_cache else []
+        source: Literal["cache", "sibling"] = "cache"
+        for sibling in request.sequences:
+            if sibling is sequence:
+                break
+            shared = min(self._shared_blocks(sequence, sibling), sibling.table.num_tokens // self.block_size)
+            if shared > len(blocks):
+                blocks, source = list(sibling.table.blocks[:shared]), "sibling"
+        if not blocks:
+            return
+        sequence.table.adopt(blocks)
+        if self.prefix_cache:
+            self.prefix_cache.reused(blocks)
+        if source == "cache":
+            sequence.num_published = len(blocks)
+        self._emit(PrefixReused(sequence.sequence_id, tuple(blocks), source))
+
+    def append(self, sequence: Sequence, num_tokens: int) -> None:
+        """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks and changes nothing."""
+        table, held = sequence.table, len(sequence.table.blocks)
+        start = table.num_tokens
+        self._make_room(table.blocks_needed(num_tokens))
+        holders = self.allocator.ref_count(table.blocks[-1]) if held else 0
+        for source, destination in table.append(num_tokens):
+            self.moves.copy.append((source, destination))
+            self._emit(BlockCopied(sequence.sequence_id, held - 1, source, destination, holders))
+        recomputed = max(0, min(sequence.most_computed, table.num_tokens) - start)
+        sequence.most_computed = max(sequence.most_computed, table.num_tokens)
+        self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
+
+    def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
+        """`child` (whose table is empty) shares all blocks of `parent`."""
+        child.table = parent.table.fork()
+        child.num_published = parent.num_published
+        child.most_computed = parent.most_computed
+        self._emit(SequenceForked(request.request_id, parent.sequence_id, child.sequence_id))
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make the sequence's newly filled blocks findable by others."""
+        if not self.prefix_cache:
+            return
+        added, replaced = self.prefix_cache.publish(sequence.tokens, sequence.table, sequence.num_published)
+        for logical, block in added:
+            self._emit(BlockCached(sequence.sequence_id, logical, block))
+        for logical, own, cached in replaced:
+            self._emit(BlockDeduplicated(sequence.sequence_id, logical, own, cached))
+        sequence.num_published = sequence.table.num_tokens // self.block_size
+
+    def _make_room(self, num_blocks: int) -> None:
+        if self.prefix_cache and (short := num_blocks - self.allocator.num_free) > 0:
+            for block in self.prefix_cache.evict(min(short, self.prefix_cache.num_evictable)):
+                self._emit(BlockEvicted(block))
+
+    # --- Giving back ------------------------------------------------------------------------------
+
+    def free(self, sequence: Sequence) -> None:
+        """Give back all blocks of the sequence, be they on the device or on the host."""
+        blocks = tuple(sequence.table.blocks)
+        sequence.table.trim(0)
+        sequence.num_published = 0
+        if sequence.swapped:
+            sequence.swapped = False
+            sequence.table = self.new_table()
+        else:
+            self._released(blocks)
+        if blocks:
+            self._emit(BlocksFreed(sequence.sequence_id, blocks))
+
+    def _released(self, blocks: ListLike[int]) -> None:
+        if self.prefix_cache:
+            self.prefix_cache.released(reversed(blocks))
+
+    # --- Swapping (paper, section 4.5) ------------------------------------------------------------
+
+    def can_swap_out(self, request: Request) -> bool:
+        return (
+            self.host_allocator is not None
+            and len(request.filled_slots(self.block_size)) <= self.host_allocator.num_free
+        )
+
+    def swap_out(self, request: Request) -> None:
+        """Give the request host blocks for its device blocks. Raises OutOfBlocks and changes nothing."""
+        assert self.host_allocator is not None
+        pairs = self._move(request, self.host_allocator)
+        self.moves.swap_out.extend(pairs)
+        self._emit(SwappedOut(request.request_id, tuple(pairs)))
+
+    def swap_in(self, request: Request) -> None:
+        """Give the request device blocks for its host blocks. Raises OutOfBlocks and changes nothing."""
+        self._make_room(len(request.filled_slots(self.block_size)))
+        pairs = self._move(request, self.allocator)
+        self.moves.swap_in.extend(pairs)
+        self._emit(SwappedIn(request.request_id, tuple(pairs)))
+
+    def _move(self, request: Request, target: BlockAllocator) -> list[CopyPair]:
+        """Relocate all tables of the request; blocks that they share are moved once and stay shared."""
+        blocks = list(request.filled_slots(self.block_size))
+        pairs = list(zip(blocks, target.allocate_many(len(blocks)), strict=True))
+        new = dict(pairs)
+        # `allocate` counts one holder of each; the other table entries that hold a block need references too.
+        holders = Counter(block for sequence in request.sequences for block in sequence.table.blocks)
+        try:
+            target.share_many(new[block] for block, count in holders.items() for _ in range(count - 1))
+        except BaseException:
+            target.free_many(new.values())
+            raise
+        for sequence in request.sequences:
+            old = tuple(sequence.table.blocks)
+            sequence.table.relocate([new[block] for block in old], target)
+            sequence.num_published = 0
+            sequence.swapped = target is self.host_allocator
+            if sequence.swapped:
+                self._released(old)
+        return pairs
+
+    # --- Before and after a step ------------------------------------------------------------------
+
+    def take_moves(self) -> BlockMoves:
+        """The block moves recorded since the last call."""
+        moves, self.moves = self.moves, BlockMoves()
+        if self._debug and isinstance(self.allocator, CheckedAllocator):
+            moves.poison.extend(sorted(self.allocator.touched))
+            self.allocator.touched.clear()
+        return moves
+
+    def check_exclusive_writes(self, batch: Batch) -> None:
+        """Raise InvariantViolation if the batch would write into a block that more than one holds."""
+        for row in batch:
+            for block in {slot // self.block_size for slot in row.slots}:
+                if (holders := self.allocator.ref_count(block)) != 1:
+                    raise InvariantViolation(
+                        Invariant.EXCLUSIVE_WRITE,
+                        f"a slot of block {block} is about to be written, but {holders} hold it",
+                    )
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Raise InvariantViolation unless conservation and exact-references hold in both pools."""
+        expected = {False: Counter[int](), True: Counter[int]()}
+        for sequence in sequences:
+            expected[sequence.swapped].update(sequence.table.blocks)
+        if self.prefix_cache:
+            expected[False].update(self.prefix_cache.blocks)
+        for allocator, counts in ((self.allocator, expected[False]), (self.host_allocator, expected[True])):
+            if allocator is None:
+                continue
+            for block in range(allocator.num_blocks):
+                if allocator.ref_count(block) != counts[block]:
+                    raise InvariantViolation(
+                        Invariant.EXACT_REFERENCES,
+                        f"block {block} has ref_count {allocator.ref_count(block)} but {counts[block]} holders",
+                    )
+            if allocator.num_free + len(counts) - list(counts.values()).count(0) != allocator.num_blocks:
+                raise InvariantViolation(
+                    Invariant.CONSERVATION,
+                    f"{allocator.num_free} free and {len(counts)} held blocks in a pool of {allocator.num_blocks}",
+                )

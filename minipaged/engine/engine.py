@@ -1,0 +1,522 @@
+"""The engine: requests in, steps from outside, outputs back (paper, section 4.3, Fig. 4).
+
+One step, as data flows:
+
+1. the scheduler makes a plan and the block manager takes the blocks for it;
+2. the runner moves blocks, then runs the batch through the model;
+3. the tier chooses tokens from the logits: for all sequences of a request, or one beam-search step;
+4. the engine commits: tokens are appended, sequences fork and finish, full blocks are published, blocks given back.
+
+If anything raises within a step, the error is passed on, nothing is lost and nothing leaks: K/V that may be half
+written are dropped, and every request that held some waits to be recomputed from its tokens (`_recover`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as ListLike
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from numbers import Integral
+from typing import Literal
+
+from minipaged.contracts import (
+    BlockAllocator,
+    InvalidRequest,
+    InvariantViolation,
+    Logits,
+    Runner,
+    Sampled,
+    SamplingInput,
+    Tier,
+)
+from minipaged.engine.batch import Plan
+from minipaged.engine.block_manager import AllocStatus, BlockManager
+from minipaged.engine.detokenizer import Decode, Detokenizer, find_stop
+from minipaged.engine.scheduler import Scheduler
+from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
+from minipaged.engine.stats import Stats
+from minipaged.events import (
+    BeamFinished,
+    EngineStarted,
+    Event,
+    RequestArrived,
+    RequestFinished,
+    RequestRefused,
+    SequenceFinished,
+    StepFailed,
+    StepFinished,
+    StepStarted,
+    TokenGenerated,
+)
+from minipaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+
+Listener = Callable[[Event], None]
+FinishReason = Literal["stop", "length", "abort", "dropped"]
+
+
+class Engine:
+    """Serves requests on one tier's parts and one runner. Not thread-safe: call its methods from one thread.
+
+    `allocator` is a class (or function) that makes the pools' allocators, in place of the tier's own; `decode` turns
+    token ids into text and is needed for stop strings and for the text of outputs. Listeners get every event, in order,
+    after the step (or call) that caused it; they may call the engine's methods.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tier: Tier,
+        runner: Runner,
+        *,
+        allocator: Callable[[int], BlockAllocator] | None = None,
+        decode: Decode | None = None,
+        listeners: ListLike[Listener] = (),
+    ) -> None:
+        self.config = config
+        self.stats = Stats()
+        self._tier = tier
+        self._runner = runner
+        self._decode = decode
+        self.listeners: list[Listener] = [self.stats.on_event, *listeners]
+        self._events: deque[Event] = deque()
+        self._delivering = False
+        self._outputs: list[RequestOutput] = []
+        self._requests: dict[str, Request] = {}
+        self._random = random.Random(config.seed)
+        self._sequence_ids = count()
+        self._orders = count()
+        self._step = 0
+        self.blocks = BlockManager(config, tier, allocator, self._emit)
+        self.scheduler = Scheduler(config, self.blocks, runner, self._emit)
+        self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
+
+    # --- What callers do --------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt_token_ids: ListLike[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        request_id: str | None = None,
+        prompt: str | None = None,
+    ) -> str:
+        """Let a request wait for its turn; returns its id. Raises InvalidRequest when it could never be served."""
+        order = next(self._orders)
+        request_id = str(order) if request_id is None else request_id
+        try:
+            self._check_request(request_id, prompt_token_ids, params)
+            request = self._new_request(request_id, order, tuple(prompt_token_ids), params, prompt)
+            self._check_fits(request)
+        except InvalidRequest as error:
+            self._emit(RequestRefused(request_id, str(error)))
+            self._deliver_events()
+            raise
+        self._requests[request_id] = request
+        self.scheduler.waiting.append(request)  # the latest arrival is the last
+        first = request.sequences[0].sequence_id
+        self._emit(RequestArrived(request_id, first, request.prompt_token_ids, request.num_sequences))
+        self._deliver_events()
+        return request_id
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do or to return."""
+        return bool(self._requests or self._outputs)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests that ended since the last call."""
+        if self._requests:
+            self._step += 1
+            try:
+                self._run_step()
+            except BaseException as error:
+                with suppress(InvariantViolation):  # an allocator that broke its contract may do so again
+                    self._recover(error)
+                raise
+            finally:
+                self._deliver_events()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def abort(self, request_id: str) -> None:
+        """End a request now, in whatever state it is, and give back all its blocks. An unknown id is ignored.
+
+        What it has generated is returned by the next `step`, with finish reason "abort".
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        for sequence in list(request.sequences):
+            self._end_sequence(request, sequence, "abort")
+        self._finish_request(request, "aborted")
+        self._deliver_events()
+
+    # --- One step ---------------------------------------------------------------------------------
+
+    def _run_step(self) -> None:
+        started = time.perf_counter()
+        self._emit(StepStarted(self._step))
+        plan = self.scheduler.schedule()
+        self.stats.measure(self.scheduler.running, self.blocks)
+        for scheduled in plan.scheduled:
+            if scheduled.request.first_scheduled_time is None:
+                scheduled.request.first_scheduled_time = started
+        if self.config.debug:
+            self.blocks.check_exclusive_writes(plan.batch())
+        self._runner.move(self.blocks.take_moves())
+        batch = plan.batch()
+        logits = self._runner.forward(batch)
+        self._commit(plan, logits)
+        if self.config.debug:
+            self.check_invariants()
+        seconds = time.perf_counter() - started
+        self._emit(StepFinished(self._step, len(batch), plan.num_query_tokens, seconds))
+
+    def _commit(self, plan: Plan, logits: Logits) -> None:
+        """Make the step's results part of the requests. Everything is chosen before anything is changed."""
+        rows: dict[Sequence, int] = {}
+        for scheduled in plan.scheduled:
+            if scheduled.completes:
+                rows |= {sequence: len(rows) + i for i, (sequence, _) in enumerate(scheduled.work)}
+        sampling = [s.request for s in plan.scheduled if s.completes and s.request.beam_search is None]
+        inputs = {request: self._sampling_inputs(request, rows) for request in sampling}
+        sampled = iter(self._tier.sample(logits, [item for items in inputs.values() for item in items]))
+        chosen = {request: [next(sampled) for _ in items] for request, items in inputs.items()}
+        for scheduled in plan.scheduled:
+            for sequence, _ in scheduled.work:
+                self.blocks.publish(sequence)
+            request = scheduled.request
+            if scheduled.completes:
+                if request.beam_search is None:
+                    self._commit_samples(request, chosen[request])
+                else:
+                    self._commit_beams(request, logits, rows)
+
+    def _recover(self, error: BaseException) -> None:
+        """After an error within a step: drop all K/V that may be half written; their requests wait to be recomputed."""
+        self.blocks.take_moves()
+        dropped = [*self.scheduler.running, *(r for r in self.scheduler.waiting if r.state is RequestState.SWAPPED)]
+        for request in dropped:
+            for sequence in request.sequences:
+                self.blocks.free(sequence)
+        for request in list(self.scheduler.running):
+            self.scheduler.running.remove(request)
+            self.scheduler.put_back(request)
+        self._emit(StepFailed(self._step, repr(error), tuple(request.request_id for request in dropped)))
+
+    # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
+
+    def _sampling_inputs(self, request: Request, rows: dict[Sequence, int]) -> list[SamplingInput]:
+        """One input a sequence; for the first token `n` inputs from the one row of the prompt."""
+        assert isinstance(request.params, SamplingParams)
+        params = request.params
+        inputs: list[SamplingInput] = []
+        for sequence in request.sequences:
+            forbidden: tuple[int, ...] = ()
+            if sequence.num_output_tokens < params.min_tokens:
+                forbidden = tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.config.eos_token_ids)})
+            inputs.append(
+                SamplingInput(
+                    row=rows[sequence],
+                    params=params,
+                    prompt_token_ids=request.prompt_token_ids,
+                    output_token_ids=sequence.output_token_ids,
+                    seed=request.seed,
+                    stream=sequence.stream,
+                    forbidden_token_ids=forbidden,
+                )
+            )
+        if not request.prompt_computed:
+            inputs = [replace(inputs[0], stream=stream) for stream in range(params.n)]
+        return inputs
+
+    def _commit_samples(self, request: Request, sampled: list[Sampled]) -> None:
+        if not request.prompt_computed:
+            parent = request.sequences[0]
+            children = self._fork(request, [parent] * (len(sampled) - 1))
+            for stream, child in enumerate(children, start=1):
+                child.stream = stream
+            request.sequences.extend(children)
+            request.prompt_computed = True
+            request.first_token_time = time.perf_counter()
+        for sequence, choice in zip(list(request.sequences), sampled, strict=True):
+            self._append_token(request, sequence, choice.token_id, choice.logprob)
+            if choice.top_logprobs is not None:
+                sequence.logprobs.append(choice.top_logprobs)
+            if reason := self._finish_reason(request, sequence):
+                self._end_sequence(request, sequence, reason)
+        if not request.sequences:
+            self._finish_request(request, "finished")
+
+    def _finish_reason(self, request: Request, sequence: Sequence) -> FinishReason | None:
+        """Why the sequence ends with its newest token, if it does."""
+        assert isinstance(request.params, SamplingParams)
+        params, token = request.params, sequence.tokens[-1]
+        if sequence.num_output_tokens >= params.min_tokens:
+            if token in params.stop_token_ids:
+                sequence.stop_reason = token
+                return "stop"
+            if token in self.config.eos_token_ids and not params.ignore_eos:
+                return "stop"
+        if sequence.detokenizer is not None:
+            added = len(sequence.detokenizer.update(sequence.output_token_ids))
+            stopped = find_stop(sequence.detokenizer.text, added, tuple(params.stop))
+            if stopped and sequence.num_output_tokens >= params.min_tokens:
+                position, sequence.stop_reason = stopped
+                sequence.text = sequence.detokenizer.text[:position]
+                return "stop"
+        return "length" if sequence.num_output_tokens >= request.max_output_tokens else None
+
+    # --- Beam search (paper, section 4.4, Fig. 9) -------------------------------------------------
+
+    def _commit_beams(self, request: Request, logits: Logits, rows: dict[Sequence, int]) -> None:
+        """Survivors fork their parents' tables; beams without survivors give their blocks back at once."""
+        assert request.beam_search is not None
+        beams = list(request.sequences)
+        eos = () if request.params.ignore_eos else self.config.eos_token_ids
+        step = request.beam_search.step(
+            logits, [rows[beam] for beam in beams], [beam.cumulative_logprob for beam in beams]
+        )
+        parents = [beams[move.parent] for move in step.survivors]
+        first = [beam not in parents[:i] for i, beam in enumerate(parents)]
+        forks = iter(self._fork(request, [beam for beam, goes_on in zip(parents, first, strict=True) if not goes_on]))
+        survivors = [beam if goes_on else next(forks) for beam, goes_on in zip(parents, first, strict=True)]
+
+        for move, score in step.finished:
+            parent = beams[move.parent]
+            reason = (
+                "stop" if move.token_id in self.config.eos_token_ids and not request.params.ignore_eos else "length"
+            )
+            tokens = (*parent.output_token_ids, move.token_id)
+            request.hypotheses.append(Hypothesis(tokens, move.cumulative_logprob, score, reason))
+            self._emit(BeamFinished(request.request_id, parent.sequence_id, move.token_id, score))
+        if not request.prompt_computed:
+            request.prompt_computed = True
+            request.first_token_time = time.perf_counter()
+        for beam in beams:
+            if beam not in survivors:
+                self._end_sequence(request, beam, "dropped")
+        request.sequences[:] = survivors
+        for beam, move in zip(survivors, step.survivors, strict=True):
+            self._append_token(request, beam, move.token_id, move.cumulative_logprob - beam.cumulative_logprob)
+        if not survivors:
+            self._finish_request(request, "finished")
+
+    # --- Sequences and requests -------------------------------------------------------------------
+
+    def _fork(self, request: Request, parents: list[Sequence]) -> list[Sequence]:
+        """A child of each parent (one may occur twice), sharing all its blocks; all of them or an error and none."""
+        children: list[Sequence] = []
+        try:
+            for parent in parents:
+                child = Sequence(
+                    next(self._sequence_ids),
+                    list(parent.tokens),
+                    parent.num_prompt_tokens,
+                    self.blocks.new_table(),
+                    cumulative_logprob=parent.cumulative_logprob,
+                    detokenizer=self._new_detokenizer(request.params),
+                )
+                self.blocks.fork(request, parent, child)
+                children.append(child)
+        except BaseException:
+            for child in children:
+                self.blocks.free(child)
+            raise
+        return children
+
+    def _append_token(self, request: Request, sequence: Sequence, token: int, logprob: float) -> None:
+        sequence.tokens.append(token)
+        sequence.cumulative_logprob += logprob
+        self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, logprob))
+
+    def _end_sequence(self, request: Request, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason))
+        self.blocks.free(sequence)
+        self.stats.sequence_ended(sequence)
+        request.sequences.remove(sequence)
+        request.done.append(sequence)
+
+    def _finish_request(self, request: Request, reason: Literal["finished", "aborted"]) -> None:
+        queue = self.scheduler.running if request.state is RequestState.RUNNING else self.scheduler.waiting
+        queue.remove(request)
+        del self._requests[request.request_id]
+        request.state = RequestState.FINISHED
+        self._outputs.append(self._output(request, aborted=reason == "aborted"))
+        self._emit(RequestFinished(request.request_id, reason))
+
+    def _output(self, request: Request, *, aborted: bool) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=tuple(self._beam_outputs(request) if request.beam_search else self._sample_outputs(request)),
+            finished=not aborted,
+            num_cached_tokens=request.num_cached_tokens or 0,
+            metrics=RequestMetrics(
+                arrival_time=request.arrival_time,
+                first_scheduled_time=request.first_scheduled_time,
+                first_token_time=request.first_token_time,
+                finished_time=time.perf_counter(),
+                num_preemptions=request.num_preemptions,
+            ),
+        )
+
+    def _sample_outputs(self, request: Request) -> Iterator[CompletionOutput]:
+        assert isinstance(request.params, SamplingParams)
+        for sequence in sorted(request.done, key=lambda s: s.stream):
+            assert sequence.finish_reason is not None
+            yield CompletionOutput(
+                index=sequence.stream,
+                text=self._text(sequence.output_token_ids) if sequence.text is None else sequence.text,
+                token_ids=tuple(sequence.output_token_ids),
+                cumulative_logprob=sequence.cumulative_logprob,
+                logprobs=None if request.params.logprobs is None else tuple(sequence.logprobs),
+                finish_reason=sequence.finish_reason,
+                stop_reason=sequence.stop_reason,
+            )
+
+    def _beam_outputs(self, request: Request) -> Iterator[CompletionOutput]:
+        """The best finished sequences; of an aborted search those that had finished."""
+        assert isinstance(request.params, BeamSearchParams)
+        best = sorted(request.hypotheses, key=lambda h: -h.score)[: request.params.beam_width]
+        for index, hypothesis in enumerate(best):
+            yield CompletionOutput(
+                index=index,
+                text=self._text(hypothesis.tokens),
+                token_ids=hypothesis.tokens,
+                cumulative_logprob=hypothesis.cumulative_logprob,
+                logprobs=None,
+                finish_reason=hypothesis.finish_reason,
+                score=hypothesis.score,
+            )
+
+    def _text(self, token_ids: ListLike[int]) -> str:
+        return self._decode(token_ids) if self._decode else ""
+
+    def _new_detokenizer(self, params: SamplingParams | BeamSearchParams) -> Detokenizer | None:
+        needed = isinstance(params, SamplingParams) and params.stop
+        return Detokenizer(self._decode) if needed and self._decode else None
+
+    # --- Checks -----------------------------------------------------------------------------------
+
+    def _check_request(self, request_id: str, prompt: ListLike[int], params: SamplingParams | BeamSearchParams) -> None:
+        """Raise InvalidRequest for what can be told without building the request."""
+        config = self.config
+        if request_id in self._requests:
+            raise InvalidRequest(f"request id {request_id!r} is in use; wait for that request or choose another id")
+        if len(prompt) == 0:
+            raise InvalidRequest("the prompt is empty; give it at least one token")
+        for position, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < config.vocab_size:
+                raise InvalidRequest(
+                    f"prompt token {position} is {token!r}; this model's tokens are the numbers 0 to "
+                    f"{config.vocab_size - 1}"
+                )
+        if len(prompt) >= config.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens, which leaves no room to generate: max_model_len is "
+                f"{config.max_model_len}; shorten the prompt or raise max_model_len"
+            )
+        if isinstance(params, BeamSearchParams):
+            if params.beam_width > config.vocab_size:
+                raise InvalidRequest(
+                    f"beam_width is {params.beam_width}, more than the vocabulary's {config.vocab_size} tokens"
+                )
+            return
+        if params.logprobs is not None and params.logprobs > config.vocab_size:
+            raise InvalidRequest(f"logprobs is {params.logprobs}; the vocabulary has only {config.vocab_size} tokens")
+        for token in params.stop_token_ids:
+            if not 0 <= token < config.vocab_size:
+                raise InvalidRequest(f"stop token {token} is not in the vocabulary of {config.vocab_size} tokens")
+        if params.stop and self._decode is None:
+            raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+
+    def _check_fits(self, request: Request) -> None:
+        """Raise InvalidRequest when the answer to admission is NEVER."""
+        name = "beam_width" if request.beam_search else "n"
+        if request.num_sequences > self.scheduler.max_sequences:
+            raise InvalidRequest(
+                f"{name} is {request.num_sequences}, but at most {self.scheduler.max_sequences} sequences run at once "
+                f"(max_num_seqs {self.config.max_num_seqs}, max_num_batched_tokens "
+                f"{self.config.max_num_batched_tokens}); lower {name} or raise those"
+            )
+        if self.blocks.can_admit(request) is AllocStatus.NEVER:
+            pool = self.config.num_blocks
+            prompt = self.blocks.blocks_for(len(request.prompt_token_ids))
+            what = (
+                f"the prompt alone needs {prompt} blocks"
+                if prompt > pool
+                else f"prompt and output can need {self.blocks.most_blocks(request)} blocks"
+            )
+            raise InvalidRequest(
+                f"the request could never be served: {what} of {self.config.block_size} tokens, and the whole pool has "
+                f"{pool}; shorten the prompt, lower max_tokens ({request.max_output_tokens}) or {name} "
+                f"({request.num_sequences}), or raise num_blocks"
+            )
+
+    def check_invariants(self) -> None:
+        """Raise InvariantViolation unless conservation and exact-references hold."""
+        self.blocks.check(sequence for request in self._requests.values() for sequence in request.sequences)
+
+    # --- Requests and events ----------------------------------------------------------------------
+
+    def _new_request(
+        self,
+        request_id: str,
+        order: int,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams | BeamSearchParams,
+        prompt: str | None,
+    ) -> Request:
+        room = self.config.max_model_len - len(prompt_token_ids)
+        max_output = room if params.max_tokens is None else min(params.max_tokens, room)
+        beam_search = None
+        if isinstance(params, BeamSearchParams):
+            eos = () if params.ignore_eos else self.config.eos_token_ids
+            num_prompt = len(prompt_token_ids)
+            beam_search = self._tier.beam_search(params, num_prompt, num_prompt + max_output, eos)
+        seed = params.seed if isinstance(params, SamplingParams) else 0
+        return Request(
+            request_id=request_id,
+            order=order,
+            arrival_step=self._step,
+            arrival_time=time.perf_counter(),
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            seed=(self._random.getrandbits(64) if seed is None else seed) & (2**64 - 1),
+            max_output_tokens=max_output,
+            sequences=[
+                Sequence(
+                    next(self._sequence_ids),
+                    list(prompt_token_ids),
+                    len(prompt_token_ids),
+                    self.blocks.new_table(),
+                    detokenizer=self._new_detokenizer(params),
+                )
+            ],
+            beam_search=beam_search,
+        )
+
+    def _emit(self, event: Event) -> None:
+        self._events.append(event)
+
+    def _deliver_events(self) -> None:
+        """Hand the events on in order. A listener that calls the engine adds events to the end of the same list."""
+        if self._delivering:
+            return
+        self._delivering = True
+        try:
+            while self._events:
+                event = self._events.popleft()
+                for listener in self.listeners:
+                    listener(event)
+        finally:
+            self._delivering = False

@@ -1,0 +1,136 @@
+"""Automatic prefix caching: full blocks are kept after use and found again by the tokens that led to them.
+
+K/V of a block depend on all tokens up to the block's end and on nothing else (the invariant content). So a block is
+known by a chain of hashes: hash(parent's hash, tokens of the block). A hash is not proof: an entry also remembers its
+tokens and its parent's block, and a lookup compares both.
+
+Who owns what: the cache holds one reference on each cached block, like one more sequence. A cached block is
+
+- *in use* while sequences hold it too (reference count 2 or more);
+- *evictable* when only the cache does (reference count 1): it counts as room, and is given back when room is needed,
+  least recently used first.
+
+Whoever holds a cached block holds its cached parents too (`publish` sees to that by exchanging a block computed twice
+for the one already cached). Blocks are released last first; so in order of release children come before parents, and
+evicting the oldest never leaves a child without its parent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from minipaged.contracts import BlockAllocator, BlockTable
+
+ChainHash = Callable[[int, tuple[int, ...]], int]
+
+NO_PARENT = -1
+
+
+def chain_hash(parent: int, tokens: tuple[int, ...]) -> int:
+    """The hash of a block from its parent's and its own tokens (numbers only, so the same in every process)."""
+    return hash((parent, tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    block: int
+    parent_block: int
+    tokens: tuple[int, ...]
+
+
+class PrefixCache:
+    """Full blocks by content. `chain_hash` can be replaced by a bad one to test that collisions are harmless."""
+
+    def __init__(self, block_size: int, allocator: BlockAllocator, chain_hash: ChainHash = chain_hash) -> None:
+        self.block_size = block_size
+        self._allocator = allocator
+        self._chain_hash = chain_hash
+        self._entries: dict[int, CachedBlock] = {}
+        self._hash_of: dict[int, int] = {}  # block -> key of its entry
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # in order of release
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._hash_of
+
+    @property
+    def blocks(self) -> Iterable[int]:
+        """Every cached block."""
+        return self._hash_of.keys()
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that could be given back now."""
+        return len(self._evictable)
+
+    def is_evictable(self, block: int) -> bool:
+        return block in self._evictable
+
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The cached blocks that hold the longest prefix of `tokens`, leaving at least one token to run."""
+        found: list[int] = []
+        key, parent = 0, NO_PARENT
+        for end in range(self.block_size, len(tokens), self.block_size):
+            block_tokens = tuple(tokens[end - self.block_size : end])
+            key = self._chain_hash(key, block_tokens)
+            entry = self._entries.get(key)
+            if entry is None or entry.tokens != block_tokens or entry.parent_block != parent:
+                break
+            found.append(entry.block)
+            parent = entry.block
+        return found
+
+    def reused(self, blocks: Iterable[int]) -> None:
+        """Sequences hold these cached blocks again."""
+        for block in blocks:
+            self._evictable.pop(block, None)
+
+    def released(self, blocks: Iterable[int]) -> None:
+        """A sequence gave up these blocks (last logical block first): note those that only the cache still holds."""
+        for block in blocks:
+            if block in self._hash_of and self._allocator.ref_count(block) == 1:
+                self._evictable[block] = None
+
+    def publish(
+        self, tokens: Sequence[int], table: BlockTable, num_published: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """Make the table's full blocks from logical block `num_published` on findable.
+
+        A block whose content is cached already is replaced in the table by the cached one. Returns
+        (logical block, block) for each that was added and (logical block, own, cached) for each that was replaced.
+        """
+        added: list[tuple[int, int]] = []
+        replaced: list[tuple[int, int, int]] = []
+        parent = table.blocks[num_published - 1] if num_published else NO_PARENT
+        key = self._hash_of.get(parent, 0)
+        if num_published and parent not in self._hash_of:
+            return added, replaced  # its parent met a hash collision and is not cached
+        for logical in range(num_published, table.num_tokens // self.block_size):
+            block_tokens = tuple(tokens[logical * self.block_size : (logical + 1) * self.block_size])
+            key = self._chain_hash(key, block_tokens)
+            own = table.blocks[logical]
+            entry = self._entries.get(key)
+            if entry is None:
+                self._allocator.share(own)
+                self._entries[key] = CachedBlock(own, parent, block_tokens)
+                self._hash_of[own] = key
+                added.append((logical, own))
+            elif entry.tokens != block_tokens or entry.parent_block != parent:
+                break  # another block has this hash; this one and its children stay private
+            elif entry.block != own:
+                table.replace(logical, entry.block)
+                self.reused([entry.block])
+                replaced.append((logical, own, entry.block))
+            parent = table.blocks[logical]
+        return added, replaced
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Give back the `num_blocks` least recently used evictable blocks."""
+        evicted: list[int] = []
+        for _ in range(num_blocks):
+            block, _ = self._evictable.popitem(last=False)
+            del self._entries[self._hash_of.pop(block)]
+            self._allocator.free(block)
+            evicted.append(block)
+        return evicted

@@ -1,0 +1,171 @@
+"""The scheduler: who runs in the next step, who waits, who is preempted (paper, sections 4.3 and 4.5).
+
+First come, first served, decided anew at every step (continuous batching):
+
+1. Every running request gets its tokens: decoding ones first, one token a sequence; then those that still compute a
+   prompt share what is left of `max_num_batched_tokens`, in order of arrival (chunked prefill).
+2. While the blocks for that are not there, a victim is preempted: the latest arrival; among equals (arrived between
+   the same two steps) the one that is cheapest to bring back. The oldest running request is never a victim, so that
+   somebody always gets on: liveness. All sequences of a request go together: all or nothing.
+3. If nobody was preempted, waiting requests are admitted in order of arrival while the answer is OK. The first LATER
+   ends it: nobody overtakes. NEVER is said when a request arrives, so no request waits for what cannot happen.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from typing import Literal
+
+from minipaged.contracts import Invariant, InvariantViolation, Runner
+from minipaged.engine.batch import Plan, ScheduledRequest
+from minipaged.engine.block_manager import AllocStatus, BlockManager
+from minipaged.engine.sequence import Request, RequestState
+from minipaged.events import Emit, RequestAdmitted, RequestPreempted
+from minipaged.params import EngineConfig
+
+
+class Scheduler:
+    """The queues of one engine. `waiting` and `running` are both in order of arrival."""
+
+    def __init__(self, config: EngineConfig, blocks: BlockManager, runner: Runner, emit: Emit) -> None:
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._blocks = blocks
+        self._runner = runner
+        self._emit = emit
+        self._preemption = config.preemption
+        self._max_tokens = config.max_num_batched_tokens
+        # A sequence that runs takes one token of each batch at least.
+        self.max_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
+
+    def schedule(self) -> Plan:
+        """Decide the next step and take the blocks for it."""
+        plan = Plan()
+        while True:
+            assigned = self._assign(self.running, self._max_tokens)
+            work = [item for scheduled in assigned for item in scheduled.work]
+            short = self._blocks.blocks_needed(work) - self._blocks.num_available
+            if short <= 0:
+                break
+            victim = self._choose_victim()
+            self._preempt(victim, short)
+            plan.preempted.append(victim)
+        for scheduled in assigned:
+            self._take_blocks(scheduled)
+        plan.scheduled = assigned
+        if not plan.preempted:
+            self._admit(plan)
+        if not plan.scheduled and self.waiting:
+            raise InvariantViolation(
+                Invariant.LIVENESS,
+                f"request {self.waiting[0].request_id} cannot be admitted though nothing else runs: the allocator has "
+                f"{self._blocks.num_available} of {self._blocks.allocator.num_blocks} blocks available",
+            )
+        return plan
+
+    # --- 1. Tokens for those that run -------------------------------------------------------------
+
+    def _assign(self, requests: list[Request], budget: int) -> list[ScheduledRequest]:
+        """Share `budget` query tokens among the requests, those that decode first."""
+        assigned: list[ScheduledRequest] = []
+        for request in sorted(requests, key=lambda r: any(s.num_remaining > 1 for s in r.sequences)):
+            scheduled = self._assign_one(request, budget)
+            if scheduled.work:
+                assigned.append(scheduled)
+                budget -= scheduled.num_query_tokens
+        return assigned
+
+    def _assign_one(self, request: Request, budget: int) -> ScheduledRequest:
+        """All that the request has left to run; or, if that is too much at once, a chunk of one sequence.
+
+        The last tokens of all its sequences run in the same step, because the next tokens are chosen together.
+        After recomputation siblings catch up one after another, so that each can share what the one before computed.
+        """
+        for sequence in request.sequences:
+            if sequence.num_computed == 0:
+                self._blocks.begin(request, sequence)
+            if sequence.num_remaining > 1:
+                break
+        behind = [s for s in request.sequences if s.num_remaining > 1]
+        if len(behind) <= 1 and sum(s.num_remaining for s in request.sequences) <= budget:
+            return ScheduledRequest(request, [(s, s.num_remaining) for s in request.sequences], completes=True)
+        work = [(s, min(s.num_remaining - 1, budget)) for s in behind[:1] if budget > 0]
+        return ScheduledRequest(request, work, completes=False)
+
+    def _take_blocks(self, scheduled: ScheduledRequest) -> None:
+        for sequence, num_tokens in scheduled.work:
+            self._blocks.append(sequence, num_tokens)
+
+    # --- 2. Preemption ----------------------------------------------------------------------------
+
+    def _choose_victim(self) -> Request:
+        if len(self.running) < 2:
+            raise InvariantViolation(
+                Invariant.LIVENESS,
+                f"the only running request needs more blocks than the pool of {self._blocks.allocator.num_blocks} has "
+                "available, although it was admitted as one that fits",
+            )
+        latest = self.running[-1].arrival_step
+        equals = [r for r in self.running[1:] if r.arrival_step == latest]
+        return min(equals, key=lambda r: (self._seconds_to_bring_back(r), -r.order))
+
+    def _costs(self, request: Request) -> tuple[float, float]:
+        """Seconds to bring the request back by swapping and by recomputing."""
+        filled = request.filled_slots(self._blocks.block_size)
+        return self._runner.swap_seconds(len(filled)), self._runner.recompute_seconds(sum(filled.values()))
+
+    def _seconds_to_bring_back(self, request: Request) -> float:
+        swap, recompute = self._costs(request)
+        return {"swap": swap, "recompute": recompute, "auto": min(swap, recompute)}[self._preemption]
+
+    def _preempt(self, victim: Request, short: int) -> None:
+        """Take all blocks from the victim. When the host pool is too full to swap, it is recomputed."""
+        mode: Literal["swap", "recompute"] = "recompute"
+        # A sibling that has yet to catch up counts on sharing, which swapping would not give it.
+        all_computed = all(s.num_computed for s in victim.sequences)
+        if self._preemption != "recompute" and all_computed and self._blocks.can_swap_out(victim):
+            swap, recompute = self._costs(victim)
+            if self._preemption == "swap" or swap <= recompute:
+                mode = "swap"
+        filled = victim.filled_slots(self._blocks.block_size)
+        self._emit(RequestPreempted(victim.request_id, mode, len(filled), sum(filled.values()), short))
+        victim.num_preemptions += 1
+        if mode == "swap":
+            self._blocks.swap_out(victim)
+        self.running.remove(victim)
+        self.put_back(victim)
+
+    def put_back(self, request: Request) -> None:
+        """Let a request wait in its place: swapped if its blocks are on the host, else to be recomputed."""
+        if any(s.swapped for s in request.sequences):
+            request.state = RequestState.SWAPPED
+        else:
+            request.state = RequestState.WAITING
+            for sequence in request.sequences:
+                self._blocks.free(sequence)
+        insort(self.waiting, request, key=lambda r: r.order)
+
+    # --- 3. Admission -----------------------------------------------------------------------------
+
+    def _admit(self, plan: Plan) -> None:
+        budget = self._max_tokens - plan.num_query_tokens
+        room = self.max_sequences - sum(r.num_sequences for r in self.running)
+        while self.waiting and budget > 0:
+            request = self.waiting[0]
+            if request.num_sequences > room or self._blocks.can_admit(request) is not AllocStatus.OK:
+                break
+            self.waiting.pop(0)
+            insort(self.running, request, key=lambda r: r.order)
+            if request.state is RequestState.SWAPPED:
+                self._blocks.swap_in(request)
+            else:
+                self._emit(RequestAdmitted(request.request_id))
+            request.state = RequestState.RUNNING
+            room -= request.num_sequences
+            scheduled = self._assign_one(request, budget)
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = request.sequences[0].num_computed
+            if scheduled.work:
+                self._take_blocks(scheduled)
+                plan.scheduled.append(scheduled)
+                budget -= scheduled.num_query_tokens

@@ -1,0 +1,133 @@
+"""Requests and their sequences: what the engine knows of each, and the states a request moves through.
+
+    waiting --admit--> running --finish--> finished
+       ^                  |
+       +----preempt-------+      (keeping its blocks on the host when swapped, none when it will be recomputed)
+
+A *request* is one prompt with its parameters; a *sequence* is one continuation of it, with a block table of its own.
+A request starts with one sequence and forks when its prompt has been computed (parallel sampling, beam search). Its
+sequences are scheduled, preempted and brought back together (paper, section 4.5: all or nothing).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from minipaged.contracts import BeamSearch, BlockTable
+from minipaged.engine.detokenizer import Detokenizer
+from minipaged.params import BeamSearchParams, SamplingParams
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    """Holds no blocks: new, or preempted and to be recomputed."""
+    SWAPPED = "swapped"
+    """Waits too, with its K/V in host blocks."""
+    RUNNING = "running"
+    """Holds device blocks and is part of every step that has room for it."""
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One continuation of a prompt."""
+
+    sequence_id: int
+    tokens: list[int]
+    """Prompt and output."""
+    num_prompt_tokens: int
+    table: BlockTable
+    swapped: bool = False
+    """Whether `table` is over the host pool."""
+    stream: int = 0
+    """Which of the request's n samples this is."""
+    cumulative_logprob: float = 0.0
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    num_published: int = 0
+    """Leading blocks of the table known to the prefix cache."""
+    most_computed: int = 0
+    """The largest number of tokens whose K/V this sequence ever had: computing below it is recomputing."""
+    num_steps: int = 0
+    """Steps in which it held blocks, and `token_steps`, the tokens they held summed over those steps (for stats)."""
+    token_steps: int = 0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    detokenizer: Detokenizer | None = None
+    """The text so far; only for requests with stop strings."""
+    text: str | None = None
+    """The final text, where a stop string was cut off."""
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose K/V have a slot."""
+        return self.table.num_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to run before the next one can be chosen: 1 while decoding."""
+        return len(self.tokens) - self.table.num_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A finished sequence of a beam search."""
+
+    tokens: tuple[int, ...]
+    cumulative_logprob: float
+    score: float
+    finish_reason: str
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One prompt, its parameters, and its sequences."""
+
+    request_id: str
+    order: int
+    """Arrival order: no two requests have the same."""
+    arrival_step: int
+    """Requests that arrived between the same two steps are equals when a victim is chosen."""
+    arrival_time: float
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams | BeamSearchParams
+    seed: int
+    max_output_tokens: int
+    """`max_tokens`, cut to what `max_model_len` leaves."""
+    sequences: list[Sequence]
+    """The sequences that go on. Finished ones move to `done`."""
+    done: list[Sequence] = field(default_factory=list)
+    beam_search: BeamSearch | None = None
+    hypotheses: list[Hypothesis] = field(default_factory=list)
+    state: RequestState = RequestState.WAITING
+    prompt_computed: bool = False
+    """Whether it has forked into all its sequences."""
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences it has or will have once its prompt is computed."""
+        if self.prompt_computed and self.beam_search is None:
+            return len(self.sequences)
+        return self.params.beam_width if isinstance(self.params, BeamSearchParams) else self.params.n
+
+    def filled_slots(self, block_size: int) -> dict[int, int]:
+        """For each different block that its sequences hold, in order of first use: how many of its slots are filled."""
+        filled: dict[int, int] = {}
+        for sequence in self.sequences:
+            for logical, block in enumerate(sequence.table.blocks):
+                here = min(block_size, sequence.num_computed - logical * block_size)
+                filled[block] = max(here, filled.get(block, 0))
+        return filled

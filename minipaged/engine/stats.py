@@ -1,0 +1,156 @@
+"""What paging saved and cost: counted from the engine's events, and measured in every step.
+
+The waste of KV memory is told apart as in the paper's Fig. 2:
+
+- *tokens*: slots that hold the K/V of a token;
+- *reserved*: slots held now for tokens that come later;
+- *internal fragmentation*: slots held for tokens that never come;
+- what is left of the pool is *free*.
+
+Paging reserves nothing: all that it wastes is the unfilled end of each last block, counted as internal fragmentation.
+Beside it stands what a contiguous cache would have taken for the same sequences in the same steps: `max_model_len`
+slots each, nothing shared. Which of those were reserved and which never came is known once the sequence has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.sequence import Request, Sequence
+from minipaged.events import (
+    BlockCopied,
+    BlockEvicted,
+    EngineStarted,
+    Event,
+    PrefixReused,
+    RequestFinished,
+    RequestPreempted,
+    StepFinished,
+    SwappedIn,
+    SwappedOut,
+    TokenGenerated,
+    TokensComputed,
+)
+
+
+@dataclass(slots=True)
+class MemoryUse:
+    """Slots, summed over steps: divide by the number of steps for the mean."""
+
+    tokens: int = 0
+    reserved: int = 0
+    internal_fragmentation: int = 0
+
+    @property
+    def taken(self) -> int:
+        return self.tokens + self.reserved + self.internal_fragmentation
+
+    def share_of_tokens(self) -> float:
+        """Of the slots taken, the share that held tokens (1.0 when none was taken)."""
+        return self.tokens / self.taken if self.taken else 1.0
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the engine started."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    query_tokens: int = 0
+    generated_tokens: int = 0
+    finished_requests: int = 0
+    block_size: int = 0
+    max_model_len: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    """Held by sequences, at the last step."""
+    blocks_cached: int = 0
+    """Held by the prefix cache only, at the last step."""
+    blocks_saved: int = 0
+    """Block-table entries beyond the first that hold the same block, at the last step."""
+    peak_blocks_used: int = 0
+    blocks_copied: int = 0
+    """Copies on write."""
+    blocks_swapped_out: int = 0
+    blocks_swapped_in: int = 0
+    preempted_by_swap: int = 0
+    preempted_by_recompute: int = 0
+    tokens_recomputed: int = 0
+    prefix_cache_hit_tokens: int = 0
+    prefix_cache_evictions: int = 0
+    block_steps: int = 0
+    """Different blocks held, summed over steps."""
+    table_entry_steps: int = 0
+    """Block-table entries, summed over steps: what would be held without sharing."""
+    paged: MemoryUse = field(default_factory=MemoryUse)
+    contiguous: MemoryUse = field(default_factory=MemoryUse)
+
+    @property
+    def share_saved(self) -> float:
+        """Blocks saved by sharing / blocks without sharing (paper, Fig. 15), over all steps."""
+        return 1 - self.block_steps / self.table_entry_steps if self.table_entry_steps else 0.0
+
+    def on_event(self, event: Event) -> None:
+        """Count what happened."""
+        match event:
+            case EngineStarted():
+                self.block_size = event.block_size
+                self.max_model_len = event.max_model_len
+                self.blocks_total = event.num_blocks
+            case TokenGenerated():
+                self.generated_tokens += 1
+            case TokensComputed():
+                self.tokens_recomputed += event.recomputed
+            case BlockCopied():
+                self.blocks_copied += 1
+            case PrefixReused() if event.source == "cache":
+                self.prefix_cache_hit_tokens += len(event.blocks) * self.block_size
+            case BlockEvicted():
+                self.prefix_cache_evictions += 1
+            case SwappedOut():
+                self.blocks_swapped_out += len(event.pairs)
+            case SwappedIn():
+                self.blocks_swapped_in += len(event.pairs)
+            case RequestPreempted():
+                if event.mode == "swap":
+                    self.preempted_by_swap += 1
+                else:
+                    self.preempted_by_recompute += 1
+            case RequestFinished():
+                self.finished_requests += 1
+            case StepFinished():
+                self.steps += 1
+                self.step_seconds += event.seconds
+                self.query_tokens += event.num_query_tokens
+
+    def measure(self, requests: Iterable[Request], blocks: BlockManager) -> None:
+        """Look at the memory that the running requests hold during this step."""
+        self.blocks_used = blocks.num_used
+        self.blocks_cached = blocks.num_available - blocks.allocator.num_free
+        self.peak_blocks_used = max(self.peak_blocks_used, self.blocks_used)
+        entries = 0
+        unfilled: dict[int, int] = {}  # last block -> its unfilled slots; siblings may share it
+        for request in requests:
+            for sequence in request.sequences:
+                table = sequence.table
+                entries += len(table.blocks)
+                if table.num_tokens % self.block_size:
+                    unfilled[table.blocks[-1]] = -table.num_tokens % self.block_size
+                self.contiguous.tokens += table.num_tokens
+                self.contiguous.internal_fragmentation += self.max_model_len - table.num_tokens
+                sequence.num_steps += 1
+                sequence.token_steps += table.num_tokens
+        self.blocks_saved = entries - self.blocks_used
+        self.table_entry_steps += entries
+        self.block_steps += self.blocks_used
+        wasted = sum(unfilled.values())
+        self.paged.internal_fragmentation += wasted
+        self.paged.tokens += self.blocks_used * self.block_size - wasted
+
+    def sequence_ended(self, sequence: Sequence) -> None:
+        """Its final length is known now: tell apart what a contiguous cache had reserved and what never came."""
+        reserved = sequence.num_steps * sequence.most_computed - sequence.token_steps
+        self.contiguous.internal_fragmentation -= reserved
+        self.contiguous.reserved += reserved

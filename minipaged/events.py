@@ -1,0 +1,284 @@
+"""What happened, as data: one schema for the demo, the docs, the grader and the tests.
+
+Each event is a small frozen dataclass; in JSON Lines it is an object whose "event" says which. The events of a run
+are complete: folding them from the first on gives every block table, reference count, queue and token that the
+engine had (`tests/engine/test_events.py` does so). Blocks are physical block numbers; `host` blocks are numbers of
+the swap pool. A sequence is named by a number of its own; a request by its id.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
+
+Emit = Callable[["Event"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events."""
+
+    name: ClassVar[str] = ""
+
+    def to_json(self) -> str:
+        """One line of JSON, without the line's end."""
+        return json.dumps({"event": self.name, **asdict(self)}, separators=(",", ":"))
+
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStarted(Event):
+    """The sizes of everything that follows. Always the first event."""
+
+    name: ClassVar[str] = "engine_started"
+    num_blocks: int
+    num_swap_blocks: int
+    block_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStarted(Event):
+    name: ClassVar[str] = "step_started"
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished(Event):
+    name: ClassVar[str] = "step_finished"
+    step: int
+    num_sequences: int
+    """Sequences in the batch."""
+    num_query_tokens: int
+    seconds: float = field(compare=False)
+    """Wall time of the whole step; not part of what makes two events equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed(Event):
+    """Something raised within a step. Every request in `requests` waits to be recomputed; none is lost."""
+
+    name: ClassVar[str] = "step_failed"
+    step: int
+    error: str
+    requests: tuple[str, ...]
+
+
+# --- Requests and sequences -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived(Event):
+    """A request joined the waiting queue, with its first sequence."""
+
+    name: ClassVar[str] = "request_arrived"
+    request: str
+    sequence: int
+    prompt_token_ids: tuple[int, ...]
+    num_sequences: int
+    """How many sequences it will have: `n` or `beam_width`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused(Event):
+    """A request that could never be served was turned away (NEVER)."""
+
+    name: ClassVar[str] = "request_refused"
+    request: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestAdmitted(Event):
+    """Waiting -> running: its blocks are there now (OK)."""
+
+    name: ClassVar[str] = "request_admitted"
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPreempted(Event):
+    """Running -> waiting, to make room. The moves of its blocks follow."""
+
+    name: ClassVar[str] = "request_preempted"
+    request: str
+    mode: Literal["swap", "recompute"]
+    num_blocks: int
+    """Different blocks that it held."""
+    num_tokens: int
+    """Tokens whose K/V they held, each shared one counted once."""
+    blocks_short: int
+    """How many blocks were missing for the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFinished(Event):
+    name: ClassVar[str] = "request_finished"
+    request: str
+    reason: Literal["finished", "aborted"]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceForked(Event):
+    """`child` now holds every block of `parent` too, and has the same tokens."""
+
+    name: ClassVar[str] = "sequence_forked"
+    request: str
+    parent: int
+    child: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenGenerated(Event):
+    name: ClassVar[str] = "token_generated"
+    request: str
+    sequence: int
+    token_id: int
+    logprob: float = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished(Event):
+    """`reason`: "stop", "length", "abort", or "dropped" (a beam that does not go on). Its blocks are freed next."""
+
+    name: ClassVar[str] = "sequence_finished"
+    request: str
+    sequence: int
+    reason: Literal["stop", "length", "abort", "dropped"]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamFinished(Event):
+    """A beam search keeps `sequence` followed by `token_id` for its ranking. `sequence` itself may go on or not."""
+
+    name: ClassVar[str] = "beam_finished"
+    request: str
+    sequence: int
+    token_id: int
+    score: float = field(compare=False)
+
+
+# --- Blocks ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokensComputed(Event):
+    """The sequence's table was extended to `num_tokens` filled slots, by `new_blocks` at its end."""
+
+    name: ClassVar[str] = "tokens_computed"
+    sequence: int
+    num_tokens: int
+    new_blocks: tuple[int, ...]
+    recomputed: int
+    """How many of the new tokens had been computed before and were dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopied(Event):
+    """Copy-on-write: the sequence's last block was shared, and it is about to write into it."""
+
+    name: ClassVar[str] = "block_copied"
+    sequence: int
+    logical_block: int
+    source: int
+    destination: int
+    holders: int
+    """The reference count of `source` before the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReused(Event):
+    """The empty table begins with full blocks that were already computed: from the prefix cache or a sibling."""
+
+    name: ClassVar[str] = "prefix_reused"
+    sequence: int
+    blocks: tuple[int, ...]
+    source: Literal["cache", "sibling"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFreed(Event):
+    """The sequence gave back all its blocks (device blocks, or host blocks if it was swapped out)."""
+
+    name: ClassVar[str] = "blocks_freed"
+    sequence: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedOut(Event):
+    """The request's blocks are copied to the host and given back. A block shared by several is copied once."""
+
+    name: ClassVar[str] = "swapped_out"
+    request: str
+    pairs: tuple[tuple[int, int], ...]
+    """(device block, host block)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedIn(Event):
+    """Waiting -> running for a request that was swapped out."""
+
+    name: ClassVar[str] = "swapped_in"
+    request: str
+    pairs: tuple[tuple[int, int], ...]
+    """(host block, device block)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCached(Event):
+    """The prefix cache took a reference on a full block of the sequence."""
+
+    name: ClassVar[str] = "block_cached"
+    sequence: int
+    logical_block: int
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDeduplicated(Event):
+    """The sequence computed a block that the prefix cache has already: it holds that one now and freed its own."""
+
+    name: ClassVar[str] = "block_deduplicated"
+    sequence: int
+    logical_block: int
+    own: int
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvicted(Event):
+    """The prefix cache gave up its reference on a block that nobody else held."""
+
+    name: ClassVar[str] = "block_evicted"
+    block: int
+
+
+# --- JSON Lines -----------------------------------------------------------------------------------
+
+EVENT_TYPES: dict[str, type[Event]] = {event.name: event for event in Event.__subclasses__()}
+
+
+def _to_tuple(value: Any) -> Any:
+    return tuple(_to_tuple(item) for item in value) if isinstance(value, list) else value
+
+
+def from_json(line: str) -> Event:
+    """The event that `Event.to_json` wrote. Raises ValueError for anything else."""
+    fields = json.loads(line)
+    event_type = EVENT_TYPES.get(fields.pop("event", None)) if isinstance(fields, dict) else None
+    if event_type is None:
+        raise ValueError(f"not an event of minipaged: {line[:80]!r}")
+    try:
+        return event_type(**{key: _to_tuple(value) for key, value in fields.items()})
+    except TypeError as error:
+        raise ValueError(f"not a valid {event_type.name} event: {error}") from error
+
+
+def read_jsonl(lines: Iterable[str]) -> Iterator[Event]:
+    """The events of a JSON Lines file, blank lines skipped."""
+    return (from_json(line) for line in lines if line.strip())

@@ -1,0 +1,109 @@
+"""A model without weights that checks every read: the content oracle.
+
+Instead of K/V, each slot holds the name of the token prefix that wrote it. Before a row is run, everything its block
+table leads to is compared with the tokens that the engine believes the sequence to have: the invariant `content`.
+The logits depend on the prefix found in memory and on nothing else, so that a wrong read also shows in the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minipaged.contracts import Batch, BatchRow, BlockMoves, Invariant, InvariantViolation, Runner
+from minipaged.engine.engine import Engine
+
+Prefix = int
+"""A token prefix, numbered when first seen; 0 is the empty one."""
+
+
+class Prefixes:
+    """Numbers for token prefixes: equal numbers mean equal tokens."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Prefix, int], Prefix] = {}
+
+    def extend(self, prefix: Prefix, token: int) -> Prefix:
+        return self._numbers.setdefault((prefix, token), len(self._numbers) + 1)
+
+
+def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Logits after `tokens`: arbitrary, but always the same for the same tokens."""
+    key = hash(tuple(tokens)) & (2**64 - 1)
+    return 2 * np.random.Generator(np.random.Philox(key=key)).standard_normal(vocab_size, dtype=np.float32)
+
+
+class ContentRunner(Runner):
+    """Runs plans on memory that remembers who wrote it."""
+
+    def __init__(
+        self, num_blocks: int, num_swap_blocks: int, block_size: int, vocab_size: int, swap_is_cheap: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.swap_is_cheap = swap_is_cheap
+        self.prefixes = Prefixes()
+        self.device: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
+        self.engine: Engine | None = None
+        """Set by the test: where the truth about the sequences' tokens comes from."""
+
+    def move(self, moves: BlockMoves) -> None:
+        for device, host in moves.swap_out:
+            self.host[host] = list(self.device[device])
+        for block in moves.poison:
+            self.device[block] = [None] * self.block_size
+        for host, device in moves.swap_in:
+            self.device[device] = list(self.host[host])
+            self.host[host] = [None] * self.block_size
+        assert not {source for source, _ in moves.copy} & {destination for _, destination in moves.copy}
+        for source, destination in moves.copy:
+            self.device[destination] = list(self.device[source])
+
+    def forward(self, batch: Batch) -> np.ndarray:
+        tokens = [self._tokens_of(row) for row in batch]
+        for row, known in zip(batch, tokens, strict=True):  # first every write, as in one layer of a real model
+            prefix = 0
+            for token in known[: row.first_position]:
+                prefix = self.prefixes.extend(prefix, token)
+            for token, slot in zip(row.token_ids, row.slots, strict=True):
+                prefix = self.prefixes.extend(prefix, token)
+                self.device[slot // self.block_size][slot % self.block_size] = prefix
+        logits = []
+        for row, known in zip(batch, tokens, strict=True):
+            self._check_reads(row, known)
+            if row.wants_logits:
+                logits.append(fake_logits(known, self.vocab_size))
+        return np.array(logits).reshape(len(logits), self.vocab_size)
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        return num_blocks * (1e-6 if self.swap_is_cheap else 1.0)
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        return num_tokens * 1e-3
+
+    def _tokens_of(self, row: BatchRow) -> list[int]:
+        """The tokens, up to the row's last, of the sequence that owns the slot of the row's last token."""
+        assert self.engine is not None
+        stop = row.first_position + len(row.token_ids)
+        for request in self.engine.scheduler.running:
+            for sequence in request.sequences:
+                table = sequence.table
+                if table.num_tokens == stop and table.slot_mapping(stop - 1, stop) == [row.slots[-1]]:
+                    assert sequence.tokens[row.first_position : stop] == list(row.token_ids)
+                    return sequence.tokens[:stop]
+        raise InvariantViolation(Invariant.EXCLUSIVE_WRITE, f"no running sequence owns slot {row.slots[-1]}")
+
+    def _check_reads(self, row: BatchRow, tokens: list[int]) -> None:
+        prefix = 0
+        for position, token in enumerate(tokens):
+            prefix = self.prefixes.extend(prefix, token)
+            block = row.block_table[position // self.block_size]
+            found = self.device[block][position % self.block_size]
+            if found != prefix:
+                raise InvariantViolation(
+                    Invariant.CONTENT,
+                    f"position {position} is in block {block}, which holds "
+                    f"{'nothing' if found is None else 'the K/V of other tokens'}",
+                )

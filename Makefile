@@ -8,7 +8,7 @@ demo: .venv/base
 	$(BIN)/minipaged demo
 
 test: .venv/test
-	$(BIN)/python -m pytest -n 2
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -29,6 +29,7 @@ bench: .venv/test
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
+# One BLAS thread in each of the two test processes: four threads on two cores would mostly wait for each other.
 # Pinned torch is asked for by name, so that a machine without a GPU gets the build that its index offers for it.
 .venv/test: pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0

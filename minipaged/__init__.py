@@ -1,1 +1,44 @@
-"""minipaged: PagedAttention and the serving system around it, written twice."""
+"""minipaged: PagedAttention and the serving system around it, written twice: once to be read, once to be fast."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minipaged.contracts import (
+    BlockNotAllocated,
+    InvalidRequest,
+    InvariantViolation,
+    MinipagedError,
+    ModelError,
+    OutOfBlocks,
+)
+from minipaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+
+if TYPE_CHECKING:
+    from minipaged.llm import LLM
+
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "BlockNotAllocated",
+    "CompletionOutput",
+    "EngineConfig",
+    "InvalidRequest",
+    "InvariantViolation",
+    "MinipagedError",
+    "ModelError",
+    "OutOfBlocks",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """LLM is imported when first used: the engine and the allocators run where NumPy is not."""
+    if name == "LLM":
+        from minipaged.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'minipaged' has no attribute {name!r}")

@@ -23,6 +23,9 @@ from tests.fake_model import ContentRunner, fake_logits
 
 REFERENCE = Tier("reference", BlockAllocator, BlockTable, BeamSearch, sample)
 
+TIERS = {tier.name: tier for tier in [REFERENCE]}
+"""One test, every tier: the tests of what both wings have to do are run over all of these."""
+
 
 @dataclass(frozen=True)
 class WorkloadRequest:

@@ -140,6 +140,10 @@ class Engine:
                 raise
             finally:
                 self._deliver_events()
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """The requests that ended and were not yet returned."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -289,9 +293,7 @@ class Engine:
 
         for move, score in step.finished:
             parent = beams[move.parent]
-            reason = (
-                "stop" if move.token_id in self.config.eos_token_ids and not request.params.ignore_eos else "length"
-            )
+            reason = "stop" if move.token_id in eos else "length"
             tokens = (*parent.output_token_ids, move.token_id)
             request.hypotheses.append(Hypothesis(tokens, move.cumulative_logprob, score, reason))
             self._emit(BeamFinished(request.request_id, parent.sequence_id, move.token_id, score))

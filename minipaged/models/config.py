@@ -1,8 +1,25 @@
-"""The shape of a Llama: what `config.json` says, checked and named as transformers names it."""
+"""The shape of a Llama: what `config.json` says, checked and named as transformers names it.
+
+A decoder of `num_hidden_layers` equal layers. Each layer has an attention, where `num_attention_heads` query
+heads share `num_key_value_heads` key/value heads (grouped-query attention), and a gated MLP. What the KV cache
+has to hold for one token follows from here: 2 (K and V) * layers * KV heads * head_dim numbers.
+
+transformers has written the rotary settings in two ways, and both are read:
+
+    v4    "rope_theta": 10000.0, "rope_scaling": null or {"rope_type": ..., "factor": ...}   (older: "type")
+    v5    "rope_parameters": {"rope_theta": 10000.0, "rope_type": ..., "factor": ...}
+
+Anything that would make the result wrong if it were ignored (another architecture, biases, another activation,
+quantized weights) is refused here, before a single weight is read.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from minipaged.contracts import ModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +54,148 @@ class ModelConfig:
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> ModelConfig:
+        """What a `config.json` says. Raises ModelError for a key that is missing or a model that cannot run here."""
+        _check_supported(d)
+        hidden_size = _size(d, "hidden_size")
+        num_heads = _size(d, "num_attention_heads")
+        num_kv_heads = _size(d, "num_key_value_heads", default=num_heads)
+        if num_heads % num_kv_heads:
+            raise ModelError(
+                f"config.json: num_attention_heads = {num_heads} is not a multiple of num_key_value_heads = "
+                f"{num_kv_heads}; each KV head serves the same number of query heads"
+            )
+        if d.get("head_dim") is None and hidden_size % num_heads:
+            raise ModelError(
+                f"config.json: hidden_size = {hidden_size} is not a multiple of num_attention_heads = {num_heads}, "
+                "and no head_dim says how large a head is"
+            )
+        head_dim = _size(d, "head_dim", default=hidden_size // num_heads)
+        if head_dim % 2:
+            raise ModelError(f"config.json: head_dim = {head_dim} is odd; rotary embeddings turn pairs of dimensions")
+        rope = _rope_parameters(d)
+        bos = d.get("bos_token_id")
+        return cls(
+            vocab_size=_size(d, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_size(d, "intermediate_size"),
+            num_hidden_layers=_size(d, "num_hidden_layers"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=_number(d, "rms_norm_eps", default=1e-6),
+            rope_theta=_number(rope, "rope_theta", default=10000.0),
+            rope_scaling=_rope_scaling(rope),
+            max_position_embeddings=_size(d, "max_position_embeddings", default=2048),
+            tie_word_embeddings=bool(d.get("tie_word_embeddings", False)),
+            bos_token_id=None if bos is None else token_ids(bos, "bos_token_id")[0],
+            eos_token_ids=token_ids(d.get("eos_token_id"), "eos_token_id"),
+        )
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight of the model and its shape, by the names of transformers' checkpoints.
+
+    A projection is stored as [outputs, inputs]: y = x @ weight.T
+    """
+    hidden, mlp = config.hidden_size, config.intermediate_size
+    query_dim = config.num_attention_heads * config.head_dim
+    kv_dim = config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (query_dim, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv_dim, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv_dim, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, query_dim),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
+            f"{layer}.mlp.up_proj.weight": (mlp, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, mlp),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def token_ids(value: object, key: str) -> tuple[int, ...]:
+    """`config.json` writes a set of token ids as null, one number or a list."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ModelError(f"{key} is {value!r}; expected a token id, a list of them, or null")
+    return tuple(ids)
+
+
+def _check_supported(d: Mapping[str, Any]) -> None:
+    architectures, model_type = d.get("architectures") or [], d.get("model_type")
+    is_llama = model_type in (None, "llama") and all(name == "LlamaForCausalLM" for name in architectures)
+    if not is_llama or not (architectures or model_type):
+        raise ModelError(
+            f"config.json: architectures = {architectures}, model_type = {model_type!r}; "
+            "only Llama architectures run here (LlamaForCausalLM, model_type 'llama')"
+        )
+    if (activation := d.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"config.json: hidden_act = {activation!r} is not supported; a Llama uses 'silu'")
+    for key in ("attention_bias", "mlp_bias"):
+        if d.get(key):
+            raise ModelError(f"config.json: {key} = {d[key]} is not supported; use a model without biases")
+    if d.get("quantization_config"):
+        method = d["quantization_config"].get("quant_method", "unknown method")
+        raise ModelError(
+            f"config.json: quantized weights ({method}) are not supported; use the fp32, fp16 or bf16 checkpoint "
+            "of this model, or a .gguf file"
+        )
+
+
+def _rope_parameters(d: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings in the shape of transformers v5, whichever version wrote them."""
+    older = {"rope_theta": d["rope_theta"]} if "rope_theta" in d else {}
+    return older | (d.get("rope_scaling") or {}) | (d.get("rope_parameters") or {})
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    match rope.get("rope_type", rope.get("type", "default")):
+        case "default":
+            return None
+        case "linear":
+            return RopeScaling("linear", _number(rope, "factor"))
+        case "llama3":
+            return RopeScaling(
+                "llama3",
+                factor=_number(rope, "factor"),
+                low_freq_factor=_number(rope, "low_freq_factor"),
+                high_freq_factor=_number(rope, "high_freq_factor"),
+                original_max_position_embeddings=_size(rope, "original_max_position_embeddings"),
+            )
+        case other:
+            raise ModelError(
+                f"config.json: rope type {other!r} is not supported; supported are 'default', 'linear' and 'llama3'"
+            )
+
+
+def _size(d: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _present(d, key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json: {key} = {value!r}; expected a whole number, 1 or more")
+    return value
+
+
+def _number(d: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = _present(d, key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise ModelError(f"config.json: {key} = {value!r}; expected a positive number")
+    return float(value)
+
+
+def _present(d: Mapping[str, Any], key: str, default: float | None) -> Any:
+    value = d.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise ModelError(f"config.json: '{key}' is missing")
+    return value

@@ -1,0 +1,268 @@
+"""The offline API: prompts in, outputs back. A thin loop around the engine's steps.
+
+llm = LLM("smollm2-135m-instruct")
+for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+    print(output.outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import copy
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from minipaged import tiers
+from minipaged.contracts import BlockAllocator, InvalidRequest, InvariantViolation, ModelError
+from minipaged.engine.engine import Engine, Listener
+from minipaged.engine.stats import Stats
+from minipaged.events import Event, RequestFinished, TokenGenerated
+from minipaged.models import hub
+from minipaged.models.loading import load_config
+from minipaged.models.tokenizer import Tokenizer
+from minipaged.outputs import RequestOutput
+from minipaged.params import BeamSearchParams, EngineConfig, PreemptionMode, SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, str]
+Params = SamplingParams | BeamSearchParams
+
+SWAP_SHARE = 0.25
+"""Blocks of the host pool for each block of the device pool, where the user leaves `num_swap_blocks` open."""
+
+
+class LLM:
+    """A model that is loaded and ready to serve.
+
+    `model` is a known name, a local folder, a .gguf file or a hub id. The sizes that are None are filled in:
+    `num_blocks` from `memory_utilization` (of the memory that is free after loading the weights), `num_swap_blocks` as
+    a quarter of it, `max_model_len` from the model, or from the pool where that is smaller. `allocator` is a class to
+    use in place of the tier's own block allocator; it is checked at every call. `debug` fills memory that is nobody's
+    with NaN and checks the invariants after every step. Raises ModelError for a model that cannot be had or run, and
+    InvalidRequest (a ValueError) for a setting out of range.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2-135m-instruct",
+        *,
+        tier: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        memory_utilization: float = 0.9,
+        num_swap_blocks: int | None = None,
+        preemption: PreemptionMode = "auto",
+        enable_prefix_caching: bool = True,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        allocator: Callable[[int], BlockAllocator] | None = None,
+        seed: int = 0,
+        debug: bool = False,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        parts = tiers.choose_tier(tier, device)
+        self.folder = hub.resolve(model)
+        self.model_config = load_config(self.folder)
+        has_tokenizer = (self.folder / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer(self.folder) if has_tokenizer else None
+        weights = tiers.load_weights(self.folder, self.model_config, dtype)
+        if not 0 < memory_utilization <= 1:
+            raise InvalidRequest(f"memory_utilization is {memory_utilization}; it must be above 0 and at most 1")
+        context = self.model_config.max_position_embeddings
+        if max_model_len is not None and max_model_len > context:
+            raise InvalidRequest(f"max_model_len is {max_model_len}; this model was made for at most {context} tokens")
+        if num_blocks is None:
+            num_blocks = self._blocks_that_fit(block_size, dtype, memory_utilization, max_num_seqs)
+        if num_swap_blocks is None:
+            num_swap_blocks = max(1, int(num_blocks * SWAP_SHARE))
+        self.config = EngineConfig(
+            num_blocks=num_blocks,
+            max_model_len=max_model_len or min(context, num_blocks * block_size),
+            vocab_size=self.model_config.vocab_size,
+            block_size=block_size,
+            num_swap_blocks=num_swap_blocks,
+            preemption=preemption,
+            enable_prefix_caching=enable_prefix_caching,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            eos_token_ids=self.model_config.eos_token_ids,
+            seed=seed,
+            debug=debug,
+        )
+        self.engine = Engine(
+            self.config,
+            parts,
+            tiers.make_runner(self.model_config, weights, num_blocks, num_swap_blocks, block_size, dtype),
+            allocator=allocator,
+            decode=self.tokenizer.decode if self.tokenizer else None,
+            listeners=listeners,
+        )
+
+    # --- What users call --------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt (text, or a list of token ids); one output a prompt, in order.
+
+        `params`: one for all, or one for each prompt. `progress`: show a bar on stderr (None: if it is a terminal).
+        Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is given back.
+        """
+        return self._run(_as_list(prompts), params or SamplingParams(), SamplingParams, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """The model's answer to a conversation (a list of {"role", "content"}), or to each of several."""
+        one = not messages or isinstance(messages[0], Mapping)
+        conversations = [messages] if one else messages
+        tokenizer = self._need_tokenizer()
+        prompts = [tokenizer.encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self._run(prompts, params or SamplingParams(), SamplingParams, progress)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """The `beam_width` best continuations of each prompt, best first, as transformers' beam search finds them."""
+        return self._run(_as_list(prompts), params or BeamSearchParams(), BeamSearchParams, progress)
+
+    def stats(self) -> Stats:
+        """Blocks used, shared, copied, swapped; tokens recomputed; cache hits; waste per kind: since the start."""
+        return copy.deepcopy(self.engine.stats)
+
+    # --- The loop around the engine ---------------------------------------------------------------
+
+    def _run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params | Sequence[Params],
+        kind: type[Params],
+        progress: bool | None,
+    ) -> list[RequestOutput]:
+        each = [params] * len(prompts) if isinstance(params, kind) else list(params)  # type: ignore[arg-type]
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts need as many params, or one for all; got {len(each)}")
+        for item in each:
+            if not isinstance(item, kind):
+                raise InvalidRequest(f"params must be {kind.__name__}, not {type(item).__name__}")
+        ids: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            for prompt, item in zip(prompts, each, strict=True):
+                text = prompt if isinstance(prompt, str) else None
+                ids.append(self.engine.add_request(self._tokens(prompt), item, prompt=text))
+            with _interrupt_between_steps() as interrupted, self._progress_bar(len(ids), progress):
+                while self.engine.has_unfinished_requests():
+                    if interrupted():
+                        raise KeyboardInterrupt
+                    outputs |= {output.request_id: output for output in self.engine.step()}
+        except BaseException:
+            with suppress(InvariantViolation):  # an allocator that broke its contract may do so again
+                for request_id in ids:
+                    self.engine.abort(request_id)
+                self.engine.take_outputs()
+            raise
+        return [outputs[request_id] for request_id in ids]
+
+    def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        return self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ModelError(f"{self.folder} holds no tokenizer.json; give token ids, or put the tokenizer there")
+        return self.tokenizer
+
+    def _blocks_that_fit(self, block_size: int, dtype: str, memory_utilization: float, max_num_seqs: int) -> int:
+        """Blocks for both pools in the share of free memory; never more than the longest sequences could fill."""
+        import psutil
+
+        free = psutil.virtual_memory().available * memory_utilization
+        size = tiers.block_bytes(self.model_config, block_size, dtype)
+        num_blocks = int(free / size / (1 + SWAP_SHARE))
+        if num_blocks < 1:
+            raise InvalidRequest(
+                f"a block of {block_size} tokens takes {size:,} bytes, and only {int(free):,} may be used; lower "
+                "block_size, raise memory_utilization, or free some memory"
+            )
+        return min(num_blocks, max_num_seqs * -(-self.model_config.max_position_embeddings // block_size))
+
+    @contextmanager
+    def _progress_bar(self, num_requests: int, progress: bool | None) -> Iterator[None]:
+        """Show finished requests and tokens a second on stderr while the context lasts."""
+        if not (sys.stderr.isatty() if progress is None else progress):
+            yield
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, TextColumn("{task.fields[speed]}"), console=Console(stderr=True)) as bar:
+            task = bar.add_task("requests", total=num_requests, speed="")
+            num_tokens = 0
+
+            def show(event: Event) -> None:
+                nonlocal num_tokens
+                if isinstance(event, TokenGenerated):
+                    num_tokens += 1
+                    elapsed = bar.tasks[task].elapsed
+                    bar.update(task, speed=f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "")
+                elif isinstance(event, RequestFinished):
+                    bar.advance(task)
+
+            self.engine.listeners.append(show)
+            try:
+                yield
+            finally:
+                self.engine.listeners.remove(show)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a string, or a list of numbers) or several, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and not isinstance(items[0], str | Sequence):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+@contextmanager
+def _interrupt_between_steps() -> Iterator[Callable[[], bool]]:
+    """Let a first Ctrl-C wait for the end of the step, so that no change of a table is cut in half; a second one acts.
+
+    Gives a function that tells whether there was one. Does nothing outside the main thread, where no signal arrives.
+    """
+    seen: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,253 @@
+"""Turns a GGUF file (llama.cpp's format) of a Llama into a folder as transformers writes them.
+
+A GGUF file holds everything in one: metadata (the shape of the model, its tokenizer, its chat template) and the
+weights, usually quantized. Here they are converted once, so that every later start just reads safetensors:
+
+- the weights are dequantized to fp32, tensor by tensor, straight into the file;
+- the tensors get the names of transformers' checkpoints;
+- the rows of q_proj and k_proj go back to transformers' order. Rotary embedding turns pairs of dimensions: llama.cpp
+  pairs neighbours (0, 1), (2, 3), ...; transformers pairs the halves (0, d/2), (1, d/2 + 1), ...; and llama.cpp's
+  converter has moved the rows so that each finds its pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minipaged.contracts import ModelError
+from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.models.gguf_tokenizer import build_tokenizer, tokenizer_config
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
+
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""`blk.{i}.<key>.weight` in GGUF is `model.layers.{i}.<value>.weight` in transformers."""
+
+ROPE_FREQS = "rope_freqs.weight"
+"""[head_dim / 2]: what each rotary frequency is divided by; there only for Llama 3.1 and its like."""
+
+
+def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
+    """Write the model in `gguf_path` into `folder`: config, weights in fp32, tokenizer, chat template.
+
+    Uses the tokenizer.json that lies beside the GGUF file, if one does. `progress` is told (bytes of weights written,
+    bytes in all). Raises ModelError for a file that is damaged, is no Llama, or has a tokenizer that cannot be built;
+    `folder` may then hold part of the files.
+    """
+    metadata, tensors = _read(gguf_path)
+    try:
+        config = _config(metadata, tensors)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_json(folder / "config.json", config)
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        _write_json(folder / "generation_config.json", ids)
+        _write_tokenizer(folder, gguf_path, metadata)
+        _write_weights(folder / "model.safetensors", ModelConfig.from_dict(config), tensors, progress)
+    except ModelError as error:
+        raise ModelError(f"{gguf_path}: {error}") from None
+    except OSError:  # says which file; the disk may be full
+        raise
+    except KeyError as error:
+        raise ModelError(f"{gguf_path}: {error} is missing, which every Llama has") from None
+    except Exception as error:
+        raise ModelError(f"{gguf_path} is damaged: its metadata contradicts itself ({error})") from error
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
+    """The metadata by key and the tensors by name. The weights stay in the file until they are asked for."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    except Exception as error:
+        # The reader trusts the file: damage shows as whatever its arithmetic on the damaged numbers runs into.
+        size = path.stat().st_size
+        raise ModelError(f"{path} ({size} bytes) is not a GGUF file, or truncated or damaged ({error})") from None
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
+    """A `config.json` as transformers v4 wrote it (v5 reads it too)."""
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise ModelError(f"general.architecture is {architecture!r}; only 'llama' runs here")
+    if metadata.get("llama.expert_count"):
+        raise ModelError(
+            f"the model is a mixture of {metadata['llama.expert_count']} experts; only dense Llamas run here"
+        )
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError(f"the model is split into {metadata['split.count']} files; merge them with llama-gguf-split")
+    num_heads, hidden_size = metadata["llama.attention.head_count"], metadata["llama.embedding_length"]
+    head_dim = metadata.get("llama.attention.key_length", hidden_size // num_heads)
+    rotary_dim = metadata.get("llama.rope.dimension_count", head_dim)
+    if rotary_dim != head_dim:
+        raise ModelError(f"only {rotary_dim} of {head_dim} dimensions of a head are rotary; a Llama turns them all")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "float32",
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata["llama.feed_forward_length"],
+        "num_hidden_layers": metadata["llama.block_count"],
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": _shortest(metadata["llama.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": _shortest(metadata.get("llama.rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(metadata, tensors, head_dim),
+        "max_position_embeddings": metadata["llama.context_length"],
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _rope_scaling(
+    metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], head_dim: int
+) -> dict[str, Any] | None:
+    kind = metadata.get("llama.rope.scaling.type", "none")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": _shortest(metadata["llama.rope.scaling.factor"])}
+    if kind != "none":
+        raise ModelError(f"llama.rope.scaling.type is {kind!r}; supported are 'none' and 'linear'")
+    if ROPE_FREQS not in tensors:
+        return None
+    # The file keeps what Llama 3's scaling came to, not its parameters. All of Meta's models share them, except for
+    # the factor, which the lowest frequency shows: take these if they give exactly what the file holds.
+    divisors = tensors[ROPE_FREQS].data  # [head_dim / 2]
+    scaling = {
+        "rope_type": "llama3",
+        "factor": _shortest(float(divisors.max())),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    expected = _llama3_divisors(scaling, metadata.get("llama.rope.freq_base", 10000.0), head_dim)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4, atol=0):
+        raise ModelError(
+            f"{ROPE_FREQS} does not hold the frequencies of Llama 3.1 to 3.3 with factor {scaling['factor']}; "
+            "use the safetensors checkpoint of this model, whose config.json gives the parameters"
+        )
+    return scaling
+
+
+def _llama3_divisors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> npt.NDArray[np.float64]:
+    """[head_dim / 2]: 1 for short wavelengths, `factor` for long ones, in between a blend of the frequencies."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)  # in tokens
+    turns = scaling["original_max_position_embeddings"] / wavelengths
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    kept = np.clip((turns - low) / (high - low), 0, 1)  # the share of the frequency that stays as it was
+    divisors: npt.NDArray[np.float64] = 1 / (kept + (1 - kept) / scaling["factor"])
+    return divisors
+
+
+def _write_tokenizer(folder: Path, gguf_path: Path, metadata: Mapping[str, Any]) -> None:
+    beside, settings = gguf_path.parent, tokenizer_config(metadata)
+    if (beside / "tokenizer.json").is_file():
+        shutil.copyfile(beside / "tokenizer.json", folder / "tokenizer.json")
+    else:
+        build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    if (beside / "tokenizer_config.json").is_file():
+        settings |= json.loads((beside / "tokenizer_config.json").read_text(encoding="utf-8"))
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _write_weights(
+    path: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, ReaderTensor],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """A safetensors file (see loading.py), written tensor by tensor: the weights are never all in memory."""
+    sources = {_name(name): tensor for name, tensor in tensors.items() if name != ROPE_FREQS}
+    shapes = weight_shapes(config)
+    if odd := sorted(sources.keys() ^ shapes.keys()):
+        there = "missing" if odd[0] in shapes else "not part of a Llama"
+        raise ModelError(f"tensor '{odd[0]}' is {there} ({len(odd)} tensors are amiss)")
+    header: dict[str, dict[str, Any]] = {}
+    end = 0  # bytes
+    for name, shape in shapes.items():
+        stored = tuple(int(n) for n in reversed(sources[name].shape))  # GGUF counts dimensions from the fastest
+        if stored != shape:
+            raise ModelError(f"tensor '{name}' has shape {stored}, but the metadata asks for {shape}")
+        begin, end = end, end + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in shapes:
+            file.write(_values(name, sources[name], config).data)
+            if progress is not None:
+                progress(header[name]["data_offsets"][1], end)
+
+
+def _values(name: str, tensor: ReaderTensor, config: ModelConfig) -> npt.NDArray[np.float32]:
+    """The tensor in fp32, with its rows in transformers' order."""
+    from gguf.quants import dequantize
+
+    try:
+        values = dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError:
+        raise ModelError(f"tensor '{name}' has type {tensor.tensor_type.name}, which cannot be dequantized") from None
+    if name.endswith("q_proj.weight"):
+        values = _split_halves(values, config.num_attention_heads)
+    elif name.endswith("k_proj.weight"):
+        values = _split_halves(values, config.num_key_value_heads)
+    return np.ascontiguousarray(values, dtype="<f4")
+
+
+def _split_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
+    """Each head's rows from llama.cpp's order (0, d/2, 1, d/2 + 1, ...) to transformers' (0, 1, ..., d - 1)."""
+    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])  # [heads, head_dim / 2, 2, inputs]
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _name(gguf_name: str) -> str:
+    """transformers' name of a tensor; a name without a counterpart stays as it is."""
+    whole = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+    if gguf_name in whole:
+        return whole[gguf_name]
+    match gguf_name.split("."):
+        case ["blk", layer, part, "weight"] if part in LAYER_NAMES:
+            return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
+    return gguf_name
+
+
+def _shortest(value: float) -> float:
+    """GGUF stores 1e-5 as an fp32, 9.999999747378752e-06: the shortest decimal that means the same fp32."""
+    return float(str(np.float32(value)))
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,147 @@
+"""The KV cache: the memory that block tables point into (paper, section 4.2 and Fig. 5).
+
+The keys and values of every token live in *blocks* of `block_size` slots. A slot is one number,
+`block * block_size + offset`. There are two pools: the device's, which attention reads, and the host's, where
+blocks wait while their sequence is swapped out (section 4.5). Who holds a block is the allocator's business; here
+is only its content:
+
+    nobody's --write, copy or swap_in--> some token's keys and values --poison--> NaN (debugging only)
+
+The layout decides what a block costs to move. All that belongs to one block, every layer's keys and values, lies
+in one piece of memory, so that a copy-on-write or a swap is one copy a block. (A pool for each layer's keys and
+another for its values, as in the paper's system, makes 2 × layers smaller copies of it: see `preemption.py`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minipaged.contracts import CopyPair
+
+Array = npt.NDArray[Any]
+
+
+class KVCache:
+    """Keys and values of `num_blocks` blocks on the device, and room for `num_swap_blocks` on the host."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_swap_blocks: int = 0,
+        dtype: npt.DTypeLike = np.float32,
+    ) -> None:
+        """Reserve both pools. Memory is used up only as blocks are written.
+
+        Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
+        """
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be 1 or more")
+        if num_swap_blocks < 0:
+            raise ValueError(f"num_swap_blocks is {num_swap_blocks}; it must be 0 or more")
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.num_swap_blocks = num_swap_blocks
+        self.dtype = np.dtype(dtype)
+        block_shape = (num_layers, 2, block_size, num_kv_heads, head_dim)  # 2: keys, values
+        # np.zeros asks the system for pages of zeros, which take no memory until they are written.
+        self.device_blocks: Array = np.zeros((num_blocks, *block_shape), self.dtype)
+        self.host_blocks: Array = np.zeros((num_swap_blocks, *block_shape), self.dtype)
+        self.block_bytes = int(np.prod(block_shape)) * self.dtype.itemsize
+
+    def write(self, layer: int, slots: npt.ArrayLike, k: Array, v: Array) -> None:
+        """Put the keys and values of n tokens into their slots, in one layer.
+
+        slots: [n], integers; -1 is padding and is not written. k, v: [n, kv_heads, head_dim].
+        Raises IndexError for a slot or layer outside the cache, ValueError for a wrong shape; nothing is written.
+        """
+        slots = np.asarray(slots, dtype=np.int64)  # [n]
+        shape = (slots.size, self.num_kv_heads, self.head_dim)
+        if slots.ndim != 1 or k.shape != shape or v.shape != shape:
+            raise ValueError(f"{slots.shape} slots need keys and values {shape}, not {k.shape} and {v.shape}")
+        self._check_layer(layer)
+        if slots.size and (slots.min() < -1 or slots.max() >= self.num_blocks * self.block_size):
+            wrong = slots[(slots < -1) | (slots >= self.num_blocks * self.block_size)][0]
+            raise IndexError(
+                f"slot {wrong} is outside the cache's {self.num_blocks} blocks of {self.block_size} slots "
+                f"(0 to {self.num_blocks * self.block_size - 1}, or -1 for padding)"
+            )
+        real = slots >= 0  # [n]
+        blocks, offsets = np.divmod(slots[real], self.block_size)  # [n real] each
+        self.device_blocks[blocks, layer, 0, offsets] = k[real]  # [n real, kv_heads, head_dim]
+        self.device_blocks[blocks, layer, 1, offsets] = v[real]  # [n real, kv_heads, head_dim]
+
+    def read(self, layer: int, blocks: Array) -> tuple[Array, Array]:
+        """The keys and the values, as copies, that some sequences have in n consecutive logical blocks, in one layer.
+
+        blocks: [seqs, n] integers in the pool; the caller has checked them once for all layers' reads (`check_blocks`).
+        Keys and values are [seqs, n * block_size, kv_heads, head_dim] each.
+        """
+        self._check_layer(layer)
+        shape = (len(blocks), blocks.shape[1] * self.block_size, self.num_kv_heads, self.head_dim)
+        k = self.device_blocks[blocks, layer, 0].reshape(shape)  # [seqs, n * block_size, kv_heads, head_dim]
+        v = self.device_blocks[blocks, layer, 1].reshape(shape)  # [seqs, n * block_size, kv_heads, head_dim]
+        return k, v
+
+    def copy(self, pairs: Sequence[CopyPair]) -> None:
+        """Copy blocks within the device's pool, for copy-on-write. No destination may be a source, or come twice."""
+        both = {source for source, _ in pairs} & {destination for _, destination in pairs}
+        if both:
+            raise ValueError(f"block {min(both)} is both copied from and copied to; do it in two calls")
+        self._move(self.device_blocks, self.device_blocks, pairs)
+
+    def swap_out(self, pairs: Sequence[CopyPair]) -> None:
+        """Copy (device block, host block) pairs to the host."""
+        self._move(self.device_blocks, self.host_blocks, pairs)
+
+    def swap_in(self, pairs: Sequence[CopyPair]) -> None:
+        """Copy (host block, device block) pairs back to the device."""
+        self._move(self.host_blocks, self.device_blocks, pairs)
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill device blocks that are nobody's with NaN, so that reading them shows at once."""
+        self.check_blocks(np.asarray(blocks, dtype=np.int64))
+        for block in blocks:
+            self.device_blocks[block] = np.nan  # [layers, 2, block_size, kv_heads, head_dim]
+
+    def check_blocks(self, blocks: Array) -> None:
+        """Raise IndexError unless all `blocks` are in the device's pool. (NumPy takes -1 for the last block.)"""
+        _check_blocks(blocks, self.num_blocks, "device")
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer {layer} is outside the cache's {self.num_layers} layers")
+
+    def _move(self, source: Array, destination: Array, pairs: Sequence[CopyPair]) -> None:
+        """Check every pair, then copy: one contiguous copy a block, whatever the number of layers."""
+        for pool, side in ((source, 0), (destination, 1)):
+            name = "device" if pool is self.device_blocks else "host"
+            _check_blocks(np.array([pair[side] for pair in pairs], dtype=np.int64), len(pool), name)
+        if len({to for _, to in pairs}) < len(pairs):
+            raise ValueError(f"two blocks would be copied to the same place: {list(pairs)}")
+        for from_block, to_block in pairs:
+            destination[to_block] = source[from_block]  # [layers, 2, block_size, kv_heads, head_dim]
+
+
+def _check_blocks(blocks: Array, num_blocks: int, pool: str) -> None:
+    if blocks.size and (blocks.min() < 0 or blocks.max() >= num_blocks):
+        wrong = blocks[(blocks < 0) | (blocks >= num_blocks)][0]
+        raise IndexError(f"block {wrong} is outside the {pool} pool's {num_blocks} blocks")

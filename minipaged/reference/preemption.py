@@ -1,0 +1,103 @@
+"""Preemption: what each way of bringing a request back costs, and how its blocks are carried (paper, section 4.5).
+
+When the pool is full, the scheduler takes all blocks of the latest request away. Two ways lead back:
+
+    swap        copy its blocks to the host now, and to the device again later
+    recompute   drop them, and later compute keys and values again; prompt and generated tokens are all known by
+                then, so that this is one prefill, not the token-by-token decode that made them
+
+Swapping pays for bytes, and for every single copy: each costs some time to start, whatever its size. With small
+blocks there are many, and their starts outweigh the bytes. Recomputing does not care about blocks at all. Hence
+Fig. 19: swapping is poor at small block sizes, recomputation flat, and from 16 to 64 they are comparable.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy.typing as npt
+
+from minipaged.contracts import Batch, BatchRow, BlockMoves
+from minipaged.reference.kv_cache import KVCache
+
+SCRATCH_BYTES = 32 << 20
+"""What `measure` copies, so that most of it comes from memory and not from a processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCosts:
+    """The speeds of one machine and one cache, and what follows from them."""
+
+    seconds_per_copy: float
+    """What starting one copy costs, however small it is."""
+    bytes_per_second: float
+    """How fast a large copy goes, one way."""
+    block_bytes: int
+    """Keys and values of one block, all layers."""
+    prefill_tokens_per_second: float
+    copies_per_block: int = 1
+    """1 when a block is one piece of memory; 2 x layers when each layer's keys and its values have pools of their own."""
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        """Out and in again."""
+        starts = num_blocks * self.copies_per_block * self.seconds_per_copy
+        return 2 * (starts + num_blocks * self.block_bytes / self.bytes_per_second)
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        """One prefill of all the tokens."""
+        return num_tokens / self.prefill_tokens_per_second
+
+
+def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
+    """Do the moves in the order that the contract asks for: what leaves is saved before anything takes its place."""
+    kv_cache.swap_out(moves.swap_out)
+    kv_cache.poison(moves.poison)
+    kv_cache.swap_in(moves.swap_in)
+    kv_cache.copy(moves.copy)
+
+
+def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> PreemptionCosts:
+    """Time this machine's copies and its prefill, in a fraction of a second. The live cache is only read.
+
+    Copies run between the blocks of two scratch caches: one with blocks of a few bytes, where starting is
+    everything, and one with blocks of this cache's own size.
+    """
+    shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
+    tiny = _seconds_per_block((1, 1, 1, 1), 64, kv_cache.dtype)
+    full = _seconds_per_block(shape, max(1, SCRATCH_BYTES // kv_cache.block_bytes), kv_cache.dtype)
+    return PreemptionCosts(
+        seconds_per_copy=tiny,
+        bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),  # a block of few bytes: no negative time
+        block_bytes=kv_cache.block_bytes,
+        prefill_tokens_per_second=_prefill_rate(kv_cache, forward),
+    )
+
+
+def _seconds_per_block(shape: tuple[int, int, int, int], num_blocks: int, dtype: npt.DTypeLike) -> float:
+    """The best of a few rounds of swapping all of a scratch cache out, per block."""
+    layers, block_size, kv_heads, head_dim = shape
+    scratch = KVCache(layers, num_blocks, block_size, kv_heads, head_dim, num_swap_blocks=num_blocks, dtype=dtype)
+    pairs = [(block, block) for block in range(num_blocks)]
+    scratch.poison(range(num_blocks))
+    scratch.swap_out(pairs)  # now all of its memory exists; page faults are no part of a copy
+    return min(_seconds(lambda: scratch.swap_out(pairs)) for _ in range(3)) / num_blocks
+
+
+def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], num_tokens: int = 64) -> float:
+    """Tokens a second of a short prompt that is written nowhere and attends to whatever is in block 0."""
+    prompt = BatchRow(
+        token_ids=[0] * num_tokens,
+        first_position=0,
+        slots=[-1] * num_tokens,
+        block_table=[0] * -(-num_tokens // kv_cache.block_size),
+        wants_logits=False,
+    )
+    return num_tokens / _seconds(lambda: forward([prompt]))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

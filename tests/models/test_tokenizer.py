@@ -1,0 +1,151 @@
+"""Text to ids and back; chats through the model's own template."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from minipaged.contracts import InvalidRequest, ModelError
+from minipaged.models.gguf import convert
+from minipaged.models.tokenizer import Tokenizer
+
+# SmolLM2's vocabulary lacks six control characters, and the bytes that only planes 4 to 11 of Unicode need (where
+# nothing is assigned): its tokenizer drops them, in transformers as here.
+TEXT = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\x04\x06\x13\x14\x16\x1d", max_codepoint=0x3FFFF),
+    max_size=40,
+)
+
+
+@pytest.fixture
+def folder(tiny_llama, write_gguf, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+    convert(write_gguf(tiny_llama()), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def smollm2_tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer(smollm2)
+
+
+def test_a_chat_is_written_out_up_to_the_answer(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "in the"}])
+    assert ids[0] == 1
+    assert tokenizer.decode(ids) == "user\nin the\nassistant\n"
+    assert ids == tokenizer.encode("<|im_start|>user\nin the<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_bos_comes_once_where_the_template_writes_it(tiny_llama, write_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    convert(write_gguf(tiny_llama(), **{"tokenizer.ggml.add_bos_token": True}), tmp_path / "model")
+    tokenizer = Tokenizer(tmp_path / "model")
+    assert tokenizer.encode("the")[0] == 1
+    assert tokenizer.encode_chat([{"role": "user", "content": "the"}]).count(1) == 2  # user and assistant
+
+
+def test_a_model_without_a_chat_template_says_so(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["chat_template"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="no chat template; use generate"):
+        Tokenizer(folder).encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_messages_that_cannot_be_written_out_are_refused(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    with pytest.raises(InvalidRequest, match="the chat is empty"):
+        tokenizer.encode_chat([])
+    with pytest.raises(InvalidRequest, match=r'a "role" and a "content"; got .*\'text\''):
+        tokenizer.encode_chat([{"role": "user", "text": "hi"}])
+    with pytest.raises(InvalidRequest, match="got 'hi'"):
+        tokenizer.encode_chat(["hi"])  # type: ignore[list-item]
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = "{{ raise_exception('roles must alternate') }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidRequest, match="refuses these messages: roles must alternate"):
+        Tokenizer(folder).encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_half_a_character_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="UTF-8"):
+        Tokenizer(folder).encode("a\ud800")
+
+
+def test_a_missing_or_damaged_tokenizer_is_named(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text()[:1000])
+    with pytest.raises(ModelError, match=r"tokenizer\.json is damaged"):
+        Tokenizer(folder)
+    path.unlink()
+    with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
+        Tokenizer(folder)
+
+
+def test_a_start_without_a_chat_imports_neither_transformers_nor_torch(folder: Path) -> None:
+    program = f"""
+import sys
+from pathlib import Path
+from minipaged.models.tokenizer import Tokenizer
+Tokenizer(Path({str(folder)!r})).encode("hi")
+print(sorted({{"torch", "transformers", "gguf", "huggingface_hub", "rich"}} & sys.modules.keys()))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.model
+@settings(max_examples=200, deadline=None)
+@given(text=TEXT)
+def test_decoding_gives_back_what_was_encoded(smollm2_tokenizer: Tokenizer, text: str) -> None:
+    assert smollm2_tokenizer.decode(smollm2_tokenizer.encode(text)) == text
+
+
+@pytest.mark.model
+def test_smollm2_tokenizes_as_transformers_does(
+    smollm2_tokenizer: Tokenizer, smollm2: Path, smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    # transformers' own reading of the GGUF file knows nothing of cutting digits apart, so there are none here.
+    texts = [
+        "Hello, world!",
+        "I'll say: naïve café, 東京 — 🎉👩‍👩‍👧 \t\n\n  x = [y]  ",
+        "",
+        " ",
+        "Zażółć gęślą jaźń",
+        "don't STOP",
+    ]
+    theirs = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+    fast = PreTrainedTokenizerFast.from_pretrained(smollm2)
+    for text in texts:
+        ids = smollm2_tokenizer.encode(text)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ids == fast.encode(text)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why is the sky blue?"}]
+    ours = smollm2_tokenizer.encode_chat(messages)
+    assert ours == fast.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours[:1] == [1]
+    assert ours.count(2) == 2
+
+
+@pytest.mark.model
+def test_smollm2_cuts_numbers_into_digits(smollm2_tokenizer: Tokenizer) -> None:
+    ids = smollm2_tokenizer.encode("2026")
+    assert [smollm2_tokenizer.decode([i]) for i in ids] == ["2", "0", "2", "6"]
+    assert smollm2_tokenizer.eos_token_id == 2
+
+
+@pytest.mark.model
+def test_a_template_in_a_file_of_its_own_is_used(smollm2: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(smollm2 / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "hi!"

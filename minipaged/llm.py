@@ -131,9 +131,12 @@ class LLM:
         """The model's answer to a conversation (a list of {"role", "content"}), or to each of several."""
         one = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
-        tokenizer = self._need_tokenizer()
-        prompts = [tokenizer.encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [self.encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
         return self._run(prompts, params or SamplingParams(), SamplingParams, progress)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a conversation, in the model's chat template, up to where its answer begins."""
+        return self._need_tokenizer().encode_chat(messages)
 
     def beam_search(
         self,

@@ -1,0 +1,309 @@
+"""The command line: `minipaged demo | generate | model`.
+
+Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams) and leaves checking to
+them: an error is one line on stderr and exit status 1 (2 for a wrong usage). Heavy imports wait until they are needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from minipaged.contracts import BlockAllocator, InvalidRequest, MinipagedError
+from minipaged.params import BeamSearchParams, SamplingParams
+
+if TYPE_CHECKING:
+    from minipaged.events import Event
+    from minipaged.llm import LLM
+    from minipaged.outputs import RequestOutput
+
+app = typer.Typer(
+    name="minipaged",
+    help="PagedAttention and the serving system around it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+model_app = typer.Typer(help="The models that minipaged knows by name.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+
+ModelOption = Annotated[str, typer.Option(help="A known name, a folder, a .gguf file, or a hub id.")]
+TierOption = Annotated[str, typer.Option(help="reference, fast, or auto.")]
+AllocatorOption = Annotated[
+    str | None, typer.Option(metavar="FILE.py:Class", help="A block allocator to use in place of the tier's own.")
+]
+BlockSizeOption = Annotated[int, typer.Option(help="Tokens a block, 1 to 256.")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; exits the process."""
+    try:
+        app(args=None if arguments is None else list(arguments))
+    except MinipagedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+        sys.stderr.close()
+        sys.exit(1)
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(help="One or more prompts.", show_default=False)],
+    model: ModelOption = "smollm2-135m-instruct",
+    tier: TierOption = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, float64, or auto.")] = "auto",
+    chat: Annotated[bool, typer.Option("--chat", help="Take each prompt as a user's message to a chat model.")] = False,
+    n: Annotated[int, typer.Option(help="Samples a prompt; they share the prompt's blocks.")] = 1,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this sum of probabilities.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens this fraction as likely as the likeliest.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
+    min_tokens: Annotated[int, typer.Option(help="Tokens before anything may end the text.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End at this string (may be repeated).")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="End at this token (may be repeated).")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of sequence.")] = False,
+    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
+    logprobs: Annotated[int | None, typer.Option(help="Report this many likely tokens a step (with --json).")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same tokens.")] = 0,
+    beam_width: Annotated[int, typer.Option(help="Beam search with this many beams; 0 samples instead.")] = 0,
+    length_penalty: Annotated[float, typer.Option(help="Beam search: above 0 favours long texts.")] = 1.0,
+    early_stopping: Annotated[str, typer.Option(help="Beam search: true, false or never.")] = "false",
+    block_size: BlockSizeOption = 16,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; else what memory allows.")] = None,
+    num_swap_blocks: Annotated[int | None, typer.Option(help="Blocks in the host pool; else a quarter of it.")] = None,
+    memory_utilization: Annotated[float, typer.Option(help="Share of the free memory to use.")] = 0.9,
+    preemption: Annotated[str, typer.Option(help="swap, recompute, or auto.")] = "auto",
+    prefix_caching: Annotated[bool, typer.Option(help="Reuse blocks of equal prefixes.")] = True,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences in a batch at most.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a batch at most.")] = 2048,
+    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence, prompt and output.")] = None,
+    allocator: AllocatorOption = None,
+    debug: Annotated[bool, typer.Option("--debug", help="NaN-filled memory, invariants checked each step.")] = False,
+    events: Annotated[Path | None, typer.Option(help="Write what happened to this file, as JSON Lines.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print the engine's counts to stderr at the end.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
+) -> None:
+    """Continue each prompt and print the text; a single sample is printed as it is generated."""
+    params: SamplingParams | BeamSearchParams
+    if beam_width:
+        params = BeamSearchParams(beam_width, max_tokens, length_penalty, _early_stopping(early_stopping), ignore_eos)
+    else:
+        params = SamplingParams(
+            n=n,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            stop=stop or (),
+            stop_token_ids=stop_token_id or (),
+            ignore_eos=ignore_eos,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            logprobs=logprobs,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+        )
+    make_allocator = load_allocator(allocator) if allocator else None
+    from minipaged.llm import LLM
+
+    with ExitStack() as stack:
+        listeners: list[Callable[[Event], None]] = []
+        if events:
+            file = stack.enter_context(_open_for_writing(events))
+            listeners.append(lambda event: print(event.to_json(), file=file))
+        llm = LLM(
+            model,
+            tier=tier,
+            device=device,
+            dtype=dtype,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            memory_utilization=memory_utilization,
+            num_swap_blocks=num_swap_blocks,
+            preemption=preemption,  # type: ignore[arg-type]  # EngineConfig checks it
+            enable_prefix_caching=prefix_caching,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            allocator=make_allocator,
+            seed=seed,
+            debug=debug,
+            listeners=listeners,
+        )
+        streaming = len(prompts) == 1 and isinstance(params, SamplingParams) and n == 1 and not stop and not json_output
+        if streaming:
+            llm.engine.listeners.append(_token_printer(llm))
+        try:
+            outputs = _run(llm, prompts, params, chat=chat, progress=False if streaming else None)
+        except KeyboardInterrupt:
+            print("\ninterrupted; every block has been given back", file=sys.stderr)
+            raise typer.Exit(130) from None
+    if json_output:
+        print(json.dumps([asdict(output) for output in outputs], indent=2))
+    elif streaming:
+        print()
+    else:
+        _print_outputs(outputs)
+    if stats:
+        print(json.dumps(asdict(llm.stats()), indent=2), file=sys.stderr)
+
+
+def _run(
+    llm: LLM, prompts: list[str], params: SamplingParams | BeamSearchParams, *, chat: bool, progress: bool | None
+) -> list[RequestOutput]:
+    if isinstance(params, BeamSearchParams):
+        chats = [llm.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts] if chat else prompts
+        return llm.beam_search(chats, params, progress=progress)
+    if chat:
+        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, progress=progress)
+    return llm.generate(prompts, params, progress=progress)
+
+
+def _early_stopping(value: str) -> Any:
+    """true, false or never, as BeamSearchParams has it (which refuses anything else)."""
+    return {"true": True, "false": False}.get(value.lower(), value)
+
+
+def _token_printer(llm: LLM) -> Callable[[Event], None]:
+    """A listener that prints the text of the only sequence as it grows."""
+    from minipaged.engine.detokenizer import Detokenizer
+    from minipaged.events import TokenGenerated
+
+    tokenizer = llm.tokenizer
+    if tokenizer is None:
+        return lambda event: None
+    token_ids: list[int] = []
+    detokenizer = Detokenizer(tokenizer.decode)
+
+    def listener(event: Event) -> None:
+        if isinstance(event, TokenGenerated):
+            token_ids.append(event.token_id)
+            print(detokenizer.update(token_ids), end="", flush=True)
+
+    return listener
+
+
+def _print_outputs(outputs: list[RequestOutput]) -> None:
+    for output in outputs:
+        for completion in output.outputs:
+            if len(outputs) > 1 or len(output.outputs) > 1:
+                score = "" if completion.score is None else f"  score {completion.score:.3f}"
+                print(f"--- prompt {outputs.index(output)}, output {completion.index}{score}")
+            print(completion.text)
+
+
+def _open_for_writing(path: Path) -> Any:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"cannot write events to {path}: {error.strerror}") from None
+
+
+# --- demo -----------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    scene: Annotated[str | None, typer.Option(help="Show only this scene.")] = None,
+    model: ModelOption = "smollm2-135m-instruct",
+    tier: TierOption = "auto",
+    block_size: Annotated[int | None, typer.Option(help="Tokens a block, in every scene.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool, in every scene.")] = None,
+    allocator: AllocatorOption = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+) -> None:
+    """Watch paging, sharing, copy-on-write, beam search, prefix caching and preemption on a real model."""
+    from minipaged.demo import run_demo
+
+    try:
+        run_demo(
+            scene=scene,
+            model=model,
+            tier=tier,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            allocator=load_allocator(allocator) if allocator else None,
+            seed=seed,
+            json_output=json_output,
+        )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+# --- model ----------------------------------------------------------------------------------------
+
+
+@model_app.command("list")
+def model_list() -> None:
+    """The known models, and whether each has been fetched."""
+    from minipaged.models import hub
+
+    for name in hub.known_models():
+        folder = hub.where(name)
+        print(f"{name}  {folder if folder else 'not fetched'}")
+
+
+@model_app.command("fetch")
+def model_fetch(name: Annotated[str, typer.Argument(help="A known model.")] = "smollm2-135m-instruct") -> None:
+    """Download a known model once, checked, into the cache; prints its folder."""
+    from minipaged.models import hub
+
+    print(hub.fetch(name))
+
+
+@model_app.command("where")
+def model_where(name: Annotated[str, typer.Argument(help="A known model.")] = "smollm2-135m-instruct") -> None:
+    """Print the folder of a known model; exit status 1 if it has not been fetched."""
+    from minipaged.models import hub
+
+    folder = hub.where(name)
+    if folder is None:
+        print(f"{name} has not been fetched; run: minipaged model fetch {name}", file=sys.stderr)
+        raise typer.Exit(1)
+    print(folder)
+
+
+# --- A student's allocator ------------------------------------------------------------------------
+
+
+def load_allocator(spec: str) -> Callable[[int], BlockAllocator]:
+    """The class that FILE.py:Class names. Raises InvalidRequest when it is not there or the file does not load."""
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise InvalidRequest(f"--allocator is {spec!r}; write it as FILE.py:Class, e.g. my_allocator.py:BlockAllocator")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise InvalidRequest(f"--allocator: there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[path.stem] = module  # dataclasses and pickling look the module up by name
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise InvalidRequest(f"--allocator: {path} does not load: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise InvalidRequest(f"--allocator: {path} has no class {name}; it has {', '.join(classes) or 'none'}")
+    return found

@@ -13,15 +13,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from minipaged import tiers
-from minipaged.contracts import BlockAllocator, InvalidRequest, InvariantViolation, ModelError
+from minipaged.contracts import BlockAllocator, InvalidRequest, InvariantViolation, ModelError, Tier
 from minipaged.engine.engine import Engine, Listener
 from minipaged.engine.stats import Stats
 from minipaged.events import Event, RequestFinished, TokenGenerated
 from minipaged.models import hub
+from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.outputs import RequestOutput
@@ -44,11 +47,14 @@ class LLM:
     use in place of the tier's own block allocator; it is checked at every call. `debug` fills memory that is nobody's
     with NaN and checks the invariants after every step. Raises ModelError for a model that cannot be had or run, and
     InvalidRequest (a ValueError) for a setting out of range.
+
+    Several LLMs can share one `LoadedModel`, each with sizes, policies and a KV cache of its own: give it as `model`
+    (`LLM(llm.loaded, num_blocks=8)`). `tier`, `device` and `dtype` were settled when it was loaded.
     """
 
     def __init__(
         self,
-        model: str | Path = "smollm2-135m-instruct",
+        model: str | Path | LoadedModel = "smollm2-135m-instruct",
         *,
         tier: str = "auto",
         device: str = "auto",
@@ -67,19 +73,16 @@ class LLM:
         debug: bool = False,
         listeners: Sequence[Listener] = (),
     ) -> None:
-        parts = tiers.choose_tier(tier, device)
-        self.folder = hub.resolve(model)
-        self.model_config = load_config(self.folder)
-        has_tokenizer = (self.folder / "tokenizer.json").is_file()
-        self.tokenizer = Tokenizer(self.folder) if has_tokenizer else None
-        weights = tiers.load_weights(self.folder, self.model_config, dtype)
+        loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, tier, device, dtype)
+        self.loaded = loaded
+        self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
         if not 0 < memory_utilization <= 1:
             raise InvalidRequest(f"memory_utilization is {memory_utilization}; it must be above 0 and at most 1")
         context = self.model_config.max_position_embeddings
         if max_model_len is not None and max_model_len > context:
             raise InvalidRequest(f"max_model_len is {max_model_len}; this model was made for at most {context} tokens")
         if num_blocks is None:
-            num_blocks = self._blocks_that_fit(block_size, dtype, memory_utilization, max_num_seqs)
+            num_blocks = self._blocks_that_fit(block_size, memory_utilization, max_num_seqs)
         if num_swap_blocks is None:
             num_swap_blocks = max(1, int(num_blocks * SWAP_SHARE))
         self.config = EngineConfig(
@@ -98,8 +101,8 @@ class LLM:
         )
         self.engine = Engine(
             self.config,
-            parts,
-            tiers.make_runner(self.model_config, weights, num_blocks, num_swap_blocks, block_size, dtype),
+            loaded.tier,
+            tiers.make_runner(loaded.config, loaded.weights, num_blocks, num_swap_blocks, block_size, loaded.dtype),
             allocator=allocator,
             decode=self.tokenizer.decode if self.tokenizer else None,
             listeners=listeners,
@@ -194,12 +197,12 @@ class LLM:
             raise ModelError(f"{self.folder} holds no tokenizer.json; give token ids, or put the tokenizer there")
         return self.tokenizer
 
-    def _blocks_that_fit(self, block_size: int, dtype: str, memory_utilization: float, max_num_seqs: int) -> int:
+    def _blocks_that_fit(self, block_size: int, memory_utilization: float, max_num_seqs: int) -> int:
         """Blocks for both pools in the share of free memory; never more than the longest sequences could fill."""
         import psutil
 
         free = psutil.virtual_memory().available * memory_utilization
-        size = tiers.block_bytes(self.model_config, block_size, dtype)
+        size = self.loaded.block_bytes(block_size)
         num_blocks = int(free / size / (1 + SWAP_SHARE))
         if num_blocks < 1:
             raise InvalidRequest(
@@ -236,6 +239,31 @@ class LLM:
                 yield
             finally:
                 self.engine.listeners.remove(show)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """What several LLMs can share: a model's weights and all that is settled with them. No requests, no KV cache."""
+
+    folder: Path
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    tier: Tier
+    dtype: str
+    weights: dict[str, Any]
+
+    @classmethod
+    def load(cls, model: str | Path, tier: str = "auto", device: str = "auto", dtype: str = "auto") -> LoadedModel:
+        """Find (or fetch) `model` and load it. Raises ModelError and InvalidRequest."""
+        parts = tiers.choose_tier(tier, device)
+        folder = hub.resolve(model)
+        config = load_config(folder)
+        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+        return cls(folder, config, tokenizer, parts, dtype, tiers.load_weights(folder, config, dtype))
+
+    def block_bytes(self, block_size: int) -> int:
+        """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
+        return tiers.block_bytes(self.config, block_size, self.dtype)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

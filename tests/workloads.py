@@ -6,13 +6,14 @@ What is expected comes from the simplest serving there is: one request at a time
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from minipaged import contracts
 from minipaged.contracts import InvalidRequest, SamplingInput, Tier
-from minipaged.engine.engine import Engine
+from minipaged.engine.engine import Engine, Listener
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.beam_search import BeamSearch
@@ -120,20 +121,22 @@ class Run:
 
     workload: Workload
     tier: Tier = REFERENCE
-    make_runner: Callable[[Workload], ContentRunner] | None = None
+    make_runner: Callable[..., ContentRunner] = ContentRunner
+    allocator: Callable[[int], contracts.BlockAllocator] | None = None
+    listeners: Sequence[Listener] = ()
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         config = self.workload.config
-        self.runner = ContentRunner(
+        self.runner = self.make_runner(
             config.num_blocks,
             config.num_swap_blocks,
             config.block_size,
             config.vocab_size,
             self.workload.swap_is_cheap,
         )
-        self.engine = Engine(config, self.tier, self.runner)
+        self.engine = Engine(config, self.tier, self.runner, allocator=self.allocator, listeners=self.listeners)
         self.runner.engine = self.engine
 
     def to_the_end(self, max_steps: int = 5000) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from minipaged.contracts import BlockAllocator, BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
 
@@ -30,6 +30,10 @@ class CheckedAllocator(BlockAllocator):
         self._counts: dict[int, int] = {}
         self.touched: set[int] = set()
         """Blocks allocated or wholly freed since this set was last cleared."""
+        if self._inner.num_blocks != num_blocks:
+            self._broken(
+                Invariant.CONSERVATION, f"num_blocks is {self._inner.num_blocks}, not {num_blocks} as asked for"
+            )
         self._check("__init__", None)
 
     @property
@@ -121,9 +125,17 @@ class CheckedAllocator(BlockAllocator):
         if self._inner.num_free != free:
             self._broken(Invariant.CONSERVATION, f"after {call} num_free is {self._inner.num_free}, not {free}")
         if block is not None and 0 <= block < self._num_blocks:
-            count, expected = self._inner.ref_count(block), self._counts.get(block, 0)
+            expected = self._counts.get(block, 0)
+            try:
+                count = self._inner.ref_count(block)
+            except Exception as error:
+                self._broken(
+                    Invariant.EXACT_REFERENCES,
+                    f"after {call} ref_count({block}) raised {error!r}; it is {expected}",
+                    error,
+                )
             if count != expected:
                 self._broken(Invariant.EXACT_REFERENCES, f"after {call} ref_count({block}) is {count}, not {expected}")
 
-    def _broken(self, invariant: Invariant, message: str, cause: Exception | None = None) -> None:
+    def _broken(self, invariant: Invariant, message: str, cause: Exception | None = None) -> NoReturn:
         raise InvariantViolation(invariant, f"{self._kind}: {message}") from cause

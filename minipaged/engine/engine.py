@@ -13,15 +13,15 @@ written are dropped, and every request that held some waits to be recomputed fro
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from numbers import Integral
 from typing import Literal
 
 from minipaged.contracts import (
@@ -35,8 +35,10 @@ from minipaged.contracts import (
     Tier,
 )
 from minipaged.engine.batch import Plan
-from minipaged.engine.block_manager import AllocStatus, BlockManager
+from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.detokenizer import Decode, Detokenizer, find_stop
+from minipaged.engine.request_checks import check_fits, check_params, check_prompt
+from minipaged.engine.results import make_output
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
 from minipaged.engine.stats import Stats
@@ -53,7 +55,7 @@ from minipaged.events import (
     StepStarted,
     TokenGenerated,
 )
-from minipaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 
 Listener = Callable[[Event], None]
@@ -110,9 +112,12 @@ class Engine:
         order = next(self._orders)
         request_id = str(order) if request_id is None else request_id
         try:
-            self._check_request(request_id, prompt_token_ids, params)
+            if request_id in self._requests:
+                raise InvalidRequest(f"request id {request_id!r} is in use; wait for that request or choose another id")
+            check_prompt(prompt_token_ids, self.config)
+            check_params(params, self.config, has_tokenizer=self._decode is not None)
             request = self._new_request(request_id, order, tuple(prompt_token_ids), params, prompt)
-            self._check_fits(request)
+            check_fits(request, self.config, self.scheduler.max_sequences, self.blocks)
         except InvalidRequest as error:
             self._emit(RequestRefused(request_id, str(error)))
             self._deliver_events()
@@ -160,6 +165,10 @@ class Engine:
         self._finish_request(request, "aborted")
         self._deliver_events()
 
+    def check_invariants(self) -> None:
+        """Raise InvariantViolation unless conservation and exact-references hold."""
+        self.blocks.check(sequence for request in self._requests.values() for sequence in request.sequences)
+
     # --- One step ---------------------------------------------------------------------------------
 
     def _run_step(self) -> None:
@@ -170,10 +179,10 @@ class Engine:
         for scheduled in plan.scheduled:
             if scheduled.request.first_scheduled_time is None:
                 scheduled.request.first_scheduled_time = started
-        if self.config.debug:
-            self.blocks.check_exclusive_writes(plan.batch())
-        self._runner.move(self.blocks.take_moves())
         batch = plan.batch()
+        if self.config.debug:
+            self.blocks.check_exclusive_writes(batch)
+        self._runner.move(self.blocks.take_moves())
         logits = self._runner.forward(batch)
         self._commit(plan, logits)
         if self.config.debug:
@@ -208,9 +217,9 @@ class Engine:
         for request in dropped:
             for sequence in request.sequences:
                 self.blocks.free(sequence)
-        for request in list(self.scheduler.running):
-            self.scheduler.running.remove(request)
-            self.scheduler.put_back(request)
+            request.state = RequestState.WAITING
+        self.scheduler.waiting = sorted(self._requests.values(), key=lambda request: request.order)
+        self.scheduler.running.clear()
         self._emit(StepFailed(self._step, repr(error), tuple(request.request_id for request in dropped)))
 
     # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
@@ -283,13 +292,15 @@ class Engine:
         assert request.beam_search is not None
         beams = list(request.sequences)
         eos = () if request.params.ignore_eos else self.config.eos_token_ids
-        step = request.beam_search.step(
+        search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
+        step = search.step(
             logits, [rows[beam] for beam in beams], [beam.cumulative_logprob for beam in beams]
         )
         parents = [beams[move.parent] for move in step.survivors]
         first = [beam not in parents[:i] for i, beam in enumerate(parents)]
         forks = iter(self._fork(request, [beam for beam, goes_on in zip(parents, first, strict=True) if not goes_on]))
         survivors = [beam if goes_on else next(forks) for beam, goes_on in zip(parents, first, strict=True)]
+        request.beam_search = search
 
         for move, score in step.finished:
             parent = beams[move.parent]
@@ -350,122 +361,12 @@ class Engine:
         queue.remove(request)
         del self._requests[request.request_id]
         request.state = RequestState.FINISHED
-        self._outputs.append(self._output(request, aborted=reason == "aborted"))
+        self._outputs.append(make_output(request, self._decode, finished=reason == "finished"))
         self._emit(RequestFinished(request.request_id, reason))
-
-    def _output(self, request: Request, *, aborted: bool) -> RequestOutput:
-        return RequestOutput(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=tuple(self._beam_outputs(request) if request.beam_search else self._sample_outputs(request)),
-            finished=not aborted,
-            num_cached_tokens=request.num_cached_tokens or 0,
-            metrics=RequestMetrics(
-                arrival_time=request.arrival_time,
-                first_scheduled_time=request.first_scheduled_time,
-                first_token_time=request.first_token_time,
-                finished_time=time.perf_counter(),
-                num_preemptions=request.num_preemptions,
-            ),
-        )
-
-    def _sample_outputs(self, request: Request) -> Iterator[CompletionOutput]:
-        assert isinstance(request.params, SamplingParams)
-        for sequence in sorted(request.done, key=lambda s: s.stream):
-            assert sequence.finish_reason is not None
-            yield CompletionOutput(
-                index=sequence.stream,
-                text=self._text(sequence.output_token_ids) if sequence.text is None else sequence.text,
-                token_ids=tuple(sequence.output_token_ids),
-                cumulative_logprob=sequence.cumulative_logprob,
-                logprobs=None if request.params.logprobs is None else tuple(sequence.logprobs),
-                finish_reason=sequence.finish_reason,
-                stop_reason=sequence.stop_reason,
-            )
-
-    def _beam_outputs(self, request: Request) -> Iterator[CompletionOutput]:
-        """The best finished sequences; of an aborted search those that had finished."""
-        assert isinstance(request.params, BeamSearchParams)
-        best = sorted(request.hypotheses, key=lambda h: -h.score)[: request.params.beam_width]
-        for index, hypothesis in enumerate(best):
-            yield CompletionOutput(
-                index=index,
-                text=self._text(hypothesis.tokens),
-                token_ids=hypothesis.tokens,
-                cumulative_logprob=hypothesis.cumulative_logprob,
-                logprobs=None,
-                finish_reason=hypothesis.finish_reason,
-                score=hypothesis.score,
-            )
-
-    def _text(self, token_ids: ListLike[int]) -> str:
-        return self._decode(token_ids) if self._decode else ""
 
     def _new_detokenizer(self, params: SamplingParams | BeamSearchParams) -> Detokenizer | None:
         needed = isinstance(params, SamplingParams) and params.stop
         return Detokenizer(self._decode) if needed and self._decode else None
-
-    # --- Checks -----------------------------------------------------------------------------------
-
-    def _check_request(self, request_id: str, prompt: ListLike[int], params: SamplingParams | BeamSearchParams) -> None:
-        """Raise InvalidRequest for what can be told without building the request."""
-        config = self.config
-        if request_id in self._requests:
-            raise InvalidRequest(f"request id {request_id!r} is in use; wait for that request or choose another id")
-        if len(prompt) == 0:
-            raise InvalidRequest("the prompt is empty; give it at least one token")
-        for position, token in enumerate(prompt):
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < config.vocab_size:
-                raise InvalidRequest(
-                    f"prompt token {position} is {token!r}; this model's tokens are the numbers 0 to "
-                    f"{config.vocab_size - 1}"
-                )
-        if len(prompt) >= config.max_model_len:
-            raise InvalidRequest(
-                f"the prompt has {len(prompt)} tokens, which leaves no room to generate: max_model_len is "
-                f"{config.max_model_len}; shorten the prompt or raise max_model_len"
-            )
-        if isinstance(params, BeamSearchParams):
-            if params.beam_width > config.vocab_size:
-                raise InvalidRequest(
-                    f"beam_width is {params.beam_width}, more than the vocabulary's {config.vocab_size} tokens"
-                )
-            return
-        if params.logprobs is not None and params.logprobs > config.vocab_size:
-            raise InvalidRequest(f"logprobs is {params.logprobs}; the vocabulary has only {config.vocab_size} tokens")
-        for token in params.stop_token_ids:
-            if not 0 <= token < config.vocab_size:
-                raise InvalidRequest(f"stop token {token} is not in the vocabulary of {config.vocab_size} tokens")
-        if params.stop and self._decode is None:
-            raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
-
-    def _check_fits(self, request: Request) -> None:
-        """Raise InvalidRequest when the answer to admission is NEVER."""
-        name = "beam_width" if request.beam_search else "n"
-        if request.num_sequences > self.scheduler.max_sequences:
-            raise InvalidRequest(
-                f"{name} is {request.num_sequences}, but at most {self.scheduler.max_sequences} sequences run at once "
-                f"(max_num_seqs {self.config.max_num_seqs}, max_num_batched_tokens "
-                f"{self.config.max_num_batched_tokens}); lower {name} or raise those"
-            )
-        if self.blocks.can_admit(request) is AllocStatus.NEVER:
-            pool = self.config.num_blocks
-            prompt = self.blocks.blocks_for(len(request.prompt_token_ids))
-            what = (
-                f"the prompt alone needs {prompt} blocks"
-                if prompt > pool
-                else f"prompt and output can need {self.blocks.most_blocks(request)} blocks"
-            )
-            raise InvalidRequest(
-                f"the request could never be served: {what} of {self.config.block_size} tokens, and the whole pool has "
-                f"{pool}; shorten the prompt, lower max_tokens ({request.max_output_tokens}) or {name} "
-                f"({request.num_sequences}), or raise num_blocks"
-            )
-
-    def check_invariants(self) -> None:
-        """Raise InvariantViolation unless conservation and exact-references hold."""
-        self.blocks.check(sequence for request in self._requests.values() for sequence in request.sequences)
 
     # --- Requests and events ----------------------------------------------------------------------
 

@@ -132,18 +132,13 @@ class Scheduler:
         victim.num_preemptions += 1
         if mode == "swap":
             self._blocks.swap_out(victim)
-        self.running.remove(victim)
-        self.put_back(victim)
-
-    def put_back(self, request: Request) -> None:
-        """Let a request wait in its place: swapped if its blocks are on the host, else to be recomputed."""
-        if any(s.swapped for s in request.sequences):
-            request.state = RequestState.SWAPPED
+            victim.state = RequestState.SWAPPED
         else:
-            request.state = RequestState.WAITING
-            for sequence in request.sequences:
+            for sequence in victim.sequences:
                 self._blocks.free(sequence)
-        insort(self.waiting, request, key=lambda r: r.order)
+            victim.state = RequestState.WAITING
+        self.running.remove(victim)
+        insort(self.waiting, victim, key=lambda r: r.order)
 
     # --- 3. Admission -----------------------------------------------------------------------------
 

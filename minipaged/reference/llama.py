@@ -36,6 +36,7 @@ class Llama(Runner):
         self.config = config
         self.weights = weights
         self.kv_cache = kv_cache
+        self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
         self.inverse_frequencies = inverse_frequencies(config)  # [head_dim / 2]
         self.head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
 
@@ -51,32 +52,24 @@ class Llama(Runner):
         return np.ascontiguousarray(linear(x, self.head))  # [rows, vocab]
 
     def _attention(self, layer: int, x: Array, tokens: FlatBatch, rotation: tuple[Array, Array]) -> Array:
-        heads, kv_heads, head_dim = (
-            self.config.num_attention_heads,
-            self.config.num_key_value_heads,
-            self.config.head_dim,
-        )
         name = f"model.layers.{layer}.self_attn"
-        q = self._linear(f"{name}.q_proj", x).reshape(-1, heads, head_dim)  # [tokens, heads, head_dim]
-        k = self._linear(f"{name}.k_proj", x).reshape(-1, kv_heads, head_dim)  # [tokens, kv_heads, head_dim]
-        v = self._linear(f"{name}.v_proj", x).reshape(-1, kv_heads, head_dim)  # [tokens, kv_heads, head_dim]
-        self.kv_cache.write(layer, tokens.slots, rotate(k, rotation), v)
-        out = paged_attention(
-            rotate(q, rotation),
-            self.kv_cache,
-            layer,
-            tokens.block_tables,
-            tokens.query_start,
-            tokens.context_lens,
-            scale=1 / math.sqrt(head_dim),
-        )  # [tokens, heads, head_dim]
-        return self._linear(f"{name}.o_proj", out.reshape(-1, heads * head_dim))  # [tokens, hidden]
+        q = rotate(self._heads(f"{name}.q_proj", x), rotation)  # [tokens, heads, head_dim]
+        k = rotate(self._heads(f"{name}.k_proj", x), rotation)  # [tokens, kv_heads, head_dim]
+        v = self._heads(f"{name}.v_proj", x)  # [tokens, kv_heads, head_dim]
+        self.kv_cache.write(layer, tokens.slots, k, v)
+        tables, starts, lens = tokens.block_tables, tokens.query_start, tokens.context_lens
+        out = paged_attention(q, self.kv_cache, layer, tables, starts, lens, self.scale)  # [tokens, heads, head_dim]
+        return self._linear(f"{name}.o_proj", out.reshape(len(x), q.shape[1] * q.shape[2]))  # [tokens, hidden]
 
     def _swiglu(self, layer: int, x: Array) -> Array:
         name = f"model.layers.{layer}.mlp"
         gate = self._linear(f"{name}.gate_proj", x)  # [tokens, intermediate]
         up = self._linear(f"{name}.up_proj", x)  # [tokens, intermediate]
         return self._linear(f"{name}.down_proj", silu(gate) * up)  # [tokens, hidden]
+
+    def _heads(self, name: str, x: Array) -> Array:
+        y = self._linear(name, x)  # [tokens, heads * head_dim]
+        return y.reshape(len(x), y.shape[1] // self.config.head_dim, self.config.head_dim)  # [tokens, heads, head_dim]
 
     def _linear(self, name: str, x: Array) -> Array:
         return linear(x, self.weights[f"{name}.weight"])  # [tokens, out]
@@ -175,13 +168,17 @@ def rotary_tables(positions: Array, frequencies: Array, dtype: npt.DTypeLike) ->
 
 
 def inverse_frequencies(config: ModelConfig) -> Array:
-    """The rotary frequencies, in radians a position, of each pair of dimensions: [head_dim / 2] float32."""
+    """The rotary frequencies, in radians a position, of each pair of dimensions: [head_dim / 2] float32.
+
+    Every step rounds as in transformers, as a last bit of the frequency is 0.001 radians at position 8000.
+    """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)  # [head_dim / 2]
-    frequencies = 1 / np.float32(config.rope_theta) ** exponents  # [head_dim / 2]
+    powers = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2], rounded once
+    frequencies: Array = 1 / powers  # [head_dim / 2]
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    stretched = frequencies / np.float32(scaling.factor)  # [head_dim / 2]
+    stretched: Array = frequencies / scaling.factor  # [head_dim / 2]
     if scaling.rope_type == "linear":
         return stretched
     # llama3: keep the short wavelengths, stretch the long ones, and blend in between.

@@ -38,7 +38,7 @@ class PreemptionCosts:
     """Keys and values of one block, all layers."""
     prefill_tokens_per_second: float
     copies_per_block: int = 1
-    """1 when a block is one piece of memory; 2 x layers when each layer's keys and its values have pools of their own."""
+    """1 when a block is one piece of memory; 2 x layers when every layer has a pool of keys and one of values."""
 
     def swap_seconds(self, num_blocks: int) -> float:
         """Out and in again."""

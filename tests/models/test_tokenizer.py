@@ -6,16 +6,20 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from minipaged.contracts import InvalidRequest, ModelError
 from minipaged.models.gguf import convert
 from minipaged.models.tokenizer import Tokenizer
+
+MakeLlama = Callable[..., LlamaForCausalLM]
+WriteGGUF = Callable[..., Path]
 
 # SmolLM2's vocabulary lacks six control characters, and the bytes that only planes 4 to 11 of Unicode need (where
 # nothing is assigned): its tokenizer drops them, in transformers as here.
@@ -26,7 +30,7 @@ TEXT = st.text(
 
 
 @pytest.fixture
-def folder(tiny_llama, write_gguf, tmp_path: Path) -> Path:  # type: ignore[no-untyped-def]
+def folder(tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path) -> Path:
     convert(write_gguf(tiny_llama()), tmp_path / "model")
     return tmp_path / "model"
 
@@ -44,7 +48,9 @@ def test_a_chat_is_written_out_up_to_the_answer(folder: Path) -> None:
     assert ids == tokenizer.encode("<|im_start|>user\nin the<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_bos_comes_once_where_the_template_writes_it(tiny_llama, write_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_bos_comes_once_where_the_template_writes_it(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
+) -> None:
     convert(write_gguf(tiny_llama(), **{"tokenizer.ggml.add_bos_token": True}), tmp_path / "model")
     tokenizer = Tokenizer(tmp_path / "model")
     assert tokenizer.encode("the")[0] == 1
@@ -67,7 +73,7 @@ def test_messages_that_cannot_be_written_out_are_refused(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match=r'a "role" and a "content"; got .*\'text\''):
         tokenizer.encode_chat([{"role": "user", "text": "hi"}])
     with pytest.raises(InvalidRequest, match="got 'hi'"):
-        tokenizer.encode_chat(["hi"])  # type: ignore[list-item]
+        tokenizer.encode_chat(["hi"])
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = "{{ raise_exception('roles must alternate') }}"
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -93,6 +99,7 @@ def test_a_missing_or_damaged_tokenizer_is_named(folder: Path) -> None:
 def test_a_start_without_a_chat_imports_neither_transformers_nor_torch(folder: Path) -> None:
     program = f"""
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from minipaged.models.tokenizer import Tokenizer
 Tokenizer(Path({str(folder)!r})).encode("hi")

@@ -271,6 +271,18 @@ def test_the_more_patient_the_search_the_more_steps_it_takes(
     assert steps == sorted(steps)
 
 
+@given(searches(), st.sampled_from([0.0, -0.1, -1.0, -2.0]))
+def test_never_stops_like_false_when_the_length_penalty_favours_no_length(
+    searched: tuple[Model, BeamSearchParams, list[int]], length_penalty: float
+) -> None:
+    model, params, eos = searched
+    patient, plain = (
+        BeamSearchParams(params.beam_width, 8, length_penalty, early_stopping, params.ignore_eos)
+        for early_stopping in ("never", False)
+    )
+    assert drive(model, [0], patient, eos).steps == drive(model, [0], plain, eos).steps
+
+
 @given(searches(beam_width=1, early_stopping=True))
 def test_one_beam_that_stops_early_is_greedy(searched: tuple[Model, BeamSearchParams, list[int]]) -> None:
     model, params, eos = searched

@@ -52,11 +52,12 @@ def sampling_params(draw: st.DrawFn, /, **fixed: Any) -> SamplingParams:
         "top_k": draw(st.integers(-1, VOCAB + 2)),
         "top_p": draw(st.floats(0.01, 1)),
         "min_p": draw(st.sampled_from([0.0, 0.05, 0.5, 1.0])),
-        "repetition_penalty": draw(st.sampled_from([1.0, 1.3, 0.7])),
-        "presence_penalty": draw(st.sampled_from([0.0, 1.0, -1.0])),
-        "frequency_penalty": draw(st.sampled_from([0.0, 0.5, -0.5])),
         "logprobs": draw(st.sampled_from([None, 0, 1, 5, VOCAB + 3])),
     }
+    if draw(st.booleans()):
+        chosen["repetition_penalty"] = draw(st.sampled_from([1.0, 1.3, 0.7]))
+        chosen["presence_penalty"] = draw(st.sampled_from([0.0, 1.0, -1.0]))
+        chosen["frequency_penalty"] = draw(st.sampled_from([0.0, 0.5, -0.5]))
     return SamplingParams(**(chosen | fixed))
 
 
@@ -69,7 +70,7 @@ def sampling_inputs(draw: st.DrawFn, /, rows: int, **fixed: Any) -> SamplingInpu
         output_token_ids=draw(token_lists),
         seed=draw(seeds),
         stream=draw(st.integers(0, 7)),
-        forbidden_token_ids=draw(st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1).map(tuple)),
+        forbidden_token_ids=draw(st.just(()) | st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1).map(tuple)),
     )
 
 

@@ -1,0 +1,67 @@
+"""What a request must be like to be taken: each check names the value, the limit and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from numbers import Integral
+
+from minipaged.contracts import InvalidRequest
+from minipaged.engine.block_manager import AllocStatus, BlockManager
+from minipaged.engine.sequence import Request
+from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+
+
+def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:
+    """Raise InvalidRequest unless `prompt` is a list of tokens that leaves room to generate."""
+    if len(prompt) == 0:
+        raise InvalidRequest("the prompt is empty; give it at least one token")
+    for position, token in enumerate(prompt):
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < config.vocab_size:
+            raise InvalidRequest(
+                f"prompt token {position} is {token!r}; the tokens of this model are the numbers 0 to "
+                f"{config.vocab_size - 1}"
+            )
+    if len(prompt) >= config.max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {len(prompt)} tokens, which leaves no room to generate: max_model_len is "
+            f"{config.max_model_len}; shorten the prompt or raise max_model_len"
+        )
+
+
+def check_params(params: SamplingParams | BeamSearchParams, config: EngineConfig, *, has_tokenizer: bool) -> None:
+    """Raise InvalidRequest for parameters that go beyond this model."""
+    if isinstance(params, BeamSearchParams):
+        if params.beam_width > config.vocab_size:
+            raise InvalidRequest(
+                f"beam_width is {params.beam_width}, more than the vocabulary's {config.vocab_size} tokens; lower it"
+            )
+        return
+    if params.logprobs is not None and params.logprobs > config.vocab_size:
+        raise InvalidRequest(f"logprobs is {params.logprobs}; the vocabulary has only {config.vocab_size} tokens")
+    for token in params.stop_token_ids:
+        if not 0 <= token < config.vocab_size:
+            raise InvalidRequest(f"stop token {token} is not one of this model's tokens 0 to {config.vocab_size - 1}")
+    if params.stop and not has_tokenizer:
+        raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+
+
+def check_fits(request: Request, config: EngineConfig, max_sequences: int, blocks: BlockManager) -> None:
+    """Raise InvalidRequest when the answer to admission is NEVER."""
+    name = "beam_width" if request.beam_search else "n"
+    if request.num_sequences > max_sequences:
+        raise InvalidRequest(
+            f"{name} is {request.num_sequences}, but at most {max_sequences} sequences run at once: lower it, or raise "
+            f"max_num_seqs ({config.max_num_seqs}) and max_num_batched_tokens ({config.max_num_batched_tokens})"
+        )
+    if blocks.can_admit(request) is AllocStatus.NEVER:
+        prompt = blocks.blocks_for(len(request.prompt_token_ids))
+        what = (
+            f"the prompt alone needs {prompt} blocks"
+            if prompt > config.num_blocks
+            else f"prompt and output can need {blocks.most_blocks(request)} blocks"
+        )
+        raise InvalidRequest(
+            f"the request could never be served: {what} of {config.block_size} tokens, and the whole pool has "
+            f"{config.num_blocks}; shorten the prompt, lower max_tokens ({request.max_output_tokens}) or {name} "
+            f"({request.num_sequences}), or raise num_blocks"
+        )

@@ -1,0 +1,66 @@
+"""When may greedy tokens differ? Only at a tie, and a test that meets a difference has to prove that it was one.
+
+Two correct computations of the same logits differ by rounding: sums are taken in another order when a sequence runs
+in another batch, in other chunks or over other blocks. If each logit is off by at most e, then one computation can
+prefer token a and the other token b only where the exact logits of both lie within 2e of the best.
+
+So at the first difference, transformers computes the logits in float64 (the exact ones), minipaged computes them once
+more in float32, in one piece and on an engine of its own, and e is what lies between the two. An e that is larger than
+rounding can explain is an error itself: a wrong computation cannot excuse its own differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import AutoModelForCausalLM
+
+from minipaged import tiers
+from minipaged.contracts import BatchRow
+from minipaged.models.loading import load_config
+
+ROUNDING = 1e-4
+"""Most that float32 logits of a Llama may be off, as a fraction of the largest."""
+
+Logits = npt.NDArray[np.floating]
+
+
+def check_same_or_tied(folder: Path, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
+    """Fail unless the greedy continuations of `prompt` are equal, or part at a proven tie."""
+    if list(ours) == list(theirs):
+        return
+    agree = 0
+    while agree < min(len(ours), len(theirs)) and ours[agree] == theirs[agree]:
+        agree += 1
+    assert agree < min(len(ours), len(theirs)), f"one ends early: {list(ours)} against {list(theirs)}"
+    tokens = [*prompt, *ours[:agree]]
+    check_tie(exact_logits(folder, tokens), computed_logits(folder, tokens), ours[agree], theirs[agree])
+
+
+def check_tie(exact: Logits, computed: Logits, a: int, b: int) -> None:
+    """Fail unless rounding alone can make one computation choose token `a` and another token `b`."""
+    error = np.abs(computed - exact).max()
+    assert error <= ROUNDING * np.abs(exact).max(), f"logits are off by {error}: more than rounding"
+    gap = exact.max() - min(exact[a], exact[b])
+    assert gap <= 2 * error, f"tokens {a} and {b} differ by {gap} from the best, and rounding is {error}: no tie"
+
+
+def exact_logits(folder: Path, tokens: Sequence[int]) -> Logits:
+    """transformers' logits [vocab] after `tokens`, in float64."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    with torch.no_grad():
+        return model(torch.tensor([list(tokens)])).logits[0, -1].numpy()
+
+
+def computed_logits(folder: Path, tokens: Sequence[int]) -> Logits:
+    """The reference tier's logits [vocab] after `tokens`, in float32: one row, one chunk, one block after another."""
+    config, block_size = load_config(folder), 16
+    num_blocks = -(-len(tokens) // block_size)
+    weights = tiers.load_weights(folder, config, "float32")
+    runner = tiers.make_runner(config, weights, num_blocks, 0, block_size, "float32")
+    row = BatchRow(list(tokens), 0, list(range(len(tokens))), list(range(num_blocks)), wants_logits=True)
+    return runner.forward([row])[0]

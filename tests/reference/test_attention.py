@@ -1,0 +1,236 @@
+"""Paged attention equals ordinary attention, whatever the blocks: the invariants "content" and "exact answers".
+
+The yardstick is softmax attention in float64 over keys and values that lie in one piece. Every slot that no token
+owns, and every block that no sequence owns, holds NaN throughout: reading one shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipaged.reference import attention
+from minipaged.reference.attention import paged_attention
+from minipaged.reference.kv_cache import Array, KVCache
+
+LAYER = 1  # of 2: the other layer holds NaN
+
+
+@dataclass
+class Batch:
+    """A mixed batch, with its keys and values both in blocks and in one piece."""
+
+    query: Array  # [tokens, heads, head_dim]
+    keys: list[Array]  # of each sequence: [context, kv_heads, head_dim]
+    values: list[Array]
+    query_lens: Array  # [seqs]
+    scale: float
+    cache: KVCache
+    block_tables: Array  # [seqs, max_blocks]
+
+    @property
+    def query_start(self) -> Array:
+        return np.concatenate(([0], np.cumsum(self.query_lens)))
+
+    @property
+    def context_lens(self) -> Array:
+        return np.array([len(keys) for keys in self.keys])
+
+    def paged(self) -> Array:
+        with np.errstate(over="raise", invalid="raise", divide="raise"):
+            return paged_attention(
+                self.query, self.cache, LAYER, self.block_tables, self.query_start, self.context_lens, self.scale
+            )
+
+    def contiguous(self) -> Array:
+        """Softmax attention in float64."""
+        outputs = []
+        for s, (K, V) in enumerate(zip(self.keys, self.values, strict=True)):
+            q = self.query[self.query_start[s] : self.query_start[s + 1]].astype(np.float64)  # [T, heads, head_dim]
+            group = q.shape[1] // K.shape[1]
+            K, V = (np.repeat(x.astype(np.float64), group, axis=1) for x in (K, V))  # [context, heads, head_dim]
+            scores = np.einsum("qhd,khd->hqk", q, K) * self.scale  # [heads, T, context]
+            position = np.arange(len(K) - len(q), len(K))  # [T]
+            scores[:, np.arange(len(K)) > position[:, None]] = -np.inf
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            outputs.append(np.einsum("hqk,khd->qhd", weights / weights.sum(axis=-1, keepdims=True), V))
+        return np.concatenate(outputs)  # [tokens, heads, head_dim]
+
+
+def in_blocks(
+    keys: list[Array], values: list[Array], block_size: int, rng: np.random.Generator, spare: int = 2
+) -> tuple[KVCache, Array]:
+    """Write each sequence into blocks in random places of a pool full of NaN. Returns cache and block tables."""
+    num_blocks = [-(-len(k) // block_size) for k in keys]
+    _, kv_heads, head_dim = keys[0].shape
+    cache = KVCache(2, sum(num_blocks) + spare, block_size, kv_heads, head_dim, dtype=keys[0].dtype)
+    cache.poison(range(cache.num_blocks))
+    free = iter(rng.permutation(cache.num_blocks))
+    tables = np.full((len(keys), max(num_blocks) + 1), -1)
+    for s, (k, v) in enumerate(zip(keys, values, strict=True)):
+        tables[s, : num_blocks[s]] = [next(free) for _ in range(num_blocks[s])]
+        positions = np.arange(len(k))
+        cache.write(LAYER, tables[s, positions // block_size] * block_size + positions % block_size, k, v)
+    return cache, tables
+
+
+def near_ten_thousand(
+    rng: np.random.Generator, num_queries: int, contexts: list[int], heads: int, kv_heads: int, head_dim: int
+) -> tuple[Array, list[Array], float]:
+    """Queries and keys whose scores are near +10,000 or -10,000, close to one another, and exact even in float32.
+
+    Whole numbers and a scale of 1/64: what error remains is that of the softmax itself, not of the products.
+    """
+    a = int(np.sqrt(1e4 * 64 / head_dim))
+    direction = a * rng.choice([-1, 1], head_dim)
+    query = rng.choice([-1, 1], (num_queries, heads, 1)) * direction + rng.integers(-1, 2, (heads, head_dim))
+    keys = [
+        rng.choice([-1, 1], (n, kv_heads, 1)) * (direction + (rng.random((n, kv_heads, head_dim)) < 2 / head_dim))
+        for n in contexts
+    ]
+    return query, keys, 1 / 64
+
+
+@st.composite
+def batches(draw: st.DrawFn, dtype: type | None = None, max_context: int = 300) -> Batch:
+    dtype = dtype or draw(st.sampled_from([np.float32, np.float32, np.float64]))
+    block_size = draw(st.sampled_from([1, 2, 3, 7, 16, 32, 64, 100, 128, 256]) | st.integers(1, 256))
+    head_dim = draw(st.sampled_from([32, 48, 64, 80, 96, 128, 256]))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    context = st.integers(1, 20) | st.integers(1, max_context)
+    sizes = draw(
+        st.lists(
+            context.flatmap(lambda n: st.tuples(st.just(n), st.just(1) | st.just(min(n, 3)) | st.integers(1, n))),
+            min_size=1,
+            max_size=6,
+        )
+    )
+    huge_scores = draw(st.booleans())
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    contexts, query_lens = [n for n, _ in sizes], np.array([q for _, q in sizes])
+    heads, num_queries = kv_heads * group, int(query_lens.sum())
+    if huge_scores:
+        query, keys, scale = near_ten_thousand(rng, num_queries, contexts, heads, kv_heads, head_dim)
+    else:
+        query, scale = rng.standard_normal((num_queries, heads, head_dim)), 1 / np.sqrt(head_dim)
+        keys = [rng.standard_normal((n, kv_heads, head_dim)) for n in contexts]
+    query, keys = query.astype(dtype), [k.astype(dtype) for k in keys]
+    values = [rng.standard_normal(k.shape).astype(dtype) for k in keys]
+    cache, tables = in_blocks(keys, values, block_size, rng)
+    return Batch(query, keys, values, query_lens, float(scale), cache, tables)
+
+
+def relative_error(actual: Array, expected: Array) -> float:
+    """The worst of all heads of all tokens: norm of the difference over norm of the expected output."""
+    difference = np.linalg.norm(actual - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    return float(difference.max())
+
+
+@settings(deadline=None, max_examples=120)
+@given(batch=batches(), tile=st.sampled_from([attention.TILE, 1]))
+def test_paged_attention_equals_softmax_attention_over_contiguous_keys_and_values(batch: Batch, tile: int) -> None:
+    with patch.object(attention, "TILE", tile):
+        output = batch.paged()
+    assert output.dtype == batch.query.dtype
+    assert output.shape == batch.query.shape
+    assert relative_error(output, batch.contiguous()) < (1e-5 if output.dtype == np.float32 else 1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(batch=batches(), seed=st.integers(0, 2**32))
+def test_where_the_blocks_lie_changes_nothing(batch: Batch, seed: int) -> None:
+    before = batch.paged()
+    rng = np.random.default_rng(seed)
+    batch.cache, batch.block_tables = in_blocks(batch.keys, batch.values, batch.cache.block_size, rng, spare=5)
+    np.testing.assert_array_equal(batch.paged(), before)
+
+
+@settings(deadline=None, max_examples=30)
+@given(batch=batches(dtype=np.float64, max_context=100), data=st.data())
+def test_a_prompt_taken_in_chunks_gets_the_same_attention(batch: Batch, data: st.DataObject) -> None:
+    whole = batch.paged()
+    for s, n in enumerate(batch.query_lens):
+        cuts = sorted({0, int(n), *data.draw(st.lists(st.integers(0, int(n)), max_size=4))})
+        for start, stop in itertools.pairwise(cuts):
+            tokens = slice(batch.query_start[s] + start, batch.query_start[s] + stop)
+            chunk = paged_attention(
+                batch.query[tokens],
+                batch.cache,
+                LAYER,
+                batch.block_tables[s : s + 1],
+                np.array([0, stop - start]),
+                batch.context_lens[s : s + 1] - n + stop,
+                batch.scale,
+            )
+            assert relative_error(chunk, whole[tokens]) < 1e-12
+
+
+@settings(deadline=None, max_examples=30)
+@given(batch=batches(dtype=np.float64, max_context=100), data=st.data())
+def test_a_sequence_gets_the_same_attention_in_any_company(batch: Batch, data: st.DataObject) -> None:
+    together = batch.paged()
+    order = data.draw(st.permutations(range(len(batch.keys))))
+    order = order[: data.draw(st.integers(1, len(order)))]
+    tokens = [np.arange(batch.query_start[s], batch.query_start[s + 1]) for s in order]
+    some = paged_attention(
+        batch.query[np.concatenate(tokens)],
+        batch.cache,
+        LAYER,
+        batch.block_tables[order],
+        np.concatenate(([0], np.cumsum(batch.query_lens[order]))),
+        batch.context_lens[order],
+        batch.scale,
+    )
+    assert relative_error(some, together[np.concatenate(tokens)]) < 1e-12
+
+
+def test_sequences_may_share_blocks() -> None:
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 12, 2, 32))
+    cache, tables = in_blocks([k], [v], 4, rng)
+    query = rng.standard_normal((3, 4, 32))
+    lens = np.array([12, 8, 9])
+    shared = paged_attention(query, cache, LAYER, np.repeat(tables, 3, axis=0), np.arange(4), lens, 0.2)
+    alone = Batch(query, [k[:n] for n in lens], [v[:n] for n in lens], np.array([1, 1, 1]), 0.2, cache, tables)
+    assert relative_error(shared, alone.contiguous()) < 1e-12
+
+
+def test_an_empty_batch_gives_an_empty_output() -> None:
+    none = np.zeros(0, dtype=np.int64)
+    query = np.zeros((0, 2, 8), np.float32)
+    output = paged_attention(query, KVCache(1, 1, 4, 1, 8), 0, np.zeros((0, 0), np.int64), np.zeros(1, int), none, 1.0)
+    assert output.shape == query.shape
+
+
+@pytest.mark.parametrize("wrong_block", [-1, 4, -4])
+def test_a_block_outside_the_pool_is_refused_where_the_context_needs_it(wrong_block: int) -> None:
+    cache = KVCache(1, 4, 2, 1, 8)
+    query, starts, lens = np.ones((1, 1, 8), np.float32), np.array([0, 1]), np.array([3])
+    with pytest.raises(IndexError, match=f"block {wrong_block} is outside"):
+        paged_attention(query, cache, 0, np.array([[0, wrong_block]]), starts, lens, 1.0)
+    paged_attention(query, cache, 0, np.array([[0, 1, wrong_block]]).clip(-1, 3), starts, lens, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("heads", "starts", "lens", "complaint"),
+    [
+        (3, [0, 1, 2], [3, 3], "3 query heads cannot be shared"),
+        (2, [0, 1, 1], [3, 3], "does not divide"),
+        (2, [0, 1, 3], [3, 3], "does not divide"),
+        (2, [0, 2], [1], "shorter than their queries"),
+        (2, [0, 1, 2], [3, 5], "too short for 5 tokens"),
+    ],
+)
+def test_lengths_and_heads_that_do_not_fit_together_are_refused(
+    heads: int, starts: list[int], lens: list[int], complaint: str
+) -> None:
+    query = np.ones((2, heads, 8), np.float32)
+    tables = np.array([[0, 1]] * len(lens))
+    with pytest.raises(ValueError, match=complaint):
+        paged_attention(query, KVCache(1, 4, 2, 2, 8), 0, tables, np.array(starts), np.array(lens), 1.0)

@@ -1,0 +1,194 @@
+"""The KV cache keeps what was written where it was written, and refuses what would go elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipaged.reference.kv_cache import Array, KVCache
+
+
+@st.composite
+def caches(draw: st.DrawFn, min_blocks: int = 1, min_swap_blocks: int = 0) -> KVCache:
+    """A small cache of any shape, filled with numbers that are all different."""
+    cache = KVCache(
+        num_layers=draw(st.integers(1, 3)),
+        num_blocks=draw(st.integers(min_blocks, 6)),
+        block_size=draw(st.sampled_from([1, 2, 3, 16, 256])),
+        num_kv_heads=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([2, 5])),
+        num_swap_blocks=draw(st.integers(min_swap_blocks, 5)),
+        dtype=draw(st.sampled_from([np.float32, np.float64])),
+    )
+    for pool, first in ((cache.device_blocks, 1), (cache.host_blocks, 1_000_000)):
+        pool[:] = np.arange(first, first + pool.size).reshape(pool.shape)
+    return cache
+
+
+def tokens(cache: KVCache, n: int, first: int = -1) -> Array:
+    """Keys or values of n tokens, unlike anything `caches` fills in."""
+    return -np.arange(-first, n * cache.num_kv_heads * cache.head_dim - first, dtype=cache.dtype).reshape(
+        n, cache.num_kv_heads, cache.head_dim
+    )
+
+
+def everything(cache: KVCache) -> bytes:
+    return cache.device_blocks.tobytes() + cache.host_blocks.tobytes()
+
+
+@settings(deadline=None)
+@given(cache=caches(), data=st.data())
+def test_what_is_written_into_slots_is_read_through_their_blocks_and_nothing_else_changes(
+    cache: KVCache, data: st.DataObject
+) -> None:
+    num_slots = cache.num_blocks * cache.block_size
+    slots = data.draw(st.lists(st.integers(0, num_slots - 1), unique=True, max_size=20))
+    padded = data.draw(st.permutations(slots + [-1] * data.draw(st.integers(0, 3))))
+    layer = data.draw(st.integers(0, cache.num_layers - 1))
+    k, v = tokens(cache, len(padded)), tokens(cache, len(padded), first=-10_000)
+    expected = cache.device_blocks.copy()
+    for slot, one_k, one_v in zip(padded, k, v, strict=True):
+        if slot != -1:
+            expected[slot // cache.block_size, layer, 0, slot % cache.block_size] = one_k
+            expected[slot // cache.block_size, layer, 1, slot % cache.block_size] = one_v
+
+    cache.write(layer, padded, k, v)
+
+    np.testing.assert_array_equal(cache.device_blocks, expected)
+    tables = np.arange(cache.num_blocks)[None, ::-1]  # one sequence that holds every block, backwards
+    keys, values = cache.read(layer, tables)
+    for slot, one_k, one_v in zip(padded, k, v, strict=True):
+        if slot != -1:
+            position = (cache.num_blocks - 1 - slot // cache.block_size) * cache.block_size + slot % cache.block_size
+            np.testing.assert_array_equal(keys[0, position], one_k)
+            np.testing.assert_array_equal(values[0, position], one_v)
+
+
+@settings(deadline=None)
+@given(cache=caches(), data=st.data())
+def test_a_slot_outside_the_cache_is_refused_and_nothing_is_written(cache: KVCache, data: st.DataObject) -> None:
+    num_slots = cache.num_blocks * cache.block_size
+    wrong = data.draw(st.integers(num_slots, num_slots + 3) | st.integers(-num_slots - 3, -2))
+    slots = [*data.draw(st.lists(st.integers(-1, num_slots - 1), max_size=4)), wrong]
+    before = everything(cache)
+    with pytest.raises(IndexError, match=f"slot {wrong} is outside"):
+        cache.write(0, slots, tokens(cache, len(slots)), tokens(cache, len(slots)))
+    assert everything(cache) == before
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_outside_the_cache_is_refused(layer: int) -> None:
+    cache = KVCache(2, 2, 4, 1, 2)
+    with pytest.raises(IndexError, match=f"layer {layer}"):
+        cache.write(layer, [0], tokens(cache, 1), tokens(cache, 1))
+    with pytest.raises(IndexError, match=f"layer {layer}"):
+        cache.read(layer, np.array([[0]]))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (2, 2), (2, 1, 1), (3, 1, 2)])
+def test_keys_that_numpy_would_stretch_to_fit_are_refused(shape: tuple[int, ...]) -> None:
+    cache = KVCache(1, 2, 4, 1, 2)
+    right = np.ones((2, 1, 2), np.float32)
+    for k, v in ((np.ones(shape, np.float32), right), (right, np.ones(shape, np.float32))):
+        with pytest.raises(ValueError, match="need keys and values"):
+            cache.write(0, [0, 1], k, v)
+    assert not cache.device_blocks.any()
+
+
+@settings(deadline=None)
+@given(cache=caches(min_blocks=2), data=st.data())
+def test_copying_gives_each_destination_its_sources_content_in_every_layer(cache: KVCache, data: st.DataObject) -> None:
+    destinations = data.draw(st.lists(st.integers(0, cache.num_blocks - 1), unique=True, max_size=cache.num_blocks - 1))
+    others = sorted(set(range(cache.num_blocks)) - set(destinations))
+    pairs = [(data.draw(st.sampled_from(others)), destination) for destination in destinations]
+    expected = cache.device_blocks.copy()
+    for source, destination in pairs:
+        expected[destination] = expected[source]
+    cache.copy(pairs)
+    np.testing.assert_array_equal(cache.device_blocks, expected)
+
+
+@settings(deadline=None)
+@given(cache=caches(min_swap_blocks=1), data=st.data())
+def test_blocks_swapped_out_and_in_again_elsewhere_hold_what_they_held(cache: KVCache, data: st.DataObject) -> None:
+    n = data.draw(st.integers(0, min(cache.num_blocks, cache.num_swap_blocks)))
+    device = data.draw(st.permutations(range(cache.num_blocks)))[:n]
+    host = data.draw(st.permutations(range(cache.num_swap_blocks)))[:n]
+    back = data.draw(st.permutations(range(cache.num_blocks)))[:n]
+    before, host_before = cache.device_blocks.copy(), cache.host_blocks.copy()
+
+    cache.swap_out(list(zip(device, host, strict=True)))
+    cache.poison(range(cache.num_blocks))
+    assert np.isnan(cache.device_blocks).all()
+    cache.swap_in(list(zip(host, back, strict=True)))
+
+    np.testing.assert_array_equal(cache.device_blocks[back], before[device])
+    assert np.isnan(cache.device_blocks[sorted(set(range(cache.num_blocks)) - set(back))]).all()
+    untouched = sorted(set(range(cache.num_swap_blocks)) - set(host))
+    np.testing.assert_array_equal(cache.host_blocks[untouched], host_before[untouched])
+
+
+@settings(deadline=None)
+@given(cache=caches(), data=st.data())
+def test_poison_fills_exactly_the_blocks_named(cache: KVCache, data: st.DataObject) -> None:
+    blocks = data.draw(st.lists(st.integers(0, cache.num_blocks - 1)))
+    before = cache.device_blocks.copy()
+    cache.poison(blocks)
+    for block in range(cache.num_blocks):
+        if block in blocks:
+            assert np.isnan(cache.device_blocks[block]).all()
+        else:
+            np.testing.assert_array_equal(cache.device_blocks[block], before[block])
+
+
+@settings(deadline=None)
+@given(cache=caches(min_blocks=3, min_swap_blocks=3), data=st.data())
+def test_a_move_with_a_block_outside_its_pool_is_refused_and_moves_nothing(cache: KVCache, data: st.DataObject) -> None:
+    operation = data.draw(st.sampled_from(["copy", "swap_out", "swap_in", "poison"]))
+    wrong_side = data.draw(st.integers(0, 1))
+    side_is_host = (operation, wrong_side) in {("swap_out", 1), ("swap_in", 0)}
+    size = cache.num_swap_blocks if side_is_host else cache.num_blocks
+    wrong = data.draw(st.sampled_from([-1, -size, size, size + 7]))
+    before = everything(cache)
+    bad_pair = (wrong, 2) if wrong_side == 0 else (1, wrong)
+    argument = [0, wrong] if operation == "poison" else [(1, 0), bad_pair]
+    with pytest.raises(IndexError, match=f"block {wrong} is outside the {'host' if side_is_host else 'device'} pool"):
+        getattr(cache, operation)(argument)
+    assert everything(cache) == before
+
+
+def test_a_copy_whose_result_would_depend_on_the_order_is_refused() -> None:
+    cache = KVCache(1, 4, 2, 1, 2, num_swap_blocks=4)
+    cache.device_blocks[:] = np.arange(cache.device_blocks.size).reshape(cache.device_blocks.shape)
+    before = everything(cache)
+    with pytest.raises(ValueError, match="block 1 is both copied from and copied to"):
+        cache.copy([(0, 1), (1, 2)])
+    for operation in (cache.copy, cache.swap_out, cache.swap_in):
+        with pytest.raises(ValueError, match="to the same place"):
+            operation([(0, 2), (1, 2)])
+    assert everything(cache) == before
+
+
+def test_a_pool_of_gigabytes_takes_no_memory_until_blocks_are_written() -> None:
+    before = psutil.Process().memory_info().rss
+    cache = KVCache(30, 3000, 16, 3, 64, num_swap_blocks=500)  # 2.6 GB
+    cache.write(0, [3000 * 16 - 1], tokens(KVCache(1, 1, 1, 3, 64), 1), tokens(KVCache(1, 1, 1, 3, 64), 1))
+    assert psutil.Process().memory_info().rss - before < 100e6
+
+
+def test_a_block_of_smollm2_takes_46080_bytes_a_token() -> None:
+    cache = KVCache(30, 1, 16, 3, 64)
+    assert cache.block_bytes == cache.device_blocks[0].nbytes == 46_080 * 16
+    assert cache.device_blocks[0].flags.c_contiguous, "all that belongs to a block is one piece of memory"
+
+
+@pytest.mark.parametrize("argument", ["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"])
+def test_a_size_below_one_is_refused_by_name(argument: str) -> None:
+    sizes = {"num_layers": 1, "num_blocks": 1, "block_size": 1, "num_kv_heads": 1, "head_dim": 1, argument: 0}
+    with pytest.raises(ValueError, match=f"{argument} is 0"):
+        KVCache(**sizes)
+    with pytest.raises(ValueError, match="num_swap_blocks is -1"):
+        KVCache(1, 1, 1, 1, 1, num_swap_blocks=-1)

@@ -1,0 +1,282 @@
+"""The reference Llama computes what transformers' LlamaForCausalLM computes, however the tokens are batched.
+
+"Within 1e-4" is norm-wise: |ours - theirs| / |theirs| over the vocabulary, for each row of logits.
+"""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+
+from minipaged.contracts import BatchRow, BlockMoves
+from minipaged.models.config import ModelConfig
+from minipaged.reference.kv_cache import Array, KVCache
+from minipaged.reference.llama import Llama, inverse_frequencies, rotary_tables
+
+ROPE_PARAMETERS = [
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    {  # so short an original context that every frequency band has members and tokens go beyond it
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_torch_thread() -> Iterator[None]:
+    """These models are too small to share out among threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@st.composite
+def llama_configs(draw: st.DrawFn) -> LlamaConfig:
+    """A small Llama of any shape."""
+    kv_heads = draw(st.integers(1, 3))
+    heads = kv_heads * draw(st.integers(1, 4))
+    return LlamaConfig(
+        vocab_size=draw(st.integers(11, 99)),
+        hidden_size=heads * draw(st.integers(2, 9)),  # seldom heads * head_dim
+        intermediate_size=draw(st.integers(8, 100)),
+        num_hidden_layers=draw(st.integers(1, 3)),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=draw(st.sampled_from([32, 48, 64, 96, 128])),
+        rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
+        rope_parameters=dict(draw(st.sampled_from(ROPE_PARAMETERS))),
+        max_position_embeddings=256,
+        tie_word_embeddings=draw(st.booleans()),
+        initializer_range=0.3,  # so that attention is not uniform and the layers matter
+    )
+
+
+def transformers_llama(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+    """transformers' model with random weights, norms included."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).eval()
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+    return model
+
+
+def in_float64(model: LlamaForCausalLM, frequencies: Array) -> LlamaForCausalLM:
+    """The same model, all of it in float64: transformers' own norms and rotary tables are float32 in any case."""
+
+    def norm(self: LlamaRMSNorm, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def tables(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = rotary_tables(position_ids[0].numpy(), frequencies, np.float64)
+        return tuple(torch.from_numpy(np.concatenate([t, t], axis=-1))[:, 0][None] for t in (cos, sin))
+
+    model = model.double()
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = norm.__get__(module)
+    model.model.rotary_emb.forward = tables
+    return model
+
+
+@torch.no_grad()
+def expected_logits(model: LlamaForCausalLM, token_ids: list[int]) -> Array:
+    return model(torch.tensor([token_ids])).logits[0].numpy()  # [tokens, vocab]
+
+
+def weights_of(model: LlamaForCausalLM) -> dict[str, Array]:
+    return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+
+
+@dataclass
+class Sequence:
+    token_ids: list[int]
+    block_table: list[int]
+    logits: Array  # [tokens, vocab], from transformers
+    num_done: int = 0
+
+    def next_row(self, num_tokens: int, block_size: int, wants_logits: bool) -> BatchRow:
+        positions = range(self.num_done, self.num_done + num_tokens)
+        self.num_done += num_tokens
+        return BatchRow(
+            token_ids=self.token_ids[positions.start : positions.stop],
+            first_position=positions.start,
+            slots=[self.block_table[p // block_size] * block_size + p % block_size for p in positions],
+            block_table=self.block_table[: -(-positions.stop // block_size)],
+            wants_logits=wants_logits,
+        )
+
+
+def relative_error(actual: Array, expected: Array) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def check_agreement(model: LlamaForCausalLM, data: st.DataObject, tolerance: float) -> None:
+    """Run some sequences in random chunks, in random company, and compare every row of logits."""
+    config = ModelConfig.from_dict(model.config.to_dict())
+    dtype = weights_of(model)["model.embed_tokens.weight"].dtype
+    block_size = data.draw(st.sampled_from([1, 3, 16, 64]))
+    lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    num_blocks = [-(-n // block_size) for n in lengths]
+    cache = KVCache(
+        config.num_hidden_layers,
+        sum(num_blocks),
+        block_size,
+        config.num_key_value_heads,
+        config.head_dim,
+        dtype=dtype,
+    )
+    llama = Llama(config, weights_of(model), cache)
+    llama.move(BlockMoves(poison=list(range(cache.num_blocks))))
+    tables = np.split(rng.permutation(cache.num_blocks), np.cumsum(num_blocks)[:-1])
+    sequences = []
+    for n, table in zip(lengths, tables, strict=True):
+        token_ids = rng.integers(0, config.vocab_size, n).tolist()
+        sequences.append(Sequence(token_ids, table.tolist(), expected_logits(model, token_ids)))
+
+    while unfinished := [s for s in sequences if s.num_done < len(s.token_ids)]:
+        rows, expected = [], []
+        for s in data.draw(st.permutations(unfinished))[: data.draw(st.integers(1, len(unfinished)))]:
+            rest = len(s.token_ids) - s.num_done
+            num_tokens = data.draw(st.sampled_from([1, rest]) | st.integers(1, rest))
+            rows.append(s.next_row(num_tokens, block_size, wants_logits=data.draw(st.booleans()) or num_tokens == rest))
+            if rows[-1].wants_logits:
+                expected.append(s.logits[s.num_done - 1])
+        logits = llama.forward(rows)
+        assert logits.shape == (len(expected), config.vocab_size)
+        assert logits.dtype == dtype
+        for ours, theirs in zip(logits, expected, strict=True):
+            assert relative_error(ours, theirs) < tolerance
+
+
+@settings(deadline=None, max_examples=50)
+@given(config=llama_configs(), seed=st.integers(0, 2**32), data=st.data())
+def test_logits_are_those_of_transformers_in_float32_for_any_batching(
+    config: LlamaConfig, seed: int, data: st.DataObject
+) -> None:
+    check_agreement(transformers_llama(config, seed), data, tolerance=1e-4)
+
+
+@settings(deadline=None, max_examples=25)
+@given(config=llama_configs(), seed=st.integers(0, 2**32), data=st.data())
+def test_logits_are_those_of_transformers_in_float64_for_any_batching(
+    config: LlamaConfig, seed: int, data: st.DataObject
+) -> None:
+    frequencies = inverse_frequencies(ModelConfig.from_dict(config.to_dict()))
+    check_agreement(in_float64(transformers_llama(config, seed), frequencies), data, tolerance=1e-10)
+
+
+LLAMA_3_1 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@settings(deadline=None)
+@given(
+    rope=st.sampled_from([*ROPE_PARAMETERS, LLAMA_3_1, {"rope_type": "default", "rope_theta": 100000.0}]),
+    head_dim=st.sampled_from([32, 64, 80, 96, 128, 256]),
+    positions=st.lists(st.integers(0, 8191), min_size=1, max_size=20),
+)
+def test_rotary_tables_are_those_of_transformers(rope: dict[str, object], head_dim: int, positions: list[int]) -> None:
+    config = LlamaConfig(head_dim=head_dim, rope_parameters=dict(rope), max_position_embeddings=131072)
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.tensor([positions]))
+    frequencies = inverse_frequencies(ModelConfig.from_dict(config.to_dict()))
+    assert frequencies.dtype == np.float32
+    ours = rotary_tables(np.array(positions), frequencies, np.float32)
+    for our_table, their_table in zip(ours, theirs, strict=True):
+        half = their_table[0, :, : head_dim // 2].numpy()  # transformers repeats the table for the second half
+        # Here and there a frequency rounds differently in its last bit, which position 8191 makes 0.001 of the angle.
+        np.testing.assert_allclose(our_table[:, 0], half, atol=1e-6 + 2.0**-22 * max(positions))
+        assert (np.abs(our_table[:, 0] - half) < 1e-6).mean() > 0.9, "most frequencies are the same to the last bit"
+
+
+def small_llama(num_blocks: int = 8, vocab_size: int = 50, **cache_options: int) -> Llama:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    cache = KVCache(2, num_blocks, 4, 2, 32, **cache_options)
+    return Llama(ModelConfig.from_dict(config.to_dict()), weights_of(transformers_llama(config, 0)), cache)
+
+
+def row(first_position: int, num_tokens: int, block_table: list[int], wants_logits: bool = True) -> BatchRow:
+    positions = range(first_position, first_position + num_tokens)
+    slots = [block_table[p // 4] * 4 + p % 4 for p in positions]
+    return BatchRow([(7 * p) % 50 for p in positions], first_position, slots, block_table, wants_logits)
+
+
+def test_no_rows_that_want_logits_give_no_logits() -> None:
+    llama = small_llama()
+    assert llama.forward([]).shape == (0, 50)
+    assert llama.forward([row(0, 5, [1, 2], wants_logits=False)]).shape == (0, 50)
+    assert llama.forward([row(5, 1, [1, 2])]).shape == (1, 50)
+
+
+def test_a_swapped_sequence_goes_on_as_if_nothing_had_happened() -> None:
+    undisturbed, swapped = small_llama(), small_llama(num_swap_blocks=3)
+    for llama in (undisturbed, swapped):
+        llama.forward([row(0, 7, [3, 1])])
+    swapped.move(BlockMoves(swap_out=[(3, 0), (1, 2)], poison=[3, 1]))
+    swapped.move(BlockMoves(swap_in=[(0, 6), (2, 3)]))
+    swapped.move(BlockMoves(copy=[(3, 5)], poison=[1]))
+    swapped.move(BlockMoves(poison=[3]))
+    np.testing.assert_array_equal(swapped.forward([row(7, 1, [6, 5])]), undisturbed.forward([row(7, 1, [3, 1])]))
+
+
+def test_costs_are_measured_once_and_the_live_cache_stays_as_it_is() -> None:
+    llama = small_llama(num_blocks=20, num_swap_blocks=2)
+    llama.move(BlockMoves(poison=list(range(20))))
+    llama.forward([row(0, 7, [0, 1])])
+    before = llama.kv_cache.device_blocks.tobytes() + llama.kv_cache.host_blocks.tobytes()
+    assert 0 < llama.swap_seconds(1) < llama.swap_seconds(2)
+    assert 0 < llama.recompute_seconds(1) < llama.recompute_seconds(2)
+    assert llama.kv_cache.device_blocks.tobytes() + llama.kv_cache.host_blocks.tobytes() == before
+    assert llama.swap_seconds(3) == llama.swap_seconds(3), "measured once"
+
+
+def test_weights_are_used_where_they_are_and_logits_computed_only_where_asked_for() -> None:
+    llama = small_llama(vocab_size=20_000)
+    embedding_bytes = llama.head.nbytes  # 2.6 MB; logits of one row: 80 KB, of all 16: 1.3 MB
+    llama.forward([row(0, 1, [0])])
+    tracemalloc.start()
+    try:
+        llama.forward([row(0, 16, [0, 1, 2, 3])])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < embedding_bytes / 4
+
+
+@pytest.mark.parametrize("slots", [[0, 40], [0, -2]])
+def test_a_slot_outside_the_cache_is_refused_before_anything_is_written(slots: list[int]) -> None:
+    llama = small_llama()
+    with pytest.raises(IndexError, match="slot"):
+        llama.forward([BatchRow([1, 2], 0, slots, [0], True)])
+    assert not llama.kv_cache.device_blocks.any()

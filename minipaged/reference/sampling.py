@@ -17,7 +17,7 @@ logits 3, 1, 1, 0 keeps three tokens): the outcome never depends on how somethin
 **The same seed gives the same tokens**, however the scheduler batched, preempted or swapped the request: the uniform
 number is no state that every draw moves on, but a function of (seed, stream, position). It is the generator
 Philox4x32-10 (Salmon et al., SC 2011), which Triton has too: `tl.philox(seed, position, stream, 0, 0)` returns the
-same four words.
+same four words (with counters of 32 bits; for 64-bit ones it runs another Philox).
 
 The log-probabilities reported are the model's own: of the raw logits, before steps 1 to 4.
 """

@@ -44,7 +44,7 @@ def paged_attention(
 
     query: [tokens, heads, head_dim], sequence after sequence. Sequence s has the tokens query_start[s] to
         query_start[s + 1] - 1, the last of its context_lens[s] positions, whose K and V are in the cache already.
-    block_tables: [seqs, max_blocks] integers, padded at the end with -1 (never read past the context).
+    block_tables: [seqs, max_blocks] integers, in logical order, padded at the end with -1.
     query_start: [seqs + 1] integers. context_lens: [seqs] integers, query tokens included.
     Query head h reads key/value head h // (heads / kv_heads): grouped-query attention.
 
@@ -54,6 +54,7 @@ def paged_attention(
     _check(query, kv_cache, block_tables, query_start, context_lens)
     query_lens = query_start[1:] - query_start[:-1]  # [seqs]
     tables = np.maximum(block_tables, 0)  # [seqs, max_blocks]: a tile may reach into the padding; nothing there is seen
+    scale = float(scale)  # a NumPy float64 would turn float32 queries, and all that follows, into float64
     output = np.empty_like(query)  # [tokens, heads, head_dim]
     for num_queries in set(query_lens.tolist()):
         group = np.flatnonzero(query_lens == num_queries)  # [S], sequences with as many query tokens

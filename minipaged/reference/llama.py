@@ -170,7 +170,7 @@ def rotary_tables(positions: Array, frequencies: Array, dtype: npt.DTypeLike) ->
 def inverse_frequencies(config: ModelConfig) -> Array:
     """The rotary frequencies, in radians a position, of each pair of dimensions: [head_dim / 2] float32.
 
-    Every step rounds as in transformers, as a last bit of the frequency is 0.001 radians at position 8000.
+    The powers are rounded where transformers rounds them: a frequency's last bit is 0.001 radians at position 8000.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)  # [head_dim / 2]
     powers = (config.rope_theta ** exponents.astype(np.float64)).astype(np.float32)  # [head_dim / 2], rounded once

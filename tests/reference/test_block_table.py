@@ -52,13 +52,20 @@ class BlockTableMachine(RuleBasedStateMachine):
 
     tier: Tier
 
-    @initialize(block_size=st.integers(1, 8), pool_sizes=st.tuples(st.integers(1, 8), st.integers(1, 4)))
-    def start(self, block_size: int, pool_sizes: tuple[int, int]) -> None:
+    @initialize(
+        block_size=st.sampled_from([4, 3, 2, 1, 5, 6, 7, 8]),
+        pool_sizes=st.sampled_from([(6, 4), (3, 3), (4, 2), (2, 8), (1, 1)]),
+        prompt=token_counts,
+    )
+    def start(self, block_size: int, pool_sizes: tuple[int, int], prompt: int) -> None:
         self.block_size = block_size
         self.pools = [type(self).tier.block_allocator(num_blocks) for num_blocks in pool_sizes]
         self.memory: list[dict[int, int]] = [{}, {}]  # of each pool: slot -> what was written there
         self.models: list[Model] = []
         self.fresh = count()
+        self.make()
+        self.append(0, prompt)
+        self.fork(0)
 
     # --- Helpers ----------------------------------------------------------------------------------
 
@@ -107,7 +114,10 @@ class BlockTableMachine(RuleBasedStateMachine):
                 table.append(num_tokens)
             return
         free_before = pool.num_free
+        writes_into_last = num_tokens > 0 and len(model.content) % self.block_size > 0
+        shared = writes_into_last and pool.ref_count(table.blocks[-1]) > 1
         copies = table.append(num_tokens)
+        assert len(copies) == shared, "one copy where it is needed, and none elsewhere"
         assert free_before - pool.num_free == needed, "blocks_needed is what append takes"
         for source, destination in copies:
             self.copy((model.pool, source), (model.pool, destination))

@@ -149,8 +149,9 @@ def generate(
             listeners=listeners,
         )
         streaming = len(prompts) == 1 and isinstance(params, SamplingParams) and n == 1 and not stop and not json_output
+        printer = _TokenPrinter(llm)
         if streaming:
-            llm.engine.listeners.append(_token_printer(llm))
+            llm.engine.listeners.append(printer)
         try:
             outputs = _run(llm, prompts, params, chat=chat, progress=False if streaming else None)
         except KeyboardInterrupt:
@@ -159,7 +160,7 @@ def generate(
     if json_output:
         print(json.dumps([asdict(output) for output in outputs], indent=2))
     elif streaming:
-        print()
+        printer.finish(outputs[0].outputs[0].text)
     else:
         _print_outputs(outputs)
     if stats:
@@ -182,23 +183,25 @@ def _early_stopping(value: str) -> Any:
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
-def _token_printer(llm: LLM) -> Callable[[Event], None]:
+class _TokenPrinter:
     """A listener that prints the text of the only sequence as it grows."""
-    from minipaged.engine.detokenizer import Detokenizer
-    from minipaged.events import TokenGenerated
 
-    tokenizer = llm.tokenizer
-    if tokenizer is None:
-        return lambda event: None
-    token_ids: list[int] = []
-    detokenizer = Detokenizer(tokenizer.decode)
+    def __init__(self, llm: LLM) -> None:
+        from minipaged.engine.detokenizer import Detokenizer
 
-    def listener(event: Event) -> None:
+        self._token_ids: list[int] = []
+        self._detokenizer = Detokenizer(llm.tokenizer.decode if llm.tokenizer else lambda token_ids: "")
+
+    def __call__(self, event: Event) -> None:
+        from minipaged.events import TokenGenerated
+
         if isinstance(event, TokenGenerated):
-            token_ids.append(event.token_id)
-            print(detokenizer.update(token_ids), end="", flush=True)
+            self._token_ids.append(event.token_id)
+            print(self._detokenizer.update(self._token_ids), end="", flush=True)
 
-    return listener
+    def finish(self, text: str) -> None:
+        """Print what is missing of the whole `text`: a last character of which not all bytes were generated."""
+        print(text[len(self._detokenizer.text) :])
 
 
 def _print_outputs(outputs: list[RequestOutput]) -> None:

@@ -82,6 +82,10 @@ class InvalidRequest(MinipagedError, ValueError):
     """A request or a setting that cannot be served as it stands; the message says what to change."""
 
 
+class NotAnAllocator(MinipagedError, TypeError):
+    """What was given as a block allocator lacks some of its members."""
+
+
 class ModelError(MinipagedError):
     """A model that cannot be found, fetched, read or run; the message names the file, tensor or setting."""
 
@@ -148,6 +152,8 @@ class BlockAllocator(ABC):
         try:
             for _ in range(n):
                 taken.append(self.allocate())
+        except InvariantViolation:
+            raise  # of an allocator that is broken nothing can be asked; what it broke first is what to report
         except BaseException:
             for block in reversed(taken):
                 self.free(block)
@@ -161,6 +167,8 @@ class BlockAllocator(ABC):
             for block in blocks:
                 self.share(block)
                 shared.append(block)
+        except InvariantViolation:
+            raise
         except BaseException:
             for block in reversed(shared):
                 self.free(block)

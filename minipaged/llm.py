@@ -87,7 +87,7 @@ class LLM:
             num_swap_blocks = max(1, int(num_blocks * SWAP_SHARE))
         self.config = EngineConfig(
             num_blocks=num_blocks,
-            max_model_len=max_model_len or min(context, num_blocks * block_size),
+            max_model_len=min(context, num_blocks * block_size) if max_model_len is None else max_model_len,
             vocab_size=self.model_config.vocab_size,
             block_size=block_size,
             num_swap_blocks=num_swap_blocks,
@@ -99,10 +99,19 @@ class LLM:
             seed=seed,
             debug=debug,
         )
+        try:
+            sizes = (num_blocks, num_swap_blocks, block_size)
+            runner = tiers.make_runner(loaded.config, loaded.weights, *sizes, loaded.dtype)
+        except MemoryError:
+            size = (num_blocks + num_swap_blocks) * tiers.block_bytes(loaded.config, block_size, loaded.dtype)
+            raise InvalidRequest(
+                f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
+                "there are; lower num_blocks or num_swap_blocks"
+            ) from None
         self.engine = Engine(
             self.config,
             loaded.tier,
-            tiers.make_runner(loaded.config, loaded.weights, num_blocks, num_swap_blocks, block_size, loaded.dtype),
+            runner,
             allocator=allocator,
             decode=self.tokenizer.decode if self.tokenizer else None,
             listeners=listeners,
@@ -122,7 +131,7 @@ class LLM:
         `params`: one for all, or one for each prompt. `progress`: show a bar on stderr (None: if it is a terminal).
         Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is given back.
         """
-        return self._run(_as_list(prompts), params or SamplingParams(), SamplingParams, progress)
+        return self._run(_as_list(prompts), params, SamplingParams, progress)
 
     def chat(
         self,
@@ -135,7 +144,7 @@ class LLM:
         one = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         prompts = [self.encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, params or SamplingParams(), SamplingParams, progress)
+        return self._run(prompts, params, SamplingParams, progress)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, in the model's chat template, up to where its answer begins."""
@@ -149,7 +158,7 @@ class LLM:
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """The `beam_width` best continuations of each prompt, best first, as transformers' beam search finds them."""
-        return self._run(_as_list(prompts), params or BeamSearchParams(), BeamSearchParams, progress)
+        return self._run(_as_list(prompts), params, BeamSearchParams, progress)
 
     def stats(self) -> Stats:
         """Blocks used, shared, copied, swapped; tokens recomputed; cache hits; waste per kind: since the start."""
@@ -160,11 +169,12 @@ class LLM:
     def _run(
         self,
         prompts: Sequence[Prompt],
-        params: Params | Sequence[Params],
+        params: Params | Sequence[Params] | None,
         kind: type[Params],
         progress: bool | None,
     ) -> list[RequestOutput]:
-        each = [params] * len(prompts) if isinstance(params, kind) else list(params)  # type: ignore[arg-type]
+        params = kind() if params is None else params
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts need as many params, or one for all; got {len(each)}")
         for item in each:
@@ -181,6 +191,8 @@ class LLM:
                     if interrupted():
                         raise KeyboardInterrupt
                     outputs |= {output.request_id: output for output in self.engine.step()}
+                if interrupted():  # within the last step
+                    raise KeyboardInterrupt
         except BaseException:
             with suppress(InvariantViolation):  # an allocator that broke its contract may do so again
                 for request_id in ids:
@@ -199,6 +211,8 @@ class LLM:
 
     def _blocks_that_fit(self, block_size: int, memory_utilization: float, max_num_seqs: int) -> int:
         """Blocks for both pools in the share of free memory; never more than the longest sequences could fill."""
+        if block_size < 1 or max_num_seqs < 1:
+            return 1  # EngineConfig refuses these by name
         import psutil
 
         free = psutil.virtual_memory().available * memory_utilization

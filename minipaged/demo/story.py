@@ -18,7 +18,6 @@ from minipaged.events import (
     Event,
     PrefixReused,
     RequestAdmitted,
-    RequestArrived,
     RequestFinished,
     RequestPreempted,
     SequenceFinished,
@@ -58,7 +57,7 @@ class Story:
         self._step = 0
         self._forks: list[SequenceForked] = []  # of this step
         self._dropped: dict[int, tuple[int, ...]] = {}  # beams dropped in this step, with the blocks they held
-        self._shared: dict[int, int] = {}  # blocks written in this step that were copied for others -> who copied
+        self._joining: set[str] = set()  # admitted, and not yet given blocks
 
     def lines(self) -> list[str]:
         """The story so far, and how much of it was left out."""
@@ -74,10 +73,8 @@ class Story:
         match event:
             case StepStarted():
                 self._step = event.step
-            case RequestArrived():
-                pass
             case RequestAdmitted():
-                self._tell("join", f"request {event.request} joins the batch: {self._arrival(event.request)}")
+                self._joining.add(event.request)
             case PrefixReused():
                 self._tell_prefix(event)
             case TokensComputed():
@@ -95,7 +92,9 @@ class Story:
             case RequestPreempted():
                 self._tell_preemption(event)
             case SwappedIn():
-                self._tell("return", f"request {event.request} is back: {_blocks(len(event.pairs))} copied in again")
+                self._tell(
+                    "return", f"request {event.request} is back: {_count(len(event.pairs), 'block')} copied in again"
+                )
         self.memory.on_event(event)
         match event:
             case RequestFinished():
@@ -112,14 +111,10 @@ class Story:
 
     # --- One sentence each ------------------------------------------------------------------------
 
-    def _arrival(self, request: str) -> str:
-        tokens = self.memory.of_request(request)[0].num_prompt_tokens
-        return f"{tokens} prompt tokens, {_blocks(-(-tokens // self.memory.block_size))}"
-
     def _tell_prefix(self, event: PrefixReused) -> None:
         sequence = self.memory.sequences[event.sequence]
         found = len(event.blocks) * self.memory.block_size
-        where = "in the prefix cache" if event.source == "cache" else "with a sibling"
+        where = "in the cache" if event.source == "cache" else "with a sibling"
         self._tell(
             "prefix",
             f"request {sequence.request} finds {found} of its {sequence.num_prompt_tokens} prompt tokens {where}: "
@@ -127,31 +122,44 @@ class Story:
         )
 
     def _tell_growth(self, event: TokensComputed) -> None:
-        sequence, size = self.memory.sequences[event.sequence], self.memory.block_size
+        sequence = self.memory.sequences[event.sequence]
+        count = event.num_tokens - sequence.num_filled
+        blocks = numbers(event.new_blocks)
         if event.recomputed:
-            again = f"{event.recomputed} tokens computed again in one go"
+            again = f"{_count(event.recomputed, 'token')} computed again in one go"
             self._tell("return", f"request {sequence.request} is back: {again}")
-        elif event.new_blocks:
+        elif sequence.request in self._joining:
+            former = self._former_holders(event.new_blocks)
+            self._tell("join", f"request {sequence.request} joins: {_count(count, 'token')} into {blocks}{former}")
+        self._joining.discard(sequence.request)
+        if event.new_blocks:
             first, last = sequence.num_filled, event.num_tokens - 1
             tokens = f"tokens {first}-{last}" if last > first else f"token {last}"
-            logical = range(len(sequence.table), len(sequence.table) + len(event.new_blocks))
-            full = "" if event.num_tokens % size == 0 else f", {-event.num_tokens % size} slots of the last one left"
-            self._tell("grow", f"{tokens}: logical {numbers(logical)} -> physical {numbers(event.new_blocks)}{full}")
+            logical = numbers(range(len(sequence.table), len(sequence.table) + len(event.new_blocks)))
+            left = _count(-event.num_tokens % self.memory.block_size, "slot")
+            self._tell("grow", f"{tokens}: logical {logical} -> physical {blocks}; {left} left")
+
+    def _former_holders(self, blocks: Iterable[int]) -> str:
+        """Whose these blocks were last, if anybody's."""
+        last = {block: sequence.request for sequence in self.memory.sequences.values() for block in sequence.last_table}
+        former = sorted({last[block] for block in blocks if block in last})
+        return f" (once request {_list(former)}'s)" if former else ""
 
     def _tell_copy(self, event: BlockCopied) -> None:
+        rest = "; the other now has it alone" if event.holders == 2 else ""
         self._tell(
             "copy",
-            f"sequence {event.sequence} writes into block {event.source}, which {event.holders} hold: copied to "
-            f"block {event.destination}",
+            f"sequence {event.sequence} writes into block {event.source}, which {event.holders} hold: copied to block "
+            f"{event.destination}{rest}",
         )
 
     def _tell_preemption(self, event: RequestPreempted) -> None:
-        short = f"({event.blocks_short} short)"
-        if event.mode == "swap":
-            what = f"by swap: {_blocks(event.num_blocks)} copied to the host {short}"
-        else:
-            what = f"by recompute: {_blocks(event.num_blocks)} with {event.num_tokens} tokens dropped {short}"
-        self._tell("preempt", f"request {event.request} preempted {what}")
+        what = {
+            "swap": f"swap, {_count(event.num_blocks, 'block')} copied out",
+            "recompute": f"recompute, {event.num_tokens} tokens dropped",
+        }[event.mode]
+        short = _count(event.blocks_short, "block")
+        self._tell("preempt", f"{short} short: request {event.request} preempted by {what}")
 
     def _tell_departure(self, event: RequestFinished) -> None:
         freed = [block for sequence in self.memory.of_request(event.request) for block in sequence.last_table]
@@ -167,8 +175,7 @@ class Story:
             table = self.memory.sequences[parent].table
             self._tell(
                 "fork",
-                f"sequence {parent} forks into {_list(children)}: its {_blocks(len(table))} shared by "
-                f"{len(children) + 1}, none copied",
+                f"sequence {parent} forks into {_list(children)}: {_count(len(table), 'block')} shared, none copied",
             )
         self._forks.clear()
         self._dropped.clear()
@@ -176,13 +183,14 @@ class Story:
     def _survival(self) -> str:
         forks = Counter(fork.parent for fork in self._forks)
         goes_on = [f"sequence {parent} goes on {_times(count + 1)}" for parent, count in forks.items()]
-        return ", ".join([*goes_on, f"{_list(self._dropped)} dropped"])
+        many = "sequences" if len(self._dropped) > 1 else "sequence"
+        return ", ".join([*goes_on, f"{many} {_list(sorted(self._dropped))} dropped"])
 
     def _beam_blocks(self) -> str:
         """Of the blocks that the dropped beams held: those that nobody holds now."""
         held = sorted({block for blocks in self._dropped.values() for block in blocks})
         free = [block for block in held if not self.memory.holders(block)]
-        return f"{numbers(free)} free" if free else "all their blocks shared, none free"
+        return f"{numbers(free)} free again" if free else "all their blocks are shared: none free"
 
 
 # --- Words ----------------------------------------------------------------------------------------
@@ -201,14 +209,14 @@ def numbers(blocks: Iterable[int]) -> str:
     return f"block{'s' if many else ''} {text or 'none'}"
 
 
-def _blocks(count: int) -> str:
-    return "1 block" if count == 1 else f"{count} blocks"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _times(count: int) -> str:
     return {2: "twice"}.get(count, f"{count} times")
 
 
-def _list(items: Iterable[int]) -> str:
+def _list(items: Iterable[object]) -> str:
     *most, last = [str(item) for item in items]
     return f"{', '.join(most)} and {last}" if most else last

@@ -197,11 +197,12 @@ class BlockManager:
         """Make the sequence's newly filled blocks findable by others."""
         if not self.prefix_cache:
             return
-        added, replaced = self.prefix_cache.publish(sequence.tokens, sequence.table, sequence.num_published)
-        for logical, block in added:
-            self._emit(BlockCached(sequence.sequence_id, logical, block))
-        for logical, own, cached in replaced:
-            self._emit(BlockDeduplicated(sequence.sequence_id, logical, own, cached))
+        published = self.prefix_cache.publish(sequence.tokens, sequence.table, sequence.num_published)
+        for logical, own, cached in published:
+            if own == cached:
+                self._emit(BlockCached(sequence.sequence_id, logical, cached))
+            else:
+                self._emit(BlockDeduplicated(sequence.sequence_id, logical, own, cached))
         sequence.num_published = sequence.table.num_tokens // self.block_size
 
     def _make_room(self, num_blocks: int) -> None:

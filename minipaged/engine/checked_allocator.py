@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from minipaged.contracts import BlockAllocator, BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
+from minipaged.contracts import (
+    BlockAllocator,
+    BlockNotAllocated,
+    Invariant,
+    InvariantViolation,
+    NotAnAllocator,
+    OutOfBlocks,
+)
 
 MEMBERS = ("num_blocks", "num_free", "allocate", "share", "free", "ref_count", "copy_on_write")
 
@@ -21,11 +28,11 @@ class CheckedAllocator(BlockAllocator):
 
     def __init__(self, num_blocks: int, make: Callable[[int], Any]) -> None:
         """Makes the allocator itself, as `make(num_blocks)`."""
+        unfinished: frozenset[str] = getattr(make, "__abstractmethods__", frozenset())
+        _check_members(make, [member for member in ("__init__", *MEMBERS) if member in unfinished])
         self._inner = make(num_blocks)
         self._kind = type(self._inner).__name__
-        missing = [member for member in MEMBERS if not hasattr(self._inner, member)]
-        if missing:
-            raise TypeError(f"{self._kind} is no block allocator: it lacks {', '.join(missing)}")
+        _check_members(type(self._inner), [member for member in MEMBERS if not hasattr(self._inner, member)])
         self._num_blocks = num_blocks
         self._counts: dict[int, int] = {}
         self.touched: set[int] = set()
@@ -139,3 +146,9 @@ class CheckedAllocator(BlockAllocator):
 
     def _broken(self, invariant: Invariant, message: str, cause: Exception | None = None) -> NoReturn:
         raise InvariantViolation(invariant, f"{self._kind}: {message}") from cause
+
+
+def _check_members(kind: Callable[[int], Any], missing: list[str]) -> None:
+    if missing:
+        name = getattr(kind, "__name__", repr(kind))
+        raise NotAnAllocator(f"{name} is no block allocator: it lacks {', '.join(missing)}")

@@ -339,6 +339,7 @@ class Engine:
                 children.append(child)
         except BaseException:
             for child in children:
+                self._emit(SequenceFinished(request.request_id, child.sequence_id, "dropped"))
                 self.blocks.free(child)
             raise
         return children

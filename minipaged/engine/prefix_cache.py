@@ -18,7 +18,7 @@ evicting the oldest never leaves a child without its parent.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from minipaged.contracts import BlockAllocator, BlockTable
@@ -92,20 +92,16 @@ class PrefixCache:
             if block in self._hash_of and self._allocator.ref_count(block) == 1:
                 self._evictable[block] = None
 
-    def publish(
-        self, tokens: Sequence[int], table: BlockTable, num_published: int
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """Make the table's full blocks from logical block `num_published` on findable.
+    def publish(self, tokens: Sequence[int], table: BlockTable, num_published: int) -> Iterator[tuple[int, int, int]]:
+        """Make the table's full blocks from logical block `num_published` on findable, one at each turn of the loop.
 
-        A block whose content is cached already is replaced in the table by the cached one. Returns
-        (logical block, block) for each that was added and (logical block, own, cached) for each that was replaced.
+        Yields (logical block, the table's own block, the cached block). The two are the same where the cache took a
+        reference on the table's own; where that content was cached already, the table now holds the cached block.
         """
-        added: list[tuple[int, int]] = []
-        replaced: list[tuple[int, int, int]] = []
         parent = table.blocks[num_published - 1] if num_published else NO_PARENT
         key = self._hash_of.get(parent, 0)
         if num_published and parent not in self._hash_of:
-            return added, replaced  # its parent met a hash collision and is not cached
+            return  # its parent met a hash collision and is not cached
         for logical in range(num_published, table.num_tokens // self.block_size):
             block_tokens = tuple(tokens[logical * self.block_size : (logical + 1) * self.block_size])
             key = self._chain_hash(key, block_tokens)
@@ -115,15 +111,14 @@ class PrefixCache:
                 self._allocator.share(own)
                 self._entries[key] = CachedBlock(own, parent, block_tokens)
                 self._hash_of[own] = key
-                added.append((logical, own))
+                yield logical, own, own
             elif entry.tokens != block_tokens or entry.parent_block != parent:
-                break  # another block has this hash; this one and its children stay private
+                return  # another block has this hash; this one and its children stay private
             elif entry.block != own:
                 table.replace(logical, entry.block)
                 self.reused([entry.block])
-                replaced.append((logical, own, entry.block))
+                yield logical, own, entry.block
             parent = table.blocks[logical]
-        return added, replaced
 
     def evict(self, num_blocks: int) -> list[int]:
         """Give back the `num_blocks` least recently used evictable blocks."""

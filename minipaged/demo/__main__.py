@@ -1,0 +1,9 @@
+"""`python -m minipaged.demo ARGS` is the same as `minipaged demo ARGS`."""
+
+from __future__ import annotations
+
+import sys
+
+from minipaged.cli import main
+
+main(["demo", *sys.argv[1:]])

@@ -1,0 +1,160 @@
+"""Outcomes as plain lines of at most 80 columns, and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from minipaged.demo.measures import Measures
+from minipaged.demo.scenes import Outcome, Scene, TableRow, Text
+from minipaged.demo.stage import Stage
+
+WIDTH = 80
+INDENT = "  "
+
+# --- Lines ----------------------------------------------------------------------------------------
+
+
+def opening(stage: Stage) -> list[str]:
+    """What holds for all scenes."""
+    model = stage.model
+    text = (
+        f"minipaged demo: {model.folder.name} on the {model.tier.name} tier. The keys and values of one token take "
+        f"{model.block_bytes(1):,} bytes. Each scene compares paging with a contiguous cache of the same size, which "
+        f"reserves {stage.max_model_len} tokens (max_model_len) for every sequence, as systems did before."
+    )
+    return [*_wrap(text, indent=""), ""]
+
+
+def heading(number: int, total: int, scene: Scene) -> list[str]:
+    """Printed before a scene is played."""
+    title = f"=== {number}/{total} {scene.title} ({scene.name}) "
+    return [title.ljust(WIDTH, "="), *_wrap(scene.watch, indent=""), ""]
+
+
+def outcome_lines(outcome: Outcome) -> list[str]:
+    """Printed after a scene was played."""
+    lines = [*_text_lines(outcome.texts), ""]
+    lines += [wrapped for line in outcome.story for wrapped in _wrap(line, hang=10)]
+    lines += [*_table_lines(outcome.block_table), ""]
+    fullest = max(outcome.runs, key=lambda run: run.peak_blocks_used / run.num_blocks)
+    lines += [*_memory_lines(fullest, named=len(outcome.runs) > 1), "", *_count_lines(outcome.runs)]
+    if outcome.findings:
+        lines += ["", *(line for finding in outcome.findings for line in _wrap("=> " + finding, hang=3))]
+    return [*lines, ""]
+
+
+def _text_lines(texts: list[Text]) -> Iterator[str]:
+    """Prompts and what came of them; several short, one at length."""
+    most_lines = 3 if len(texts) == 1 else 2
+    for text in texts:
+        yield from _wrap(f"> {text.prompt}", hang=2)
+        for output, score in zip(text.outputs, text.scores, strict=True):
+            mark = "- " if len(text.outputs) > 1 else "  "
+            scored = "" if score is None else f"({score:.2f}) "
+            yield from _wrap(mark + scored + _one_line(output), hang=2, most_lines=most_lines)
+
+
+def _table_lines(rows: Sequence[TableRow], most_rows: int = 8) -> Iterator[str]:
+    """A block table as in Fig. 6, tokens included."""
+    if not rows:
+        return
+    yield f"{INDENT}block table at the end"
+    yield f"{INDENT}{'logical':>10}  physical  filled  tokens"
+    for row in rows[:most_rows]:
+        line = f"{INDENT}{row.logical:>10}  {row.physical:>8}  {row.filled:>6}  {_one_line('|'.join(row.tokens))}"
+        yield line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
+    if len(rows) > most_rows:
+        yield f"{INDENT}{'':10}... and {len(rows) - most_rows} more"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _memory_lines(run: Measures, *, named: bool) -> list[str]:
+    """The breakdown of Fig. 2."""
+    unit, name = (1e6, "MB") if run.pool_bytes >= 1e6 else (1e3, "KB")
+
+    def row(label: str, field: str) -> str:
+        cells = ""
+        for memory in (run.paged, run.contiguous):
+            size = getattr(memory, field)
+            cells += f"{size / unit:>10.2f} {name} {100 * size / run.pool_bytes:>7.1f} %"
+        return f"{INDENT}{label:<26}{cells}"
+
+    too_much = 1 - run.contiguous.free / run.pool_bytes
+    shares = "".join(f"{100 * memory.share_of_tokens:>21.1f} %" for memory in (run.paged, run.contiguous))
+    pool = f"{run.pool_bytes / unit:.1f} {name}"
+    return [
+        *([f"{INDENT}{run.run}:"] if named else []),
+        f"{INDENT}{'KV memory, mean of steps':<26}{'paged':>23}{'contiguous':>23}",
+        row("tokens", "tokens"),
+        row("internal fragmentation", "internal_fragmentation"),
+        row("reserved", "reserved"),
+        row(f"free of {pool}", "free"),
+        f"{INDENT}{'of what is taken, tokens':<26}{shares}",
+        *([f"{INDENT}(contiguous does not fit: it takes {too_much:.1f} times the pool)"] if too_much > 1 else []),
+    ]
+
+
+def _count_lines(runs: list[Measures]) -> list[str]:
+    """What was counted: in two columns, or with a column for each of several runs."""
+    rows: dict[str, list[str]] = {
+        "most sequences at once": [f"{run.most_sequences}" for run in runs],
+        "contiguous has room for": [f"{run.contiguous_sequences}" for run in runs],
+        "most blocks in use": [f"{run.peak_blocks_used} of {run.num_blocks}" for run in runs],
+        "blocks saved by sharing": [f"{run.blocks_saved:.1f} = {100 * run.share_saved:.1f} %" for run in runs],
+        "steps, seconds": [f"{run.steps}, {run.seconds:.1f} s" for run in runs],
+        "blocks copied on write": [f"{run.blocks_copied}" for run in runs],
+        "blocks swapped out, in": [f"{run.blocks_swapped_out}, {run.blocks_swapped_in}" for run in runs],
+        "tokens recomputed": [f"{run.tokens_recomputed}" for run in runs],
+        "tokens found in cache": [f"{run.prefix_cache_hit_tokens}" for run in runs],
+        "tokens generated": [f"{run.generated_tokens}, {run.generated_tokens / run.seconds:.0f} / s" for run in runs],
+    }
+    if len(runs) == 1:
+        cells = [f"{label:<23}{values[0]:>14}" for label, values in rows.items()]
+        half = len(cells) // 2
+        return [f"{INDENT}{left}    {right}" for left, right in zip(cells[:half], cells[half:], strict=True)]
+    names = "".join(f"{run.run:>17}" for run in runs)
+    return [
+        f"{INDENT}{'':<26}{names}",
+        *(f"{INDENT}{label:<26}" + "".join(f"{cell:>17}" for cell in values) for label, values in rows.items()),
+    ]
+
+
+def closing(num_scenes: int, seconds: float) -> str:
+    return f"{num_scenes} scene{'s' if num_scenes > 1 else ''}, {seconds:.0f} s."
+
+
+def _wrap(text: str, *, indent: str = INDENT, hang: int = 0, most_lines: int = 20) -> list[str]:
+    """`text` in lines of at most WIDTH columns; what does not fit `most_lines` is cut off."""
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + " " * hang,
+        max_lines=most_lines,
+        placeholder=" ...",
+    )
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def document(stage: Stage, played: Iterable[tuple[Scene, Outcome]]) -> str:
+    """Everything as one JSON object. Times are in seconds, memory in bytes, shares between 0 and 1."""
+    scenes: list[dict[str, Any]] = [
+        {"name": scene.name, "title": scene.title, "watch": scene.watch, **asdict(outcome)} for scene, outcome in played
+    ]
+    head = {
+        "model": stage.model.folder.name,
+        "tier": stage.model.tier.name,
+        "seed": stage.seed,
+        "bytes_per_token": stage.model.block_bytes(1),
+        "max_model_len": stage.max_model_len,
+    }
+    return json.dumps({**head, "scenes": scenes}, indent=2)

@@ -1,0 +1,364 @@
+"""The scenes: what to watch for, which requests are served, and what is told of them.
+
+Each is one idea of the paper's section 4 on the real model, in the smallest setting that shows it. A scene adapts to
+the model and to the sizes it is given: pools are sized in tokens, and the last one from the prompts themselves, so
+that it is always a little too small. Prefix caching is off except in the scene that is about it: one idea at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minipaged.demo.measures import Measures
+from minipaged.demo.memory_map import SequenceMap
+from minipaged.demo.stage import Arrival, Run, Stage
+from minipaged.outputs import RequestOutput
+from minipaged.params import BeamSearchParams, PreemptionMode, SamplingParams
+
+FOUR_SCORE = "Four score and seven years ago our"
+"""The prompt of the paper's Fig. 6 and Fig. 8: seven tokens for this model as well."""
+
+QUESTIONS = (
+    "Give me a title for a book about trains.",
+    "Write a haiku about the sea.",
+    "Why is the sky blue?",
+    "Explain in one sentence what memory paging is.",
+    "How does a bicycle stay upright?",
+    "What is the capital of France?",
+    "What is a good name for a grey cat?",
+    "Name three things that a cache is good for.",
+)
+
+TEACHER = (
+    "You are a patient teacher who explains the world to young children. Use short sentences and simple words. Never "
+    "use numbers or formulas. Say first what the thing is, then what it is good for. If a question is about an animal, "
+    "say where it lives and what it eats. If it is about a machine, say what makes it move. Be kind, be cheerful, and "
+    "never tell more than two sentences at a time, because the children would rather go out and see for themselves."
+)
+CHILDREN = (
+    "What is a train?",
+    "What is a clock?",
+    "What is a whale?",
+    "What is a ship?",
+    "What is a lighthouse?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt, and all that the model made of it, best or first first."""
+
+    prompt: str
+    outputs: tuple[str, ...]
+    token_ids: tuple[tuple[int, ...], ...]
+    finish_reasons: tuple[str, ...]
+    scores: tuple[float | None, ...]
+    """Beam search only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One logical block of a block table, and the tokens in it."""
+
+    logical: int
+    physical: int
+    filled: int
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All that a scene has to show."""
+
+    texts: list[Text]
+    story: list[str]
+    runs: list[Measures]
+    findings: list[str]
+    """What the run proves, computed from it."""
+    holds: bool = True
+    """Whether they are what paging promises."""
+    block_table: tuple[TableRow, ...] = ()
+    """Of the first sequence, as it was at its end; only where the scene is about it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    name: str
+    title: str
+    watch: str
+    """What to look at, and where the paper tells of it."""
+    play: Callable[[Stage], Outcome]
+
+
+# --- One request ----------------------------------------------------------------------------------
+
+
+def one_request(stage: Stage) -> Outcome:
+    """Fig. 6, with its prompt and its block size of 4."""
+    arrivals = [stage.complete(FOUR_SCORE, SamplingParams(temperature=0, max_tokens=stage.tokens(24)))]
+    size = stage.block_size_or(4)
+    run = stage.run(
+        "one request",
+        arrivals,
+        {"grow": 4},
+        block_size=size,
+        num_blocks=stage.blocks_of(1024, size),
+        enable_prefix_caching=False,
+    )
+    paged, contiguous = run.measures.paged, run.measures.contiguous
+    finding = (
+        f"Of the memory it took, paging wasted {percent(1 - paged.share_of_tokens)}, all of it in the last block. "
+        f"Reserving {stage.max_model_len} slots wasted {percent(1 - contiguous.share_of_tokens)}; in the paper, "
+        "earlier systems wasted 61.8 % to 79.6 % (Fig. 2)."
+    )
+    table = block_table(stage, run.memory.sequences[0], size)
+    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], [finding], block_table=table)
+
+
+def block_table(stage: Stage, sequence: SequenceMap, block_size: int) -> tuple[TableRow, ...]:
+    """The table that a sequence had at its end."""
+    words = [stage.tokenizer.decode([token]) for token in sequence.tokens[: sequence.last_filled]]
+    rows = []
+    for logical, physical in enumerate(sequence.last_table):
+        here = words[logical * block_size : (logical + 1) * block_size]
+        rows.append(TableRow(logical, physical, len(here), tuple(here)))
+    return tuple(rows)
+
+
+# --- A continuous batch ---------------------------------------------------------------------------
+
+
+def continuous_batch(stage: Stage) -> Outcome:
+    """Requests of different lengths that come and go (Fig. 7)."""
+    arrivals = [
+        stage.ask(
+            question,
+            SamplingParams(
+                temperature=0.7, top_p=0.9, seed=stage.seed + i, max_tokens=stage.tokens((20, 30, 40, 20)[i % 4])
+            ),
+            step=0 if i < 4 else 24,
+        )
+        for i, question in enumerate(QUESTIONS)
+    ]
+    size = stage.block_size_or(16)
+    run = stage.run(
+        "continuous batch",
+        arrivals,
+        {"join": 8, "leave": 3, "preempt": 2, "return": 2},
+        block_size=size,
+        num_blocks=stage.blocks_of(4096, size),
+        enable_prefix_caching=False,
+    )
+    measures = run.measures
+    finding = (
+        f"Up to {measures.most_sequences} sequences ran at once in "
+        f"{percent(measures.peak_blocks_used / measures.num_blocks)} of the pool; with {stage.max_model_len} slots "
+        f"reserved for each it has room for {measures.contiguous_sequences}."
+    )
+    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], [finding])
+
+
+# --- Parallel sampling ----------------------------------------------------------------------------
+
+
+def parallel_sampling(stage: Stage) -> Outcome:
+    """Four samples of one prompt: they share its blocks until they write (Fig. 8)."""
+    params = SamplingParams(n=4, temperature=0.8, top_p=0.9, seed=stage.seed, max_tokens=stage.tokens(32))
+    arrivals = [stage.ask("Write the first sentence of a story about a lighthouse.", params)]
+    size = stage.block_size_or(16)
+    run = stage.run(
+        "parallel sampling",
+        arrivals,
+        {"fork": 1, "copy": 4},
+        block_size=size,
+        num_blocks=stage.blocks_of(4096, size),
+        enable_prefix_caching=False,
+    )
+    finding = saved(run.measures, "6.1 % to 9.8 % for Alpaca, 16.2 % to 30.5 % for ShareGPT")
+    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], [finding])
+
+
+def saved(measures: Measures, paper: str) -> str:
+    """What sharing saved, and what it did in the paper."""
+    return (
+        f"Sharing saved {percent(measures.share_saved)} of the blocks (of {measures.block_size} tokens each), at the "
+        f"cost of {measures.blocks_copied} copies; in the paper {paper} (Fig. 15)."
+    )
+
+
+# --- Beam search ----------------------------------------------------------------------------------
+
+
+def beam_search(stage: Stage) -> Outcome:
+    """The four best continuations: beams fork and are dropped at almost every step (Fig. 9)."""
+    params = BeamSearchParams(beam_width=4, max_tokens=stage.tokens(24))
+    arrivals = [stage.ask("Write the first sentence of a story about a lighthouse.", params)]
+    size = stage.block_size_or(4)
+    run = stage.run(
+        "beam search",
+        arrivals,
+        {"fork": 1, "beams": 5, "copy": 2},
+        block_size=size,
+        num_blocks=stage.blocks_of(4096, size),
+        enable_prefix_caching=False,
+    )
+    finding = saved(run.measures, "37.6 % to 55.2 % for Alpaca, 44.3 % to 66.3 % for ShareGPT")
+    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], [finding])
+
+
+# --- A shared system prompt -----------------------------------------------------------------------
+
+
+def shared_prompt(stage: Stage) -> Outcome:
+    """One system prompt before every question: computed once, then found in the prefix cache (Fig. 10)."""
+    params = SamplingParams(temperature=0, max_tokens=stage.tokens(32))
+    arrivals = [stage.ask(question, params, step=min(i, 1) * 2, system=TEACHER) for i, question in enumerate(CHILDREN)]
+    size = stage.block_size_or(16)
+    run = stage.run(
+        "shared prompt",
+        arrivals,
+        {"prefix": 5},
+        block_size=size,
+        num_blocks=stage.blocks_of(4096, size),
+        enable_prefix_caching=True,
+    )
+    prompts = sum(len(arrival.prompt) for arrival in arrivals)
+    found = run.measures.prefix_cache_hit_tokens
+    findings = [f"Of {prompts} prompt tokens {found} were found in the cache and {prompts - found} computed."]
+    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], findings, holds=found > 0)
+
+
+# --- Preemption -----------------------------------------------------------------------------------
+
+
+def preemption(stage: Stage) -> Outcome:
+    """The same requests three times: with room for all, then in a pool too small, swapping and recomputing."""
+    num_tokens = stage.tokens(48)
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, min_tokens=num_tokens)
+    arrivals = [stage.ask(question, params, step=i) for i, question in enumerate(QUESTIONS[:5])]
+    size = stage.block_size_or(16)
+    ample, small = pool_sizes(arrivals, num_tokens, size)
+    small = stage.num_blocks or small
+
+    def play(name: str, num_blocks: int, preemption: PreemptionMode) -> Run:
+        return stage.run(
+            name,
+            arrivals,
+            {"preempt": 3, "return": 3},
+            block_size=size,
+            num_blocks=num_blocks,
+            num_swap_blocks=ample,
+            preemption=preemption,
+            enable_prefix_caching=False,
+        )
+
+    plenty = play("plenty of room", ample, "auto")
+    swap = play("small, swap", small, "swap")
+    recompute = play("small, recompute", small, "recompute")
+    findings, holds = compare(plenty, [swap, recompute])
+    story = [f"{small} blocks, preemption by swap:", *swap.story]
+    story += [f"{small} blocks, preemption by recompute:", *recompute.story]
+    runs = [plenty.measures, swap.measures, recompute.measures]
+    return Outcome(texts_of(arrivals, plenty.outputs), story, runs, findings, holds)
+
+
+def pool_sizes(arrivals: list[Arrival], num_tokens: int, block_size: int) -> tuple[int, int]:
+    """Ample blocks, and too few: every request can start, but there is room for half of what they grow by."""
+    start = [-(-len(arrival.prompt) // block_size) for arrival in arrivals]
+    # The last token is chosen but never run, so it needs no slot.
+    end = [-(-(len(arrival.prompt) + num_tokens - 1) // block_size) for arrival in arrivals]
+    return 2 * sum(end), max(*end, (sum(start) + sum(end)) // 2)
+
+
+def compare(reference: Run, others: list[Run]) -> tuple[list[str], bool]:
+    """Compare the generated tokens one by one with those of the `reference` run; and whether all are the same."""
+    findings, all_same = [], True
+    for run in others:
+        measures = run.measures
+        how_often = measures.preempted_by_swap + measures.preempted_by_recompute
+        differences = [
+            f"request {output.request_id} from token {position} on"
+            for expected, output in zip(reference.outputs, run.outputs, strict=True)
+            if (position := first_difference(expected, output)) is not None
+        ]
+        total = sum(len(output.outputs[0].token_ids) for output in run.outputs)
+        verdict = "DIFFERENT: " + ", ".join(differences) if differences else f"the same {total} tokens as with room"
+        often = f"{how_often} preemptions" if how_often else "nothing preempted: this pool is not small enough"
+        findings.append(f"{measures.run}, {often}: {verdict}.")
+        all_same = all_same and not differences
+    return findings, all_same
+
+
+def first_difference(expected: RequestOutput, actual: RequestOutput) -> int | None:
+    """The place of the first token in which the two first outputs differ, None where they are the same."""
+    a, b = expected.outputs[0].token_ids, actual.outputs[0].token_ids
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+# --- All of them ----------------------------------------------------------------------------------
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def texts_of(arrivals: list[Arrival], outputs: list[RequestOutput]) -> list[Text]:
+    return [
+        Text(
+            prompt=arrival.shown,
+            outputs=tuple(completion.text for completion in output.outputs),
+            token_ids=tuple(completion.token_ids for completion in output.outputs),
+            finish_reasons=tuple(completion.finish_reason for completion in output.outputs),
+            scores=tuple(completion.score for completion in output.outputs),
+        )
+        for arrival, output in zip(arrivals, outputs, strict=True)
+    ]
+
+
+SCENES = (
+    Scene(
+        "one-request",
+        "One request",
+        "Watch the block table grow: a block is taken only when the last one is full, so that never more than one "
+        "is partly empty (paper, section 4.3 and Fig. 6).",
+        one_request,
+    ),
+    Scene(
+        "continuous-batch",
+        "A continuous batch",
+        "Watch requests join and leave between two steps, and the blocks of those that left go to others: no "
+        "sequence needs neighbouring blocks (section 4.3 and Fig. 7).",
+        continuous_batch,
+    ),
+    Scene(
+        "parallel-sampling",
+        "Parallel sampling, with copy-on-write",
+        "Watch four samples share the prompt's blocks; only its last block, where their first tokens differ, is "
+        "copied, once for each but the last to write (section 4.4 and Fig. 8).",
+        parallel_sampling,
+    ),
+    Scene(
+        "beam-search",
+        "Beam search",
+        "Watch beams fork without copying what they share, and the blocks of dropped beams come free in the same "
+        "step (section 4.4 and Fig. 9).",
+        beam_search,
+    ),
+    Scene(
+        "shared-prompt",
+        "A shared system prompt",
+        "Watch every request but the first find the system prompt already computed: its full blocks are in the "
+        "prefix cache (section 4.4 and Fig. 10).",
+        shared_prompt,
+    ),
+    Scene(
+        "preemption",
+        "A pool too small: preemption, both kinds",
+        "Watch the latest request lose its blocks when the pool runs out, and come back, swapped in or recomputed. "
+        "The tokens must be the same as with plenty of room (section 4.5 and Fig. 19).",
+        preemption,
+    ),
+)

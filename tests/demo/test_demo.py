@@ -1,0 +1,306 @@
+"""The demo: every scene on a tiny model shows what it is there to show, and what it prints is what was measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from minipaged import BeamSearchParams, InvalidRequest, InvariantViolation, SamplingParams
+from minipaged.demo import run_demo
+from minipaged.demo.memory_map import MemoryMap
+from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, compare
+from minipaged.demo.stage import Stage
+from minipaged.demo.story import Topic, numbers
+from minipaged.events import StepFinished
+from minipaged.llm import LLM, LoadedModel
+from minipaged.reference.block_allocator import BlockAllocator
+from tests.tiny_model import make_tiny_model
+
+NAMES = [scene.name for scene in SCENES]
+
+
+@pytest.fixture(scope="session")
+def played(tiny_model: Path) -> dict[str, Outcome]:
+    """Every scene, played once."""
+    return dict(zip(NAMES, run_demo(model=tiny_model), strict=True))
+
+
+# --- Every scene ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scene_shows_texts_and_what_happened(played: dict[str, Outcome], name: str) -> None:
+    outcome = played[name]
+    assert outcome.holds
+    assert outcome.story
+    assert outcome.findings
+    assert all(ids and len(text) for t in outcome.texts for ids, text in zip(t.token_ids, t.outputs, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_breakdown_of_memory_adds_up_to_the_pool(played: dict[str, Outcome], name: str) -> None:
+    for run in played[name].runs:
+        for memory in (run.paged, run.contiguous):
+            parts = memory.tokens + memory.reserved + memory.internal_fragmentation + memory.free
+            assert parts == pytest.approx(run.pool_bytes)
+        assert run.paged.reserved == 0
+        assert run.paged.share_of_tokens > run.contiguous.share_of_tokens
+        assert 0 < run.peak_blocks_used <= run.num_blocks
+
+
+@pytest.mark.parametrize("block_size", [None, 64])
+def test_a_scene_is_printed_in_eighty_columns_without_control_characters(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], block_size: int | None
+) -> None:
+    run_demo(model=tiny_model, block_size=block_size)
+    printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.split("\n")) <= 80
+    assert "\x1b" not in printed
+    for name in NAMES:
+        assert f"({name}) ===" in printed
+
+
+def test_json_is_one_document_with_all_scenes(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_demo(model=tiny_model, seed=3, json_output=True)
+    document = json.loads(capsys.readouterr().out)
+    assert [scene["name"] for scene in document["scenes"]] == NAMES
+    assert document["seed"] == 3
+    assert document["tier"] == "reference"
+    assert document["bytes_per_token"] == 2 * 2 * 2 * 8 * 4  # K and V, layers, KV heads, head_dim, fp32
+    for scene in document["scenes"]:
+        assert {"title", "watch", "texts", "story", "runs", "findings", "holds"} <= scene.keys()
+        assert {"tokens", "reserved", "internal_fragmentation", "free"} <= scene["runs"][0]["paged"].keys()
+        assert scene["texts"][0]["prompt"]
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 256])
+def test_every_scene_runs_with_any_block_size(tiny_model: Path, block_size: int) -> None:
+    outcomes = run_demo(model=tiny_model, block_size=block_size)
+    assert all(run.block_size == block_size for outcome in outcomes for run in outcome.runs)
+
+
+def test_every_scene_runs_on_a_model_with_a_short_context_and_no_chat_template(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "short", chat_template=False, max_position_embeddings=96)
+    outcomes = run_demo(model=folder)
+    assert all(run.max_model_len == 96 for outcome in outcomes for run in outcome.runs)
+
+
+def test_the_seed_decides_what_is_sampled(tiny_model: Path, played: dict[str, Outcome]) -> None:
+    (again,) = run_demo(model=tiny_model, scene="continuous-batch", seed=0)
+    (other,) = run_demo(model=tiny_model, scene="continuous-batch", seed=1)
+    assert again.texts == played["continuous-batch"].texts
+    assert again.texts != other.texts
+
+
+# --- What each scene is about ---------------------------------------------------------------------
+
+
+def test_one_request_shows_its_block_table_with_the_prompt_in_it(played: dict[str, Outcome]) -> None:
+    table = played["one-request"].block_table
+    assert [row.logical for row in table] == list(range(len(table)))
+    assert len({row.physical for row in table}) == len(table)
+    assert all(row.filled == 4 for row in table[:-1])
+    assert "".join("".join(row.tokens) for row in table).startswith("Four score and seven years ago our")
+    assert len(table) == played["one-request"].runs[0].peak_blocks_used
+
+
+def test_the_memory_of_one_request_is_what_can_be_worked_out_by_hand(tiny_model: Path) -> None:
+    (outcome,) = run_demo(model=tiny_model, scene="one-request", num_blocks=300)
+    (run,) = outcome.runs
+    prompt, generated = len("Four score and seven years ago our"), len(outcome.texts[0].token_ids[0])
+    slots = [prompt + step for step in range(generated)]  # filled at each step; the last token is never run
+    mean = sum(slots) / generated * 256  # bytes a slot
+    paged = sum(-(-n // 4) * 4 for n in slots) / generated * 256
+    assert run.paged.tokens == run.contiguous.tokens == pytest.approx(mean)
+    assert run.paged.internal_fragmentation == pytest.approx(paged - mean)
+    assert run.contiguous.reserved == pytest.approx(slots[-1] * 256 - mean)
+    assert run.contiguous.internal_fragmentation == pytest.approx((1024 - slots[-1]) * 256)
+    assert run.contiguous_sequences == 1  # of 1024 slots in a pool of 1200
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_a_request_that_was_preempted_is_back_and_does_not_join_again(tiny_model: Path, preemption: str) -> None:
+    stage = Stage(LoadedModel.load(tiny_model))
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=20)
+    arrivals = [stage.complete(question, params, step=i) for i, question in enumerate(QUESTIONS[:3])]
+    topics: dict[Topic, int] = {"join": 99, "preempt": 99, "return": 99}
+    sizes = {"block_size": 4, "num_blocks": 32, "num_swap_blocks": 32}
+    story = stage.run("a", arrivals, topics, preemption=preemption, **sizes).story
+    assert [line.split()[3] for line in story if "joins" in line] == ["0", "1", "2"]
+    preempted = [line for line in story if f"preempted by {preemption}" in line]
+    assert len(preempted) == sum("is back" in line for line in story) > 0
+
+
+def test_in_a_continuous_batch_blocks_of_requests_that_left_are_taken_by_others(played: dict[str, Outcome]) -> None:
+    outcome = played["continuous-batch"]
+    assert any("gives back" in line for line in outcome.story)
+    assert any("(once request" in line for line in outcome.story)
+    assert outcome.runs[0].most_sequences > 4
+    assert len(outcome.texts) == len(QUESTIONS)
+
+
+def test_parallel_sampling_copies_the_prompts_last_block_for_all_but_one(played: dict[str, Outcome]) -> None:
+    outcome = played["parallel-sampling"]
+    assert outcome.runs[0].blocks_copied == 3
+    copies = [line for line in outcome.story if "copied to block" in line]
+    assert [f"which {holders} hold" in line for holders, line in zip((4, 3, 2), copies, strict=True)] == [True] * 3
+    assert outcome.runs[0].share_saved > 0
+    assert len(set(outcome.texts[0].token_ids)) == 4
+
+
+def test_beam_search_drops_beams_and_gives_their_blocks_back_in_the_same_step(played: dict[str, Outcome]) -> None:
+    outcome = played["beam-search"]
+    assert any("dropped" in line and "free again" in line for line in outcome.story)
+    assert outcome.runs[0].share_saved > 0.3
+    scores = outcome.texts[0].scores
+    assert sorted(scores, reverse=True) == list(scores)  # type: ignore[type-var]
+
+
+def test_all_but_the_first_request_find_the_shared_prompt_in_the_cache(played: dict[str, Outcome]) -> None:
+    outcome = played["shared-prompt"]
+    assert outcome.runs[0].prefix_cache_hit_tokens > 4 * 400
+    found = [line for line in outcome.story if "in the cache" in line]
+    assert [line.split()[3] for line in found] == ["1", "2", "3", "4"]
+
+
+def test_both_kinds_of_preemption_happen_and_the_tokens_are_the_same(played: dict[str, Outcome]) -> None:
+    outcome = played["preemption"]
+    plenty, swap, recompute = outcome.runs
+    assert (plenty.preempted_by_swap, plenty.preempted_by_recompute) == (0, 0)
+    assert swap.preempted_by_swap > 0
+    assert swap.preempted_by_recompute == swap.tokens_recomputed == 0
+    assert swap.blocks_swapped_out == swap.blocks_swapped_in > 0
+    assert recompute.preempted_by_recompute > 0
+    assert recompute.preempted_by_swap == recompute.blocks_swapped_out == 0
+    assert recompute.tokens_recomputed > 0
+    assert outcome.holds
+    assert sum("the same" in finding for finding in outcome.findings) == 2
+    assert any("preempted by swap" in line for line in outcome.story)
+    assert any("preempted by recompute" in line for line in outcome.story)
+
+
+def test_a_difference_in_a_single_token_is_reported(tiny_model: Path) -> None:
+    stage = Stage(LoadedModel.load(tiny_model))
+    arrivals = [stage.complete(question, SamplingParams(max_tokens=8, seed=1)) for question in QUESTIONS[:2]]
+    run = stage.run("a", arrivals, {}, block_size=4, num_blocks=64)
+    completion = run.outputs[1].outputs[0]
+    ids = (*completion.token_ids[:5], (completion.token_ids[5] + 1) % 200, *completion.token_ids[6:])
+    changed = replace(run.outputs[1], outputs=(replace(completion, token_ids=ids),))
+    findings, holds = compare(run, [run, replace(run, outputs=[run.outputs[0], changed])])
+    assert not holds
+    assert "the same 16 tokens" in findings[0]
+    assert "DIFFERENT: request 1 from token 5 on" in findings[1]
+
+
+def test_a_pool_that_is_not_small_enough_is_said_to_be_so(tiny_model: Path) -> None:
+    (outcome,) = run_demo(model=tiny_model, scene="preemption", num_blocks=500)
+    assert all("nothing preempted" in finding for finding in outcome.findings)
+
+
+# --- What is asked for ----------------------------------------------------------------------------
+
+
+def test_an_unknown_scene_is_answered_with_the_known_ones(tiny_model: Path) -> None:
+    with pytest.raises(InvalidRequest, match="no scene 'paging'; choose one of one-request, continuous-batch, "):
+        run_demo(model=tiny_model, scene="paging")
+
+
+def test_a_pool_too_small_for_a_scene_is_refused_with_the_reason(tiny_model: Path) -> None:
+    with pytest.raises(InvalidRequest, match="the whole pool has 2"):
+        run_demo(model=tiny_model, scene="beam-search", num_blocks=2)
+
+
+def test_a_students_allocator_serves_every_scene(tiny_model: Path) -> None:
+    taken: list[int] = []
+
+    class LastFirst(BlockAllocator):
+        def __init__(self, num_blocks: int) -> None:
+            super().__init__(num_blocks)
+            self._free.reverse()
+
+        def allocate(self) -> int:
+            taken.append(super().allocate())
+            return taken[-1]
+
+    (outcome,) = run_demo(model=tiny_model, scene="one-request", allocator=LastFirst)
+    assert [row.physical for row in outcome.block_table] == taken
+    assert taken[0] == outcome.runs[0].num_blocks - 1
+
+
+def test_an_allocator_that_breaks_a_rule_is_told_which(tiny_model: Path) -> None:
+    class Forgetful(BlockAllocator):
+        def share(self, block: int) -> None:
+            self.ref_count(block)
+
+    with pytest.raises(InvariantViolation):
+        run_demo(model=tiny_model, scene="parallel-sampling", allocator=Forgetful)
+
+
+def test_the_module_is_the_same_as_the_command(tiny_model: Path) -> None:
+    asked = ["--scene", "one-request", "--model", str(tiny_model), "--block-size", "8", "--num-blocks", "9", "--json"]
+    done = subprocess.run([sys.executable, "-m", "minipaged.demo", *asked], capture_output=True, text=True, check=True)
+    (scene,) = json.loads(done.stdout)["scenes"]
+    assert (scene["runs"][0]["block_size"], scene["runs"][0]["num_blocks"]) == (8, 9)
+
+
+# --- Its parts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_the_memory_map_knows_every_table_and_reference_from_the_events_alone(
+    tiny_model: Path, preemption: str
+) -> None:
+    memory = MemoryMap()
+    options = {"num_blocks": 40, "block_size": 4, "num_swap_blocks": 40, "preemption": preemption}
+    llm = LLM(tiny_model, listeners=[memory.on_event], max_model_len=120, **options)  # type: ignore[arg-type]
+    prompt = [*range(40, 61)]
+    for i in range(3):
+        llm.engine.add_request([*prompt, i], SamplingParams(n=3, max_tokens=12, seed=i))
+    llm.engine.add_request(prompt, BeamSearchParams(beam_width=3, max_tokens=12))
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
+        blocks, scheduler = llm.engine.blocks, llm.engine.scheduler
+        live = [s for request in (*scheduler.running, *scheduler.waiting) for s in request.sequences]
+        for sequence in live:
+            known = memory.sequences[sequence.sequence_id]
+            assert (known.table, known.num_filled) == (list(sequence.table.blocks), sequence.num_computed)
+            assert (known.tokens, known.swapped) == (sequence.tokens, sequence.swapped)
+        assert [memory.holders(b) for b in range(40)] == [blocks.allocator.ref_count(b) for b in range(40)]
+    stats = llm.stats()
+    assert (stats.preempted_by_swap if preemption == "swap" else stats.preempted_by_recompute) > 0
+
+
+def test_llms_that_share_a_loaded_model_share_its_weights_and_nothing_else(tiny_model: Path) -> None:
+    loaded = LoadedModel.load(tiny_model)
+    steps: list[StepFinished] = []
+    one = LLM(loaded, num_blocks=32, listeners=[lambda e: steps.append(e) if isinstance(e, StepFinished) else None])
+    two = LLM(one.loaded, num_blocks=16, block_size=8)
+    assert one.loaded.weights is two.loaded.weights
+    assert (one.config.num_blocks, two.config.num_blocks, two.config.block_size) == (32, 16, 8)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    assert two.generate("abc", params)[0].outputs == LLM(tiny_model, num_blocks=9).generate("abc", params)[0].outputs
+    assert not steps
+    assert one.stats().generated_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words"),
+    [([4], "block 4"), ([1, 2, 3], "blocks 1-3"), ([7, 0, 1, 5], "blocks 7, 0-1, 5"), ([], "blocks none")],
+)
+def test_runs_of_blocks_are_drawn_together(blocks: list[int], words: str) -> None:
+    assert numbers(blocks) == words
+
+
+@pytest.mark.model
+def test_the_real_model_continues_lincoln_with_the_papers_block_table() -> None:
+    (outcome,) = run_demo(scene="one-request")
+    (text,) = outcome.texts
+    assert "tokens 0-6: logical blocks 0-1" in outcome.story[0]
+    assert [row.tokens for row in outcome.block_table[:1]] == [("Four", " score", " and", " seven")]
+    assert len(text.outputs[0].split()) >= 10
+    assert outcome.runs[0].pool_bytes == 1024 * 46_080

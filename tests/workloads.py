@@ -6,6 +6,7 @@ What is expected comes from the simplest serving there is: one request at a time
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import numpy as np
 from minipaged import contracts
 from minipaged.contracts import InvalidRequest, SamplingInput, Tier
 from minipaged.engine.engine import Engine, Listener
+from minipaged.events import Event, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.beam_search import BeamSearch
@@ -52,15 +54,15 @@ def random_workload(seed: int) -> Workload:
     vocab_size = r.choice([5, 11, 37])
     requests = _random_requests(r, vocab_size)
     config = EngineConfig(
-        num_blocks=max(1, round(r.choice([0.7, 1.0, 1.0, 1.2, 1.6, 2.5]) * _largest_need(requests, block_size))),
+        num_blocks=max(1, round(r.choice([0.7, 1.0, 1.0, 1.0, 1.2, 1.6]) * _largest_need(requests, block_size))),
         num_swap_blocks=(num_swap_blocks := r.choice([0, r.randint(1, 8), r.randint(8, 64)])),
         block_size=block_size,
         max_model_len=r.choice([16, 40, 64]),
         vocab_size=vocab_size,
         preemption=r.choice(["swap", "recompute", "auto"]) if num_swap_blocks else r.choice(["recompute", "auto"]),
         enable_prefix_caching=r.random() < 0.7,
-        max_num_seqs=r.choice([4, 6, 64]),
-        max_num_batched_tokens=r.choice([4, 5, 8, 16, 2048]),
+        max_num_seqs=r.choice([4, 8, 64, 64]),
+        max_num_batched_tokens=r.choice([4, 5, 8, 16, 64, 2048]),
         eos_token_ids=r.choice([(), (2,), (2, 3)]),
         seed=seed,
         debug=True,
@@ -109,8 +111,8 @@ def _random_requests(r: random.Random, vocab_size: int) -> list[WorkloadRequest]
                 ignore_eos=r.random() < 0.5,
                 stop_token_ids=r.choice([(), (1,)]),
             )
-        arrives = r.choice([0, 0, r.randint(0, 20)])
-        cancelled = arrives + r.randint(0, 12) if r.random() < 0.15 else None
+        arrives = r.choice([0, 0, 0, r.randint(0, 20)])
+        cancelled = arrives + r.randint(0, 16) if r.random() < 0.15 else None
         requests.append(WorkloadRequest(arrives, prompt, params, cancelled))
     return requests
 
@@ -126,6 +128,8 @@ class Run:
     listeners: Sequence[Listener] = ()
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
+    happened: Counter[str] = field(default_factory=Counter)
+    """What the workload brought about, counted: tests make sure that all of it comes about."""
 
     def __post_init__(self) -> None:
         config = self.workload.config
@@ -137,7 +141,9 @@ class Run:
             self.workload.swap_is_cheap,
         )
         self.engine = Engine(config, self.tier, self.runner, allocator=self.allocator, listeners=self.listeners)
+        self.engine.listeners.append(self._count)
         self.runner.engine = self.engine
+        self._prompt_lengths: dict[int, int] = {}
 
     def to_the_end(self, max_steps: int = 5000) -> None:
         """Drive the engine until every request has ended; liveness fails after `max_steps`."""
@@ -155,11 +161,26 @@ class Run:
                 except InvalidRequest:
                     self.refused.add(name)
             if request.cancelled == now:
+                queues = self.engine.scheduler.waiting + self.engine.scheduler.running
+                self.happened.update(f"cancelled while {r.state.value}" for r in queues if r.request_id == name)
                 self.engine.abort(name)
         for output in self.engine.step():
             self.outputs[output.request_id] = output
         self.engine.check_invariants()
         return self.engine.has_unfinished_requests() or any(r.arrives > now for r in self.workload.requests)
+
+    def _count(self, event: Event) -> None:
+        match event:
+            case RequestArrived():
+                self._prompt_lengths[event.sequence] = len(event.prompt_token_ids)
+            case TokensComputed() if event.num_tokens < self._prompt_lengths.get(event.sequence, 0):
+                self.happened["prompt computed in chunks"] += 1
+            case RequestPreempted():
+                self.happened[f"preempted by {event.mode}"] += 1
+            case PrefixReused():
+                self.happened[f"prefix reused from {event.source}"] += 1
+            case _ if event.name in ("request_refused", "block_copied", "block_evicted", "block_deduplicated"):
+                self.happened[event.name.replace("_", " ")] += 1
 
     def named_requests(self) -> list[tuple[str, WorkloadRequest]]:
         return [(f"r{i}", request) for i, request in enumerate(self.workload.requests)]

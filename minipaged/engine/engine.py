@@ -110,18 +110,22 @@ class Engine:
     ) -> str:
         """Let a request wait for its turn; returns its id. Raises InvalidRequest when it could never be served."""
         order = next(self._orders)
-        request_id = str(order) if request_id is None else request_id
+        if request_id is None:
+            request_id = next(str(number) for number in count(order) if str(number) not in self._requests)
         try:
             if request_id in self._requests:
                 raise InvalidRequest(f"request id {request_id!r} is in use; wait for that request or choose another id")
             check_prompt(prompt_token_ids, self.config)
             check_params(params, self.config, has_tokenizer=self._decode is not None)
-            request = self._new_request(request_id, order, tuple(prompt_token_ids), params, prompt)
+            tokens = tuple(int(token) for token in prompt_token_ids)  # NumPy's integers, for one, are not JSON
+            request = self._new_request(request_id, order, tokens, params, prompt)
             check_fits(request, self.config, self.scheduler.max_sequences, self.blocks)
         except InvalidRequest as error:
             self._emit(RequestRefused(request_id, str(error)))
             self._deliver_events()
             raise
+        if isinstance(params, SamplingParams) and params.seed is None:
+            request.seed = self._random.getrandbits(64)  # drawn only now: a refused request uses none up
         self._requests[request_id] = request
         self.scheduler.waiting.append(request)  # the latest arrival is the last
         first = request.sequences[0].sequence_id
@@ -293,9 +297,7 @@ class Engine:
         beams = list(request.sequences)
         eos = () if request.params.ignore_eos else self.config.eos_token_ids
         search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
-        step = search.step(
-            logits, [rows[beam] for beam in beams], [beam.cumulative_logprob for beam in beams]
-        )
+        step = search.step(logits, [rows[beam] for beam in beams], [beam.cumulative_logprob for beam in beams])
         parents = [beams[move.parent] for move in step.survivors]
         first = [beam not in parents[:i] for i, beam in enumerate(parents)]
         forks = iter(self._fork(request, [beam for beam, goes_on in zip(parents, first, strict=True) if not goes_on]))
@@ -386,7 +388,7 @@ class Engine:
             eos = () if params.ignore_eos else self.config.eos_token_ids
             num_prompt = len(prompt_token_ids)
             beam_search = self._tier.beam_search(params, num_prompt, num_prompt + max_output, eos)
-        seed = params.seed if isinstance(params, SamplingParams) else 0
+        seed = (params.seed or 0) if isinstance(params, SamplingParams) else 0
         return Request(
             request_id=request_id,
             order=order,
@@ -395,7 +397,7 @@ class Engine:
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
             params=params,
-            seed=(self._random.getrandbits(64) if seed is None else seed) & (2**64 - 1),
+            seed=seed & (2**64 - 1),
             max_output_tokens=max_output,
             sequences=[
                 Sequence(

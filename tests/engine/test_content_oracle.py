@@ -1,0 +1,183 @@
+"""The content oracle: random workloads through the engine, on a memory that remembers which tokens wrote each slot.
+
+Every workload checks, in every step, content, exclusive-write, exact-references and conservation; and at its end that
+every request has finished (liveness) with the tokens that it gets when it is served alone (scheduling-invariance).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from minipaged.contracts import BlockMoves, InvariantViolation
+from minipaged.engine import block_manager
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.prefix_cache import PrefixCache
+from minipaged.engine.scheduler import Scheduler
+from minipaged.engine.sequence import Request, Sequence
+from minipaged.reference.block_table import BlockTable
+from tests.fake_model import ContentRunner
+from tests.workloads import Run, random_workload, run_workload
+
+WORKLOADS = 2000
+CHUNK = 100  # of them in one test, so that every core gets some
+
+EVERYTHING_THAT_CAN_HAPPEN = {
+    "block copied",
+    "block deduplicated",
+    "block evicted",
+    "cancelled while running",
+    "cancelled while swapped",
+    "cancelled while waiting",
+    "preempted by recompute",
+    "preempted by swap",
+    "prefix reused from cache",
+    "prefix reused from sibling",
+    "prompt computed in chunks",
+    "request refused",
+}
+
+
+@pytest.mark.parametrize("first", range(0, WORKLOADS, CHUNK))
+def test_every_invariant_holds_in_random_workloads(first: int) -> None:
+    """Content, exclusive-write, exact-references, conservation, liveness, scheduling-invariance."""
+    for seed in range(first, first + CHUNK):
+        try:
+            run_workload(seed)
+        except Exception as error:
+            error.add_note(f"Workload {seed}. To run it again: python -m tests.fuzz --seed {seed}")
+            raise
+
+
+def test_the_workloads_bring_about_everything_that_can_happen() -> None:
+    """The oracle must not become empty: each of these happens in several of its workloads."""
+    workloads_with: Counter[str] = Counter()
+    for seed in range(WORKLOADS):
+        run = Run(random_workload(seed))
+        run.to_the_end()
+        workloads_with.update(set(run.happened))
+        if workloads_with.keys() >= EVERYTHING_THAT_CAN_HAPPEN and min(workloads_with.values()) >= 2:
+            break
+    assert workloads_with.keys() == EVERYTHING_THAT_CAN_HAPPEN
+    assert min(workloads_with.values()) >= 2, workloads_with
+
+
+# --- Bugs that the oracle must find ---------------------------------------------------------------
+
+
+def find_a_failure(workloads: int = 500) -> int:
+    """The seed of the first workload that fails."""
+    for seed in range(workloads):
+        try:
+            run_workload(seed)
+        except Exception:  # whatever shows it
+            return seed
+    raise AssertionError(f"not found in {workloads} workloads")
+
+
+def test_the_oracle_finds_a_prefix_hit_that_stays_evictable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in nano-vllm once: a hit on a block that nobody used was handled like a fresh allocation."""
+    monkeypatch.setattr(PrefixCache, "reused", lambda self, blocks: None)
+    find_a_failure()
+
+
+def test_the_oracle_finds_a_new_block_decided_by_remainder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`len(seq) % block_size == 1` for "needs a block": right for one token, no sharing and blocks of two or more."""
+    right = BlockTable.blocks_needed
+
+    def by_remainder(self: BlockTable, num_new_tokens: int) -> int:
+        if num_new_tokens != 1:
+            return right(self, num_new_tokens)
+        return int((self.num_tokens + 1) % self.block_size == 1)
+
+    monkeypatch.setattr(BlockTable, "blocks_needed", by_remainder)
+    find_a_failure()
+
+
+def test_the_oracle_finds_a_skipped_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ContentRunner.move
+
+    def without_copies(self: ContentRunner, moves: BlockMoves) -> None:
+        moves.copy.clear()
+        right(self, moves)
+
+    monkeypatch.setattr(ContentRunner, "move", without_copies)
+    find_a_failure()
+
+
+def test_the_oracle_finds_swapped_blocks_that_come_back_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = ContentRunner.move
+
+    def reversed_swap_in(self: ContentRunner, moves: BlockMoves) -> None:
+        hosts = [host for host, _ in moves.swap_in]
+        moves.swap_in[:] = zip(reversed(hosts), [device for _, device in moves.swap_in], strict=True)
+        right(self, moves)
+
+    monkeypatch.setattr(ContentRunner, "move", reversed_swap_in)
+    find_a_failure()
+
+
+def test_the_oracle_finds_a_lookup_that_trusts_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hash of few values, a match that does not compare tokens leads to other sequences' K/V."""
+
+    def trusting(self: PrefixCache, tokens: list[int]) -> list[int]:
+        found, key = [], 0
+        for end in range(self.block_size, len(tokens), self.block_size):
+            key = self._chain_hash(key, tuple(tokens[end - self.block_size : end]))
+            if key not in self._entries:
+                break
+            found.append(self._entries[key].block)
+        return found
+
+    def poor_cache(block_size: int, allocator: object) -> PrefixCache:
+        return PrefixCache(block_size, allocator, chain_hash=lambda parent, tokens: (parent + sum(tokens)) % 16)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(block_manager, "PrefixCache", poor_cache)
+    for seed in range(100):
+        run_workload(seed)  # a poor hash alone is harmless
+    monkeypatch.setattr(PrefixCache, "match", trusting)
+    find_a_failure()
+
+
+def test_the_oracle_finds_a_fork_that_takes_no_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork_without_references(self: BlockTable) -> BlockTable:
+        child = BlockTable(self.block_size, self._allocator)
+        child._blocks, child._num_tokens = list(self._blocks), self._num_tokens
+        return child
+
+    monkeypatch.setattr(BlockTable, "fork", fork_without_references)
+    find_a_failure()
+
+
+def test_the_oracle_finds_dropped_beams_that_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = BlockManager.free
+
+    def forgets_dropped_beams(self: BlockManager, sequence: Sequence) -> None:
+        if sequence.finish_reason != "dropped":
+            right(self, sequence)
+
+    monkeypatch.setattr(BlockManager, "free", forgets_dropped_beams)
+    find_a_failure()
+
+
+def test_the_oracle_finds_a_request_that_is_preempted_but_not_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liveness."""
+
+    right = Scheduler._preempt
+
+    def loses_it(self: Scheduler, victim: Request, short: int) -> None:
+        right(self, victim, short)
+        self.waiting.remove(victim)
+
+    monkeypatch.setattr(Scheduler, "_preempt", loses_it)
+    monkeypatch.setattr(Run.to_the_end, "__defaults__", (300,))
+    find_a_failure()
+
+
+def test_the_oracle_finds_a_write_into_a_shared_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exclusive-write: a table that writes into its last block whoever else holds it."""
+    monkeypatch.setattr(BlockTable, "_writes_into_shared_block", lambda self, num_new_tokens: False)
+    seed = find_a_failure()
+    with pytest.raises(InvariantViolation, match="exclusive-write"):
+        run_workload(seed)

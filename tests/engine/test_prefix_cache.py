@@ -1,0 +1,287 @@
+"""The prefix cache against the simplest model there is: the set of token prefixes whose blocks it keeps.
+
+Run with the real chain hash and with bad ones, under which most lookups meet another block's hash. Checked after every
+step: exact-references, conservation, content (a match leads to the K/V of exactly these tokens), and that what counts
+as evictable is what only the cache holds.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from minipaged.contracts import BlockTable as AnyBlockTable
+from minipaged.engine.prefix_cache import ChainHash, PrefixCache, chain_hash
+from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.reference.block_table import BlockTable
+
+Prefix = tuple[int, ...]
+
+
+def four_hashes(parent: int, tokens: Prefix) -> int:
+    return chain_hash(parent, tokens) % 4
+
+
+def one_hash(parent: int, tokens: Prefix) -> int:
+    return 0
+
+
+def ignores_the_parent(parent: int, tokens: Prefix) -> int:
+    """The same tokens after different prefixes collide."""
+    return chain_hash(0, tokens)
+
+
+@dataclass
+class Sequence:
+    tokens: list[int]
+    table: AnyBlockTable
+    num_published: int = 0
+
+
+token_lists = st.lists(st.integers(0, 1), min_size=1, max_size=7)
+picks = st.integers(0, 3)
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    """Sequences come, share what is cached, grow, fork and go; the cache is asked to evict now and then."""
+
+    hash_function: ChainHash
+
+    @initialize(block_size=st.integers(1, 3), num_blocks=st.integers(3, 9))
+    def start(self, block_size: int, num_blocks: int) -> None:
+        self.block_size = block_size
+        self.allocator = BlockAllocator(num_blocks)
+        self.cache = PrefixCache(block_size, self.allocator, type(self).hash_function)
+        self.sequences: list[Sequence] = []
+        self.content: dict[int, Prefix] = {}
+        """What was written last into each block: the K/V of these tokens' last `block_size`."""
+        self.kept: dict[Prefix, int] = {}
+        """The model: the block of each cached prefix."""
+
+    # --- What an engine does ----------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.sequences) < 3)
+    @rule(tokens=token_lists)
+    def begin(self, tokens: list[int]) -> None:
+        found = self.cache.match(tokens)
+        longest = []
+        for end in range(self.block_size, len(tokens), self.block_size):
+            if tuple(tokens[:end]) not in self.kept:
+                break
+            longest.append(self.kept[tuple(tokens[:end])])
+        assert found == longest, "the longest cached prefix, one token left to run"
+        for i, block in enumerate(found):
+            assert self.content[block] == tuple(tokens[: (i + 1) * self.block_size]), "content"
+        table = BlockTable(self.block_size, self.allocator)
+        table.adopt(found)
+        self.cache.reused(found)
+        sequence = Sequence(list(tokens), table, len(found))
+        if self.run(sequence):
+            self.sequences.append(sequence)
+        else:
+            self.release(sequence)
+
+    @precondition(lambda self: self.sequences)
+    @rule(which=picks, tokens=token_lists)
+    def go_on(self, which: int, tokens: list[int]) -> None:
+        sequence = self.sequences[which % len(self.sequences)]
+        sequence.tokens += tokens
+        if not self.run(sequence):
+            self.sequences.remove(sequence)
+            self.release(sequence)
+
+    @precondition(lambda self: 0 < len(self.sequences) < 3)
+    @rule(which=picks)
+    def fork(self, which: int) -> None:
+        parent = self.sequences[which % len(self.sequences)]
+        self.sequences.append(Sequence(list(parent.tokens), parent.table.fork(), parent.num_published))
+
+    @precondition(lambda self: self.sequences)
+    @rule(which=picks)
+    def finish(self, which: int) -> None:
+        self.release(self.sequences.pop(which % len(self.sequences)))
+
+    @rule(num_blocks=st.integers(1, 3))
+    def evict_some(self, num_blocks: int) -> None:
+        self.evict(min(num_blocks, self.cache.num_evictable))
+
+    # --- How ---------------------------------------------------------------------------------------
+
+    def run(self, sequence: Sequence) -> bool:
+        """Compute what is left of the sequence and publish it. False when there is no room."""
+        table = sequence.table
+        num_new = len(sequence.tokens) - table.num_tokens
+        needed = table.blocks_needed(num_new)
+        if needed > self.allocator.num_free + self.cache.num_evictable:
+            return False
+        self.evict(max(0, needed - self.allocator.num_free))
+        table.append(num_new)
+        for logical in range(sequence.num_published, len(table.blocks)):
+            self.content[table.blocks[logical]] = tuple(sequence.tokens[: (logical + 1) * self.block_size])
+        for logical, own, cached in self.cache.publish(sequence.tokens, table, sequence.num_published):
+            assert table.blocks[logical] == cached
+            prefix = tuple(sequence.tokens[: (logical + 1) * self.block_size])
+            if own == cached:
+                assert prefix not in self.kept
+                self.kept[prefix] = cached
+            else:
+                assert self.kept[prefix] == cached
+        sequence.num_published = table.num_tokens // self.block_size
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        blocks = list(sequence.table.blocks)
+        sequence.table.trim(0)
+        self.cache.released(reversed(blocks))
+
+    def evict(self, num_blocks: int) -> None:
+        for block in self.cache.evict(num_blocks):
+            prefix = next(prefix for prefix, kept in self.kept.items() if kept == block)
+            del self.kept[prefix]
+            children = [other for other in self.kept if other[: len(prefix)] == prefix]
+            assert not children, "leaves before their parents"
+
+    # --- What always holds --------------------------------------------------------------------------
+
+    @invariant()
+    def the_cache_keeps_what_the_model_keeps(self) -> None:
+        assert set(self.cache.blocks) == set(self.kept.values())
+        assert all(block in self.cache for block in self.kept.values())
+        for prefix, block in self.kept.items():
+            assert self.content[block] == prefix, "content"
+
+    @invariant()
+    def every_reference_is_a_table_entry_or_the_caches(self) -> None:
+        """Exact-references and conservation."""
+        holders = Counter(block for sequence in self.sequences for block in sequence.table.blocks)
+        holders.update(self.kept.values())
+        for block in range(self.allocator.num_blocks):
+            assert self.allocator.ref_count(block) == holders[block], "exact-references"
+        assert self.allocator.num_free == self.allocator.num_blocks - len(+holders), "conservation"
+
+    @invariant()
+    def evictable_is_what_only_the_cache_holds(self) -> None:
+        only_cached = {block for block in self.kept.values() if self.allocator.ref_count(block) == 1}
+        assert {block for block in self.kept.values() if self.cache.is_evictable(block)} == only_cached
+        assert self.cache.num_evictable == len(only_cached)
+
+    def teardown(self) -> None:
+        """When all sequences have gone and all is evicted, the pool is full again."""
+        if not hasattr(self, "cache"):
+            return
+        for sequence in self.sequences:
+            self.release(sequence)
+        self.sequences = []
+        self.evict(self.cache.num_evictable)
+        assert self.allocator.num_free == self.allocator.num_blocks
+        assert not self.kept
+
+
+@pytest.mark.parametrize("hash_function", [chain_hash, four_hashes, one_hash, ignores_the_parent])
+def test_content_and_exact_references_hold_whatever_the_hash(hash_function: ChainHash) -> None:
+    """And conservation; and num_evictable is exact; and leaves are evicted before their parents."""
+    machine = type("Machine", (PrefixCacheMachine,), {"hash_function": staticmethod(hash_function)})
+    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=30, deadline=None))
+
+
+# --- By example -----------------------------------------------------------------------------------
+
+
+class Pool:
+    """A cache over a pool, and sequences that are computed and gone again at once."""
+
+    def __init__(self, block_size: int = 2, num_blocks: int = 8, hash_function: ChainHash = chain_hash) -> None:
+        self.allocator = BlockAllocator(num_blocks)
+        self.cache = PrefixCache(block_size, self.allocator, hash_function)
+
+    def compute(self, tokens: list[int]) -> AnyBlockTable:
+        table = BlockTable(self.cache.block_size, self.allocator)
+        table.adopt(found := self.cache.match(tokens))
+        self.cache.reused(found)
+        table.append(len(tokens) - table.num_tokens)
+        list(self.cache.publish(tokens, table, len(found)))
+        return table
+
+    def release(self, table: AnyBlockTable) -> list[int]:
+        blocks = list(table.blocks)
+        table.trim(0)
+        self.cache.released(reversed(blocks))
+        return blocks
+
+
+def test_a_match_leaves_one_token_to_run_so_that_there_are_logits() -> None:
+    pool = Pool()
+    blocks = pool.release(pool.compute([1, 2, 3, 4]))
+    assert pool.cache.match([1, 2, 3, 4]) == blocks[:1]
+    assert pool.cache.match([1, 2, 3, 4, 5]) == blocks
+
+
+def test_the_same_tokens_after_another_prefix_do_not_match() -> None:
+    """Content: K/V depend on everything before them too."""
+    pool = Pool()
+    pool.release(pool.compute([1, 2, 3, 4]))
+    assert pool.cache.match([3, 4, 5]) == []
+    assert pool.cache.match([0, 0, 3, 4, 5]) == []
+
+
+def test_a_block_that_is_not_full_is_not_cached() -> None:
+    pool = Pool()
+    pool.release(pool.compute([1, 2, 3]))
+    assert pool.cache.num_evictable == 1
+    assert pool.allocator.num_free == 7
+
+
+def test_the_least_recently_used_prefix_is_evicted_first_its_last_block_before_its_first() -> None:
+    pool = Pool()
+    old = pool.release(pool.compute([1, 1, 2, 2, 0]))
+    new = pool.release(pool.compute([3, 3, 4, 4, 0]))
+    pool.release(pool.compute([1, 1, 2, 2, 5]))  # used again: now the newer one
+    assert pool.cache.evict(4) == [new[1], new[0], old[1], old[0]]
+
+
+def test_what_is_computed_twice_at_the_same_time_is_kept_once() -> None:
+    """Exact-references: the later sequence exchanges its own block for the cached one and frees its own."""
+    pool = Pool()
+    tables = [BlockTable(2, pool.allocator) for _ in range(2)]
+    for table in tables:
+        table.append(3)
+    own = list(tables[1].blocks)
+    first = tables[0].blocks[0]
+    assert list(pool.cache.publish([1, 2, 3], tables[0], 0)) == [(0, first, first)]
+    assert list(pool.cache.publish([1, 2, 3], tables[1], 0)) == [(0, own[0], first)]
+    assert pool.allocator.ref_count(own[0]) == 0
+    assert pool.allocator.ref_count(first) == 3
+
+
+def test_a_block_whose_hash_is_taken_stays_private_and_so_do_those_after_it() -> None:
+    pool = Pool(hash_function=one_hash)
+    pool.release(pool.compute([1, 2, 0]))
+    table = pool.compute([3, 4, 5, 6, 0])
+    assert not any(block in pool.cache for block in table.blocks)
+    assert pool.cache.match([3, 4, 0]) == []
+    pool.release(table)
+    assert pool.allocator.num_free + pool.cache.num_evictable == 8
+
+
+def test_the_chain_hash_is_the_same_in_every_process() -> None:
+    program = "from minipaged.engine.prefix_cache import chain_hash; print(chain_hash(chain_hash(0, (1, 2)), (3, 4)))"
+    hashes = {
+        subprocess.check_output([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, text=True)
+        for seed in ("1", "2")
+    }
+    assert hashes == {f"{chain_hash(chain_hash(0, (1, 2)), (3, 4))}\n"}

@@ -1,0 +1,128 @@
+"""The rules of the house: who may import whom. Read from the source, so that no import hides in a function."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import minipaged
+
+ROOT = Path(minipaged.__file__).parent
+WINGS = ("reference", "fast")
+
+MAY_IMPORT = {
+    # Plain Python, which runs wherever Python runs.
+    "contracts": {"minipaged.params"},  # for annotations only
+    "events": set[str](),
+    "outputs": set[str](),
+    "params": {"minipaged.contracts"},
+    "engine": {"minipaged.contracts", "minipaged.events", "minipaged.outputs", "minipaged.params", "minipaged.engine"},
+    "reference": {
+        "numpy",
+        "minipaged.contracts",
+        "minipaged.params",
+        "minipaged.models.config",
+        "minipaged.reference",
+    },
+}
+
+
+def module_name(path: Path) -> str:
+    parts = ("minipaged", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imports(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
+    """The modules that a file imports, as dotted names. `at_import_only`: leave out what functions import later, and
+    what only type checkers see."""
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute in this house"
+            assert node.module is not None
+            for alias in node.names:  # `from minipaged import contracts` imports minipaged.contracts
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in SOURCES else node.module
+        if at_import_only:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                pending.extend(node.orelse)
+                continue
+        pending.extend(ast.iter_child_nodes(node))
+
+
+def is_under(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def is_allowed(module: str, allowed: set[str]) -> bool:
+    return module.partition(".")[0] in sys.stdlib_module_names or any(is_under(module, name) for name in allowed)
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT)
+def test_a_part_imports_only_what_lies_below_it(part: str):
+    files = [path for name, path in SOURCES.items() if is_under(name, f"minipaged.{part}")]
+    assert files
+    wrong = {
+        (path.relative_to(ROOT).as_posix(), module)
+        for path in files
+        for module in imports(path)
+        if not is_allowed(module, MAY_IMPORT[part])
+    }
+    assert not wrong
+
+
+def test_only_tiers_knows_the_wings():
+    """And each wing knows itself, never the other."""
+    wrong = set()
+    for name, path in SOURCES.items():
+        for module in imports(path):
+            for wing in WINGS:
+                inside = is_under(name, f"minipaged.{wing}")
+                if is_under(module, f"minipaged.{wing}") and not inside and name != "minipaged.tiers":
+                    wrong.add((name, module))
+    assert not wrong
+
+
+def test_block_allocators_import_no_numpy():
+    allocators = [path for name, path in SOURCES.items() if name.endswith(".block_allocator")]
+    assert allocators
+    for path in allocators:
+        assert "numpy" not in set(imports(path, at_import_only=True)), path
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Arrows point down: what is imported when modules load has no cycle."""
+    below = {name: {m for m in imports(path, at_import_only=True) if m in SOURCES} for name, path in SOURCES.items()}
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way, name))
+        if name not in done:
+            for module in sorted(below[name]):
+                visit(module, (*way, name))
+            done.add(name)
+
+    for name in SOURCES:
+        visit(name, ())
+    assert below["minipaged.llm"] >= {"minipaged.tiers", "minipaged.engine.engine"}  # it does see imports
+
+
+def test_every_file_opens_with_a_docstring():
+    silent = [
+        name
+        for name, path in SOURCES.items()
+        if path.read_text() and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert not silent

@@ -8,11 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Literal
 
 from minipaged.contracts import InvalidRequest
 
 PreemptionMode = Literal["swap", "recompute", "auto"]
+
+
+def _require_integers(params: object, *names: str) -> None:
+    """Refuse 2.5 where a whole number belongs (None has been dealt with where it is allowed)."""
+    for name in names:
+        value = getattr(params, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise InvalidRequest(f"{name} is {value!r}; it must be a whole number")
 
 
 def _require(condition: bool, message: str) -> None:
@@ -58,6 +67,11 @@ class SamplingParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _require_integers(self, "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")
+        _require(
+            all(isinstance(token, Integral) and not isinstance(token, bool) for token in self.stop_token_ids),
+            f"stop_token_ids is {self.stop_token_ids}; token ids are whole numbers",
+        )
         _require(self.n >= 1, f"n is {self.n}; it must be 1 or more")
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0,
@@ -106,6 +120,7 @@ class BeamSearchParams:
     """Go on past the model's end-of-sequence token."""
 
     def __post_init__(self) -> None:
+        _require_integers(self, "beam_width", "max_tokens")
         _require(self.beam_width >= 1, f"beam_width is {self.beam_width}; it must be 1 or more")
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be 1 or more")
         _require(math.isfinite(self.length_penalty), f"length_penalty is {self.length_penalty}; it must be finite")
@@ -144,8 +159,10 @@ class EngineConfig:
     """Fill freed and new blocks with NaN and check every invariant after every step."""
 
     def __post_init__(self) -> None:
+        sizes = ("num_blocks", "max_model_len", "vocab_size", "max_num_seqs", "max_num_batched_tokens")
+        _require_integers(self, "block_size", "num_swap_blocks", "seed", *sizes)
         _require(1 <= self.block_size <= 256, f"block_size is {self.block_size}; it must be between 1 and 256")
-        for name in ("num_blocks", "max_model_len", "vocab_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in sizes:
             value = getattr(self, name)
             _require(value >= 1, f"{name} is {value}; it must be 1 or more")
         _require(self.num_swap_blocks >= 0, f"num_swap_blocks is {self.num_swap_blocks}; it must be 0 or more")

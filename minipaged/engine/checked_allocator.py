@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any, NoReturn
 
 from minipaged.contracts import (
@@ -59,12 +60,12 @@ class CheckedAllocator(BlockAllocator):
 
     def allocate(self) -> int:
         with self._unchanged_if_it_raises("allocate()", None):
-            block = self._inner.allocate()
-        self._check_new(block, "allocate()")
+            allocated = self._inner.allocate()
+        block = self._check_new(allocated, "allocate()")
         self._counts[block] = 1
         self.touched.add(block)
         self._check("allocate()", block)
-        return int(block)
+        return block
 
     def share(self, block: int) -> None:
         with self._unchanged_if_it_raises(f"share({block})", block):
@@ -97,7 +98,7 @@ class CheckedAllocator(BlockAllocator):
                 Invariant.EXCLUSIVE_WRITE, f"{call} returned block {target} although {holders} hold block {block}"
             )
         if target != block:
-            self._check_new(target, call)
+            target = self._check_new(target, call)
             self._counts[block] -= 1
             self._counts[target] = 1
             self.touched.add(target)
@@ -121,11 +122,13 @@ class CheckedAllocator(BlockAllocator):
                 )
             raise
 
-    def _check_new(self, block: Any, call: str) -> None:
-        if not isinstance(block, int) or not 0 <= block < self._num_blocks:
+    def _check_new(self, block: Any, call: str) -> int:
+        """`block` as an int (NumPy's integers are welcome), if it is one that was free."""
+        if isinstance(block, bool) or not isinstance(block, Integral) or not 0 <= int(block) < self._num_blocks:
             self._broken(Invariant.CONSERVATION, f"{call} returned {block!r}, not a block in range({self._num_blocks})")
         if block in self._counts:
             self._broken(Invariant.EXCLUSIVE_WRITE, f"{call} returned block {block}, which is already held")
+        return int(block)
 
     def _check(self, call: str, block: int | None) -> None:
         free = self._num_blocks - len(self._counts)

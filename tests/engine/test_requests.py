@@ -157,6 +157,10 @@ def test_numpy_tokens_are_numbers_too_and_events_can_be_written() -> None:
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", float("inf")),
+        ("n", 2.5),
+        ("n", True),
+        ("seed", 0.5),
+        ("max_tokens", 2.0),
     ],
 )
 def test_sampling_params_out_of_range_are_refused_by_name_and_value(name: str, value: float) -> None:
@@ -169,6 +173,8 @@ def test_sampling_params_that_contradict_each_other_are_refused() -> None:
         SamplingParams(min_tokens=5, max_tokens=4)
     with pytest.raises(InvalidRequest, match="stop holds an empty string"):
         SamplingParams(stop=["end", ""])
+    with pytest.raises(InvalidRequest, match=r"stop_token_ids is \(2.5,\); token ids are whole numbers"):
+        SamplingParams(stop_token_ids=[2.5])  # type: ignore[list-item]
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
 
 
@@ -185,7 +191,13 @@ def test_sampling_params_at_the_edge_of_their_range_are_accepted(params: dict[st
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("beam_width", 0), ("max_tokens", 0), ("length_penalty", float("inf")), ("early_stopping", "sometimes")],
+    [
+        ("beam_width", 0),
+        ("beam_width", 1.5),
+        ("max_tokens", 0),
+        ("length_penalty", float("inf")),
+        ("early_stopping", "sometimes"),
+    ],
 )
 def test_beam_search_params_out_of_range_are_refused_by_name_and_value(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=f"^{name} is {value!r}; it must be "):
@@ -204,6 +216,7 @@ def test_beam_search_params_out_of_range_are_refused_by_name_and_value(name: str
         ("max_num_batched_tokens", 0),
         ("num_swap_blocks", -1),
         ("preemption", "never"),
+        ("num_blocks", 8.0),
     ],
 )
 def test_engine_settings_out_of_range_are_refused_by_name_and_value(name: str, value: Any) -> None:

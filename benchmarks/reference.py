@@ -136,7 +136,10 @@ def share_of_scheduling(llm: Any, prompt: list[int], num_steps: int) -> Result:
     That is the scheduler, the block manager, committing the tokens, and counting the events.
     """
     from minipaged import SamplingParams, tiers
-    from minipaged.contracts import BlockMoves, Runner
+    from minipaged.contracts import (
+        BlockMoves,
+        Runner,
+    )
     from minipaged.engine.engine import Engine
 
     spent = 0.0  # in runner and sampler

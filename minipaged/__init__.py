@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from minipaged.contracts import (
+from minipaged.errors import (
     BlockNotAllocated,
     InvalidRequest,
     InvariantViolation,

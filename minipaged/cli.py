@@ -17,7 +17,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minipaged.contracts import BlockAllocator, InvalidRequest, MinipagedError
+from minipaged.contracts import BlockAllocator
+from minipaged.errors import (
+    InvalidRequest,
+    MinipagedError,
+)
 from minipaged.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:

@@ -19,9 +19,17 @@ from types import FrameType
 from typing import Any
 
 from minipaged import tiers
-from minipaged.contracts import BlockAllocator, InvalidRequest, InvariantViolation, ModelError, Tier
+from minipaged.contracts import (
+    BlockAllocator,
+    Tier,
+)
 from minipaged.engine.engine import Engine, Listener
 from minipaged.engine.stats import Stats
+from minipaged.errors import (
+    InvalidRequest,
+    InvariantViolation,
+    ModelError,
+)
 from minipaged.events import Event, RequestFinished, TokenGenerated
 from minipaged.models import hub
 from minipaged.models.config import ModelConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal
 
-from minipaged.contracts import InvalidRequest
+from minipaged.errors import InvalidRequest
 
 PreemptionMode = Literal["swap", "recompute", "auto"]
 

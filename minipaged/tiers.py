@@ -8,7 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minipaged.contracts import InvalidRequest, Runner, Tier
+from minipaged.contracts import (
+    Runner,
+    Tier,
+)
+from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
 
 DTYPES = {"auto": "float32", "float32": "float32", "float64": "float64"}

@@ -13,8 +13,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minipaged import contracts
-from minipaged.contracts import InvalidRequest, SamplingInput, Tier
+from minipaged.contracts import (
+    SamplingInput,
+    Tier,
+)
 from minipaged.engine.engine import Engine, Listener
+from minipaged.errors import InvalidRequest
 from minipaged.events import Event, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams

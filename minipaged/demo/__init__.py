@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from minipaged.contracts import BlockAllocator, InvalidRequest
+from minipaged.contracts import BlockAllocator
 from minipaged.demo import report
 from minipaged.demo.scenes import SCENES, Outcome
 from minipaged.demo.stage import Stage
+from minipaged.errors import InvalidRequest
 
 
 def run_demo(

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from minipaged.contracts import BlockAllocator, ModelError
+from minipaged.contracts import BlockAllocator
 from minipaged.demo.measures import Measures, measure
 from minipaged.demo.memory_map import MemoryMap
 from minipaged.demo.story import Story, Topic
 from minipaged.engine.engine import Engine
+from minipaged.errors import ModelError
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, SamplingParams
 

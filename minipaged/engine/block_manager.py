@@ -21,13 +21,15 @@ from minipaged.contracts import (
     BlockMoves,
     BlockTable,
     CopyPair,
-    Invariant,
-    InvariantViolation,
     Tier,
 )
 from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, RequestState, Sequence
+from minipaged.errors import (
+    Invariant,
+    InvariantViolation,
+)
 from minipaged.events import (
     BlockCached,
     BlockCopied,

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, NoReturn
 
-from minipaged.contracts import (
-    BlockAllocator,
+from minipaged.contracts import BlockAllocator
+from minipaged.errors import (
     BlockNotAllocated,
     Invariant,
     InvariantViolation,

@@ -26,8 +26,6 @@ from typing import Literal
 
 from minipaged.contracts import (
     BlockAllocator,
-    InvalidRequest,
-    InvariantViolation,
     Logits,
     Runner,
     Sampled,
@@ -42,6 +40,10 @@ from minipaged.engine.results import make_output
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
 from minipaged.engine.stats import Stats
+from minipaged.errors import (
+    InvalidRequest,
+    InvariantViolation,
+)
 from minipaged.events import (
     BeamFinished,
     EngineStarted,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as ListLike
 from numbers import Integral
 
-from minipaged.contracts import InvalidRequest
 from minipaged.engine.block_manager import AllocStatus, BlockManager
 from minipaged.engine.sequence import Request
+from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 
 

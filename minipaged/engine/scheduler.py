@@ -16,10 +16,14 @@ from __future__ import annotations
 from bisect import insort
 from typing import Literal
 
-from minipaged.contracts import Invariant, InvariantViolation, Runner
+from minipaged.contracts import Runner
 from minipaged.engine.batch import Plan, ScheduledRequest
 from minipaged.engine.block_manager import AllocStatus, BlockManager
 from minipaged.engine.sequence import Request, RequestState
+from minipaged.errors import (
+    Invariant,
+    InvariantViolation,
+)
 from minipaged.events import Emit, RequestAdmitted, RequestPreempted
 from minipaged.params import EngineConfig
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

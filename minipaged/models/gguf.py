@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.models.gguf_tokenizer import build_tokenizer, tokenizer_config
 

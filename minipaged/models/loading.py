@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 from minipaged.models.config import ModelConfig, token_ids, weight_shapes
 
 WEIGHTS = "model.safetensors"

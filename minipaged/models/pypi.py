@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 
 POLL_SECONDS = 0.1
 CHUNK = 1 << 20

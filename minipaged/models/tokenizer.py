@@ -13,7 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minipaged.contracts import InvalidRequest, ModelError
+from minipaged.errors import (
+    InvalidRequest,
+    ModelError,
+)
 from minipaged.models.loading import read_json
 
 if TYPE_CHECKING:

@@ -33,7 +33,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.contracts import Sampled, SamplingInput
+from minipaged.contracts import (
+    Sampled,
+    SamplingInput,
+)
 from minipaged.params import SamplingParams
 
 FloatArray = NDArray[np.floating[Any]]

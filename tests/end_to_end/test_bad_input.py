@@ -399,7 +399,10 @@ def student_file(tmp_path: Path) -> Path:
     file.write_text(
         """
 from minipaged.contracts import BlockAllocator as Contract
-from minipaged.contracts import BlockNotAllocated, OutOfBlocks
+from minipaged.errors import (
+    BlockNotAllocated,
+    OutOfBlocks,
+)
 
 class Mine:
     def __init__(self, num_blocks):

@@ -94,7 +94,11 @@ def test_engine_contracts_and_the_block_allocator_run_without_numpy():
     code = """
 import minipaged
 from minipaged import BeamSearchParams, SamplingParams
-from minipaged.contracts import Runner, Sampled, Tier
+from minipaged.contracts import (
+    Runner,
+    Sampled,
+    Tier,
+)
 from minipaged.engine.engine import Engine
 from minipaged.params import EngineConfig
 from minipaged.reference.block_allocator import BlockAllocator

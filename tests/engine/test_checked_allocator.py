@@ -7,10 +7,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from minipaged.contracts import BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
 from minipaged.engine.checked_allocator import CheckedAllocator
+from minipaged.errors import (
+    BlockNotAllocated,
+    Invariant,
+    InvariantViolation,
+    OutOfBlocks,
+)
 from minipaged.reference.block_allocator import BlockAllocator
 from tests.reference.test_block_allocator import check_allocator
 from tests.workloads import Run, random_workload
@@ -127,6 +133,18 @@ def test_the_engine_runs_on_any_right_allocator(make: Callable[[int], Any]) -> N
         run.to_the_end()
         run.check_outputs()
         run.check_nothing_leaked()
+
+
+def test_block_numbers_may_be_numpys_integers() -> None:
+    class NumPyStack(BlockAllocator):
+        def allocate(self) -> int:
+            return np.int64(super().allocate())  # type: ignore[return-value]
+
+    allocator = checked(NumPyStack)
+    block = allocator.allocate()
+    assert type(block) is int
+    allocator.free(block)
+    assert allocator.num_free == 4
 
 
 # --- Wrong ones -----------------------------------------------------------------------------------

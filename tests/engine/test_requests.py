@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minipaged.contracts import InvalidRequest, Logits, Sampled, SamplingInput
+from minipaged.contracts import (
+    Logits,
+    Sampled,
+    SamplingInput,
+)
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine
+from minipaged.errors import InvalidRequest
 from minipaged.events import Event, RequestPreempted, RequestRefused
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from minipaged.contracts import Batch, InvalidRequest
+from minipaged.contracts import Batch
 from minipaged.engine.block_manager import AllocStatus
 from minipaged.engine.engine import Engine
 from minipaged.engine.sequence import RequestState
+from minipaged.errors import InvalidRequest
 from minipaged.events import BlocksFreed, Event, RequestPreempted, SequenceFinished, StepStarted, SwappedOut
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams

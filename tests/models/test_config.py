@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 from minipaged.models.config import ModelConfig, RopeScaling, weight_shapes
 
 LLAMA3 = {

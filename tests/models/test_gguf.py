@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 from minipaged.models.config import RopeScaling
 from minipaged.models.gguf import convert
 from minipaged.models.loading import load_config, load_weights

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 from minipaged.models.gguf_tokenizer import build_tokenizer, tokenizer_config
 
 Metadata = dict[str, Any]

@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 from transformers import LlamaForCausalLM
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 from minipaged.models import gguf, hub, pypi
 from minipaged.models.loading import load_config, load_weights
 from minipaged.models.pypi import WheelModel

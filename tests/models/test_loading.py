@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from minipaged.contracts import ModelError
+from minipaged.errors import ModelError
 from minipaged.models.loading import load_config, load_weights
 
 MakeLlama = Callable[..., LlamaForCausalLM]

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from minipaged.contracts import BeamStep, InvalidRequest
+from minipaged.contracts import BeamStep
+from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams
 from minipaged.reference.beam_search import BeamSearch, log_softmax
 from minipaged.reference.sampling import FloatArray

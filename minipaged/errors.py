@@ -1,0 +1,65 @@
+"""What can go wrong, by name: the invariants and the exceptions.
+
+The lowest floor of the house: everything may import it, it imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+# --- The invariants -------------------------------------------------------------------------------
+
+
+class Invariant(StrEnum):
+    """What holds after every step. Docs, grader and tests use these names."""
+
+    CONSERVATION = "conservation"
+    """`num_free` + number of blocks with `ref_count > 0` = `num_blocks`."""
+    EXACT_REFERENCES = "exact-references"
+    """`ref_count(b)` = number of block-table entries that hold b + prefix-cache holds."""
+    EXCLUSIVE_WRITE = "exclusive-write"
+    """A slot is written only in a block whose `ref_count` is 1."""
+    CONTENT = "content"
+    """The slot of position p in a sequence's table holds the K/V of exactly that sequence's tokens 0..p."""
+    ATOMIC_FAILURE = "atomic-failure"
+    """A call that raises leaves everything as it was."""
+    LIVENESS = "liveness"
+    """Every admitted request finishes; preemption always terminates."""
+    SCHEDULING_INVARIANCE = "scheduling-invariance"
+    """Greedy tokens do not depend on block size, pool size, preemption mode, chunk size, arrival order,
+    prefix caching or tier."""
+
+
+# --- The exceptions -------------------------------------------------------------------------------
+
+
+class MinipagedError(Exception):
+    """Every error that minipaged raises on purpose."""
+
+
+class OutOfBlocks(MinipagedError):
+    """No free block is left in the pool."""
+
+
+class BlockNotAllocated(MinipagedError):
+    """A block that nobody holds was freed, shared or copied, or a number outside the pool was named."""
+
+
+class InvariantViolation(MinipagedError):
+    """A component (a student's allocator, say) broke one of the named invariants."""
+
+    def __init__(self, invariant: Invariant, message: str) -> None:
+        super().__init__(f"invariant '{invariant}' broken: {message}")
+        self.invariant = invariant
+
+
+class InvalidRequest(MinipagedError, ValueError):
+    """A request or a setting that cannot be served as it stands; the message says what to change."""
+
+
+class NotAnAllocator(MinipagedError, TypeError):
+    """What was given as a block allocator lacks some of its members."""
+
+
+class ModelError(MinipagedError):
+    """A model that cannot be found, fetched, read or run; the message names the file, tensor or setting."""

@@ -16,14 +16,23 @@ WINGS = ("reference", "fast")
 
 MAY_IMPORT = {
     # Plain Python, which runs wherever Python runs.
-    "contracts": {"minipaged.params"},  # for annotations only
+    "contracts": {"minipaged.params", "minipaged.errors"},
     "events": set[str](),
     "outputs": set[str](),
-    "params": {"minipaged.contracts"},
-    "engine": {"minipaged.contracts", "minipaged.events", "minipaged.outputs", "minipaged.params", "minipaged.engine"},
+    "params": {"minipaged.errors"},
+    "errors": set[str](),
+    "engine": {
+        "minipaged.contracts",
+        "minipaged.errors",
+        "minipaged.events",
+        "minipaged.outputs",
+        "minipaged.params",
+        "minipaged.engine",
+    },
     "reference": {
         "numpy",
         "minipaged.contracts",
+        "minipaged.errors",
         "minipaged.params",
         "minipaged.models.config",
         "minipaged.reference",

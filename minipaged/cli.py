@@ -193,15 +193,13 @@ class _TokenPrinter:
     def __init__(self, llm: LLM) -> None:
         from minipaged.engine.detokenizer import Detokenizer
 
-        self._token_ids: list[int] = []
         self._detokenizer = Detokenizer(llm.tokenizer.decode if llm.tokenizer else lambda token_ids: "")
 
     def __call__(self, event: Event) -> None:
         from minipaged.events import TokenGenerated
 
         if isinstance(event, TokenGenerated):
-            self._token_ids.append(event.token_id)
-            print(self._detokenizer.update(self._token_ids), end="", flush=True)
+            print(self._detokenizer.add(event.token_id), end="", flush=True)
 
     def finish(self, text: str) -> None:
         """Print what is missing of the whole `text`: a last character of which not all bytes were generated."""

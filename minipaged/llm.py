@@ -190,12 +190,13 @@ class LLM:
                 raise InvalidRequest(f"params must be {kind.__name__}, not {type(item).__name__}")
         ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
+        others = set(self.engine.unfinished_requests)  # requests that somebody added to the engine by hand
         try:
             for prompt, item in zip(prompts, each, strict=True):
                 text = prompt if isinstance(prompt, str) else None
                 ids.append(self.engine.add_request(self._tokens(prompt), item, prompt=text))
             with _interrupt_between_steps() as interrupted, self._progress_bar(len(ids), progress):
-                while self.engine.has_unfinished_requests():
+                while not outputs.keys() >= set(ids):
                     if interrupted():
                         raise KeyboardInterrupt
                     outputs |= {output.request_id: output for output in self.engine.step()}
@@ -203,10 +204,12 @@ class LLM:
                     raise KeyboardInterrupt
         except BaseException:
             with suppress(InvariantViolation):  # an allocator that broke its contract may do so again
-                for request_id in ids:
+                for request_id in set(self.engine.unfinished_requests) - others:
                     self.engine.abort(request_id)
-                self.engine.take_outputs()
+                outputs |= {output.request_id: output for output in self.engine.take_outputs()}
             raise
+        finally:
+            self.engine.keep_outputs(output for name, output in outputs.items() if name in others)
         return [outputs[request_id] for request_id in ids]
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
@@ -223,7 +226,7 @@ class LLM:
             return 1  # EngineConfig refuses these by name
         import psutil
 
-        free = psutil.virtual_memory().available * memory_utilization
+        free = min(psutil.virtual_memory().available, _container_limit()) * memory_utilization
         size = self.loaded.block_bytes(block_size)
         num_blocks = int(free / size / (1 + SWAP_SHARE))
         if num_blocks < 1:
@@ -286,6 +289,15 @@ class LoadedModel:
     def block_bytes(self, block_size: int) -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
         return tiers.block_bytes(self.config, block_size, self.dtype)
+
+
+def _container_limit() -> float:
+    """The memory that a container (a Linux control group) allows this process, in bytes; infinite where none does."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    try:
+        return float(limit.read_text().replace("max", "inf"))
+    except (OSError, ValueError):
+        return float("inf")
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -8,20 +8,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Literal
 
 from minipaged.errors import InvalidRequest
 
 PreemptionMode = Literal["swap", "recompute", "auto"]
+PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-def _require_integers(params: object, *names: str) -> None:
-    """Refuse 2.5 where a whole number belongs (None has been dealt with where it is allowed)."""
+def _take_integers(params: object, *names: str, optional: tuple[str, ...] = ()) -> None:
+    """Make these fields ints (NumPy's integers become Python's); those in `optional` may be None."""
+    for name in (*names, *optional):
+        value = getattr(params, name)
+        if value is None and name in optional:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise InvalidRequest(f"{name} is {value!r}; it must be a whole number")
+        object.__setattr__(params, name, int(value))
+
+
+def _take_numbers(params: object, *names: str) -> None:
+    """Make these fields floats."""
     for name in names:
         value = getattr(params, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise InvalidRequest(f"{name} is {value!r}; it must be a whole number")
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise InvalidRequest(f"{name} is {value!r}; it must be a number")
+        object.__setattr__(params, name, float(value))
 
 
 def _require(condition: bool, message: str) -> None:
@@ -46,7 +59,7 @@ class SamplingParams:
     seed: int | None = None
     """The same seed gives the same tokens, whatever else runs and on either tier. None: drawn by the engine."""
     stop: str | Sequence[str] = ()
-    """Strings that end a sequence; they are cut off its text."""
+    """Strings that end a sequence; they are cut off its text. None is taken for none."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end a sequence; kept in its `token_ids`."""
     ignore_eos: bool = False
@@ -65,13 +78,16 @@ class SamplingParams:
     """Divides positive logits (multiplies negative ones) of tokens in the prompt or the output."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _require_integers(self, "n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        _require(all(isinstance(string, str) for string in stop), f"stop is {self.stop!r}; it must hold strings")
+        object.__setattr__(self, "stop", stop)
         _require(
-            all(isinstance(token, Integral) and not isinstance(token, bool) for token in self.stop_token_ids),
+            all(isinstance(token, Integral) and not isinstance(token, bool) for token in self.stop_token_ids or ()),
             f"stop_token_ids is {self.stop_token_ids}; token ids are whole numbers",
         )
+        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids or ()))
+        _take_integers(self, "n", "top_k", "min_tokens", optional=("seed", "max_tokens", "logprobs"))
+        _take_numbers(self, "temperature", "top_p", "min_p", *PENALTIES)
         _require(self.n >= 1, f"n is {self.n}; it must be 1 or more")
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0,
@@ -120,7 +136,8 @@ class BeamSearchParams:
     """Go on past the model's end-of-sequence token."""
 
     def __post_init__(self) -> None:
-        _require_integers(self, "beam_width", "max_tokens")
+        _take_integers(self, "beam_width", "max_tokens")
+        _take_numbers(self, "length_penalty")
         _require(self.beam_width >= 1, f"beam_width is {self.beam_width}; it must be 1 or more")
         _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be 1 or more")
         _require(math.isfinite(self.length_penalty), f"length_penalty is {self.length_penalty}; it must be finite")
@@ -160,7 +177,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         sizes = ("num_blocks", "max_model_len", "vocab_size", "max_num_seqs", "max_num_batched_tokens")
-        _require_integers(self, "block_size", "num_swap_blocks", "seed", *sizes)
+        _take_integers(self, "block_size", "num_swap_blocks", "seed", *sizes)
         _require(1 <= self.block_size <= 256, f"block_size is {self.block_size}; it must be between 1 and 256")
         for name in sizes:
             value = getattr(self, name)

@@ -114,6 +114,10 @@ def _random_requests(r: random.Random, vocab_size: int) -> list[WorkloadRequest]
                 min_tokens=r.choice([0, 0, min(3, max_tokens)]),
                 ignore_eos=r.random() < 0.5,
                 stop_token_ids=r.choice([(), (1,)]),
+                stop=r.choice(["", "", letters([r.randrange(vocab_size) for _ in range(r.randint(1, 2))])]) or (),
+                presence_penalty=r.choice([0.0, 0.0, 0.5]),
+                repetition_penalty=r.choice([1.0, 1.0, 1.3]),
+                logprobs=r.choice([None, None, 2]),
             )
         arrives = r.choice([0, 0, 0, r.randint(0, 20)])
         cancelled = arrives + r.randint(0, 16) if r.random() < 0.15 else None
@@ -144,7 +148,9 @@ class Run:
             config.vocab_size,
             self.workload.swap_is_cheap,
         )
-        self.engine = Engine(config, self.tier, self.runner, allocator=self.allocator, listeners=self.listeners)
+        self.engine = Engine(
+            config, self.tier, self.runner, allocator=self.allocator, decode=letters, listeners=self.listeners
+        )
         self.engine.listeners.append(self._count)
         self.runner.engine = self.engine
         self._prompt_lengths: dict[int, int] = {}
@@ -198,6 +204,9 @@ class Run:
             expected = expected_tokens(request, self.workload.config)
             if output.finished:
                 assert [list(o.token_ids) for o in output.outputs] == expected, name
+                for completion in output.outputs:
+                    stop = completion.stop_reason if isinstance(completion.stop_reason, str) else ""
+                    assert completion.text + stop == letters(completion.token_ids), name
             elif isinstance(request.params, SamplingParams):
                 for partial in output.outputs:
                     assert list(partial.token_ids) == expected[partial.index][: len(partial.token_ids)], name
@@ -209,6 +218,11 @@ class Run:
         assert blocks.host_allocator is None or blocks.host_allocator.num_free == blocks.host_allocator.num_blocks
         assert not self.engine.scheduler.running
         assert not self.engine.scheduler.waiting
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    """A tokenizer of sorts: one letter a token."""
+    return "".join(chr(ord("A") + token) for token in token_ids)
 
 
 def expected_tokens(request: WorkloadRequest, config: EngineConfig) -> list[list[int]]:
@@ -242,7 +256,8 @@ def expected_tokens(request: WorkloadRequest, config: EngineConfig) -> list[list
                 [SamplingInput(0, params, request.prompt, output, params.seed, stream, tuple(set(forbidden)))],
             )
             output.append(chosen.token_id)
-            if len(output) >= params.min_tokens and chosen.token_id in (*params.stop_token_ids, *eos):
+            ended = chosen.token_id in (*params.stop_token_ids, *eos) or letters(output).endswith(tuple(params.stop))
+            if ended and len(output) >= params.min_tokens:
                 break
         outputs.append(output)
     return outputs

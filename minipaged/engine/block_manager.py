@@ -97,6 +97,8 @@ class BlockManager:
         The last token is chosen but never run, so it needs no slot.
         """
         num_prompt_tokens = len(request.prompt_token_ids)
+        if request.max_output_tokens == 1:  # all that is ever run is the prompt
+            return self.blocks_for(num_prompt_tokens)
         shared = num_prompt_tokens // self.block_size
         each = self.blocks_for(num_prompt_tokens + request.max_output_tokens - 1)
         return shared + request.num_sequences * (each - shared)
@@ -140,10 +142,9 @@ class BlockManager:
 
     def _shared_blocks(self, sequence: Sequence, sibling: Sequence) -> int:
         """Full blocks that begin both sequences, leaving `sequence` at least one token to run."""
-        common = 0
-        for own, other in zip(sequence.tokens[:-1], sibling.tokens, strict=False):
-            if own != other:
-                break
+        most = min(len(sequence.tokens) - 1, len(sibling.tokens))
+        common = min(most, len(sequence.tokens) - len(sequence.output_token_ids))  # the prompt is the same
+        while common < most and sequence.tokens[common] == sibling.tokens[common]:
             common += 1
         return common // self.block_size
 

@@ -19,19 +19,20 @@ class Detokenizer:
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._pending_from = 0  # tokens before this one are in `text`
+        self._context: list[int] = []  # the last tokens that are in `text`
+        self._pending: list[int] = []  # those after them, which end inside a character
         self.text = ""
 
-    def update(self, token_ids: Sequence[int]) -> str:
-        """Bring `text` up to date with all output tokens so far; returns what was added ("" inside a character)."""
-        context = max(0, self._pending_from - CONTEXT_TOKENS)
-        before = self._decode(token_ids[context : self._pending_from])
-        after = self._decode(token_ids[context:])
+    def add(self, token_id: int) -> str:
+        """Take one more token; returns what it added to `text` ("" inside a character)."""
+        tokens = [*self._context, *self._pending, token_id]
+        before, after = self._decode(self._context), self._decode(tokens)
         if after.endswith("\ufffd"):
+            self._pending.append(token_id)
             return ""
         added = after[len(before) :]
         self.text += added
-        self._pending_from = len(token_ids)
+        self._context, self._pending = tokens[-CONTEXT_TOKENS:], []
         return added
 
 

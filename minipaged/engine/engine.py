@@ -17,7 +17,7 @@ import copy
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from contextlib import suppress
 from dataclasses import replace
@@ -158,6 +158,15 @@ class Engine:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def keep_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+        """Let the next `step` return these (again): for a caller that was given somebody else's."""
+        self._outputs.extend(outputs)
+
+    @property
+    def unfinished_requests(self) -> list[str]:
+        """The ids of the requests that wait or run."""
+        return list(self._requests)
+
     def abort(self, request_id: str) -> None:
         """End a request now, in whatever state it is, and give back all its blocks. An unknown id is ignored.
 
@@ -237,8 +246,8 @@ class Engine:
         inputs: list[SamplingInput] = []
         for sequence in request.sequences:
             forbidden: tuple[int, ...] = ()
-            if sequence.num_output_tokens < params.min_tokens:
-                forbidden = tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.config.eos_token_ids)})
+            if len(sequence.output_token_ids) < params.min_tokens:
+                forbidden = tuple({*params.stop_token_ids, *self._eos_token_ids(params)})
             inputs.append(
                 SamplingInput(
                     row=rows[sequence],
@@ -264,32 +273,33 @@ class Engine:
             request.prompt_computed = True
             request.first_token_time = time.perf_counter()
         for sequence, choice in zip(list(request.sequences), sampled, strict=True):
+            # Decoding may raise, so it comes first: a token is appended together with what follows from it.
+            added = sequence.detokenizer.add(choice.token_id) if sequence.detokenizer else ""
             self._append_token(request, sequence, choice.token_id, choice.logprob)
+            sequence.cumulative_logprob += choice.logprob
             if choice.top_logprobs is not None:
                 sequence.logprobs.append(choice.top_logprobs)
-            if reason := self._finish_reason(request, sequence):
+            if reason := self._finish_reason(request, sequence, len(added)):
                 self._end_sequence(request, sequence, reason)
         if not request.sequences:
             self._finish_request(request, "finished")
 
-    def _finish_reason(self, request: Request, sequence: Sequence) -> FinishReason | None:
-        """Why the sequence ends with its newest token, if it does."""
+    def _finish_reason(self, request: Request, sequence: Sequence, num_added: int) -> FinishReason | None:
+        """Why the sequence ends with its newest token, which added `num_added` characters of text, if it does."""
         assert isinstance(request.params, SamplingParams)
         params, token = request.params, sequence.tokens[-1]
-        if sequence.num_output_tokens >= params.min_tokens:
+        if len(sequence.output_token_ids) >= params.min_tokens:
             if token in params.stop_token_ids:
                 sequence.stop_reason = token
                 return "stop"
-            if token in self.config.eos_token_ids and not params.ignore_eos:
+            if token in self._eos_token_ids(params):
                 return "stop"
-        if sequence.detokenizer is not None:
-            added = len(sequence.detokenizer.update(sequence.output_token_ids))
-            stopped = find_stop(sequence.detokenizer.text, added, tuple(params.stop))
-            if stopped and sequence.num_output_tokens >= params.min_tokens:
+            text = sequence.detokenizer.text if sequence.detokenizer else ""
+            if stopped := find_stop(text, num_added, tuple(params.stop)):
                 position, sequence.stop_reason = stopped
-                sequence.text = sequence.detokenizer.text[:position]
+                sequence.text = text[:position]
                 return "stop"
-        return "length" if sequence.num_output_tokens >= request.max_output_tokens else None
+        return "length" if len(sequence.output_token_ids) >= request.max_output_tokens else None
 
     # --- Beam search (paper, section 4.4, Fig. 9) -------------------------------------------------
 
@@ -297,7 +307,7 @@ class Engine:
         """Survivors fork their parents' tables; beams without survivors give their blocks back at once."""
         assert request.beam_search is not None
         beams = list(request.sequences)
-        eos = () if request.params.ignore_eos else self.config.eos_token_ids
+        eos = self._eos_token_ids(request.params)
         search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
         step = search.step(logits, [rows[beam] for beam in beams], [beam.cumulative_logprob for beam in beams])
         parents = [beams[move.parent] for move in step.survivors]
@@ -321,6 +331,7 @@ class Engine:
         request.sequences[:] = survivors
         for beam, move in zip(survivors, step.survivors, strict=True):
             self._append_token(request, beam, move.token_id, move.cumulative_logprob - beam.cumulative_logprob)
+            beam.cumulative_logprob = move.cumulative_logprob
         if not survivors:
             self._finish_request(request, "finished")
 
@@ -334,7 +345,7 @@ class Engine:
                 child = Sequence(
                     next(self._sequence_ids),
                     list(parent.tokens),
-                    parent.num_prompt_tokens,
+                    list(parent.output_token_ids),
                     self.blocks.new_table(),
                     cumulative_logprob=parent.cumulative_logprob,
                     detokenizer=self._new_detokenizer(request.params),
@@ -350,7 +361,7 @@ class Engine:
 
     def _append_token(self, request: Request, sequence: Sequence, token: int, logprob: float) -> None:
         sequence.tokens.append(token)
-        sequence.cumulative_logprob += logprob
+        sequence.output_token_ids.append(token)
         self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, logprob))
 
     def _end_sequence(self, request: Request, sequence: Sequence, reason: FinishReason) -> None:
@@ -366,8 +377,12 @@ class Engine:
         queue.remove(request)
         del self._requests[request.request_id]
         request.state = RequestState.FINISHED
-        self._outputs.append(make_output(request, self._decode, finished=reason == "finished"))
         self._emit(RequestFinished(request.request_id, reason))
+        self._outputs.append(make_output(request, self._decode, finished=reason == "finished"))
+
+    def _eos_token_ids(self, params: SamplingParams | BeamSearchParams) -> tuple[int, ...]:
+        """The tokens that end a sequence with these parameters because the model says so."""
+        return () if params.ignore_eos else self.config.eos_token_ids
 
     def _new_detokenizer(self, params: SamplingParams | BeamSearchParams) -> Detokenizer | None:
         needed = isinstance(params, SamplingParams) and params.stop
@@ -387,7 +402,7 @@ class Engine:
         max_output = room if params.max_tokens is None else min(params.max_tokens, room)
         beam_search = None
         if isinstance(params, BeamSearchParams):
-            eos = () if params.ignore_eos else self.config.eos_token_ids
+            eos = self._eos_token_ids(params)
             num_prompt = len(prompt_token_ids)
             beam_search = self._tier.beam_search(params, num_prompt, num_prompt + max_output, eos)
         seed = (params.seed or 0) if isinstance(params, SamplingParams) else 0
@@ -405,7 +420,7 @@ class Engine:
                 Sequence(
                     next(self._sequence_ids),
                     list(prompt_token_ids),
-                    len(prompt_token_ids),
+                    [],
                     self.blocks.new_table(),
                     detokenizer=self._new_detokenizer(params),
                 )

@@ -15,17 +15,19 @@ def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:
     """Raise InvalidRequest unless `prompt` is a list of tokens that leaves room to generate."""
     if len(prompt) == 0:
         raise InvalidRequest("the prompt is empty; give it at least one token")
-    for position, token in enumerate(prompt):
-        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < config.vocab_size:
-            raise InvalidRequest(
-                f"prompt token {position} is {token!r}; the tokens of this model are the numbers 0 to "
-                f"{config.vocab_size - 1}"
-            )
     if len(prompt) >= config.max_model_len:
         raise InvalidRequest(
             f"the prompt has {len(prompt)} tokens, which leaves no room to generate: max_model_len is "
             f"{config.max_model_len}; shorten the prompt or raise max_model_len"
         )
+    for position, token in enumerate(prompt):
+        if type(token) is int and 0 <= token < config.vocab_size:  # nearly always: the rest is slow
+            continue
+        if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < config.vocab_size:
+            raise InvalidRequest(
+                f"prompt token {position} is {token!r}; the tokens of this model are the numbers 0 to "
+                f"{config.vocab_size - 1}"
+            )
 
 
 def check_params(params: SamplingParams | BeamSearchParams, config: EngineConfig, *, has_tokenizer: bool) -> None:

@@ -111,26 +111,25 @@ class Scheduler:
             )
         latest = self.running[-1].arrival_step
         equals = [r for r in self.running[1:] if r.arrival_step == latest]
-        return min(equals, key=lambda r: (self._seconds_to_bring_back(r), -r.order))
+        if len(equals) == 1:
+            return equals[0]
+        return min(equals, key=lambda r: (self._cheapest_way_back(r)[0], -r.order))
 
-    def _costs(self, request: Request) -> tuple[float, float]:
-        """Seconds to bring the request back by swapping and by recomputing."""
+    def _cheapest_way_back(self, request: Request) -> tuple[float, Literal["swap", "recompute"]]:
+        """Seconds to bring the request back, and how. (The runner measures a cost when it is first asked for it.)"""
         filled = request.filled_slots(self._blocks.block_size)
-        return self._runner.swap_seconds(len(filled)), self._runner.recompute_seconds(sum(filled.values()))
-
-    def _seconds_to_bring_back(self, request: Request) -> float:
-        swap, recompute = self._costs(request)
-        return {"swap": swap, "recompute": recompute, "auto": min(swap, recompute)}[self._preemption]
+        ways: list[tuple[float, Literal["swap", "recompute"]]] = []
+        # A sibling that has yet to catch up counts on sharing, which swapping would not give it.
+        can_swap = all(s.num_computed for s in request.sequences) and self._blocks.can_swap_out(request)
+        if self._preemption != "recompute" and can_swap:
+            ways.append((self._runner.swap_seconds(len(filled)), "swap"))
+        if self._preemption != "swap" or not ways:
+            ways.append((self._runner.recompute_seconds(sum(filled.values())), "recompute"))
+        return min(ways, key=lambda way: way[0])
 
     def _preempt(self, victim: Request, short: int) -> None:
         """Take all blocks from the victim. When the host pool is too full to swap, it is recomputed."""
-        mode: Literal["swap", "recompute"] = "recompute"
-        # A sibling that has yet to catch up counts on sharing, which swapping would not give it.
-        all_computed = all(s.num_computed for s in victim.sequences)
-        if self._preemption != "recompute" and all_computed and self._blocks.can_swap_out(victim):
-            swap, recompute = self._costs(victim)
-            if self._preemption == "swap" or swap <= recompute:
-                mode = "swap"
+        _, mode = self._cheapest_way_back(victim)
         filled = victim.filled_slots(self._blocks.block_size)
         self._emit(RequestPreempted(victim.request_id, mode, len(filled), sum(filled.values()), short))
         victim.num_preemptions += 1

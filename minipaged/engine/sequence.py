@@ -39,7 +39,8 @@ class Sequence:
     sequence_id: int
     tokens: list[int]
     """Prompt and output."""
-    num_prompt_tokens: int
+    output_token_ids: list[int]
+    """The output alone."""
     table: BlockTable
     swapped: bool = False
     """Whether `table` is over the host pool."""
@@ -70,14 +71,6 @@ class Sequence:
     def num_remaining(self) -> int:
         """Tokens to run before the next one can be chosen: 1 while decoding."""
         return len(self.tokens) - self.table.num_tokens
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.tokens[self.num_prompt_tokens :]
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)

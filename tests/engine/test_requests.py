@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minipaged.contracts import (
     Logits,
@@ -22,7 +24,7 @@ from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.sampling import sample
 from tests.fake_model import ContentRunner
-from tests.workloads import REFERENCE
+from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest
 
 CONFIG = EngineConfig(num_blocks=8, block_size=4, max_model_len=40, vocab_size=20, max_num_seqs=4, debug=True)
 
@@ -178,7 +180,7 @@ def test_sampling_params_that_contradict_each_other_are_refused() -> None:
         SamplingParams(min_tokens=5, max_tokens=4)
     with pytest.raises(InvalidRequest, match="stop holds an empty string"):
         SamplingParams(stop=["end", ""])
-    with pytest.raises(InvalidRequest, match=r"stop_token_ids is \(2.5,\); token ids are whole numbers"):
+    with pytest.raises(InvalidRequest, match=r"stop_token_ids is \[2.5\]; token ids are whole numbers"):
         SamplingParams(stop_token_ids=[2.5])  # type: ignore[list-item]
     assert SamplingParams(min_tokens=5, max_tokens=None).min_tokens == 5
 
@@ -463,3 +465,52 @@ def test_the_statistics_of_preemption(mode: Any) -> None:
         assert stats.preempted_by_recompute == len(preemptions)
         assert stats.tokens_recomputed == sum(event.num_tokens for event in preemptions)
         assert (stats.preempted_by_swap, stats.blocks_swapped_out, stats.blocks_swapped_in) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("stop", [7], r"stop is \[7\]; it must hold strings"),
+        ("temperature", "hot", "temperature is 'hot'; it must be a number"),
+        ("top_p", True, "top_p is True; it must be a number"),
+        ("stop_token_ids", ["a"], r"stop_token_ids is \['a'\]; token ids are whole numbers"),
+    ],
+)
+def test_sampling_params_of_the_wrong_type_are_refused_by_name_and_value(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{message}"):
+        SamplingParams(**{name: value})
+
+
+def test_none_and_numpys_numbers_are_taken_where_vllm_takes_them() -> None:
+    params = SamplingParams(
+        stop=None,  # type: ignore[arg-type]
+        stop_token_ids=None,  # type: ignore[arg-type]
+        seed=np.int64(5),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+    )
+    assert (params.stop, params.stop_token_ids, params.seed, params.temperature) == ((), (), 5, 0.5)
+    assert type(params.seed) is int
+    assert type(params.temperature) is float
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompt=st.integers(1, 20), max_tokens=st.integers(1, 12), n=st.integers(1, 4), block_size=st.integers(1, 9))
+def test_a_request_is_refused_exactly_when_the_pool_is_smaller_than_what_it_comes_to_hold(
+    prompt: int, max_tokens: int, n: int, block_size: int
+) -> None:
+    """Liveness from above, and from below: NEVER is not said too often either."""
+    params = SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True, seed=1)
+    request = WorkloadRequest(0, tuple(i % 7 for i in range(prompt)), params)
+    config = EngineConfig(
+        num_blocks=200, max_model_len=40, vocab_size=7, block_size=block_size, enable_prefix_caching=False
+    )
+    ample = Run(Workload(config, (request,), swap_is_cheap=True))
+    ample.to_the_end()
+    peak = ample.engine.stats.peak_blocks_used
+    exact = Run(Workload(replace(config, num_blocks=peak), (request,), swap_is_cheap=True))
+    exact.to_the_end()
+    assert not exact.refused
+    if peak > 1:
+        short = Run(Workload(replace(config, num_blocks=peak - 1), (request,), swap_is_cheap=True))
+        short.to_the_end()
+        assert short.refused

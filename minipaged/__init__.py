@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     """LLM is imported when first used: the engine and the allocators run where NumPy is not."""
     if name == "LLM":

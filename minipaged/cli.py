@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -18,11 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minipaged.contracts import BlockAllocator
-from minipaged.errors import (
-    InvalidRequest,
-    MinipagedError,
-)
-from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.errors import InvalidRequest, MinipagedError
+from minipaged.params import PENALTIES, BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from minipaged.events import Event
@@ -57,13 +55,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read our output has gone, as `head` does
         sys.stderr.close()
         sys.exit(1)
+    except Exception as error:
+        place = _place_in_allocator_file(error)
+        if place is None:
+            raise
+        print(f"error: the allocator raised {type(error).__name__}: {error} ({place})", file=sys.stderr)
+        sys.exit(1)
 
+
+SAMPLING_OPTIONS: tuple[str, ...] = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "stop",
+    "stop_token_id",
+    "logprobs",
+)
+SAMPLING_OPTIONS += PENALTIES
+BEAM_OPTIONS = ("length_penalty", "early_stopping")
 
 # --- generate -------------------------------------------------------------------------------------
 
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts.", show_default=False)],
     model: ModelOption = "smollm2-135m-instruct",
     tier: TierOption = "auto",
@@ -92,7 +111,7 @@ def generate(
     num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; else what memory allows.")] = None,
     num_swap_blocks: Annotated[int | None, typer.Option(help="Blocks in the host pool; else a quarter of it.")] = None,
     memory_utilization: Annotated[float, typer.Option(help="Share of the free memory to use.")] = 0.9,
-    preemption: Annotated[str, typer.Option(help="swap, recompute, or auto.")] = "auto",
+    preemption: Annotated[str, typer.Option(help="swap (while the host pool has room), recompute, auto.")] = "auto",
     prefix_caching: Annotated[bool, typer.Option(help="Reuse blocks of equal prefixes.")] = True,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a batch at most.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a batch at most.")] = 2048,
@@ -103,11 +122,13 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Print the engine's counts to stderr at the end.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
 ) -> None:
-    """Continue each prompt and print the text; a single sample is printed as it is generated."""
+    """Continue each prompt and print the text; a single sample without --stop is printed as it is generated."""
     params: SamplingParams | BeamSearchParams
     if beam_width:
+        _refuse_given(context, SAMPLING_OPTIONS, "has no meaning with --beam-width, which does not sample")
         params = BeamSearchParams(beam_width, max_tokens, length_penalty, _early_stopping(early_stopping), ignore_eos)
     else:
+        _refuse_given(context, BEAM_OPTIONS, "has no meaning without --beam-width")
         params = SamplingParams(
             n=n,
             temperature=temperature,
@@ -180,6 +201,14 @@ def _run(
     if chat:
         return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, progress=progress)
     return llm.generate(prompts, params, progress=progress)
+
+
+def _refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raise InvalidRequest if one of these options was given: an option that does nothing misleads."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise InvalidRequest(f"--{name.replace('_', '-')} {why}")
 
 
 def _early_stopping(value: str) -> Any:
@@ -268,11 +297,14 @@ def model_list() -> None:
 
 
 @model_app.command("fetch")
-def model_fetch(name: Annotated[str, typer.Argument(help="A known model.")] = "smollm2-135m-instruct") -> None:
+def model_fetch(
+    name: Annotated[str, typer.Argument(help="A known model.")] = "smollm2-135m-instruct",
+    again: Annotated[bool, typer.Option("--again", help="Throw away what is there and fetch it anew.")] = False,
+) -> None:
     """Download a known model once, checked, into the cache; prints its folder."""
     from minipaged.models import hub
 
-    print(hub.fetch(name))
+    print(hub.fetch(name, again=again))
 
 
 @model_app.command("where")
@@ -290,6 +322,18 @@ def model_where(name: Annotated[str, typer.Argument(help="A known model.")] = "s
 # --- A student's allocator ------------------------------------------------------------------------
 
 
+ALLOCATOR_MODULE = "minipaged_users_allocator"
+"""The name under which a user's file is imported, whatever the file is called."""
+
+
+def _place_in_allocator_file(error: BaseException) -> str | None:
+    """FILE:LINE of the user's allocator that an error came out of, if it did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not frames or frames[-1].f_globals.get("__name__") != ALLOCATOR_MODULE:
+        return None
+    return f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
+
+
 def load_allocator(spec: str) -> Callable[[int], BlockAllocator]:
     """The class that FILE.py:Class names. Raises InvalidRequest when it is not there or the file does not load."""
     file, colon, name = spec.rpartition(":")
@@ -298,11 +342,11 @@ def load_allocator(spec: str) -> Callable[[int], BlockAllocator]:
     path = Path(file).expanduser()
     if not path.is_file():
         raise InvalidRequest(f"--allocator: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module_spec = importlib.util.spec_from_file_location(ALLOCATOR_MODULE, path)
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[path.stem] = module  # dataclasses and pickling look the module up by name
+    sys.modules[module.__name__] = module  # dataclasses and pickling look the module up by name
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:

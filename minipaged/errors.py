@@ -61,5 +61,9 @@ class NotAnAllocator(MinipagedError, TypeError):
     """What was given as a block allocator lacks some of its members."""
 
 
+class BadLogits(MinipagedError, ValueError):
+    """The model's logits are no numbers to choose a token by."""
+
+
 class ModelError(MinipagedError):
     """A model that cannot be found, fetched, read or run; the message names the file, tensor or setting."""

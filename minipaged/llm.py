@@ -7,29 +7,22 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
 
 from __future__ import annotations
 
-import copy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Number
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from minipaged import tiers
-from minipaged.contracts import (
-    BlockAllocator,
-    Tier,
-)
+from minipaged.contracts import BlockAllocator, Tier
 from minipaged.engine.engine import Engine, Listener
 from minipaged.engine.stats import Stats
-from minipaged.errors import (
-    InvalidRequest,
-    InvariantViolation,
-    ModelError,
-)
+from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
 from minipaged.events import Event, RequestFinished, TokenGenerated
 from minipaged.models import hub
 from minipaged.models.config import ModelConfig
@@ -116,6 +109,7 @@ class LLM:
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
                 "there are; lower num_blocks or num_swap_blocks"
             ) from None
+        self._lock = threading.Lock()  # threads may share an LLM; their calls follow one another
         self.engine = Engine(
             self.config,
             loaded.tier,
@@ -169,8 +163,8 @@ class LLM:
         return self._run(_as_list(prompts), params, BeamSearchParams, progress)
 
     def stats(self) -> Stats:
-        """Blocks used, shared, copied, swapped; tokens recomputed; cache hits; waste per kind: since the start."""
-        return copy.deepcopy(self.engine.stats)
+        """Blocks used now; blocks shared, copied, swapped; tokens recomputed; cache hits; waste per kind: so far."""
+        return self.engine.current_stats()
 
     # --- The loop around the engine ---------------------------------------------------------------
 
@@ -188,9 +182,15 @@ class LLM:
         for item in each:
             if not isinstance(item, kind):
                 raise InvalidRequest(f"params must be {kind.__name__}, not {type(item).__name__}")
+        with self._lock:
+            return self._serve(prompts, each, progress)
+
+    def _serve(self, prompts: Sequence[Prompt], each: Sequence[Params], progress: bool | None) -> list[RequestOutput]:
+        """Add the requests and step the engine until they have ended; if anything raises, none of them stays behind."""
         ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
-        others = set(self.engine.unfinished_requests)  # requests that somebody added to the engine by hand
+        # Requests that somebody added to the engine by hand keep their outputs.
+        others, ended = set(self.engine.unfinished_requests), self.engine.take_outputs()
         try:
             for prompt, item in zip(prompts, each, strict=True):
                 text = prompt if isinstance(prompt, str) else None
@@ -209,11 +209,15 @@ class LLM:
                 outputs |= {output.request_id: output for output in self.engine.take_outputs()}
             raise
         finally:
-            self.engine.keep_outputs(output for name, output in outputs.items() if name in others)
+            self.engine.keep_outputs(ended + [output for name, output in outputs.items() if name in others])
         return [outputs[request_id] for request_id in ids]
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        return self._need_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return self._need_tokenizer().encode(prompt)
+        if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__len__"):
+            raise InvalidRequest(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}: {prompt!r}")
+        return prompt
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -226,7 +230,8 @@ class LLM:
             return 1  # EngineConfig refuses these by name
         import psutil
 
-        free = min(psutil.virtual_memory().available, _container_limit()) * memory_utilization
+        limit = _container_limit() - psutil.Process().memory_info().rss
+        free = min(psutil.virtual_memory().available, limit) * memory_utilization
         size = self.loaded.block_bytes(block_size)
         num_blocks = int(free / size / (1 + SWAP_SHARE))
         if num_blocks < 1:
@@ -302,10 +307,10 @@ def _container_limit() -> float:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (a string, or a list of numbers) or several, as a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]  # anything but a text is refused as a prompt
     items = list(prompts)
-    if items and not isinstance(items[0], str | Sequence):
+    if items and isinstance(items[0], Number):
         return [items]  # type: ignore[list-item]
     return items  # type: ignore[return-value]
 
@@ -322,6 +327,7 @@ def _interrupt_between_steps() -> Iterator[Callable[[], bool]]:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
+        print("\nfinishing the step; Ctrl-C again stops at once", file=sys.stderr)
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -8,10 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minipaged.contracts import (
-    Runner,
-    Tier,
-)
+from minipaged.contracts import Runner, Tier
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
 

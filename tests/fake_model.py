@@ -11,17 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minipaged.contracts import (
-    Batch,
-    BatchRow,
-    BlockMoves,
-    Runner,
-)
+from minipaged.contracts import Batch, BatchRow, BlockMoves, Runner
 from minipaged.engine.engine import Engine
-from minipaged.errors import (
-    Invariant,
-    InvariantViolation,
-)
+from minipaged.errors import Invariant, InvariantViolation
 
 Prefix = int
 """A token prefix, numbered when first seen; 0 is the empty one."""

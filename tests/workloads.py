@@ -13,10 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from minipaged import contracts
-from minipaged.contracts import (
-    SamplingInput,
-    Tier,
-)
+from minipaged.contracts import SamplingInput, Tier
 from minipaged.engine.engine import Engine, Listener
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event, PrefixReused, RequestArrived, RequestPreempted, TokensComputed

@@ -239,7 +239,7 @@ def preemption(stage: Stage) -> Outcome:
     arrivals = [stage.ask(question, params, step=i) for i, question in enumerate(QUESTIONS[:5])]
     size = stage.block_size_or(16)
     ample, small = pool_sizes(arrivals, num_tokens, size)
-    small = stage.num_blocks or small
+    small = small if stage.num_blocks is None else stage.num_blocks
 
     def play(name: str, num_blocks: int, preemption: PreemptionMode) -> Run:
         return stage.run(

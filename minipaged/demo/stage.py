@@ -17,7 +17,7 @@ from minipaged.demo.measures import Measures, measure
 from minipaged.demo.memory_map import MemoryMap
 from minipaged.demo.story import Story, Topic
 from minipaged.engine.engine import Engine
-from minipaged.errors import ModelError
+from minipaged.errors import InvalidRequest, ModelError
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, SamplingParams
 
@@ -105,11 +105,15 @@ class Stage:
 
     def block_size_or(self, own: int) -> int:
         """The user's block size, or else the scene's own."""
-        return self.block_size or own
+        if self.block_size is not None and self.block_size < 1:
+            raise InvalidRequest(f"block_size is {self.block_size}; it must be between 1 and 256")
+        return own if self.block_size is None else self.block_size
 
     def blocks_of(self, slots: int, block_size: int) -> int:
         """The user's number of blocks, or else as many as hold `slots` tokens."""
-        return self.num_blocks or -(-slots // block_size)  # rounded up
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return -(-slots // block_size)  # rounded up
 
     # --- Prompts ----------------------------------------------------------------------------------
 

@@ -15,21 +15,11 @@ from collections.abc import Sequence as ListLike
 from enum import Enum
 from typing import Literal
 
-from minipaged.contracts import (
-    Batch,
-    BlockAllocator,
-    BlockMoves,
-    BlockTable,
-    CopyPair,
-    Tier,
-)
+from minipaged.contracts import Batch, BlockAllocator, BlockMoves, BlockTable, CopyPair, Tier
 from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, RequestState, Sequence
-from minipaged.errors import (
-    Invariant,
-    InvariantViolation,
-)
+from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import (
     BlockCached,
     BlockCopied,

@@ -13,13 +13,7 @@ from numbers import Integral
 from typing import Any, NoReturn
 
 from minipaged.contracts import BlockAllocator
-from minipaged.errors import (
-    BlockNotAllocated,
-    Invariant,
-    InvariantViolation,
-    NotAnAllocator,
-    OutOfBlocks,
-)
+from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation, NotAnAllocator, OutOfBlocks
 
 MEMBERS = ("num_blocks", "num_free", "allocate", "share", "free", "ref_count", "copy_on_write")
 

@@ -24,14 +24,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Literal
 
-from minipaged.contracts import (
-    BlockAllocator,
-    Logits,
-    Runner,
-    Sampled,
-    SamplingInput,
-    Tier,
-)
+from minipaged.contracts import BlockAllocator, Logits, Runner, Sampled, SamplingInput, Tier
 from minipaged.engine.batch import Plan
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.detokenizer import Decode, Detokenizer, find_stop
@@ -40,10 +33,7 @@ from minipaged.engine.results import make_output
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
 from minipaged.engine.stats import Stats
-from minipaged.errors import (
-    InvalidRequest,
-    InvariantViolation,
-)
+from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.events import (
     BeamFinished,
     EngineStarted,
@@ -161,6 +151,12 @@ class Engine:
     def keep_outputs(self, outputs: Iterable[RequestOutput]) -> None:
         """Let the next `step` return these (again): for a caller that was given somebody else's."""
         self._outputs.extend(outputs)
+
+    def current_stats(self) -> Stats:
+        """What was counted so far, with the blocks as they are now."""
+        stats = copy.deepcopy(self.stats)
+        stats.note_blocks(self.scheduler.running, self.blocks)
+        return stats
 
     @property
     def unfinished_requests(self) -> list[str]:

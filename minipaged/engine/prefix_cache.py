@@ -21,10 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from minipaged.contracts import (
-    BlockAllocator,
-    BlockTable,
-)
+from minipaged.contracts import BlockAllocator, BlockTable
 
 ChainHash = Callable[[int, tuple[int, ...]], int]
 

@@ -15,10 +15,12 @@ def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:
     """Raise InvalidRequest unless `prompt` is a list of tokens that leaves room to generate."""
     if len(prompt) == 0:
         raise InvalidRequest("the prompt is empty; give it at least one token")
+    pool_tokens = config.num_blocks * config.block_size
     if len(prompt) >= config.max_model_len:
         raise InvalidRequest(
             f"the prompt has {len(prompt)} tokens, which leaves no room to generate: max_model_len is "
             f"{config.max_model_len}; shorten the prompt or raise max_model_len"
+            + (" and num_blocks, which hold no more" if config.max_model_len == pool_tokens else "")
         )
     for position, token in enumerate(prompt):
         if type(token) is int and 0 <= token < config.vocab_size:  # nearly always: the rest is slow

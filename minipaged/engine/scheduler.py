@@ -20,10 +20,7 @@ from minipaged.contracts import Runner
 from minipaged.engine.batch import Plan, ScheduledRequest
 from minipaged.engine.block_manager import AllocStatus, BlockManager
 from minipaged.engine.sequence import Request, RequestState
-from minipaged.errors import (
-    Invariant,
-    InvariantViolation,
-)
+from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Emit, RequestAdmitted, RequestPreempted
 from minipaged.params import EngineConfig
 

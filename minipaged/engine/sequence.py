@@ -14,10 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from minipaged.contracts import (
-    BeamSearch,
-    BlockTable,
-)
+from minipaged.contracts import BeamSearch, BlockTable
 from minipaged.engine.detokenizer import Detokenizer
 from minipaged.params import BeamSearchParams, SamplingParams
 

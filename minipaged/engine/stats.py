@@ -65,11 +65,11 @@ class Stats:
     max_model_len: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
-    """Held by sequences, at the last step."""
+    """Held by sequences."""
     blocks_cached: int = 0
-    """Held by the prefix cache only, at the last step."""
+    """Held by the prefix cache only."""
     blocks_saved: int = 0
-    """Block-table entries beyond the first that hold the same block, at the last step."""
+    """Block-table entries beyond the first that hold the same block."""
     peak_blocks_used: int = 0
     blocks_copied: int = 0
     """Copies on write."""
@@ -127,27 +127,30 @@ class Stats:
 
     def measure(self, requests: Iterable[Request], blocks: BlockManager) -> None:
         """Look at the memory that the running requests hold during this step."""
-        self.blocks_used = blocks.num_used
-        self.blocks_cached = blocks.num_available - blocks.allocator.num_free
+        self.note_blocks(requests, blocks)
         self.peak_blocks_used = max(self.peak_blocks_used, self.blocks_used)
-        entries = 0
         unfilled: dict[int, int] = {}  # last block -> its unfilled slots; siblings may share it
         for request in requests:
             for sequence in request.sequences:
                 table = sequence.table
-                entries += len(table.blocks)
                 if table.num_tokens % self.block_size:
                     unfilled[table.blocks[-1]] = -table.num_tokens % self.block_size
                 self.contiguous.tokens += table.num_tokens
                 self.contiguous.internal_fragmentation += self.max_model_len - table.num_tokens
                 sequence.num_steps += 1
                 sequence.token_steps += table.num_tokens
-        self.blocks_saved = entries - self.blocks_used
-        self.table_entry_steps += entries
+        self.table_entry_steps += self.blocks_used + self.blocks_saved
         self.block_steps += self.blocks_used
         wasted = sum(unfilled.values())
         self.paged.internal_fragmentation += wasted
         self.paged.tokens += self.blocks_used * self.block_size - wasted
+
+    def note_blocks(self, requests: Iterable[Request], blocks: BlockManager) -> None:
+        """How many blocks are held, by whom, and how many more it would be without sharing."""
+        entries = sum(len(sequence.table.blocks) for request in requests for sequence in request.sequences)
+        self.blocks_used = blocks.num_used
+        self.blocks_cached = blocks.num_available - blocks.allocator.num_free
+        self.blocks_saved = entries - self.blocks_used
 
     def sequence_ended(self, sequence: Sequence) -> None:
         """Its final length is known now: tell apart what a contiguous cache had reserved and what never came."""

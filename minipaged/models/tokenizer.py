@@ -8,15 +8,13 @@ asked for: importing it takes longer than everything else here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minipaged.errors import (
-    InvalidRequest,
-    ModelError,
-)
+from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.loading import read_json
 
 if TYPE_CHECKING:
@@ -99,6 +97,8 @@ class Tokenizer:
 
     @cached_property
     def _chat(self) -> PreTrainedTokenizerFast:
+        # transformers would tell the reader that PyTorch is missing, which is as it should be here.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import PreTrainedTokenizerFast
 
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)

@@ -35,10 +35,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minipaged import contracts
-from minipaged.contracts import (
-    BeamMove,
-    BeamStep,
-)
+from minipaged.contracts import BeamMove, BeamStep
 from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams
 from minipaged.reference.sampling import FloatArray, largest, likeliest_token

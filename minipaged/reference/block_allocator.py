@@ -15,10 +15,7 @@ before it changes anything, so that a call that raises leaves everything as it w
 from __future__ import annotations
 
 from minipaged import contracts
-from minipaged.errors import (
-    BlockNotAllocated,
-    OutOfBlocks,
-)
+from minipaged.errors import BlockNotAllocated, OutOfBlocks
 
 
 class BlockAllocator(contracts.BlockAllocator):

@@ -15,10 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minipaged import contracts
-from minipaged.contracts import (
-    BlockAllocator,
-    CopyPair,
-)
+from minipaged.contracts import BlockAllocator, CopyPair
 
 
 class BlockTable(contracts.BlockTable):

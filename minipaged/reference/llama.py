@@ -21,11 +21,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from minipaged.contracts import (
-    Batch,
-    BlockMoves,
-    Runner,
-)
+from minipaged.contracts import Batch, BlockMoves, Runner
 from minipaged.models.config import ModelConfig
 from minipaged.reference.attention import paged_attention
 from minipaged.reference.kv_cache import Array, KVCache

@@ -19,11 +19,7 @@ from dataclasses import dataclass
 
 import numpy.typing as npt
 
-from minipaged.contracts import (
-    Batch,
-    BatchRow,
-    BlockMoves,
-)
+from minipaged.contracts import Batch, BatchRow, BlockMoves
 from minipaged.reference.kv_cache import KVCache
 
 SCRATCH_BYTES = 32 << 20

@@ -33,10 +33,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.contracts import (
-    Sampled,
-    SamplingInput,
-)
+from minipaged.contracts import Sampled, SamplingInput
+from minipaged.errors import BadLogits
 from minipaged.params import SamplingParams
 
 FloatArray = NDArray[np.floating[Any]]
@@ -174,16 +172,16 @@ def largest(values: FloatArray, count: int) -> NDArray[np.intp]:
 
 
 def likeliest_token(logits: FloatArray, row: int) -> int:
-    """The lowest id among the largest of `logits` [vocab]. Raises ValueError, naming `row`, if that is not finite."""
+    """The lowest id among the largest of `logits` [vocab]. Raises BadLogits, naming `row`, if that is not finite."""
     token_id = int(np.argmax(logits))  # argmax stops at the first NaN, if there is one
     if math.isnan(logits[token_id]):
-        raise ValueError(
+        raise BadLogits(
             f"row {row} of the logits holds NaN (first at token {token_id}): the model read K/V that nobody wrote, "
-            "or its arithmetic overflowed"
+            "its weights are damaged, or its arithmetic overflowed"
         )
     if math.isinf(logits[token_id]):
         left = "plus infinity" if logits[token_id] > 0 else "nothing but minus infinity: no token is left to choose"
-        raise ValueError(f"row {row} of the logits holds {left}")
+        raise BadLogits(f"row {row} of the logits holds {left}")
     return token_id
 
 

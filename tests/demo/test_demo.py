@@ -304,3 +304,10 @@ def test_the_real_model_continues_lincoln_with_the_papers_block_table() -> None:
     assert [row.tokens for row in outcome.block_table[:1]] == [("Four", " score", " and", " seven")]
     assert len(text.outputs[0].split()) >= 10
     assert outcome.runs[0].pool_bytes == 1024 * 46_080
+
+
+@pytest.mark.parametrize("sizes", [{"num_blocks": 0}, {"block_size": 0}])
+@pytest.mark.parametrize("scene", NAMES)
+def test_a_size_of_nought_is_refused_in_every_scene(tiny_model: Path, scene: str, sizes: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match=f"{next(iter(sizes))} is 0; it must be"):
+        run_demo(model=tiny_model, scene=scene, **sizes)

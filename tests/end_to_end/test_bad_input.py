@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,62 @@ def test_params_of_the_other_kind_are_refused_by_name(llm: LLM):
         llm.generate("a", BeamSearchParams())  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="params must be BeamSearchParams, not SamplingParams"):
         llm.beam_search(["a", "b"], [BeamSearchParams(), GREEDY])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"hello", {"prompt": "hello"}, [b"hello"], [{"prompt": "hello"}], [None, [3]]]
+)
+def test_what_is_neither_text_nor_token_ids_is_refused(llm: LLM, prompts: Any):
+    with pytest.raises(InvalidRequest, match=r"^a prompt is a text or a list of token ids, not "):
+        llm.generate(prompts, GREEDY)
+
+
+def test_requests_added_by_hand_keep_their_outputs_while_generate_runs(llm: LLM):
+    by_hand = llm.engine.add_request([3, 4], Sampling(temperature=0, max_tokens=2, ignore_eos=True))
+    assert llm.generate([5, 6], GREEDY)[0].prompt_token_ids == (5, 6)
+    with pytest.raises(InvalidRequest):
+        llm.generate([-1], GREEDY)
+    outputs = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    assert [output.request_id for output in outputs] == [by_hand]
+    assert len(outputs[0].outputs[0].token_ids) == 2
+
+
+def test_threads_can_share_an_llm(llm: LLM):
+    alone = [llm.generate([token, 4], GREEDY)[0].outputs[0].token_ids for token in range(3, 9)]
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(lambda token: llm.generate([token, 4], GREEDY)[0].outputs[0].token_ids, range(3, 9)))
+    assert together == alone
+
+
+def test_stats_tell_how_many_blocks_are_held_now(llm: LLM):
+    llm.generate([3, 4], GREEDY)
+    stats = llm.stats()
+    assert stats.blocks_used == 0
+    assert stats.peak_blocks_used > 0
+    llm.engine.add_request([3, 4], GREEDY)
+    llm.engine.step()
+    assert llm.stats().blocks_used == 1
+    llm.engine.abort(llm.engine.unfinished_requests[0])
+    llm.engine.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--beam-width=2", "--temperature=0.5"), "--temperature has no meaning with --beam-width"),
+        (("--beam-width=2", "--stop=a"), "--stop has no meaning with --beam-width"),
+        (("--beam-width=2", "--repetition-penalty=1.2"), "--repetition-penalty has no meaning with --beam-width"),
+        (("--early-stopping=true",), "--early-stopping has no meaning without --beam-width"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    cli: Callable[..., tuple[int, str, str]], small_llama: Path, arguments: tuple[str, ...], message: str
+):
+    code, _, err = cli("generate", "--model", small_llama, "--num-blocks=20", *arguments, "abc")
+    assert code == 1
+    assert message in one_error_line(err)
 
 
 def test_no_prompts_give_no_outputs(llm: LLM):
@@ -399,10 +456,7 @@ def student_file(tmp_path: Path) -> Path:
     file.write_text(
         """
 from minipaged.contracts import BlockAllocator as Contract
-from minipaged.errors import (
-    BlockNotAllocated,
-    OutOfBlocks,
-)
+from minipaged.errors import BlockNotAllocated, OutOfBlocks
 
 class Mine:
     def __init__(self, num_blocks):
@@ -452,6 +506,10 @@ class Unfinished(Contract):
     def __init__(self, num_blocks):
         pass
 
+class Todo(Mine):
+    def share(self, block):
+        raise NotImplementedError("to do")
+
 not_a_class = 7
 """
     )
@@ -486,6 +544,7 @@ def test_a_students_allocator_serves_from_a_file(
         ("{file}:", "write it as FILE.py:Class"),
         ("elsewhere.py:Mine", "there is no file elsewhere.py"),
         ("{broken}:Mine", "broken.py does not load: SyntaxError"),
+        ("{file}:Todo", "the allocator raised NotImplementedError: to do ({file}:"),
     ],
 )
 def test_an_allocator_that_cannot_be_used_is_refused_in_one_line(
@@ -494,9 +553,9 @@ def test_an_allocator_that_cannot_be_used_is_refused_in_one_line(
     broken = student_file.with_name("broken.py")
     broken.write_text("def (")
     allocator = spec.format(file=student_file, broken=broken)
-    code, _, err = cli("generate", "--model", small_llama, "--num-blocks=20", "--allocator", allocator, "abc")
+    code, _, err = cli("generate", "--model", small_llama, "--num-blocks=20", "--n=2", "--allocator", allocator, "abc")
     assert code == 1
-    assert message in one_error_line(err)
+    assert message.replace("{file}", str(student_file)) in one_error_line(err)
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
@@ -569,7 +628,8 @@ def test_ctrl_c_on_the_command_line_exits_with_130(tmp_path: Path):
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err.decode().split("\n", 1)[1] == "interrupted; every block has been given back\n"
+    told = ["", "finishing the step; Ctrl-C again stops at once", "", "interrupted; every block has been given back"]
+    assert err.decode().splitlines() == told
 
 
 # --- Whatever goes wrong is an error of ours ------------------------------------------------------

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from minipaged.engine.checked_allocator import CheckedAllocator
-from minipaged.errors import (
-    BlockNotAllocated,
-    Invariant,
-    InvariantViolation,
-    OutOfBlocks,
-)
+from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
 from minipaged.reference.block_allocator import BlockAllocator
 from tests.reference.test_block_allocator import check_allocator
 from tests.workloads import Run, random_workload

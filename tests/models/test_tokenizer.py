@@ -14,10 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from minipaged.errors import (
-    InvalidRequest,
-    ModelError,
-)
+from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.gguf import convert
 from minipaged.models.tokenizer import Tokenizer
 

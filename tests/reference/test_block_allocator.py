@@ -23,10 +23,7 @@ from hypothesis.stateful import (
 
 from minipaged import contracts
 from minipaged.contracts import Tier
-from minipaged.errors import (
-    BlockNotAllocated,
-    OutOfBlocks,
-)
+from minipaged.errors import BlockNotAllocated, OutOfBlocks
 from minipaged.reference.block_allocator import BlockAllocator
 from tests.workloads import TIERS
 

@@ -17,10 +17,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from minipaged.contracts import (
-    BatchRow,
-    BlockMoves,
-)
+from minipaged.contracts import BatchRow, BlockMoves
 from minipaged.models.config import ModelConfig
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.llama import Llama, inverse_frequencies, rotary_tables

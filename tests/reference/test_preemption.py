@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipaged.contracts import (
-    Batch,
-    BlockMoves,
-)
+from minipaged.contracts import Batch, BlockMoves
 from minipaged.reference.kv_cache import KVCache
 from minipaged.reference.preemption import PreemptionCosts, carry, measure
 

@@ -20,10 +20,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from minipaged.contracts import (
-    Sampled,
-    SamplingInput,
-)
+from minipaged.contracts import Sampled, SamplingInput
 from minipaged.params import SamplingParams
 from minipaged.reference.sampling import FloatArray, distribution, largest, penalise, philox, sample, uniform
 

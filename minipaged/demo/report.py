@@ -83,7 +83,8 @@ def _memory_lines(run: Measures, *, named: bool) -> list[str]:
         cells = ""
         for memory in (run.paged, run.contiguous):
             size = getattr(memory, field)
-            cells += f"{size / unit:>10.2f} {name} {100 * size / run.pool_bytes:>7.1f} %"
+            share = 100 * size / run.pool_bytes
+            cells += f"{size / unit:>10.2f} {name} {share:>7.1f} %" if size >= 0 else f"{'none':>23}"
         return f"{INDENT}{label:<26}{cells}"
 
     too_much = 1 - run.contiguous.free / run.pool_bytes

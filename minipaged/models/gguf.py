@@ -75,8 +75,23 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     """The metadata by key and the tensors by name. The weights stay in the file until they are asked for."""
     from gguf import GGUFReader
 
+    class Reader(GGUFReader):
+        """Names the tensor at which a file turns out to be cut short; GGUFReader tells NumPy's trouble with it."""
+
+        def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+            try:
+                super()._build_tensors(start_offs, fields)
+            except (ValueError, IndexError) as error:
+                for field in fields:
+                    try:
+                        super()._build_tensors(start_offs, [field])
+                    except (ValueError, IndexError):
+                        name, shape = bytes(field.parts[1]).decode(), field.parts[3].tolist()[::-1]
+                        raise ValueError(f"the file ends within or before tensor {name}, of shape {shape}") from error
+                raise
+
     try:
-        reader = GGUFReader(path)
+        reader = Reader(path)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from None

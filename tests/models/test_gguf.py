@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -165,6 +166,18 @@ def test_a_file_cut_anywhere_is_a_model_error(
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(whole[: data.draw(st.integers(0, 12_000) | st.integers(0, len(whole) - 1), label="bytes left")])
     with pytest.raises(ModelError, match=r"cut\.gguf .* is not a GGUF file, or truncated or damaged"):
+        convert(cut, tmp_path / "out")
+
+
+def test_a_file_cut_within_its_weights_names_the_tensor_and_its_shape(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
+) -> None:
+    path = write_gguf(tiny_llama(num_hidden_layers=1))
+    last = max(gguf.GGUFReader(path).tensors, key=lambda tensor: tensor.data_offset)
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(path.read_bytes()[: last.data_offset + last.n_bytes - 1])
+    shape = re.escape(str(last.shape.tolist()[::-1]))
+    with pytest.raises(ModelError, match=rf"the file ends within or before tensor {last.name}, of shape {shape}"):
         convert(cut, tmp_path / "out")
 
 

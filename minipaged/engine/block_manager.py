@@ -111,8 +111,8 @@ class BlockManager:
         """The allocator that the numbers in the sequence's table belong to."""
         return self.host_allocator if sequence.swapped and self.host_allocator else self.allocator
 
-    def can_admit(self, request: Request) -> AllocStatus:
-        """Whether the blocks for everything the request has to run are there."""
+    def can_admit(self, request: Request, spare: int = 0) -> AllocStatus:
+        """Whether the blocks for everything the request has to run are there, and `spare` more beside them."""
         if self.most_blocks(request) > self.allocator.num_blocks:
             return AllocStatus.NEVER
         available = self.num_available
@@ -128,7 +128,7 @@ class BlockManager:
                 for block in self.prefix_cache.match(request.sequences[0].tokens):
                     needed -= 1
                     available -= self.prefix_cache.is_evictable(block)
-        return AllocStatus.OK if needed <= available else AllocStatus.LATER
+        return AllocStatus.OK if needed + spare <= available else AllocStatus.LATER
 
     def _shared_blocks(self, sequence: Sequence, sibling: Sequence) -> int:
         """Full blocks that begin both sequences, leaving `sequence` at least one token to run."""

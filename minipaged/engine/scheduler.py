@@ -7,8 +7,9 @@ First come, first served, decided anew at every step (continuous batching):
 2. While the blocks for that are not there, a victim is preempted: the latest arrival; among equals (arrived between
    the same two steps) the one that is cheapest to bring back. The oldest running request is never a victim, so that
    somebody always gets on: liveness. All sequences of a request go together: all or nothing.
-3. If nobody was preempted, waiting requests are admitted in order of arrival while the answer is OK. The first LATER
-   ends it: nobody overtakes. NEVER is said when a request arrives, so no request waits for what cannot happen.
+3. If nobody was preempted, waiting requests are admitted in order of arrival while the answer is OK: their blocks are
+   there, and one more for each sequence that runs already, which will need it soon. The first LATER ends it: nobody
+   overtakes. NEVER is said when a request arrives, so no request waits for what cannot happen.
 """
 
 from __future__ import annotations
@@ -147,7 +148,9 @@ class Scheduler:
         room = self.max_sequences - sum(r.num_sequences for r in self.running)
         while self.waiting and budget > 0:
             request = self.waiting[0]
-            if request.num_sequences > room or self._blocks.can_admit(request) is not AllocStatus.OK:
+            # A block for each sequence that runs: or the newcomer would soon be preempted for their next tokens.
+            spare = sum(len(r.sequences) for r in self.running)
+            if request.num_sequences > room or self._blocks.can_admit(request, spare) is not AllocStatus.OK:
                 break
             self.waiting.pop(0)
             insort(self.running, request, key=lambda r: r.order)

@@ -103,6 +103,18 @@ def test_requests_are_admitted_in_order_of_arrival_and_nobody_overtakes() -> Non
     assert finished == ["first", "large", "small"]
 
 
+def test_a_newcomer_must_leave_a_block_for_each_sequence_that_runs() -> None:
+    """Or it would be preempted, and its work lost, as soon as those sequences grow."""
+    scene = Scene(num_blocks=7)
+    scene.add("two samples", prompt=4, n=2, max_tokens=5)  # 3 blocks in the end
+    scene.step(2)
+    scene.add("newcomer", prompt=12, max_tokens=4)  # 3 blocks; of the 4 that are free 2 are kept back
+    scene.step()
+    assert (scene.running, scene.waiting) == (["two samples"], ["newcomer"])
+    scene.to_the_end()
+    assert scene.engine.stats.preempted_by_recompute == 0
+
+
 def test_the_answer_to_admission_is_ok_later_or_never() -> None:
     scene = Scene(num_blocks=4)
     scene.add("waits", prompt=12, max_tokens=5)
@@ -135,7 +147,7 @@ def test_at_most_max_num_seqs_sequences_run_at_once() -> None:
 
 
 def test_a_request_whose_prefix_is_cached_needs_room_for_the_rest_only() -> None:
-    scene = Scene(num_blocks=6, enable_prefix_caching=True)
+    scene = Scene(num_blocks=7, enable_prefix_caching=True)  # one of them spare for the first
     prompt = list(range(16))
     for name in ("first", "second"):
         params = SamplingParams(temperature=0, max_tokens=8 if name == "first" else 2)

@@ -314,6 +314,7 @@ class BeamSearch(ABC):
     """Beam search of one request (paper, section 4.4 and Fig. 9), with transformers' rules.
 
     Ranks the candidates of all beams together; the engine carries the decisions out on the block tables.
+    The engine steps a deep copy, and keeps it once the decisions are carried out: what raises changes nothing.
     """
 
     @abstractmethod

@@ -63,18 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-SAMPLING_OPTIONS: tuple[str, ...] = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "stop",
-    "stop_token_id",
-    "logprobs",
+SAMPLING_OPTIONS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_id", "logprobs"),
+    *PENALTIES,
 )
-SAMPLING_OPTIONS += PENALTIES
 BEAM_OPTIONS = ("length_penalty", "early_stopping")
 
 # --- generate -------------------------------------------------------------------------------------

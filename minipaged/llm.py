@@ -195,8 +195,9 @@ class LLM:
             for prompt, item in zip(prompts, each, strict=True):
                 text = prompt if isinstance(prompt, str) else None
                 ids.append(self.engine.add_request(self._tokens(prompt), item, prompt=text))
+            wanted = set(ids)
             with _interrupt_between_steps() as interrupted, self._progress_bar(len(ids), progress):
-                while not outputs.keys() >= set(ids):
+                while not outputs.keys() >= wanted:
                     if interrupted():
                         raise KeyboardInterrupt
                     outputs |= {output.request_id: output for output in self.engine.step()}

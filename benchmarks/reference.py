@@ -77,7 +77,7 @@ def speeds(new_tokens: int, repetitions: int) -> list[Result]:
 
     from minipaged import LLM, SamplingParams
 
-    llm = LLM(MODEL, num_blocks=640, enable_prefix_caching=False)
+    llm = LLM(MODEL, tier="reference", num_blocks=640, enable_prefix_caching=False)
     assert llm.tokenizer is not None
     prompt = llm.tokenizer.encode(PROMPT)
     long_prompt = (prompt * PREFILL_TOKENS)[:PREFILL_TOKENS]
@@ -135,7 +135,7 @@ def share_of_scheduling(llm: Any, prompt: list[int], num_steps: int) -> Result:
 
     That is the scheduler, the block manager, committing the tokens, and counting the events.
     """
-    from minipaged import SamplingParams, tiers
+    from minipaged import SamplingParams
     from minipaged.contracts import (
         BlockMoves,
         Runner,
@@ -170,9 +170,10 @@ def share_of_scheduling(llm: Any, prompt: list[int], num_steps: int) -> Result:
         recompute_seconds = swap_seconds
 
     loaded, config = llm.loaded, llm.config
-    runner = tiers.make_runner(loaded.config, loaded.weights, config.num_blocks, 0, config.block_size, loaded.dtype)
-    tier = replace(loaded.tier, sample=timed(loaded.tier.sample))
-    engine = Engine(replace(config, num_swap_blocks=0, enable_prefix_caching=True), tier, Timed(runner))
+    config = replace(config, num_swap_blocks=0, enable_prefix_caching=True)
+    runner = loaded.wing.make_runner(loaded.config, loaded.weights, config)
+    tier = replace(loaded.wing.tier, sample=timed(loaded.wing.tier.sample))
+    engine = Engine(config, tier, Timed(runner))
     for i in range(CROWD):
         params = SamplingParams(temperature=0, max_tokens=num_steps + 1, ignore_eos=True)
         engine.add_request([*prompt[:-1], 1000 + i], params)
@@ -211,6 +212,7 @@ def start_of_the_command(repetitions: int) -> list[Result]:
     weights = (hub.fetch(MODEL) / "model.safetensors").stat().st_size
     # Through `-m`, which is what the `minipaged` script does, and is there without an activated environment.
     command = [sys.executable, "-m", "minipaged", "generate", PROMPT, "--temperature=0", "--max-tokens=8"]
+    command.append("--tier=reference")
     runs = []
     for _ in range(1 + repetitions):  # the first fills the disk cache
         launched = subprocess.run(

@@ -79,7 +79,7 @@ def generate(
     model: ModelOption = "smollm2-135m-instruct",
     tier: TierOption = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, float64, or auto.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto.")] = "auto",
     chat: Annotated[bool, typer.Option("--chat", help="Take each prompt as a user's message to a chat model.")] = False,
     n: Annotated[int, typer.Option(help="Samples a prompt; they share the prompt's blocks.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
@@ -180,6 +180,7 @@ def generate(
         printer.finish(outputs[0].outputs[0].text)
     else:
         _print_outputs(outputs)
+    print(f"[{llm.loaded.wing.description}]", file=sys.stderr)
     if stats:
         print(json.dumps(asdict(llm.stats()), indent=2), file=sys.stderr)
 

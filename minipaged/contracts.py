@@ -83,7 +83,7 @@ class BlockAllocator(ABC):
         on `block` is given up; the caller copies the contents. Raises OutOfBlocks, BlockNotAllocated.
         """
 
-    def allocate_many(self, n: int) -> list[int]:
+    def allocate_many(self, n: int) -> Sequence[int]:
         """`n` blocks, or OutOfBlocks and none. Raises ValueError when `n` is negative."""
         if n < 0:
             raise ValueError(f"cannot allocate {n} blocks; ask for 0 or more")
@@ -191,7 +191,7 @@ class BlockTable(ABC):
         """
 
     @abstractmethod
-    def slot_mapping(self, start: int, stop: int) -> list[int]:
+    def slot_mapping(self, start: int, stop: int) -> Sequence[int]:
         """The slots of positions start .. stop - 1. Raises ValueError where there is none."""
 
 
@@ -222,8 +222,8 @@ class BatchRow:
     """The position of `token_ids[0]`: everything before it is in the KV cache already."""
     slots: Sequence[int]
     """[num_query_tokens]: where to write K and V of each token."""
-    block_table: Sequence[int]
-    """[num_blocks of this sequence]; covers positions 0 .. first_position + num_query_tokens - 1."""
+    table: BlockTable
+    """The sequence's own, to be read: its blocks cover positions 0 .. first_position + num_query_tokens - 1."""
     wants_logits: bool
     """Whether the logits after the last query token are asked for."""
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from minipaged import tiers
-from minipaged.contracts import BlockAllocator, Tier
+from minipaged.contracts import BlockAllocator
 from minipaged.engine.engine import Engine, Listener
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
@@ -30,6 +30,7 @@ from minipaged.models.loading import load_config
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, PreemptionMode, SamplingParams
+from minipaged.tiers import Wing
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -85,7 +86,8 @@ class LLM:
         if num_blocks is None:
             num_blocks = self._blocks_that_fit(block_size, memory_utilization, max_num_seqs)
         if num_swap_blocks is None:
-            num_swap_blocks = max(1, int(num_blocks * SWAP_SHARE))
+            room = int(_free_host_bytes() / 2 / loaded.block_bytes(max(1, block_size)))
+            num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
         self.config = EngineConfig(
             num_blocks=num_blocks,
             max_model_len=min(context, num_blocks * block_size) if max_model_len is None else max_model_len,
@@ -101,10 +103,9 @@ class LLM:
             debug=debug,
         )
         try:
-            sizes = (num_blocks, num_swap_blocks, block_size)
-            runner = tiers.make_runner(loaded.config, loaded.weights, *sizes, loaded.dtype)
+            runner = loaded.wing.make_runner(loaded.config, loaded.weights, self.config)
         except MemoryError:
-            size = (num_blocks + num_swap_blocks) * tiers.block_bytes(loaded.config, block_size, loaded.dtype)
+            size = (num_blocks + num_swap_blocks) * loaded.block_bytes(block_size)
             raise InvalidRequest(
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
                 "there are; lower num_blocks or num_swap_blocks"
@@ -112,7 +113,7 @@ class LLM:
         self._lock = threading.Lock()  # threads may share an LLM; their calls follow one another
         self.engine = Engine(
             self.config,
-            loaded.tier,
+            loaded.wing.tier,
             runner,
             allocator=allocator,
             decode=self.tokenizer.decode if self.tokenizer else None,
@@ -226,15 +227,14 @@ class LLM:
         return self.tokenizer
 
     def _blocks_that_fit(self, block_size: int, memory_utilization: float, max_num_seqs: int) -> int:
-        """Blocks for both pools in the share of free memory; never more than the longest sequences could fill."""
+        """Blocks for the pool (both pools, where they share a memory) in the share of what is free; never more than the
+        longest sequences could fill."""
         if block_size < 1 or max_num_seqs < 1:
             return 1  # EngineConfig refuses these by name
-        import psutil
-
-        limit = _container_limit() - psutil.Process().memory_info().rss
-        free = min(psutil.virtual_memory().available, limit) * memory_utilization
         size = self.loaded.block_bytes(block_size)
-        num_blocks = int(free / size / (1 + SWAP_SHARE))
+        on_device = self.loaded.wing.free_device_bytes()
+        free = (_free_host_bytes() if on_device is None else on_device) * memory_utilization
+        num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
         if num_blocks < 1:
             raise InvalidRequest(
                 f"a block of {block_size} tokens takes {size:,} bytes, and only {int(free):,} may be used; lower "
@@ -279,22 +279,28 @@ class LoadedModel:
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer | None
-    tier: Tier
-    dtype: str
-    weights: dict[str, Any]
+    wing: Wing
+    weights: Any
 
     @classmethod
     def load(cls, model: str | Path, tier: str = "auto", device: str = "auto", dtype: str = "auto") -> LoadedModel:
         """Find (or fetch) `model` and load it. Raises ModelError and InvalidRequest."""
-        parts = tiers.choose_tier(tier, device)
+        wing = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-        return cls(folder, config, tokenizer, parts, dtype, tiers.load_weights(folder, config, dtype))
+        return cls(folder, config, tokenizer, wing, wing.load_weights(folder, config))
 
     def block_bytes(self, block_size: int) -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
-        return tiers.block_bytes(self.config, block_size, self.dtype)
+        return self.wing.block_bytes(self.config, block_size)
+
+
+def _free_host_bytes() -> float:
+    """The memory of this machine that is free for this process."""
+    import psutil
+
+    return min(psutil.virtual_memory().available, _container_limit() - psutil.Process().memory_info().rss)
 
 
 def _container_limit() -> float:

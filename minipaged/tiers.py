@@ -1,34 +1,209 @@
 """The tiers by name: the one file that knows the wings of the house.
 
-Everything above asks here for a tier's parts and for the runner that computes with them.
+Everything above asks here for a tier's parts, and for the weights and the runner that compute with them on a device.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from minipaged.contracts import Runner, Tier
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
+from minipaged.params import EngineConfig
 
-DTYPES = {"auto": "float32", "float32": "float32", "float64": "float64"}
-"""What `dtype` may be, and what each computes in."""
+NEEDED_BY_FAST = ("torch", "numba")
+"""And triton, on a machine with a GPU."""
 
 
-def choose_tier(name: str, device: str) -> Tier:
-    """The tier called `name` on `device`. Raises InvalidRequest where there is none."""
-    if name == "fast":
-        raise InvalidRequest("this version has no fast tier yet; use tier='reference' (or 'auto')")
-    if name not in ("auto", "reference"):
+def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> Wing:
+    """The tier called `name`, on `device`, computing in `dtype`. Raises InvalidRequest where that cannot be had.
+
+    "auto" is the fast tier where its packages are installed and it knows the dtype, else the reference.
+    """
+    if name not in ("auto", "reference", "fast"):
         raise InvalidRequest(f"tier is {name!r}; choose 'reference', 'fast' or 'auto'")
-    if device not in ("auto", "cpu"):
-        raise InvalidRequest(f"device is {device!r}; the reference tier computes with NumPy, on 'cpu' only")
-    return reference_tier()
+    missing = [package for package in NEEDED_BY_FAST if importlib.util.find_spec(package) is None]
+    if name == "fast" and missing:
+        raise InvalidRequest(
+            f"the fast tier needs {' and '.join(missing)}, not installed here; "
+            "pip install 'minipaged[fast]', or use tier='reference'"
+        )
+    if name == "fast" or (name == "auto" and not missing and dtype in (*FastWing.DTYPES, "auto")):
+        return FastWing.on(device, dtype)
+    return ReferenceWing.on(device, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Wing(ABC):
+    """One tier on one device: its parts for the engine, and how to load and run a model with it."""
+
+    tier: Tier
+    device: str
+    """"cpu" or "cuda"."""
+    dtype: str
+    """What it computes in: "float32", ..."""
+
+    ITEM_BYTES: ClassVar[dict[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+    @property
+    def name(self) -> str:
+        return self.tier.name
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """Tier, device, kernels and dtype, in a few words."""
+
+    @abstractmethod
+    def load_weights(self, folder: Path, config: ModelConfig) -> Any:
+        """The checkpoint's weights, as `make_runner` wants them. Raises ModelError."""
+
+    @abstractmethod
+    def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
+        """The tier's Llama with its KV cache. Raises MemoryError when there is no room for the cache."""
+
+    @abstractmethod
+    def free_device_bytes(self) -> int | None:
+        """Memory of the device that is free; None where the device's memory is the host's."""
+
+    def block_bytes(self, config: ModelConfig, block_size: int) -> int:
+        """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
+        per_layer = 2 * config.num_key_value_heads * config.head_dim * self.ITEM_BYTES[self.dtype]
+        return block_size * config.num_hidden_layers * per_layer
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceWing(Wing):
+    """The wing to be read: NumPy."""
+
+    DTYPES: ClassVar[tuple[str, ...]] = ("float32", "float64")
+
+    @classmethod
+    def on(cls, device: str, dtype: str) -> ReferenceWing:
+        if device not in ("auto", "cpu"):
+            raise InvalidRequest(f"device is {device!r}; the reference tier computes with NumPy, on 'cpu' only")
+        if dtype not in ("auto", *cls.DTYPES):
+            raise InvalidRequest(f"dtype is {dtype!r}; the reference tier knows auto, {', '.join(cls.DTYPES)}")
+        return cls(reference_tier(), "cpu", "float32" if dtype == "auto" else dtype)
+
+    @property
+    def description(self) -> str:
+        return f"reference tier on cpu: NumPy, {self.dtype}"
+
+    def load_weights(self, folder: Path, config: ModelConfig) -> Any:
+        import numpy as np
+
+        from minipaged.models.loading import load_weights
+
+        return load_weights(folder, config, np.dtype(self.dtype))
+
+    def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
+        from minipaged.reference.kv_cache import KVCache
+        from minipaged.reference.llama import Llama
+
+        cache = KVCache(
+            config.num_hidden_layers,
+            engine_config.num_blocks,
+            engine_config.block_size,
+            config.num_key_value_heads,
+            config.head_dim,
+            engine_config.num_swap_blocks,
+            self.dtype,
+        )
+        return Llama(config, weights, cache)
+
+    def free_device_bytes(self) -> int | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class FastWing(Wing):
+    """The wing to be fast: Triton on a GPU; numba and torch where there is none."""
+
+    DTYPES: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
+
+    @classmethod
+    def on(cls, device: str, dtype: str) -> FastWing:
+        import torch
+
+        if device not in ("auto", "cpu", "cuda"):
+            raise InvalidRequest(f"device is {device!r}; the fast tier knows cpu, cuda and auto")
+        if dtype not in ("auto", *cls.DTYPES):
+            raise InvalidRequest(f"dtype is {dtype!r}; the fast tier knows auto, {', '.join(cls.DTYPES)}")
+        if device == "cuda" and not torch.cuda.is_available():
+            build = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
+            raise InvalidRequest(f"device is 'cuda', but {build}; use device='cpu' (or 'auto')")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda" and importlib.util.find_spec("triton") is None:
+            raise InvalidRequest("the fast tier needs triton for a GPU; pip install triton, or use device='cpu'")
+        if device == "cpu" and dtype == "float16":
+            raise InvalidRequest("dtype is 'float16', which CPUs compute slowly; use bfloat16 or float32 on 'cpu'")
+        if dtype == "auto":
+            has_bfloat16 = device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            dtype = "bfloat16" if has_bfloat16 else "float32"
+        return cls(fast_tier(), device, dtype)
+
+    @property
+    def description(self) -> str:
+        import torch
+
+        if self.device == "cuda":
+            return f"fast tier on {torch.cuda.get_device_name()}: Triton kernels, CUDA graphs, {self.dtype}"
+        threads = torch.get_num_threads()
+        return f"fast tier on cpu ({threads} threads): numba kernels, oneDNN matrix products, {self.dtype}"
+
+    def load_weights(self, folder: Path, config: ModelConfig) -> Any:
+        import torch
+
+        from minipaged.fast.kv_cache import kernels_for
+        from minipaged.fast.llama import Weights
+        from minipaged.models.loading import load_weights
+
+        device, dtype = torch.device(self.device), getattr(torch, self.dtype)
+        loaded = load_weights(folder, config, convert=lambda values: torch.from_numpy(values).to(device, dtype))
+        return Weights.of(config, loaded, kernels_for(device))
+
+    def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
+        import torch
+
+        from minipaged.fast.kv_cache import KVCache
+        from minipaged.fast.llama import Llama
+
+        try:
+            cache = KVCache(
+                config.num_hidden_layers,
+                engine_config.num_blocks,
+                engine_config.block_size,
+                config.num_key_value_heads,
+                config.head_dim,
+                engine_config.num_swap_blocks,
+                getattr(torch, self.dtype),
+                self.device,
+            )
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(str(error)) from None
+        return Llama(
+            config,
+            weights,
+            cache,
+            max_num_seqs=engine_config.max_num_seqs,
+            max_model_len=engine_config.max_model_len,
+        )
+
+    def free_device_bytes(self) -> int | None:
+        import torch
+
+        return torch.cuda.mem_get_info()[0] if self.device == "cuda" else None
 
 
 def reference_tier() -> Tier:
-    """The wing to be read: NumPy."""
+    """The parts of the reference tier."""
     from minipaged.reference.beam_search import BeamSearch
     from minipaged.reference.block_allocator import BlockAllocator
     from minipaged.reference.block_table import BlockTable
@@ -37,38 +212,11 @@ def reference_tier() -> Tier:
     return Tier("reference", BlockAllocator, BlockTable, BeamSearch, sample)
 
 
-def load_weights(folder: Path, config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The checkpoint's weights, in the type that `dtype` names. Raises ModelError, InvalidRequest."""
-    if dtype not in DTYPES:
-        raise InvalidRequest(f"dtype is {dtype!r}; the reference tier knows {', '.join(DTYPES)}")
-    import numpy as np
+def fast_tier() -> Tier:
+    """The parts of the fast tier."""
+    from minipaged.fast.beam_search import BeamSearch
+    from minipaged.fast.block_allocator import BlockAllocator
+    from minipaged.fast.block_table import BlockTable
+    from minipaged.fast.sampling import sample
 
-    from minipaged.models.loading import load_weights
-
-    return dict(load_weights(folder, config, np.dtype(DTYPES[dtype])))
-
-
-def block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
-    """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
-    item = 8 if DTYPES[dtype] == "float64" else 4
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * item
-    return block_size * per_token
-
-
-def make_runner(
-    config: ModelConfig, weights: dict[str, Any], num_blocks: int, num_swap_blocks: int, block_size: int, dtype: str
-) -> Runner:
-    """The tier's Llama with its KV cache."""
-    from minipaged.reference.kv_cache import KVCache
-    from minipaged.reference.llama import Llama
-
-    cache = KVCache(
-        config.num_hidden_layers,
-        num_blocks,
-        block_size,
-        config.num_key_value_heads,
-        config.head_dim,
-        num_swap_blocks,
-        DTYPES[dtype],
-    )
-    return Llama(config, weights, cache)
+    return Tier("fast", BlockAllocator, BlockTable, BeamSearch, sample)

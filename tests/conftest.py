@@ -1,12 +1,24 @@
-"""What tests of every kind may ask for."""
+"""What tests of every kind may ask for, and where the Triton kernels run."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
 
 from tests.tiny_model import make_tiny_model
+
+
+def pytest_report_header() -> str:
+    """Which of the two the suite runs."""
+    if torch.cuda.is_available():
+        return f"Triton kernels: compiled, on {torch.cuda.get_device_name()} (float32, float16, bfloat16)"
+    return "Triton kernels: in the interpreter, there is no GPU (float32, float16); compiled for GPUs, but not run"
 
 
 @pytest.fixture(scope="session")

@@ -100,7 +100,7 @@ class ContentRunner(Runner):
         prefix = 0
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)
-            block = row.block_table[position // self.block_size]
+            block = row.table.blocks[position // self.block_size]
             found = self.device[block][position % self.block_size]
             if found != prefix:
                 raise InvariantViolation(

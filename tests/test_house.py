@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +39,18 @@ MAY_IMPORT = {
         "minipaged.params",
         "minipaged.models.config",
         "minipaged.reference",
+    },
+    "fast": {
+        "numpy",
+        "numba",
+        "llvmlite",
+        "torch",
+        "triton",
+        "minipaged.contracts",
+        "minipaged.errors",
+        "minipaged.params",
+        "minipaged.models.config",
+        "minipaged.fast",
     },
 }
 
@@ -102,6 +117,51 @@ def test_only_tiers_knows_the_wings():
                 if is_under(module, f"minipaged.{wing}") and not inside and name != "minipaged.tiers":
                     wrong.add((name, module))
     assert not wrong
+
+
+TWINS = {
+    "block_allocator": ("BlockAllocator",),
+    "block_table": ("BlockTable",),
+    "kv_cache": ("KVCache",),
+    "attention": ("paged_attention",),
+    "preemption": ("PreemptionCosts", "carry", "measure"),
+    "beam_search": ("BeamSearch",),
+    "sampling": ("sample",),
+    "llama": ("Llama", "FlatBatch", "flatten", "rotary_tables", "inverse_frequencies"),
+}
+
+
+def test_the_wings_have_the_same_rooms():
+    """Each file of one wing has its twin in the other. (The fast wing's kernels live in two rooms below.)"""
+    for wing in WINGS:
+        assert {path.stem for path in (ROOT / wing).glob("*.py")} == TWINS.keys() | {"__init__"}
+
+
+@pytest.mark.parametrize(("room", "name"), [(room, name) for room, names in TWINS.items() for name in names])
+def test_twins_have_the_same_public_members_called_in_the_same_way(room: str, name: str):
+    """A fast member may take more than its twin, but only what can be left out."""
+    reference, fast = (getattr(importlib.import_module(f"minipaged.{wing}.{room}"), name) for wing in WINGS)
+    pairs = {name: (reference, fast)}
+    if inspect.isclass(reference) and not dataclasses.is_dataclass(reference):
+        members = {member for member in vars(reference) if not member.startswith("_")}
+        pairs |= {member: (getattr(reference, member), getattr(fast, member)) for member in members - ONLY_REFERENCE}
+    for member, (theirs, ours) in pairs.items():
+        if not (callable(theirs) and callable(ours)) or name in ("FlatBatch", "rotary_tables", "flatten"):
+            continue
+        expected, found = (list(inspect.signature(call).parameters.values()) for call in (theirs, ours))
+        assert [p.name for p in found[: len(expected)]] == [p.name for p in expected], member
+        assert all(p.default is not p.empty for p in found[len(expected) :]), member
+
+
+ONLY_REFERENCE = {"check_blocks"}
+"""NumPy takes -1 for the last block, so that the reference checks tables in one more place."""
+
+
+def test_triton_is_imported_only_by_its_kernels():
+    """Everything else of the fast tier runs where there is no Triton."""
+    users = {name for name, path in SOURCES.items() if any(is_under(m, "triton") for m in imports(path))}
+    assert users
+    assert all(is_under(name, "minipaged.fast.gpu") for name in users)
 
 
 def test_block_allocators_import_no_numpy():

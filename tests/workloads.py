@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from minipaged import contracts
-from minipaged.contracts import SamplingInput, Tier
+from minipaged.contracts import BeamStep, Sampled, SamplingInput, Tier
 from minipaged.engine.engine import Engine, Listener
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
@@ -23,11 +24,30 @@ from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 from minipaged.reference.sampling import sample
+from minipaged.tiers import fast_tier
 from tests.fake_model import ContentRunner, fake_logits
 
 REFERENCE = Tier("reference", BlockAllocator, BlockTable, BeamSearch, sample)
 
-TIERS = {tier.name: tier for tier in [REFERENCE]}
+
+_fast = fast_tier()
+
+
+class FastBeamSearch(_fast.beam_search):  # type: ignore[misc, name-defined]
+    """The fast tier's, given the arrays that a model without weights makes."""
+
+    def step(self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
+        return super().step(torch.from_numpy(logits), rows, cumulative_logprobs)
+
+
+def fast_sample(logits: np.ndarray, inputs: Sequence[SamplingInput]) -> list[Sampled]:
+    """The fast tier's, given arrays."""
+    return _fast.sample(torch.from_numpy(logits), inputs)
+
+
+FAST = Tier("fast", _fast.block_allocator, _fast.block_table, FastBeamSearch, fast_sample)
+
+TIERS = {tier.name: tier for tier in [REFERENCE, FAST]}
 """One test, every tier: the tests of what both wings have to do are run over all of these."""
 
 

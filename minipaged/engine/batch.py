@@ -33,7 +33,7 @@ class ScheduledRequest:
                     token_ids=sequence.tokens[start:stop],
                     first_position=start,
                     slots=sequence.table.slot_mapping(start, stop),
-                    block_table=list(sequence.table.blocks),
+                    table=sequence.table,
                     wants_logits=self.completes,
                 )
             )

@@ -54,8 +54,9 @@ def load_weights(
     config: ModelConfig,
     dtype: npt.DTypeLike = np.float32,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, npt.NDArray[Any]]:
-    """All weights of the model by name, as arrays of `dtype` (float32 or float16) that own their memory.
+    convert: Callable[[npt.NDArray[Any]], Any] | None = None,
+) -> dict[str, Any]:
+    """All weights of the model by name, as arrays of `dtype` that own their memory, or as what `convert` makes of each.
 
     `progress` is called after each tensor with (tensors read, tensors in all). Raises ModelError for a tensor that
     is missing, unexpected, of the wrong shape or of a dtype that is not a float, and for a file that is cut short.
@@ -77,10 +78,11 @@ def load_weights(
             raise ModelError(
                 f"{stored[name].file}: tensor '{name}' has shape {stored[name].shape}, but config.json asks for {shape}"
             )
-    weights = {}
+    weights: dict[str, Any] = {}
     # In the order of the files, so that a disk reads ahead.
     for name in sorted(shapes, key=lambda name: (stored[name].file, stored[name].offset)):
-        weights[name] = _read_tensor(stored[name]).astype(dtype, copy=False)
+        values = _read_tensor(stored[name])
+        weights[name] = convert(values) if convert else values.astype(dtype, copy=False)
         if progress is not None:
             progress(len(weights), len(shapes))
     return weights

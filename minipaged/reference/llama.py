@@ -113,10 +113,10 @@ def flatten(batch: Batch) -> FlatBatch:
     first = np.array([row.first_position for row in batch], dtype=np.int64)  # [seqs]
     query_start = np.zeros(len(batch) + 1, dtype=np.int64)  # [seqs + 1]
     np.cumsum(query_lens, out=query_start[1:])
-    max_blocks = max((len(row.block_table) for row in batch), default=0)
+    max_blocks = max((len(row.table.blocks) for row in batch), default=0)
     block_tables = np.full((len(batch), max_blocks), -1, dtype=np.int64)  # [seqs, max_blocks]
     for table, row in zip(block_tables, batch, strict=True):
-        table[: len(row.block_table)] = row.block_table
+        table[: len(row.table.blocks)] = row.table.blocks
     return FlatBatch(
         ids=np.array([token for row in batch for token in row.token_ids], dtype=np.int64),
         positions=np.arange(query_start[-1]) + np.repeat(first - query_start[:-1], query_lens),

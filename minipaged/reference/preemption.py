@@ -20,10 +20,14 @@ from dataclasses import dataclass
 import numpy.typing as npt
 
 from minipaged.contracts import Batch, BatchRow, BlockMoves
+from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.reference.block_table import BlockTable
 from minipaged.reference.kv_cache import KVCache
 
 SCRATCH_BYTES = 32 << 20
 """What `measure` copies, so that most of it comes from memory and not from a processor's cache."""
+PROBE_TOKENS = 64
+"""The prompt that `measure` runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +89,12 @@ def _seconds_per_block(shape: tuple[int, int, int, int], num_blocks: int, dtype:
     return min(_seconds(lambda: scratch.swap_out(pairs)) for _ in range(3)) / num_blocks
 
 
-def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], num_tokens: int = 64) -> float:
-    """Tokens a second of a short prompt that is written nowhere and attends to whatever is in block 0."""
-    prompt = BatchRow(
-        token_ids=[0] * num_tokens,
-        first_position=0,
-        slots=[-1] * num_tokens,
-        block_table=[0] * -(-num_tokens // kv_cache.block_size),
-        wants_logits=False,
-    )
+def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object]) -> float:
+    """Tokens a second of a short prompt that is written nowhere and attends to whatever is in the first blocks."""
+    num_tokens = min(PROBE_TOKENS, kv_cache.num_blocks * kv_cache.block_size)
+    table = BlockTable(kv_cache.block_size, BlockAllocator(kv_cache.num_blocks))
+    table.append(num_tokens)
+    prompt = BatchRow([0] * num_tokens, first_position=0, slots=[-1] * num_tokens, table=table, wants_logits=False)
     return num_tokens / _seconds(lambda: forward([prompt]))
 
 

@@ -66,7 +66,7 @@ def test_a_scene_is_printed_in_eighty_columns_without_control_characters(
 
 
 def test_json_is_one_document_with_all_scenes(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_demo(model=tiny_model, seed=3, json_output=True)
+    run_demo(model=tiny_model, tier="reference", seed=3, json_output=True)
     document = json.loads(capsys.readouterr().out)
     assert [scene["name"] for scene in document["scenes"]] == NAMES
     assert document["seed"] == 3
@@ -110,7 +110,7 @@ def test_one_request_shows_its_block_table_with_the_prompt_in_it(played: dict[st
 
 
 def test_the_memory_of_one_request_is_what_can_be_worked_out_by_hand(tiny_model: Path) -> None:
-    (outcome,) = run_demo(model=tiny_model, scene="one-request", num_blocks=300)
+    (outcome,) = run_demo(model=tiny_model, tier="reference", scene="one-request", num_blocks=300)
     (run,) = outcome.runs
     prompt, generated = len("Four score and seven years ago our"), len(outcome.texts[0].token_ids[0])
     slots = [prompt + step for step in range(generated)]  # filled at each step; the last token is never run
@@ -298,7 +298,7 @@ def test_runs_of_blocks_are_drawn_together(blocks: list[int], words: str) -> Non
 
 @pytest.mark.model
 def test_the_real_model_continues_lincoln_with_the_papers_block_table() -> None:
-    (outcome,) = run_demo(scene="one-request")
+    (outcome,) = run_demo(scene="one-request", tier="reference")
     (text,) = outcome.texts
     assert "tokens 0-6: logical blocks 0-1" in outcome.story[0]
     assert [row.tokens for row in outcome.block_table[:1]] == [("Four", " score", " and", " seven")]

@@ -20,3 +20,9 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def smollm2_folder() -> Path:
     """The folder of the real model, fetched where it is not there yet."""
     return hub.resolve("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="session", params=["reference", "fast"])
+def tier(request: pytest.FixtureRequest) -> str:
+    """One test, every tier."""
+    return str(request.param)

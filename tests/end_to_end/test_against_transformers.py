@@ -7,7 +7,7 @@ the shapes that a Llama can have; SmolLM2 is the real one. Greedy tokens may dif
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,18 +134,24 @@ def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_small_llama(tmp_path_factory.mktemp("shape"), **request.param)
 
 
-def serve(folder: Path, **settings: Any) -> LLM:
-    return LLM(folder, num_blocks=64, block_size=8, max_num_batched_tokens=CHUNK, debug=True, **settings)
+Serve = Callable[..., LLM]
 
 
-def test_greedy_tokens_of_a_small_model_are_those_of_transformers(shape: Path):
+@pytest.fixture(scope="module")
+def serve(tier: str) -> Serve:
+    """Makes an LLM of each tier, in float32, from a folder and settings."""
+    sizes = {"num_blocks": 64, "block_size": 8, "max_num_batched_tokens": CHUNK}
+    return lambda folder, **settings: LLM(folder, tier=tier, dtype="float32", debug=True, **sizes, **settings)
+
+
+def test_greedy_tokens_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
     theirs = load(shape)
     outputs = serve(shape).generate(SMALL_PROMPTS, SamplingParams(temperature=0, max_tokens=24))
     for prompt, output in zip(SMALL_PROMPTS, outputs, strict=True):
         check_same_or_tied(shape, prompt, output.outputs[0].token_ids, greedy(theirs, prompt, 24))
 
 
-def test_logprobs_of_a_small_model_are_those_of_transformers(shape: Path):
+def test_logprobs_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
     theirs = load(shape)
     params = SamplingParams(temperature=1, seed=5, max_tokens=12, logprobs=4, ignore_eos=True)
     for prompt, output in zip(SMALL_PROMPTS, serve(shape).generate(SMALL_PROMPTS, params), strict=True):
@@ -153,14 +159,14 @@ def test_logprobs_of_a_small_model_are_those_of_transformers(shape: Path):
         assert_same_logprobs(completion, logprobs(theirs, prompt, completion.token_ids), count=4)
 
 
-def test_beams_of_a_small_model_are_those_of_transformers(shape: Path):
+def test_beams_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
     theirs, params = load(shape), BeamSearchParams(beam_width=3, max_tokens=10)
     for prompt, output in zip(SMALL_PROMPTS, serve(shape).beam_search(SMALL_PROMPTS, params), strict=True):
         assert_same_beams(output.outputs, beams(theirs, prompt, params))
 
 
 @pytest.fixture(scope="module")
-def often_ending(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LlamaForCausalLM]:
+def often_ending(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LlamaForCausalLM]:
     """A small model for which a sixth of the vocabulary ends the text, so that beams of many lengths compete."""
     folder = make_small_llama(tmp_path_factory.mktemp("often_ending"), seed=3, eos_token_id=list(range(100, 121)))
     return serve(folder), load(folder)
@@ -199,8 +205,8 @@ def test_a_text_ends_where_transformers_ends_it(often_ending: tuple[LLM, LlamaFo
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_folder: Path) -> LLM:
-    return LLM("smollm2-135m-instruct", num_blocks=128, max_num_batched_tokens=CHUNK)
+def smollm2(tier: str, smollm2_folder: Path) -> LLM:
+    return LLM("smollm2-135m-instruct", tier=tier, dtype="float32", num_blocks=128, max_num_batched_tokens=CHUNK)
 
 
 @pytest.fixture(scope="module")
@@ -221,13 +227,13 @@ def test_smollm2s_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.model
 def test_smollm2s_logits_are_within_rounding_of_those_of_transformers(
-    smollm2: LLM, smollm2_theirs: LlamaForCausalLM, smollm2_folder: Path
+    tier: str, smollm2: LLM, smollm2_theirs: LlamaForCausalLM, smollm2_folder: Path
 ):
     assert smollm2.tokenizer is not None
     tokens = smollm2.tokenizer.encode("Blocks of keys and values lie scattered in memory, 16 tokens each. " * 8)
     with torch.no_grad():
         theirs = smollm2_theirs(torch.tensor([tokens])).logits[0, -1].numpy()
-    ours = computed_logits(smollm2_folder, tokens)
+    ours = computed_logits(smollm2_folder, tokens, tier)
     assert len(tokens) > 100
     # About 2e-6 apart; a RoPE base that is wrong by a thousandth makes it 7e-5.
     assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()

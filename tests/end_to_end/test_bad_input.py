@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minipaged import LLM, BeamSearchParams, InvalidRequest, InvariantViolation, MinipagedError, ModelError
 from minipaged import SamplingParams as Sampling
@@ -247,10 +248,13 @@ BAD_BEAMS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown stopping rule": ({"beam_width": 2, "early_stopping": "soon"}, "early_stopping is 'soon'"),
 }
 BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "a tier that is not there yet": ({"tier": "fast"}, "no fast tier yet; use tier='reference'"),
     "an unknown tier": ({"tier": "slow"}, "tier is 'slow'; choose 'reference', 'fast' or 'auto'"),
-    "a device of the other tier": ({"device": "cuda"}, "device is 'cuda'; .* 'cpu' only"),
-    "a dtype of the other tier": ({"dtype": "bfloat16"}, "dtype is 'bfloat16'; .* float32, float64"),
+    "a device of the other tier": ({"tier": "reference", "device": "cuda"}, "device is 'cuda'; .* 'cpu' only"),
+    "a dtype of the other tier": ({"tier": "reference", "dtype": "bfloat16"}, "'bfloat16'; .* float32, float64"),
+    "a dtype that only the reference has": ({"tier": "fast", "dtype": "float64"}, "'float64'; .* bfloat16, float16"),
+    "an unknown device": ({"tier": "fast", "device": "tpu"}, "device is 'tpu'; the fast tier knows cpu, cuda and auto"),
+    "an unknown dtype": ({"dtype": "int3"}, "dtype is 'int3'; the reference tier knows auto, float32, float64"),
+    "half precision on a CPU": ({"device": "cpu", "dtype": "float16"}, "use bfloat16 or float32 on 'cpu'"),
     "blocks of nothing": ({"block_size": 0}, "block_size is 0; it must be between 1 and 256"),
     "blocks too large": ({"block_size": 257}, "block_size is 257; it must be between 1 and 256"),
     "an empty pool": ({"num_blocks": 0}, "num_blocks is 0; it must be 1 or more"),
@@ -264,6 +268,9 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown preemption": ({"preemption": "drop"}, "preemption is 'drop'; choose 'swap', 'recompute' or 'auto'"),
     "swapping to nowhere": ({"preemption": "swap", "num_swap_blocks": 0}, "'swap' but num_swap_blocks is 0"),
 }
+if not torch.cuda.is_available():
+    message = "device is 'cuda', but .*; use device='cpu'"
+    BAD_SETTINGS["a GPU where there is none"] = ({"tier": "fast", "device": "cuda"}, message)
 
 
 @pytest.mark.parametrize(("params", "message"), BAD_PARAMS.values(), ids=BAD_PARAMS)

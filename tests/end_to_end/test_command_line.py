@@ -176,7 +176,9 @@ def test_stats_are_printed_to_stderr_when_asked_for(small_llama: Path, capsys: p
     with pytest.raises(SystemExit):
         main(["generate", "abcdefghij", "--model", str(small_llama), "--num-blocks=12", "--block-size=2", "--n=2",
               "--max-tokens=5", "--ignore-eos", "--debug", "--stats"])  # fmt: skip
-    stats = json.loads(capsys.readouterr().err)
+    what_ran, _, stats = capsys.readouterr().err.partition("\n")
+    assert what_ran.startswith("[fast tier on ")
+    stats = json.loads(stats)
     assert (stats["blocks_total"], stats["block_size"], stats["generated_tokens"]) == (12, 2, 10)
     assert stats["table_entry_steps"] > stats["block_steps"] > stats["blocks_used"] == 0
 

@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM
 from minipaged import tiers
 from minipaged.contracts import BatchRow
 from minipaged.models.loading import load_config
+from minipaged.params import EngineConfig
+from tests.tables import table_of
 
 ROUNDING = 1e-4
 """Most that float32 logits of a Llama may be off, as a fraction of the largest."""
@@ -56,11 +58,13 @@ def exact_logits(folder: Path, tokens: Sequence[int]) -> Logits:
         return model(torch.tensor([list(tokens)])).logits[0, -1].numpy()
 
 
-def computed_logits(folder: Path, tokens: Sequence[int]) -> Logits:
-    """The reference tier's logits [vocab] after `tokens`, in float32: one row, one chunk, one block after another."""
+def computed_logits(folder: Path, tokens: Sequence[int], tier: str = "reference") -> Logits:
+    """A tier's logits [vocab] after `tokens`, in float32: one row, one chunk, one block after another."""
     config, block_size = load_config(folder), 16
     num_blocks = -(-len(tokens) // block_size)
-    weights = tiers.load_weights(folder, config, "float32")
-    runner = tiers.make_runner(config, weights, num_blocks, 0, block_size, "float32")
-    row = BatchRow(list(tokens), 0, list(range(len(tokens))), list(range(num_blocks)), wants_logits=True)
-    return runner.forward([row])[0]
+    wing = tiers.choose_tier(tier, dtype="float32")
+    sizes = EngineConfig(num_blocks, block_size=block_size, max_model_len=len(tokens), vocab_size=config.vocab_size)
+    runner = wing.make_runner(config, wing.load_weights(folder, config), sizes)
+    table = table_of(range(num_blocks), block_size, wing.tier)
+    row = BatchRow(list(tokens), 0, list(range(len(tokens))), table, wants_logits=True)
+    return np.asarray(runner.forward([row])[0])

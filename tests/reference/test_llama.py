@@ -21,6 +21,8 @@ from minipaged.contracts import BatchRow, BlockMoves
 from minipaged.models.config import ModelConfig
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.llama import Llama, inverse_frequencies, rotary_tables
+from tests.tables import table_of
+from tests.workloads import REFERENCE
 
 ROPE_PARAMETERS = [
     {"rope_type": "default", "rope_theta": 10000.0},
@@ -119,7 +121,7 @@ class Sequence:
             token_ids=self.token_ids[positions.start : positions.stop],
             first_position=positions.start,
             slots=[self.block_table[p // block_size] * block_size + p % block_size for p in positions],
-            block_table=self.block_table[: -(-positions.stop // block_size)],
+            table=table_of(self.block_table[: -(-positions.stop // block_size)], block_size, REFERENCE),
             wants_logits=wants_logits,
         )
 
@@ -233,7 +235,8 @@ def small_llama(
 def row(first_position: int, num_tokens: int, block_table: list[int], wants_logits: bool = True) -> BatchRow:
     positions = range(first_position, first_position + num_tokens)
     slots = [block_table[p // 4] * 4 + p % 4 for p in positions]
-    return BatchRow([(7 * p) % 50 for p in positions], first_position, slots, block_table, wants_logits)
+    table = table_of(block_table, 4, REFERENCE)
+    return BatchRow([(7 * p) % 50 for p in positions], first_position, slots, table, wants_logits)
 
 
 def test_no_rows_that_want_logits_give_no_logits() -> None:
@@ -285,5 +288,5 @@ def test_weights_are_used_where_they_are_and_logits_computed_only_where_asked_fo
 def test_a_slot_outside_the_cache_is_refused_before_anything_is_written(slots: list[int]) -> None:
     llama = small_llama()
     with pytest.raises(IndexError, match="slot"):
-        llama.forward([BatchRow([1, 2], 0, slots, [0], True)])
+        llama.forward([BatchRow([1, 2], 0, slots, table_of([0], 4, REFERENCE), True)])
     assert not llama.kv_cache.device_blocks.any()

@@ -115,5 +115,5 @@ def test_measuring_is_quick_and_gives_a_machines_plausible_speeds(block_size: in
     ((prompt,),) = asked
     assert costs.prefill_tokens_per_second == pytest.approx(len(prompt.token_ids) / 0.02, rel=0.5)
     assert set(prompt.slots) == {-1}, "written nowhere"
-    assert len(prompt.block_table) * block_size >= len(prompt.token_ids) == len(prompt.slots)
+    assert len(prompt.table.blocks) * block_size >= len(prompt.token_ids) == len(prompt.slots)
     assert not cache.device_blocks.any()

@@ -1,0 +1,331 @@
+"""The fast tier on a GPU, in one command: first whether it is right, then how fast it is and how fast it could be.
+
+    python -m benchmarks.gpu [--checks-only | --timings-only] [--quick] [--seed N] [--json FILE]
+    python -m benchmarks.gpu --tiny        without a GPU: the same ways, in Triton's interpreter; times mean nothing
+
+Each part (a *section*) runs in a process of its own, with a budget of seconds: the table below. So a kernel that hangs
+or breaks the GPU's context costs its own job, and the section goes on behind it in a new process. Whatever is found is
+in the JSON file at once. The exit status is 1 if a check failed, or a measurement of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import random
+import re
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.harness import DeviceLost, Job, Row, Setting, run_jobs
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+SECONDS = {
+    "kernels against float64": 60,
+    "whole model": 45,
+    "test suites": 155,
+    "ceilings": 20,
+    "kernels": 100,
+    "engine, SmolLM2-135M": 75,
+    "engine, Llama-3.2-1B": 75,
+    "engine, Llama-3.1-8B": 90,
+}
+"""The sections, in order, with the seconds after which no further job of one is begun. (A section seldom needs all.)"""
+
+NUM_CHECKS = 3
+ALL_SECONDS = 470
+"""And of all together."""
+GRACE = 40
+"""Seconds that the last job of a section may take beyond its section's budget, before it is ended."""
+
+NO_GPU = """\
+There is no GPU here that torch can use ({why}), and this command measures one.
+What runs here: `python -m benchmarks.gpu --tiny`, all checks and all measurements with tiny sizes, on the CPU in
+Triton's interpreter. It shows that everything works; it measures nothing."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    if not torch.cuda.is_available():
+        if not options.tiny:
+            why = "this torch was built without CUDA" if torch.version.cuda is None else "it finds none"
+            print(NO_GPU.format(why=why), file=sys.stderr)
+            return 2
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    setting = Setting(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.tiny, options.quick, options.seed
+    )
+    if options.section:  # one of our own processes
+        return work(options, setting)
+    return measure(options, setting)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check and measure the GPU kernels.")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument("--checks-only", action="store_true", help="no measurements")
+    parts.add_argument("--timings-only", action="store_true", help="no checks")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, fewer and shorter requests")
+    parser.add_argument("--tiny", action="store_true", help="a dry run with tiny sizes; needs no GPU, measures nothing")
+    parser.add_argument("--seed", type=int, help="repeat the inputs of a run that printed this seed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/gpu-<card>.json")
+    parser.add_argument("--section", choices=SECONDS, help=argparse.SUPPRESS)
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.seed is None:
+        options.seed = random.SystemRandom().randrange(2**31)
+    return options
+
+
+def jobs_of(section: str, setting: Setting) -> list[Job]:
+    """Imports what the section needs, Triton among it."""
+    from benchmarks.gpu import checks, engine, kernels
+
+    make: dict[str, Callable[[Setting], list[Job]]] = {
+        "kernels against float64": checks.kernel_checks,
+        "whole model": checks.model_checks,
+        "test suites": checks.suite_checks,
+        "ceilings": kernels.ceilings,
+        "kernels": kernels.kernel_timings,
+    }
+    if section in make:
+        return make[section](setting)
+    return engine.engine_jobs(section.removeprefix("engine, "), setting)
+
+
+# --- The process of one section ----------------------------------------------------------------------
+
+
+def work(options: argparse.Namespace, setting: Setting) -> int:
+    """Print each job's result as a line of JSON; 3 if the device is lost and somebody else must go on."""
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever else is printed must not get among the results
+    jobs = jobs_of(options.section, setting)
+    print(json.dumps({"jobs": [job.name for job in jobs]}), file=out)
+    try:
+        for row in run_jobs(options.section, jobs, setting, options.seconds, options.first):
+            print(json.dumps(row), file=out)
+    except DeviceLost:
+        return 3
+    return 0
+
+
+def rows_of(section: str, setting: Setting, seconds: float) -> Iterator[Row]:
+    """The results of a section's jobs, one by one, however many processes it takes."""
+    if setting.tiny:  # imports would cost more than the jobs
+        yield from run_jobs(section, jobs_of(section, setting), setting, seconds)
+        return
+    deadline, done = time.monotonic() + seconds, 0
+    names: list[str] = []
+    while not names or done < len(names):
+        left = max(0.0, deadline - time.monotonic())
+        command = [sys.executable, "-m", "benchmarks.gpu", "--section", section, "--first", str(done)]
+        command += ["--seconds", str(left), "--seed", str(setting.seed)]
+        command += ["--quick"] if setting.quick else []
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+        for line in lines_before(process, deadline + GRACE):
+            message = json.loads(line)
+            if "jobs" in message:
+                names = message["jobs"]
+            else:
+                done += 1
+                yield message
+        status = process.wait()
+        if not names:
+            yield {"section": section, "name": section, "status": "failed", "error": f"ended at once, status {status}"}
+            return
+        if status not in (0, 3) and done < len(names):  # killed by a signal, or by us
+            yield {"section": section, "name": names[done], "status": "failed", "error": f"the process ended: {status}"}
+            done += 1
+        if time.monotonic() > deadline:
+            for name in names[done:]:
+                reason = f"the section's {seconds:.0f} seconds were spent"
+                yield {"section": section, "name": name, "status": "skipped", "reason": reason}
+            return
+
+
+def lines_before(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
+    """The lines that a process prints; at the deadline it is ended."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        pending = b""
+        while selector.select(max(0.0, deadline - time.monotonic())):
+            read = os.read(process.stdout.fileno(), 1 << 16)
+            if not read:
+                return
+            *lines, pending = (pending + read).split(b"\n")
+            yield from lines
+    process.kill()
+
+
+# --- All sections ------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace, setting: Setting) -> int:
+    names = list(SECONDS)
+    sections = names[:NUM_CHECKS] if options.checks_only else names[NUM_CHECKS:] if options.timings_only else names
+    if setting.tiny:  # in which all models are the same
+        sections = [name for name in sections if name not in names[-2:]]
+    print(f"seed {setting.seed}" + (" (dry run: tiny sizes, times mean nothing)" if setting.tiny else ""), flush=True)
+    report: dict[str, Any] = {"machine": describe_machine(setting), "seed": setting.seed, "rows": []}
+    report["dry_run"], report["quick"] = setting.tiny, setting.quick
+    file = options.json or (None if setting.tiny else RESULTS / f"gpu-{slug(report['machine']['card'])}.json")
+    began = time.monotonic()
+    ceilings: dict[str, float] = {}
+    for section in sections:
+        left = ALL_SECONDS - (time.monotonic() - began)
+        if left <= 0:
+            add(report, {"section": section, "name": section, "status": "skipped", "reason": "no time was left"}, file)
+            continue
+        for row in rows_of(section, setting, min(SECONDS[section], left)):
+            if section == "ceilings" and isinstance(row.get("rate"), float):
+                ceilings[row["ceiling"]] = row["rate"]
+            judge(row, ceilings)
+            add(report, row, file)
+    report["run_seconds"] = round(time.monotonic() - began, 1)
+    save(report, file)
+    print_table(report)
+    return int(any(row["status"] == "failed" for row in report["rows"] if "transformers" not in row["name"]))
+
+
+def judge(row: Row, ceilings: dict[str, float]) -> None:
+    """Add each figure's share of its ceiling, and whether what was aimed at is reached."""
+    for figures in (row, *(peer for peer in row.get("peers", {}).values() if isinstance(peer, dict))):
+        if isinstance(figures.get("rate"), float) and figures.get("ceiling") in ceilings:
+            figures["share"] = figures["rate"] / ceilings[figures["ceiling"]]
+    for what, aim in row.get("target", {}).items():
+        if isinstance(row.get(what), float):
+            row["met"] = row[what] <= aim if what == "seconds" else row[what] >= aim
+
+
+def add(report: dict[str, Any], row: Row, file: Path | None) -> None:
+    report["rows"].append(row)
+    save(report, file)
+    said = row.get("reason") or row.get("error", "")
+    print(f"{row['status']:8}{row['section']}: {row['name']}{f': {said}' if said else ''}", file=sys.stderr, flush=True)
+
+
+def save(report: dict[str, Any], file: Path | None) -> None:
+    """In one move: whoever ends this command finds the last whole report."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_suffix(".part")
+        beside.write_text(json.dumps(report, indent=1) + "\n")
+        beside.replace(file)
+
+
+def describe_machine(setting: Setting) -> dict[str, Any]:
+    packages = (
+        "torch",
+        "triton",
+        "transformers",
+        "numpy",
+        "flashinfer-python",
+        "flash-attn",
+        "fa3-fwd",
+        "conch-triton-kernels",
+    )
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "missing"
+    card: dict[str, Any] = {"card": "none"}
+    if setting.on_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        card = {
+            "card": properties.name,
+            "multiprocessors": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+            "l2_bytes": properties.L2_cache_size,
+            "cuda": torch.version.cuda,
+        }
+    return card | {
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "versions": versions,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+
+
+def slug(card: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
+# --- The table ---------------------------------------------------------------------------------------
+
+
+def print_table(report: dict[str, Any]) -> None:
+    rows, machine = report["rows"], report["machine"]
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
+    print(f"\n{machine['card']}; Python {machine['python']}; {versions}; {machine['date']}; seed {report['seed']}")
+    checks = [row for row in rows if row["section"] in list(SECONDS)[:NUM_CHECKS]]
+    for row in rows:
+        if row["status"] != "ok":
+            said = str(row.get("reason") or row["error"])
+            print(f"{row['status']:8}{row['section']}: {row['name']}: {first_line(said)}")
+    if checks:
+        print(f"checks: {sum(row['status'] == 'ok' for row in checks)} of {len(checks)} passed")
+    measured = [row for row in rows if row["status"] == "ok" and row not in checks]
+    if report["dry_run"]:
+        print(f"dry run: {len(measured)} measurements were gone through; nothing was measured")
+        return
+    for row in measured:
+        verdict = {None: "", True: "  met", False: "  MISSED"}[row.get("met")]
+        print(f"{row['name']:40}{figures_of(row)}{verdict}".rstrip())
+        for name, peer in row.get("peers", {}).items():
+            if isinstance(peer, dict):
+                print(f"    {name:36}{figures_of(peer)}")
+    for name, reason in unavailable(measured).items():
+        print(f"{name}: {reason}")
+
+
+def figures_of(row: Row) -> str:
+    """Rate and time, share of the ceiling."""
+    parts = []
+    if "tokens_per_second" in row:
+        parts.append(f"{row['tokens_per_second']:9.0f} tokens/s")
+    elif "rate" in row:
+        parts.append(f"{row['rate'] / (1e12 if row['unit'] == 'TFLOP/s' else 1e9):9.1f} {row['unit']:8}")
+    if "seconds" in row:
+        parts.append(f"{row['seconds'] * 1e6:10.1f} us" if row["seconds"] < 1 else f"{row['seconds']:10.2f} s ")
+    if "share" in row:
+        what = "floor" if "tokens_per_second" in row else row["ceiling"]
+        parts.append(f"{row['share']:6.1%} of {what}")
+    if row.get("busy") is not None:
+        parts.append(f"GPU busy {row['busy']:.1%}")
+    return " ".join(parts)
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0][:160]
+
+
+def unavailable(rows: list[Row]) -> dict[str, str]:
+    """What each peer that has no time somewhere said first."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for name, peer in row.get("peers", {}).items():
+            if isinstance(peer, str):
+                found.setdefault(name, f"{first_line(peer)} ({row['name']})")
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

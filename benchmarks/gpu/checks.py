@@ -1,0 +1,585 @@
+"""Is every kernel right? Each against float64, on random inputs that are new in each run.
+
+Results are compared row by row, as ‖result - exact‖ / ‖exact‖: the worst row counts. While a kernel is launched, torch
+fills all memory that it hands out with NaN (or the largest integer), outputs given by the caller too; cache slots that
+no token fills are NaN, and table entries that mean nothing point outside the cache. So what a kernel forgot to write,
+or read without being asked to, shows.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.harness import Job, Row, Setting
+from minipaged.contracts import BatchRow
+from minipaged.fast import gpu
+from minipaged.fast.block_allocator import BlockAllocator
+from minipaged.fast.block_table import BlockTable
+from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
+from minipaged.fast.kv_cache import KVCache, kernels_for
+from minipaged.fast.llama import Llama, Weights
+from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.reference.sampling import uniform as reference_uniform
+
+ROUNDED = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Tolerance where a result is rounded once or twice."""
+MULTIPLIED = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""And where what is rounded goes through a matrix product."""
+WHOLE_MODEL = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+"""And where rounding piles up over the layers."""
+
+SUITES = ("tests/fast", "tests/agreement")
+SUITE_SECONDS = 150
+ROOT = Path(__file__).parents[2]
+
+
+def kernel_checks(setting: Setting) -> list[Job]:
+    jobs = []
+    for dtype in setting.dtypes:
+        name = str(dtype).removeprefix("torch.")
+        checks: dict[str, Callable[[Setting, torch.dtype, torch.Generator], Row]] = {
+            **{f"paged_decode {shape}": partial(check_decode, shape) for shape in attention_shapes(setting)},
+            **{f"paged_prefill {shape}": partial(check_prefill, shape) for shape in attention_shapes(setting)},
+            "rope_and_write": check_rope_and_write,
+            "write": check_write,
+            "copy_blocks": check_copy_blocks,
+            "swap": check_swap,
+            "rms_norm": check_rms_norm,
+            "add_rms_norm": check_add_rms_norm,
+            "swiglu": check_swiglu,
+            "argmax_logsumexp": check_argmax_logsumexp,
+        }
+        if setting.on_gpu:
+            checks["paged_decode in one CUDA graph for all lengths"] = check_decode_in_a_graph
+        for what, check in checks.items():
+            jobs.append(job(f"{what} {name}", check, setting, dtype))
+    for what, check in {"block tables": check_block_tables, "uniform": check_uniform}.items():
+        jobs.append(job(what, check, setting, torch.int32))
+    return jobs
+
+
+def job(name: str, check: Callable[..., Row], setting: Setting, dtype: torch.dtype) -> Job:
+    return Job(name, lambda: check(setting, dtype, setting.random(name)))
+
+
+def compare(result: Tensor, exact: Tensor, tolerance: float) -> Row:
+    """Fail unless each row of `result` (its first axis) is as close to `exact` (float64) as the tolerance asks."""
+    result, exact = result.double().reshape(len(result), -1), exact.reshape(len(exact), -1)
+    assert torch.isfinite(result).all(), f"{int((~torch.isfinite(result)).sum())} elements are NaN or infinite"
+    sizes = exact.norm(dim=1)
+    errors = (result - exact).norm(dim=1)
+    assert not errors[sizes == 0].any(), "rows that should be zero are not"
+    error = float((errors[sizes > 0] / sizes[sizes > 0]).max()) if (sizes > 0).any() else 0.0
+    assert error <= tolerance, f"a row is off by {error:.3g} of its size; rounding explains {tolerance:.3g}"
+    return {"error_of_float64": error, "tolerance": tolerance}
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """torch fills memory that nobody has written with NaN and largest integers."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def normal(*shape: int, dtype: torch.dtype, random: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=random, device=random.device).to(dtype)
+
+
+def nan(*shape: int, dtype: torch.dtype, random: torch.Generator) -> Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=random.device)
+
+
+def int32(numbers: Sequence[Any], random: torch.Generator) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=random.device)
+
+
+def randint(low: int, high: int, random: torch.Generator) -> int:
+    """From `low` to `high`, both included."""
+    return int(torch.randint(low, high + 1, (1,), generator=random, device=random.device))
+
+
+# --- Attention -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int
+
+    def __str__(self) -> str:
+        return f"D{self.head_dim} group {self.group} block {self.block_size}"
+
+
+def attention_shapes(setting: Setting) -> list[AttentionShape]:
+    if setting.tiny:
+        return [AttentionShape(2, 2, 64, 16), AttentionShape(1, 3, 80, 7)]
+    return [
+        AttentionShape(8, 4, 128, 16),  # Llama 3 8B
+        AttentionShape(3, 3, 64, 16),  # SmolLM2
+        AttentionShape(8, 4, 64, 32),
+        AttentionShape(2, 8, 128, 1),
+        AttentionShape(4, 1, 80, 100),
+        AttentionShape(2, 1, 256, 256),
+    ]
+
+
+@dataclass
+class Paged:
+    """Sequences in a paged cache, and beside it the keys and values that each should see."""
+
+    keys: Tensor  # [num_blocks, kv_heads, block_size, head_dim], a view of one layer of two
+    values: Tensor
+    tables: Tensor  # [num_rows, max_blocks]
+    rows: Tensor  # [seqs]
+    kv: list[Tensor]  # of each sequence [2, context, kv_heads, head_dim]
+
+
+def paged(shape: AttentionShape, lengths: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> Paged:
+    """Blocks in random places of the cache, rows in random places of the tables."""
+    size, device = shape.block_size, random.device
+    counts = [-(-length // size) for length in lengths]
+    num_blocks = sum(counts) + 3
+    places = torch.randperm(num_blocks, generator=random, device=device)
+    cache = nan(num_blocks, 2, 2, shape.kv_heads, size, shape.head_dim, dtype=dtype, random=random)
+    tables = torch.full((len(lengths) + 2, max(counts) + 2), 2**30, dtype=torch.int32, device=device)
+    rows = torch.randperm(len(tables), generator=random, device=device)[: len(lengths)].int()
+    kv, used = [], 0
+    for row, length, count in zip(rows.tolist(), lengths, counts, strict=True):
+        sequence = normal(2, length, shape.kv_heads, shape.head_dim, dtype=dtype, random=random)
+        padded = nan(2, count * size, shape.kv_heads, shape.head_dim, dtype=dtype, random=random)
+        padded[:, :length] = sequence
+        blocks = places[used : used + count]
+        cache[blocks, 1] = padded.view(2, count, size, *sequence.shape[2:]).permute(1, 0, 3, 2, 4)
+        tables[row, :count] = blocks.int()
+        kv.append(sequence)
+        used += count
+    return Paged(cache[:, 1, 0], cache[:, 1, 1], tables, rows, kv)
+
+
+def exact_attention(query: Tensor, kv: Tensor, scale: float) -> Tensor:
+    """Causal attention in float64: the last of the queries [n, heads, head_dim] sees all keys [2, context, ...]."""
+    n, heads, context = len(query), query.shape[1], kv.shape[1]
+    if context == 0:
+        return torch.zeros_like(query, dtype=torch.float64)
+    k, v = kv.double().repeat_interleave(heads // kv.shape[2], dim=2)  # [context, heads, head_dim]
+    scores = torch.einsum("thd,chd->htc", query.double(), k) * scale
+    positions = torch.arange(context, device=query.device)
+    scores.masked_fill_(positions > positions[context - n :, None], -torch.inf)
+    return torch.einsum("htc,chd->thd", scores.softmax(-1), v)
+
+
+def lengths_to_check(setting: Setting, random: torch.Generator) -> list[int]:
+    """Where blocks, tiles and splits begin and end; one that is split; and random ones."""
+    if setting.tiny:
+        return [0, 1, 65, randint(129, 200, random)]
+    return [0, 1, 15, 16, 17, 63, 64, 65, 128, 129, randint(4000, 9000, random)] + [
+        randint(1, 700, random) for _ in range(20)
+    ]
+
+
+def check_decode(shape: AttentionShape, setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    lengths = lengths_to_check(setting, random)
+    cache = paged(shape, lengths, dtype, random)
+    query = normal(len(lengths), shape.kv_heads * shape.group, shape.head_dim, dtype=dtype, random=random)
+    out = nan(*query.shape, dtype=dtype, random=random)
+    scale = 1.3 * shape.head_dim**-0.5
+    with poisoned():
+        attention.paged_decode(
+            query, cache.keys, cache.values, cache.tables, cache.rows, int32(lengths, random), scale, out=out
+        )
+    exact = [exact_attention(query[s : s + 1], kv, scale) for s, kv in enumerate(cache.kv)]
+    return compare(out, torch.cat(exact), MULTIPLIED[dtype])
+
+
+def check_decode_in_a_graph(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    """Captured with short contexts, run with long ones: how they are split is decided on the device."""
+    shape = AttentionShape(3, 3, 64, 16)
+    longest = [5000, 40, 700, 1]
+    cache = paged(shape, longest, dtype, random)
+    query = normal(4, 9, 64, dtype=dtype, random=random)
+    context_lens, scale = int32([1, 0, 2, 1], random), 0.125
+    arguments = (query, cache.keys, cache.values, cache.tables, cache.rows, context_lens, scale)
+    attention.paged_decode(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.paged_decode(*arguments)
+    for lengths in (longest, [1, 40, 0, 1], [randint(1, n, random) for n in longest]):
+        context_lens.copy_(int32(lengths, random))
+        out.fill_(torch.nan)
+        graph.replay()
+        seen = [kv[:, :length] for kv, length in zip(cache.kv, lengths, strict=True)]
+        exact = [exact_attention(query[s : s + 1], kv, scale) for s, kv in enumerate(seen)]
+        row = compare(out, torch.cat(exact), MULTIPLIED[dtype])
+    return row
+
+
+def check_prefill(shape: AttentionShape, setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    """Whole prompts, chunks of prompts and single tokens in one batch."""
+    lengths = lengths_to_check(setting, random)[1:]
+    queries = [(randint(1, n, random), n, 1, min(n, 3))[s % 4] for s, n in enumerate(lengths)]
+    queries = [min(n, 500) for n in queries]
+    cache = paged(shape, lengths, dtype, random)
+    starts = [sum(queries[:s]) for s in range(len(queries) + 1)]
+    query = normal(starts[-1], shape.kv_heads * shape.group, shape.head_dim, dtype=dtype, random=random)
+    out = nan(*query.shape, dtype=dtype, random=random)
+    scale = 1.3 * shape.head_dim**-0.5
+    with poisoned():
+        attention.paged_prefill(
+            query, cache.keys, cache.values, cache.tables, cache.rows, int32(starts, random), int32(lengths, random),
+            scale, max_query_len=max(queries), out=out,
+        )  # fmt: skip
+    exact = [exact_attention(q, kv, scale) for q, kv in zip(query.split(queries), cache.kv, strict=True)]
+    return compare(out, torch.cat(exact), MULTIPLIED[dtype])
+
+
+# --- The cache -------------------------------------------------------------------------------------
+
+
+def new_tokens(setting: Setting, random: torch.Generator) -> tuple[AttentionShape, int, Tensor]:
+    """A shape, the blocks of its cache, and slots for tokens, padding among them."""
+    shape = AttentionShape(2, 2, 36, 7) if setting.tiny else AttentionShape(8, 4, 128, 16)
+    tokens = 5 if setting.tiny else 700
+    num_blocks = 3 if setting.tiny else 100
+    slots = torch.randperm(num_blocks * shape.block_size, generator=random, device=random.device)[:tokens].int()
+    slots[1::5] = -1
+    return shape, num_blocks, slots
+
+
+def check_slots(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, tolerance: float) -> Row:
+    """The slots of layer 1 hold k and v [tokens, kv_heads, head_dim] (float64), and all others are NaN as before."""
+    written = slots[slots >= 0].long()
+    assert bool(cache[:, 0].isnan().all()), "another layer was written to"
+    size = cache.shape[4]
+    tokens = cache[:, 1].permute(0, 3, 1, 2, 4)[written // size, written % size]  # [written, 2, kv_heads, head_dim]
+    row = compare(tokens, torch.stack([k, v], 1)[slots >= 0], tolerance)
+    assert int((~cache.isnan()).sum()) == tokens.numel(), "slots that nobody named were written to"
+    return row
+
+
+def check_rope_and_write(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    shape, num_blocks, slots = new_tokens(setting, random)
+    kv_heads, heads, dim = shape.kv_heads, shape.kv_heads * shape.group, shape.head_dim
+    cache = nan(num_blocks, 2, 2, kv_heads, shape.block_size, dim, dtype=dtype, random=random)
+    qkv = normal(len(slots), (heads + 2 * kv_heads) * dim + 8, dtype=dtype, random=random)[:, :-8]  # strided rows
+    angles = torch.rand(9000, dim // 2, generator=random, device=random.device) * 6.3
+    cos, sin = angles.cos(), angles.sin()
+    positions = torch.randint(9000, (len(slots),), generator=random, device=random.device).int()
+    query = nan(len(slots), heads, dim, dtype=dtype, random=random)
+    with poisoned():
+        kv_cache.rope_and_write(qkv, cos, sin, positions, slots, cache[:, 1, 0], cache[:, 1, 1], heads, out=query)
+    every = qkv.double().view(len(slots), heads + 2 * kv_heads, dim)
+    first, second = every.chunk(2, dim=2)
+    c, s = cos[positions.long(), None].double(), sin[positions.long(), None].double()
+    rotated = torch.cat([first * c - second * s, second * c + first * s], dim=2)
+    row = check_slots(cache, slots, rotated[:, heads : heads + kv_heads], every[:, heads + kv_heads :], ROUNDED[dtype])
+    return row | compare(query, rotated[:, :heads], ROUNDED[dtype])
+
+
+def check_write(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    shape, num_blocks, slots = new_tokens(setting, random)
+    cache = nan(num_blocks, 2, 2, shape.kv_heads, shape.block_size, shape.head_dim, dtype=dtype, random=random)
+    k, v = normal(2, len(slots), shape.kv_heads, shape.head_dim, dtype=dtype, random=random)
+    kv_cache.write(slots, k, v, cache[:, 1, 0], cache[:, 1, 1])
+    return check_slots(cache, slots, k.double(), v.double(), 0)
+
+
+def check_copy_blocks(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    shape, pairs = ((9, 2, 2, 1, 7, 3), 3) if setting.tiny else ((700, 32, 2, 8, 16, 16), 300)
+    cache = normal(*shape, dtype=dtype, random=random)
+    expected = cache.clone()
+    places = torch.randperm(shape[0], generator=random, device=random.device)[: 2 * pairs].view(2, pairs)
+    expected[places[1]] = cache[places[0]]
+    kv_cache.copy_blocks(cache, places.t().int().contiguous())
+    assert same_bits(cache, expected), "the cache is not what it should be after copying"
+    return {}
+
+
+def check_swap(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    """Out to the host and back to other blocks, while what was left behind is overwritten at once."""
+    sizes = (2, 12, 4, 2, 8, 12) if setting.tiny else (16, 160, 16, 8, 128, 160)
+    layers, num_blocks, block_size, kv_heads, dim, num_swap_blocks = sizes
+    cache = KVCache(layers, num_blocks, block_size, kv_heads, dim, num_swap_blocks, dtype, setting.device, gpu)
+    for how_many in (3, num_blocks // 2, num_blocks // 2):
+        places, hosts = (
+            torch.randperm(n, generator=random, device=random.device).tolist() for n in (num_blocks, num_swap_blocks)
+        )
+        if how_many == 3:
+            hosts.sort()  # neighbours: one copy
+        leaving, arriving = places[:how_many], places[how_many : 2 * how_many]
+        content = normal(*cache.device_blocks.shape, dtype=dtype, random=random)
+        if setting.on_gpu:
+            torch.cuda._sleep(50_000_000)  # some 30 ms: the copies must wait until the blocks are written
+        cache.device_blocks.copy_(content)
+        cache.swap_out(list(zip(leaving, hosts, strict=False)))
+        cache.poison(leaving)
+        cache.swap_in(list(zip(hosts, arriving, strict=False)))
+        assert same_bits(cache.device_blocks[arriving], content[leaving]), "what came back is not what left"
+        assert cache.device_blocks[leaving].isnan().all()
+        untouched = places[2 * how_many :]
+        assert same_bits(cache.device_blocks[untouched], content[untouched]), "other blocks were written to"
+    return {}
+
+
+# --- Between the matrix products, and after the last ------------------------------------------------
+
+
+def widths(setting: Setting) -> list[tuple[int, int]]:
+    """(tokens, elements of a row)"""
+    return [(3, 80)] if setting.tiny else [(1, 576), (300, 2048), (64, 4096), (5, 8192), (7, 1000)]
+
+
+def exact_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x / (x.pow(2).mean(1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def check_rms_norm(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    for tokens, hidden in widths(setting):
+        x = normal(tokens, hidden, dtype=dtype, random=random)
+        weight = normal(hidden, dtype=dtype, random=random)
+        out = nan(tokens, hidden, dtype=dtype, random=random)
+        with poisoned():
+            llama.rms_norm(x, weight, 1e-5, out=out)
+        row = compare(out, exact_norm(x, weight, 1e-5), ROUNDED[dtype])
+    return row
+
+
+def check_add_rms_norm(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    for tokens, hidden in widths(setting):
+        x, residual = normal(2, tokens, hidden, dtype=dtype, random=random)
+        weight = normal(hidden, dtype=dtype, random=random)
+        exact_sum = x.double() + residual.double()
+        with poisoned():
+            normed = llama.add_rms_norm(x, residual, weight, 1e-5)
+        compare(residual, exact_sum, ROUNDED[dtype])
+        row = compare(normed, exact_norm(residual, weight, 1e-5), ROUNDED[dtype])
+    return row
+
+
+def check_swiglu(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    for tokens, width in widths(setting):
+        gate_up = normal(tokens, 2 * width, dtype=dtype, random=random) * 3
+        out = nan(tokens, width, dtype=dtype, random=random)
+        with poisoned():
+            llama.swiglu(gate_up, out=out)
+        gate, up = gate_up.double().chunk(2, dim=1)
+        row = compare(out, gate * gate.sigmoid() * up, ROUNDED[dtype])
+    return row
+
+
+def check_argmax_logsumexp(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    rows, vocab = (4, 300) if setting.tiny else (67, 128256)
+    logits = normal(rows, vocab, dtype=dtype, random=random) * 4
+    logits[1, vocab // 3] = logits[1, vocab - 1] = 30  # a tie: the first of them
+    logits[2] = -torch.inf
+    logits[2, 7] = 1.5
+    logits[3, vocab // 2 :] = torch.nan
+    with poisoned():
+        token_ids, peaks, log_totals = sampling.argmax_logsumexp(logits)
+    exact = logits.double()
+    finite = torch.arange(rows, device=logits.device) != 3
+    expected = exact.argmax(1)
+    expected[1], expected[3] = vocab // 3, vocab // 2
+    assert token_ids.tolist() == expected.tolist(), "a token is not the likeliest one"
+    assert bool(peaks[3].isnan()), "a row that holds NaN must say so"
+    assert torch.equal(peaks[finite].double(), exact[finite].amax(1)), "a peak is not the largest logit"
+    totals = (exact[finite].logsumexp(1) - exact[finite].amax(1)).exp()
+    return compare(log_totals[finite].double().exp(), totals, 1e-5)
+
+
+def check_block_tables(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    """edit_tables, fork_tables, slot_mapping and advance_decode, against loops."""
+    num_rows, width, size = (6, 9, 4) if setting.tiny else (500, 3000, 16)
+    device = random.device
+    tables = torch.randint(10**6, (num_rows, width), generator=random, device=device).int()
+    expected = tables.tolist()
+    places = torch.randperm(num_rows * width, generator=random, device=device)[: num_rows * 3].tolist()
+    edits = [(place // width, place % width, i) for i, place in enumerate(places)]
+    for table_row, logical, block in edits:
+        expected[table_row][logical] = block
+    block_table.edit_tables(tables, int32(edits, random))
+    assert tables.tolist() == expected, "edit_tables"
+
+    rows = torch.randperm(num_rows, generator=random, device=device).tolist()
+    half = num_rows // 2
+    forks = [(rows[i // 2], rows[half + i], randint(0, width, random)) for i in range(half)]
+    for parent, child, count in forks:
+        expected[child][:count] = expected[parent][:count]
+    block_table.fork_tables(tables, int32(forks, random))
+    assert tables.tolist() == expected, "fork_tables"
+
+    positions = [randint(-1, width * size - 2, random) for _ in rows]
+    positions[0] = -1
+
+    def slot(table_row: int, position: int) -> int:
+        return -1 if position < 0 else expected[table_row][position // size] * size + position % size
+
+    with poisoned():
+        slots = block_table.slot_mapping(tables, int32(rows, random), int32(positions, random), size)
+    assert slots.tolist() == list(map(slot, rows, positions)), "slot_mapping"
+
+    now, slots, context_lens = int32(positions, random), torch.empty_like(slots), torch.empty_like(slots)
+    block_table.advance_decode(tables, int32(rows, random), now, slots, context_lens, size)
+    after = [position + (position >= 0) for position in positions]
+    assert now.tolist() == after, "advance_decode: positions"
+    assert slots.tolist() == list(map(slot, rows, after)), "advance_decode: slots"
+    assert context_lens.tolist() == [position + 1 for position in after], "advance_decode: context lengths"
+    return {}
+
+
+def check_uniform(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    """The same 53 bits as the reference tier's."""
+    n = 20 if setting.tiny else 3000
+    words = torch.randint(-(2**63), 2**63 - 1, (n,), generator=random, device=random.device)
+    streams = torch.randint(2**16, (n,), generator=random, device=random.device).int()
+    positions = torch.randint(2**31, (n,), generator=random, device=random.device).int()
+    with poisoned():
+        numbers = sampling.uniform(words, streams, positions)
+    counters = zip(words.tolist(), streams.tolist(), positions.tolist(), strict=True)
+    expected = [reference_uniform(seed & (2**64 - 1), stream, position) for seed, stream, position in counters]
+    assert numbers.tolist() == expected, "not the reference's numbers"
+    return {}
+
+
+# --- The whole model, and the test suites ------------------------------------------------------------
+
+
+def model_checks(setting: Setting) -> list[Job]:
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in setting.dtypes if dtype != torch.float16}
+    return [
+        job(f"Llama: CUDA graphs, no graphs and CPU agree, {name}", check_llama, setting, dtype)
+        for dtype, name in names.items()
+    ]
+
+
+def check_llama(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    """Greedy decoding of some sequences, three times over the same tokens: the logits, and the tokens but for ties.
+
+    Random weights, in the shapes of SmolLM2-135M. All follow the tokens that the first one chooses, so that one tie
+    does not part them for good. Where another one would choose differently, its best must be within rounding of it.
+    """
+    config = random_llama_config(setting)
+    weights = {
+        name: normal(*shape, dtype=torch.float32, random=random)
+        .div(1 if len(shape) == 1 else shape[1] ** 0.5)
+        .to(dtype)
+        for name, shape in weight_shapes(config).items()
+    }
+    cpu = torch.device("cpu")
+    on_device = Weights.of(config, dict(weights), gpu)
+    on_cpu = Weights.of(config, {name: tensor.to(cpu) for name, tensor in weights.items()}, kernels_for(cpu))
+    runners = {
+        "graphs": Served(config, on_device, setting.device, dtype, gpu),
+        "no graphs": Served(config, on_device, setting.device, dtype, gpu),
+        "CPU": Served(config, on_cpu, cpu, dtype, kernels_for(cpu)),
+    }
+    if setting.on_gpu:
+        assert runners["graphs"].llama._graphs, "nothing was captured"
+        runners["no graphs"].llama._graphs.clear()
+    lengths = [1, 3, 5] if setting.tiny else [1, 16, 17, 130, 600]
+    vocab = config.vocab_size
+    tokens = [[randint(0, vocab - 1, random) for _ in range(length)] for length in lengths]
+    worst = 0.0
+    for _ in range(3 if setting.tiny else 24):
+        logits = {name: runner.step(tokens).double().cpu() for name, runner in runners.items()}
+        ours = logits["graphs"]
+        assert torch.isfinite(ours).all(), "logits are NaN or infinite"
+        chosen = ours.argmax(1)
+        for name in ("no graphs", "CPU"):
+            other = logits[name]
+            error = float(((ours - other).norm(dim=1) / other.norm(dim=1)).max())
+            assert error <= WHOLE_MODEL[dtype], f"graphs and {name}: logits differ by {error:.3g} of their size"
+            worst = max(worst, error)
+            gaps = other.amax(1) - other.gather(1, chosen[:, None])[:, 0]  # [sequences], 0 where both choose alike
+            rounding = 2 * (ours - other).abs().amax(1)
+            assert bool((gaps <= rounding).all()), f"graphs and {name} choose different tokens, and it is no tie"
+        tokens = [[token] for token in chosen.tolist()]
+    return {"difference": worst, "tolerance": WHOLE_MODEL[dtype]}
+
+
+def random_llama_config(setting: Setting) -> ModelConfig:
+    smallest = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80, "vocab_size": 64}
+    full = {"num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1} if setting.tiny else {
+        "num_attention_heads": 9, "num_key_value_heads": 3,
+    }  # fmt: skip
+    return ModelConfig.from_dict(
+        {"model_type": "llama", "rope_theta": 1e5, "tie_word_embeddings": True, "max_position_embeddings": 1024}
+        | (smallest if setting.tiny else full)
+        | heads
+    )
+
+
+class Served:
+    """A Llama with some sequences in its cache."""
+
+    BLOCK_SIZE = 16
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, device: torch.device, dtype: torch.dtype, kernels: object
+    ):
+        num_blocks = 128
+        cache = KVCache(
+            config.num_hidden_layers, num_blocks, self.BLOCK_SIZE, config.num_key_value_heads, config.head_dim,
+            dtype=dtype, device=device, kernels=kernels,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.llama = Llama(config, weights, cache, max_num_seqs=8)
+        cache.poison(range(num_blocks))
+        self._allocator = BlockAllocator(num_blocks)
+        self._tables: list[BlockTable] = []
+
+    def step(self, tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [sequences, vocab] after these further tokens of each sequence."""
+        self._tables = self._tables or [BlockTable(self.BLOCK_SIZE, self._allocator) for _ in tokens]
+        batch = []
+        for table, new in zip(self._tables, tokens, strict=True):
+            start = table.num_tokens
+            table.append(len(new))
+            batch.append(BatchRow(new, start, table.slot_mapping(start, table.num_tokens), table, wants_logits=True))
+        logits: Tensor = self.llama.forward(batch)
+        return logits.clone()
+
+
+def suite_checks(setting: Setting) -> list[Job]:
+    return [Job(f"pytest {' '.join(SUITES)}", partial(run_suites, setting))]
+
+
+def run_suites(setting: Setting) -> Row:
+    """The test suites that use the GPU where there is one. What only compiles needs none, and is left out."""
+    if setting.tiny:
+        return {"status": "skipped", "reason": "a dry run; `make test` runs them"}
+    command = [sys.executable, "-m", "pytest", "-q", *SUITES, "--ignore=tests/fast/test_compiled_kernels.py"]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(min(8, os.cpu_count() or 1))]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SUITE_SECONDS)
+    except subprocess.TimeoutExpired as expired:
+        tail = (expired.stdout or b"").decode(errors="replace")[-1500:]
+        raise TimeoutError(f"not done after {SUITE_SECONDS} seconds: {tail}") from None
+    lines = done.stdout.splitlines()
+    if done.returncode:
+        failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        raise AssertionError("\n".join([*failures[:30], *lines[-3:], done.stderr[-1000:]]))
+    return {"summary": lines[-1] if lines else ""}

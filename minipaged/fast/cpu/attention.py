@@ -1,0 +1,341 @@
+"""Paged attention on a CPU, compiled: keys and values are read where they lie, block by block.
+
+Decoding reads every key and value once and does little with each: memory is what it waits for. So
+
+- the query heads that share a key/value head go through the block together, while it is in the nearest cache;
+- the work of a batch, whatever the lengths of its sequences, is cut into as many equal stretches of tiles as there are
+  threads. A cut may fall within a sequence; the two halves of its online softmax are put together at the end, as the
+  splits of the GPU's kernel are.
+
+A prompt's attention is matrix products, which are best left to the library: there, keys and values are gathered a
+thousand at a time, and the online softmax runs over those tiles.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg"
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from minipaged.fast.cpu.bfloat16 import array_at, as_array, float_of_bits, narrow, prefetch, widen
+
+TILE = 64
+"""Keys between two updates of the running maximum."""
+STEP = 8
+"""Keys that are weighed at a time."""
+QUERY_TILE = 256
+KEY_TILE = 1024
+"""Queries and keys of one matrix product of a prompt: products large enough to be fast, scores that fit the cache."""
+CACHE_LINE = 64
+"""Bytes that memory is read in. Asking ahead for them is worth a fifth to two fifths where keys and values are more
+than the processor's cache holds (SmolLM2's shapes, 32 sequences of 1024: 20.1 GB/s for 16.5 in float32, 15.9 for 11.3
+in bfloat16)."""
+LOWEST = np.float32(-1e30)
+"""Stands for minus infinity where there was no score yet: `LOWEST - LOWEST` is 0, and not NaN."""
+FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
+"""Sums may be reordered, so that they can be vectorised; but NaN and infinity stay what they are."""
+
+
+def paged_decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of one query token a sequence.
+
+    query: [seqs, heads, head_dim] float32 or bfloat16. keys, values: one layer's views of the cache,
+    [num_blocks, kv_heads, block_size, head_dim]. tables: [num_rows, max_blocks] int32, of which sequence s has row
+    rows[s]. context_lens: [seqs] int32, the query token included. Returns [seqs, heads, head_dim]; zeros for a
+    sequence whose context length is 0 (padding).
+    """
+    out = torch.empty_like(query) if out is None else out
+    _decode(
+        as_array(query),
+        keys.data_ptr(),
+        values.data_ptr(),
+        keys.stride(0) * keys.itemsize,
+        keys.stride(1) * keys.itemsize,
+        keys.shape[1],
+        keys.shape[2],
+        tables.numpy(),
+        rows.numpy(),
+        context_lens.numpy(),
+        np.float32(scale),
+        numba.get_num_threads(),
+        as_array(out),
+    )
+    return out
+
+
+def paged_prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a mixed batch: the queries of sequence s are the last ones of its context.
+
+    query: [tokens, heads, head_dim]; query_start: [seqs + 1] int32; the rest as for `paged_decode`, which the sequences
+    with one query are left to. `max_query_len`: the most queries of a sequence.
+    """
+    out = torch.empty_like(query) if out is None else out
+    query_lens = query_start[1:] - query_start[:-1]  # [seqs]
+    single = torch.nonzero(query_lens == 1)[:, 0]  # [sequences with one query]
+    if len(single):
+        tokens = query_start[single].long()
+        out[tokens] = paged_decode(query[tokens], keys, values, tables, rows[single], context_lens[single], scale)
+    if max_query_len > 1:
+        for s in torch.nonzero(query_lens > 1)[:, 0].tolist():
+            begin, end, context_len = int(query_start[s]), int(query_start[s + 1]), int(context_lens[s])
+            num_blocks = -(-context_len // keys.shape[2])
+            blocks = tables[int(rows[s]), :num_blocks].long()
+            for tile in range(begin, end, QUERY_TILE):
+                stop = min(end, tile + QUERY_TILE)
+                out[tile:stop] = _prefill_tile(
+                    query[tile:stop], keys, values, blocks, context_len - (end - tile), context_len, scale
+                )
+    return out
+
+
+def _prefill_tile(
+    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, first: int, context_len: int, scale: float
+) -> Tensor:
+    """Up to QUERY_TILE queries [T, heads, head_dim] of one sequence, the first of them at position `first`."""
+    T, heads, head_dim = query.shape
+    kv_heads, block_size = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    q = query.float().mul_(scale) if query.dtype != torch.float32 else query * scale
+    q = q.view(T, kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(kv_heads, T * group, head_dim)
+    position = first + torch.arange(T).repeat_interleave(group)  # [T * group]
+    m = torch.full((kv_heads, T * group, 1), -torch.inf)
+    l = torch.zeros(kv_heads, T * group, 1)  # noqa: E741
+    o = torch.zeros(kv_heads, T * group, head_dim)
+    seen = min(context_len, first + T)  # keys past it lie after every query
+    step = max(1, KEY_TILE // block_size)  # blocks of a tile
+    for j in range(0, -(-seen // block_size), step):
+        start, stop = j * block_size, min((j + step) * block_size, seen)
+        K = _gather(keys, blocks[j : j + step], stop - start)  # [kv_heads, keys, head_dim]
+        V = _gather(values, blocks[j : j + step], stop - start)  # [kv_heads, keys, head_dim]
+        scores = q @ K.mT  # [kv_heads, T * group, keys]
+        if stop > first + 1:  # the first query, at least, must not see all of them
+            scores.masked_fill_(torch.arange(start, stop) > position[:, None], -torch.inf)
+        m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+        fade = torch.exp(m - m_new)
+        p = scores.sub_(m_new).exp_()
+        l = l * fade + p.sum(-1, keepdim=True)  # noqa: E741
+        o = torch.baddbmm(o.mul_(fade), p, V)
+        m = m_new
+    o = (o / l).view(kv_heads, T, group, head_dim).permute(1, 0, 2, 3)
+    return o.reshape(T, heads, head_dim)
+
+
+def _gather(pool: Tensor, blocks: Tensor, num_keys: int) -> Tensor:
+    """The first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim]."""
+    tile = pool[blocks].transpose(0, 1)  # [kv_heads, blocks, block_size, head_dim]
+    return tile.reshape(tile.shape[0], -1, tile.shape[-1])[:, :num_keys].float()
+
+
+@njit(inline="always")
+def exponential(x):
+    """exp(x) of a float32 at most 88: 2**n times a polynomial, which vectorises (a call of the library's does not).
+
+    The largest relative error is about 1e-7; below -87 it gives the smallest normal number, about 1e-38.
+    """
+    x = max(x, np.float32(-87.0))
+    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
+    r = (
+        x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    )  # ln 2 in two parts: its product with n is exact
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+
+
+@njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")
+def _decode(
+    query,
+    keys,
+    values,
+    block_stride,
+    head_stride,
+    kv_heads,
+    block_size,
+    tables,
+    rows,
+    context_lens,
+    scale,
+    num_threads,
+    out,
+):
+    """`keys` and `values` are addresses, and the strides count bytes."""
+    seqs, heads, head_dim = query.shape
+    group = heads // kv_heads
+    row_bytes = head_dim * query.itemsize
+    first_tile = np.zeros(seqs * kv_heads + 1, np.int64)  # of each pair (sequence, key/value head), counted through
+    for s in range(seqs):
+        tiles = (context_lens[s] + TILE - 1) // TILE
+        if tiles == 0:
+            out[s] = narrow(np.float32(0), out[0, 0, 0])
+        for h in range(kv_heads):
+            first_tile[s * kv_heads + h + 1] = first_tile[s * kv_heads + h] + tiles
+    # A thread's stretch may begin and end within a pair: those two it leaves unfinished.
+    part_of = np.full((num_threads, 2), -1, np.int64)
+    part_m = np.empty((num_threads, 2, group), np.float32)
+    part_l = np.empty((num_threads, 2, group), np.float32)
+    part_o = np.empty((num_threads, 2, group, head_dim), np.float32)
+    for thread in prange(num_threads):
+        begin = first_tile[-1] * thread // num_threads
+        end = first_tile[-1] * (thread + 1) // num_threads
+        q = np.empty((group, head_dim), np.float32)
+        o = np.empty((group, head_dim), np.float32)
+        m = np.empty(group, np.float32)
+        l = np.empty(group, np.float32)  # noqa: E741
+        p = np.empty((group, TILE), np.float32)
+        tile = np.zeros((TILE, head_dim), np.float32)
+        pair = np.searchsorted(first_tile, begin, side="right") - 1
+        while begin < end:
+            s, h = pair // kv_heads, pair % kv_heads
+            k, v, table = keys + h * head_stride, values + h * head_stride, tables[rows[s]]
+            stop = min(end, first_tile[pair + 1])
+            if stop > begin:
+                for g in range(group):
+                    m[g], l[g] = LOWEST, 0
+                    for d in range(head_dim):
+                        q[g, d] = widen(query[s, h * group + g, d]) * scale
+                        o[g, d] = 0
+                for t in range(begin - first_tile[pair], stop - first_tile[pair]):
+                    start, size = t * TILE, min(TILE, context_lens[s] - t * TILE)
+                    _read_tile(k, block_stride, block_size, table, start, size, query, tile)
+                    _prefetch_tile(v, block_stride, block_size, table, start, size, row_bytes)
+                    _take_scores(q, tile, size, m, l, o, p)
+                    _read_tile(v, block_stride, block_size, table, start, size, query, tile)
+                    next_size = min(TILE, context_lens[s] - start - TILE)
+                    _prefetch_tile(k, block_stride, block_size, table, start + TILE, next_size, row_bytes)
+                    _take_values(p, tile, size, o)
+                if begin == first_tile[pair] and stop == first_tile[pair + 1]:
+                    for g in range(group):
+                        for d in range(head_dim):
+                            out[s, h * group + g, d] = narrow(o[g, d] / l[g], out[0, 0, 0])
+                else:
+                    side = 0 if begin > first_tile[pair] else 1
+                    part_of[thread, side] = pair
+                    part_m[thread, side], part_l[thread, side], part_o[thread, side] = m, l, o
+            begin = stop
+            pair += 1
+    _merge(part_of, part_m, part_l, part_o, kv_heads, out)
+
+
+@njit(cache=True)
+def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes):
+    """Ask for what `_read_tile` will read next, while there is something to compute."""
+    j, block, offset = 0, start // block_size, start % block_size
+    while j < size:
+        there = min(block_size - offset, size - j)
+        address = pool + table[block] * block_stride + offset * row_bytes
+        for line in range(0, there * row_bytes, CACHE_LINE):
+            prefetch(address + line)
+        j, block, offset = j + there, block + 1, 0
+
+
+@njit(cache=True)
+def _read_tile(pool, block_stride, block_size, table, start, size, like, tile):
+    """Widen `size` keys (or values) from position `start` on into `tile` [TILE, head_dim], block after block."""
+    head_dim = tile.shape[1]
+    j, block, offset = 0, start // block_size, start % block_size
+    while j < size:
+        there = min(block_size - offset, size - j)
+        address = pool + table[block] * block_stride + offset * head_dim * like.itemsize
+        source = array_at(address, there * head_dim, like[0, 0, 0])
+        for i in range(there):
+            for d in range(head_dim):
+                tile[j + i, d] = widen(source[i * head_dim + d])
+        j, block, offset = j + there, block + 1, 0
+    for rest in range(
+        size, (size + STEP - 1) // STEP * STEP
+    ):  # what `_take_values` weighs with 0: another sequence's NaN stays NaN
+        for d in range(head_dim):
+            tile[rest, d] = 0
+
+
+@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
+def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
+    """The scores of `size` keys against the group's queries, into (m, l) and, as weights, into p [group, TILE]."""
+    group, head_dim = q.shape
+    for g in range(group):
+        m_new = m[g]
+        for j in range(size):
+            score = np.float32(0)
+            for d in range(head_dim):
+                score += q[g, d] * tile[j, d]
+            p[g, j] = score
+            m_new = max(m_new, score)
+        fade = exponential(m[g] - m_new)
+        total = np.float32(0)
+        for j in range(size):
+            p[g, j] = exponential(p[g, j] - m_new)
+            total += p[g, j]
+        p[g, size:] = 0
+        m[g], l[g] = m_new, l[g] * fade + total
+        for d in range(head_dim):
+            o[g, d] *= fade
+
+
+@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
+def _take_values(p, tile, size, o):
+    """Add the weighted values to o [group, head_dim]: eight keys for each time that the sums are loaded and stored."""
+    group, head_dim = o.shape
+    for g in range(group):
+        for j in range(0, size, STEP):
+            p0, p1, p2, p3 = p[g, j], p[g, j + 1], p[g, j + 2], p[g, j + 3]
+            p4, p5, p6, p7 = p[g, j + 4], p[g, j + 5], p[g, j + 6], p[g, j + 7]
+            for d in range(head_dim):
+                low = p0 * tile[j, d] + p1 * tile[j + 1, d] + p2 * tile[j + 2, d] + p3 * tile[j + 3, d]
+                high = p4 * tile[j + 4, d] + p5 * tile[j + 5, d] + p6 * tile[j + 6, d] + p7 * tile[j + 7, d]
+                o[g, d] += low + high
+
+
+@njit(cache=True, error_model="numpy")
+def _merge(part_of, part_m, part_l, part_o, kv_heads, out):
+    """Put the stretches of each cut (sequence, head) together; they follow one another."""
+    group, head_dim = part_o.shape[2], part_o.shape[3]
+    part_of, part_m = part_of.reshape(-1), part_m.reshape(-1, group)
+    part_l, part_o = part_l.reshape(-1, group), part_o.reshape(-1, group, head_dim)
+    for i in range(len(part_of)):
+        pair = part_of[i]
+        if pair < 0 or np.any(part_of[:i] == pair):
+            continue
+        for g in range(group):
+            m = LOWEST
+            for j in range(i, len(part_of)):
+                if part_of[j] == pair:
+                    m = max(m, part_m[j, g])
+            l, o = np.float32(0), np.zeros(head_dim, np.float32)  # noqa: E741
+            for j in range(i, len(part_of)):
+                if part_of[j] == pair:
+                    fade = np.float32(np.exp(part_m[j, g] - m))
+                    l += part_l[j, g] * fade  # noqa: E741
+                    o += part_o[j, g] * fade
+            for d in range(head_dim):
+                out[pair // kv_heads, pair % kv_heads * group + g, d] = narrow(o[d] / l, out[0, 0, 0])

@@ -1,0 +1,100 @@
+"""Writing and copying keys and values on a CPU, compiled: every number is touched once.
+
+One pass over the projections of a token rotates its queries and keys and puts keys and values where they belong. In
+torch the same takes a dozen operations, each with an intermediate result and several microseconds of overhead; a step
+of a small model has thirty layers of them.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
+
+
+def rope_and_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_heads: int,
+) -> Tensor:
+    """Rotate queries and keys by their positions' angles; write keys and values into their slots.
+
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values. cos, sin: float32
+    [max_positions, head_dim / 2].
+    positions, slots: [tokens] int32; slot -1 is padding and is not written. keys, values: one layer's views of the
+    cache, [num_blocks, kv_heads, block_size, head_dim]. Returns the rotated queries [tokens, heads, head_dim].
+    """
+    query = torch.empty(len(qkv), num_heads, keys.shape[3], dtype=qkv.dtype)
+    _rope_and_write(
+        as_array(qkv),
+        cos.numpy(),
+        sin.numpy(),
+        positions.numpy(),
+        slots.numpy(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        keys.stride(0) * keys.itemsize,
+        keys.shape[1],
+        keys.shape[2],
+        as_array(query),
+    )
+    return query
+
+
+def write(slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Put keys and values [tokens, kv_heads, head_dim] into their slots [tokens], but for those with slot -1."""
+    real = slots >= 0
+    blocks = (slots[real] // keys.shape[2]).long()
+    offsets = (slots[real] % keys.shape[2]).long()
+    keys[blocks, :, offsets] = k[real]
+    values[blocks, :, offsets] = v[real]
+
+
+def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
+    """Copy blocks of the cache [num_blocks, ...] (source, destination), all layers, keys and values: pairs [n, 2]."""
+    cache[pairs[:, 1].long()] = cache[pairs[:, 0].long()]
+
+
+def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
+    """Fill these blocks [n] with NaN."""
+    cache[blocks.long()] = torch.nan
+
+
+@njit(parallel=True, cache=True)
+def _rope_and_write(qkv, cos, sin, positions, slots, keys, values, block_stride, kv_heads, block_size, query):
+    """`keys` and `values` are addresses, and `block_stride` counts bytes."""
+    heads, head_dim = query.shape[1:]
+    half = head_dim // 2
+    for token in prange(len(qkv)):
+        c, s = cos[positions[token]], sin[positions[token]]  # [head_dim / 2]
+        for h in range(heads):
+            a, b = h * head_dim, h * head_dim + half
+            for i in range(half):
+                x, y = widen(qkv[token, a + i]), widen(qkv[token, b + i])
+                query[token, h, i] = narrow(x * c[i] - y * s[i], query[0, 0, 0])
+                query[token, h, half + i] = narrow(y * c[i] + x * s[i], query[0, 0, 0])
+        slot = slots[token]
+        if slot >= 0:
+            start = np.int64(slot // block_size) * block_stride
+            for h in range(kv_heads):
+                row = start + (h * block_size + slot % block_size) * head_dim * qkv.itemsize
+                k, v = array_at(keys + row, head_dim, qkv[0, 0]), array_at(values + row, head_dim, qkv[0, 0])
+                a = (heads + h) * head_dim
+                b = a + half
+                for i in range(half):
+                    x, y = widen(qkv[token, a + i]), widen(qkv[token, b + i])
+                    k[i] = narrow(x * c[i] - y * s[i], qkv[0, 0])
+                    k[half + i] = narrow(y * c[i] + x * s[i], qkv[0, 0])
+                a = (heads + kv_heads + h) * head_dim
+                for i in range(head_dim):
+                    v[i] = qkv[token, a + i]

@@ -1,0 +1,321 @@
+"""The loops of sampling that go over whole rows of logits, compiled for a CPU: one thread a row.
+
+A row (49,152 logits for SmolLM2, 200 KB) fits the second-level cache, so it may be gone over several times, as long as
+each time costs a few vector instructions for several tokens. What must not happen is sorting it. The two filters that
+seem to need the tokens in order, `top_k` and `top_p`, need one logit of that order only: their threshold. It is found
+as in a cabinet of drawers. One pass puts each token into a drawer by its distance from the likeliest, and adds up what
+each drawer holds: tokens for `top_k`, probability for `top_p`. The sums tell which drawer the threshold is in, and only
+that one is sorted.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+from numpy.typing import NDArray
+from torch import Tensor
+
+REORDERED = {"reassoc", "contract", "nsz"}
+"""The terms of a sum may be added in any order, and so in vectors; NaN and infinity stay what they are."""
+
+TAYLOR = tuple(1 / math.factorial(power) for power in range(13, -1, -1))
+"""1/13!, 1/12!, ... 1/0!: as many terms of exp as 53 bits need for arguments within ln(2)/2 of 0."""
+LOG2_E = 1.4426950408889634
+LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+"""ln(2) in two parts: the first has so few bits that its products with a whole number below 2**20 are exact."""
+LOWEST = -708.0
+"""Where exp comes near the least float64: next to the likeliest token's 1, what is there and below is nothing."""
+
+SINGLE = np.float32
+TAYLOR_SINGLE = tuple(SINGLE(1 / math.factorial(power)) for power in range(7, -1, -1))
+LN2_HIGH_SINGLE, LN2_LOW_SINGLE = SINGLE(0.693359375), SINGLE(-2.12194440e-4)
+LOWEST_SINGLE = SINGLE(-87.0)
+"""The same for float32, in 24 bits."""
+
+ZERO, HALF, WORD = np.uint64(0), np.uint64(32), np.uint64(2**32 - 1)
+PHILOX_LEFT, PHILOX_RIGHT = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+"""Philox4x32 (Salmon et al., SC 2011): its multipliers, and what is added to the key after each round."""
+
+DRAWER_SHIFT = 52 - 7
+"""A drawer is named by the bits of a distance: the exponent and the first 7 bits of the fraction, so 128 to an octave.
+Whatever the temperature, most distances then fall into many drawers."""
+NEAREST = (1023 - 10) << 7
+"""The name of the drawer for 2**-10; what is nearer to the likeliest goes there too."""
+DRAWERS = 26 << 7
+"""As many as reach from there to 2**16; what is farther goes into the last."""
+
+
+def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each row of logits: the likeliest token, its logit (the peak), and log(sum(exp(logit - peak))).
+
+    logits: [rows, vocab] float32 or float64. Returns token_ids [rows] int64, peaks [rows] float64, log_totals [rows]
+    float64. Ties go to the lowest id. A row that holds NaN has the peak NaN and the id of its first NaN; `log_total`
+    means something only where the peak is finite.
+    """
+    table: NDArray[Any] = logits.contiguous().numpy()
+    kind = np.int32 if logits.dtype == torch.float32 else np.int64
+    bits, magnitude = table.view(kind), kind(np.iinfo(kind).max)
+    token_ids = np.empty(len(table), dtype=np.int64)
+    peaks, log_totals = np.empty(len(table)), np.empty(len(table))
+    _argmax_logsumexp(table, bits, magnitude, token_ids, peaks, log_totals)
+    return torch.from_numpy(token_ids), torch.from_numpy(peaks), torch.from_numpy(log_totals)
+
+
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    peaks: Tensor,
+    temperatures: Tensor,
+    min_logprobs: Tensor,
+    top_ks: Tensor,
+    shares: Tensor,
+    distributions: Tensor,
+    uniforms: Tensor,
+) -> Tensor:
+    """Draw tokens. Distribution i is row rows[i] of `logits` with a temperature and filters; draw j is made from it.
+
+    logits: [rows, vocab] float32 or float64. Of each distribution, [n]: rows int64, peaks float64 (the largest logit),
+    temperatures float64, min_logprobs float64 (log of `min_p`, -inf for none), top_ks int64 (0 for none), shares
+    float64 (the probability that `top_p` may cut off, 0 for none). Of each draw, [m]: distributions int64 (which one,
+    in rising order), uniforms float64 (in [0, 1)). Returns [m] int64.
+    """
+    token_ids = np.empty(len(uniforms), dtype=np.int64)
+    _draw(
+        logits.contiguous().numpy(),
+        rows.numpy(),
+        peaks.numpy(),
+        temperatures.numpy(),
+        min_logprobs.numpy(),
+        top_ks.numpy(),
+        shares.numpy(),
+        distributions.numpy(),
+        uniforms.numpy(),
+        token_ids,
+    )
+    return torch.from_numpy(token_ids)
+
+
+def uniform(
+    seeds: NDArray[np.uint64], streams: NDArray[np.uint64], positions: NDArray[np.uint64]
+) -> NDArray[np.float64]:
+    """A number in [0, 1) for each (seed, stream, position): 53 bits of Philox4x32-10. All [n], on the host."""
+    numbers = np.empty(len(seeds))
+    _uniform(seeds, streams, positions, numbers)
+    return numbers
+
+
+# --- Compiled ---------------------------------------------------------------------------------------
+
+
+@njit(cache=True)
+def _uniform(seeds, streams, positions, numbers):  # type: ignore[no-untyped-def]
+    for i in range(len(seeds)):
+        k0, k1 = seeds[i] & WORD, seeds[i] >> HALF
+        c0, c1, c2, c3 = positions[i], streams[i], ZERO, ZERO
+        for _ in range(10):
+            left, right = c0 * PHILOX_LEFT, c2 * PHILOX_RIGHT  # 64 bits each: high word, low word
+            c0, c1, c2, c3 = (right >> HALF) ^ c1 ^ k0, right & WORD, (left >> HALF) ^ c3 ^ k1, left & WORD
+            k0, k1 = (k0 + WEYL_0) & WORD, (k1 + WEYL_1) & WORD
+        # 27 bits of the first word, 26 of the second
+        numbers[i] = (np.float64(c0 >> np.uint64(5)) * 2**26 + np.float64(c1 >> np.uint64(6))) / 2**53
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _exp(x):  # type: ignore[no-untyped-def]
+    """exp(x) for x <= 0, within a bit or so of the last: 2**n * exp(r). A call into the C library is no vector code."""
+    x = max(x, LOWEST)
+    n = math.floor(x * LOG2_E + 0.5)
+    r = (x - n * LN2_HIGH) - n * LN2_LOW
+    power = 0.0
+    for coefficient in TAYLOR:
+        power = power * r + coefficient
+    return power * np.int64((np.int64(n) + 1023) << 52).view(np.float64)
+
+
+@njit(fastmath={"contract"}, error_model="numpy")
+def _exp_single(x):  # type: ignore[no-untyped-def]
+    """exp(x) for a float32 x <= 0: twice as many to a vector as `_exp`, and fewer terms."""
+    x = max(x, LOWEST_SINGLE)
+    n = np.floor(x * SINGLE(LOG2_E) + SINGLE(0.5))
+    r = (x - n * LN2_HIGH_SINGLE) - n * LN2_LOW_SINGLE
+    power = SINGLE(0)
+    for coefficient in TAYLOR_SINGLE:
+        power = power * r + coefficient
+    return power * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@njit(parallel=True, cache=True, fastmath=REORDERED, error_model="numpy")
+def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):  # type: ignore[no-untyped-def]
+    for row in prange(len(logits)):
+        token_ids[row] = _argmax(logits[row], bits[row], magnitude)
+        peak = logits[row, token_ids[row]]
+        peaks[row] = peak
+        total = _total_single(logits[row], peak) if bits.itemsize == 4 else _total(logits[row], peak)
+        log_totals[row] = math.log(total)
+
+
+@njit(cache=True)
+def _argmax(row, bits, magnitude):  # type: ignore[no-untyped-def]
+    """The first of the largest, or the first NaN. Loops without a branch are faster than one that has some.
+
+    Floats are compared as whole numbers of the same order (where the sign bit is set, the others are turned round), for
+    which there are vector instructions whatever NaN may mean.
+    """
+    shift = 8 * bits.itemsize - 1
+    peak_bits = ~magnitude
+    for token in range(len(bits)):
+        key = bits[token] ^ ((bits[token] >> shift) & magnitude)
+        peak_bits = max(peak_bits, key)
+    has_nan = False
+    for token in range(len(row)):
+        has_nan |= row[token] != row[token]
+    first = len(row)
+    if has_nan:
+        for token in range(len(row)):
+            first = min(first, token if row[token] != row[token] else len(row))
+        return first
+    for token in range(len(row)):
+        key = bits[token] ^ ((bits[token] >> shift) & magnitude)
+        first = min(first, token if key == peak_bits else len(row))
+    peak = row[first]  # or minus it, where it is 0: once more, with the floats
+    for token in range(len(row)):
+        first = min(first, token if row[token] == peak else len(row))
+    return first
+
+
+@njit(fastmath=REORDERED, error_model="numpy")
+def _total(row, peak):  # type: ignore[no-untyped-def]
+    total = 0.0
+    for token in range(len(row)):
+        total += _exp(row[token] - peak)
+    return total
+
+
+@njit(fastmath=REORDERED, error_model="numpy")
+def _total_single(row, peak):  # type: ignore[no-untyped-def]
+    """In float32, of which the softmax of float32 logits has no more digits; added up in float64."""
+    total = 0.0
+    for token in range(len(row)):
+        total += np.float64(_exp_single(SINGLE(row[token] - peak)))
+    return total
+
+
+@njit(parallel=True, cache=True, error_model="numpy")
+def _draw(  # type: ignore[no-untyped-def]
+    logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms, token_ids
+):
+    for i in prange(len(rows)):
+        begin = np.searchsorted(distributions, i, side="left")
+        end = np.searchsorted(distributions, i, side="right")
+        kept, cumulative = _distribution(
+            logits[rows[i]], peaks[i], temperatures[i], min_logprobs[i], top_ks[i], shares[i]
+        )
+        for j in range(begin, end):
+            fell_on = np.searchsorted(cumulative, uniforms[j] * cumulative[-1], side="right")
+            token_ids[j] = kept[min(fell_on, len(kept) - 1)]
+
+
+@njit(error_model="numpy")
+def _distribution(row, peak, temperature, threshold, top_k, share):  # type: ignore[no-untyped-def]
+    """What to draw from: the tokens kept, by rising id, and the running sum of their weights."""
+    scaled = np.empty(len(row))  # [vocab], the likeliest is 0
+    token_ids = np.empty(len(row), np.int64)
+    for token in range(len(row)):
+        scaled[token] = (row[token] - peak) / temperature
+        token_ids[token] = token
+    if 0 < top_k < len(row):
+        threshold = max(threshold, _largest_but(top_k, scaled))
+    kept = len(row)
+    if threshold > -np.inf:
+        kept = _keep(scaled, token_ids, kept, threshold)
+    if share > 0:
+        kept = _keep(scaled, token_ids, kept, _lightest_kept(scaled[:kept], share))
+    kept = max(kept, 1)  # a row of NaN keeps nothing: it is refused later, but must not be read past its end here
+    weights = _exps(scaled[:kept])
+    cumulative = 0.0
+    for i in range(kept):  # in order of token id, one after the other: the sum that is compared with must be this one
+        cumulative += weights[i]
+        weights[i] = cumulative
+    return token_ids[:kept], weights
+
+
+@njit(error_model="numpy")
+def _exps(scaled):  # type: ignore[no-untyped-def]
+    """[n]: a loop of its own, because one that also adds up in order cannot be made of vectors."""
+    weights = np.empty(len(scaled))
+    for i in range(len(scaled)):
+        weights[i] = _exp(scaled[i])
+    return weights
+
+
+@njit(error_model="numpy")
+def _keep(scaled, token_ids, count, threshold):  # type: ignore[no-untyped-def]
+    """Move those at or above the threshold to the front, in order; return how many they are."""
+    kept = 0
+    for i in range(count):
+        if scaled[i] >= threshold:
+            scaled[kept] = scaled[i]
+            token_ids[kept] = token_ids[i]
+            kept += 1
+    return kept
+
+
+@njit(inline="always", error_model="numpy")
+def _drawer(scaled):  # type: ignore[no-untyped-def]
+    """Which drawer a scaled logit is in: the lower the logit, the higher the number."""
+    distance_bits = np.float64(0.0 - scaled).view(np.int64)
+    return min(max((distance_bits >> DRAWER_SHIFT) - NEAREST, 0), DRAWERS - 1)
+
+
+@njit(error_model="numpy")
+def _largest_but(top_k, scaled):  # type: ignore[no-untyped-def]
+    """The `top_k`-th largest of `scaled` [vocab]."""
+    tokens = np.zeros(DRAWERS, np.int64)
+    for token in range(len(scaled)):
+        tokens[_drawer(scaled[token])] += 1
+    drawer = 0
+    while tokens[drawer] < top_k:
+        top_k -= tokens[drawer]
+        drawer += 1
+    return _sorted_drawer(scaled, drawer)[-top_k]
+
+
+@njit(error_model="numpy")
+def _lightest_kept(scaled, share):  # type: ignore[no-untyped-def]
+    """The least logit with which the tokens up to it have more than `share` of the probability."""
+    weights = _exps(scaled)
+    masses = np.zeros(DRAWERS)
+    for i in range(len(scaled)):
+        masses[_drawer(scaled[i])] += weights[i]
+    total = 0.0
+    for drawer in range(DRAWERS - 1, -1, -1):
+        total += masses[drawer]
+    may_go = share * total
+    below = 0.0
+    for drawer in range(DRAWERS - 1, -1, -1):
+        if below + masses[drawer] > may_go:
+            rising = _sorted_drawer(scaled, drawer)
+            for logit in rising:
+                below += _exp(logit)
+                if below > may_go:
+                    return logit
+            return rising[-1]  # added up in another order, the drawer weighs a bit less
+        below += masses[drawer]
+    return 0.0  # a share of all: the likeliest stays
+
+
+@njit(error_model="numpy")
+def _sorted_drawer(scaled, drawer):  # type: ignore[no-untyped-def]
+    """What is in one drawer, in rising order."""
+    inside = np.empty(len(scaled))
+    count = 0
+    for logit in scaled:
+        if _drawer(logit) == drawer:
+            inside[count] = logit
+            count += 1
+    return np.sort(inside[:count])

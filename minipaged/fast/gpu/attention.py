@@ -1,0 +1,632 @@
+"""PagedAttention on a GPU (paper, sections 4.1 and 5.1): two Triton kernels and a reduction.
+
+The mathematics is that of `reference/attention.py`: walk along the keys of a sequence, look each one's block up in the
+block table, and keep for every query a running maximum m, a running sum l and a running output o (online softmax).
+What differs is what the walk is made of. A GPU is a hundred or so multiprocessors that each multiply small matrices,
+and that wait a microsecond for memory unless they have asked for much of it ahead. Hence:
+
+- **Rows.** The query heads that share a key/value head read the same keys: they become the rows of one matrix, so that
+  K and V are fetched once for all of them, and Q·K is one product. Prefill packs (query, head) pairs in the same way.
+- **Tiles.** A turn of the loop takes 64 keys (fewer where registers are short), whatever the block size: the tile suits
+  the tensor cores, and the block size suits the memory manager. Each key's block is looked up by itself, so that a tile
+  may span 64 blocks of one token or a quarter of a block of 256.
+- **No mask where none is needed.** Most tiles are seen whole by every row. Only the last ones (the end of the context,
+  the causal diagonal) pay for comparisons. There, nothing past the context is even loaded: an unfilled slot may hold
+  NaN, and a weight of zero does not remove it (0 × NaN is NaN).
+- **exp2.** The hardware raises 2 to a power; e^x is 2^(x · log2 e). The factor log2 e is folded into the softmax scale.
+
+**Decode: splits.** One query a sequence gives (sequences × key/value heads) programs, often far fewer than the GPU
+holds. So a long context is divided into splits, each a program of its own that writes a partial result (its output and
+the log-sum-exp that says what it weighs), and a second kernel adds those up. How many splits a sequence needs depends
+on lengths that change at every step, and a CUDA graph cannot change: so the grid has room for the most there
+could be, every program reads the lengths from GPU memory, works out the splits in use, and leaves at once if it is
+not among them. One recorded graph thus serves all lengths. A sequence with one split writes its result directly.
+
+**Prefill: tiles of a mixed batch.** The grid is as long as the tiles there could be: (rows ÷ tile), and one more for
+each sequence, since each may end in a partial tile. A program finds its sequence by counting those that begin before
+it. Tiles late in a sequence see more keys than early ones and are started first: what is started last should be short.
+
+Which rounding a sequence gets depends a little on the batch (the number of splits does); its mathematics does not.
+"""
+
+# Triton kernels have no Python types: their arguments are pointers and scalars on the device.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MIN_ROWS = tl.constexpr(16)
+"""The tensor cores multiply 16 rows at a time: fewer are padded."""
+
+MIN_KEYS_PER_SPLIT = tl.constexpr(128)
+"""A shorter split costs more to write down and add up than it saves."""
+
+MAX_SPLITS = tl.constexpr(128)
+"""Of one sequence: the reduction weighs all of them in one vector."""
+
+PROGRAMS_PER_SM = 2
+"""Programs with work for each multiprocessor: while one multiplies, the other has loads under way. All of them must fit
+at once, and a few more (sequences do not divide evenly): a program that waits for a place makes all wait for it."""
+
+GRID_PER_SM = 8
+"""Programs in the grid of a decode, for each multiprocessor. Sequences of equal lengths need PROGRAMS_PER_SM and the
+rest leave at once; with mixed lengths the spare ones let the longest sequence be divided finer than the average."""
+
+LOG2_E = math.log2(math.e)
+
+
+# --- Decode ----------------------------------------------------------------------------------------
+
+
+class DecodeWorkspace:
+    """Room for the partial results of `paged_decode`, so that it allocates nothing and a CUDA graph can record it.
+
+    One workspace serves batches of 1 to `max_seqs` sequences, one call after another (calls on different streams need
+    one each). `num_sms` is the number of multiprocessors to keep busy: by default those of `device`.
+    """
+
+    def __init__(
+        self,
+        max_seqs: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        device: torch.device | str,
+        *,
+        num_sms: int | None = None,
+    ) -> None:
+        self.max_seqs, self.heads, self.kv_heads, self.head_dim = max_seqs, heads, kv_heads, head_dim
+        self.num_sms = _num_sms(torch.device(device)) if num_sms is None else num_sms
+        partials = max((seqs * heads * self.max_splits(seqs) for seqs in range(1, max_seqs + 1)), default=0)
+        self.o = torch.empty(partials, head_dim, dtype=torch.float32, device=device)  # each split's output
+        self.lse = torch.empty(partials, dtype=torch.float32, device=device)  # log2 of its sum of weights
+
+    def max_splits(self, seqs: int) -> int:
+        """How many splits of each sequence the grid has room for, in a batch of `seqs`."""
+        room = GRID_PER_SM * self.num_sms // max(1, seqs * self.kv_heads)
+        return max(1, min(int(MAX_SPLITS.value), room))
+
+
+def paged_decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    out: Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> Tensor:
+    """Attention of one query token a sequence over its whole context.
+
+    query: [seqs, heads, head_dim], fp32, fp16 or bf16. keys, values: [num_blocks, kv_heads, block_size, head_dim] in
+        the same dtype: one layer's views of the cache, strided alike. The query tokens' own K and V are there already.
+    tables: [num_rows, max_blocks] int32. rows: [seqs] int32, the row of `tables` that each sequence owns.
+    context_lens: [seqs] int32, the query token included. A length of 0 is padding: nothing is read, zeros are written.
+    scale: of the scores, positive. out: [seqs, heads, head_dim] like `query`. workspace: needed to allocate nothing.
+    Query head h reads key/value head h // (heads / kv_heads).
+
+    Returns [seqs, heads, head_dim], in `out` if it is given. Raises ValueError for shapes or strides that do not fit.
+    """
+    seqs, heads, head_dim = query.shape
+    group = _check(query, keys, values, scale)
+    kv_heads = keys.shape[1]
+    out = _output(query, out)
+    if workspace is None:
+        workspace = DecodeWorkspace(seqs, heads, kv_heads, head_dim, query.device)
+    elif seqs > workspace.max_seqs or (heads, kv_heads, head_dim) != (
+        workspace.heads,
+        workspace.kv_heads,
+        workspace.head_dim,
+    ):
+        raise ValueError(
+            f"a workspace for up to {workspace.max_seqs} sequences (heads, key/value heads, head_dim: "
+            f"{workspace.heads}, {workspace.kv_heads}, {workspace.head_dim}) cannot hold {seqs} "
+            f"({heads}, {kv_heads}, {head_dim})"
+        )
+    if seqs == 0:
+        return out
+    max_splits = workspace.max_splits(seqs)
+    capability = _capability(query.device)
+    options = decode_options(query.dtype, head_dim, group, keys.shape[2], capability, split=max_splits > 1)
+    lengths = (context_lens, seqs, kv_heads, PROGRAMS_PER_SM * workspace.num_sms, max_splits)
+    _decode_kernel[(kv_heads, seqs, max_splits)](
+        query,
+        keys,
+        values,
+        tables,
+        rows,
+        out,
+        workspace.o,
+        workspace.lse,
+        *lengths,
+        scale * LOG2_E,
+        *query.stride()[:2],
+        *out.stride()[:2],
+        *keys.stride()[:3],
+        tables.stride(0),
+        **options,
+    )
+    if max_splits > 1:
+        _reduce_kernel[(heads, seqs)](
+            out, workspace.o, workspace.lse, *lengths, *out.stride()[:2], **reduce_options(options)
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["seqs", "kv_heads", "programs", "max_splits", "table_stride"])
+def _decode_kernel(
+    query,  # [seqs, heads, HEAD_DIM]
+    keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
+    values,  # the same
+    tables,  # [num_rows, max_blocks]
+    rows,  # [seqs]
+    out,  # [seqs, heads, HEAD_DIM]
+    partial_o,  # [seqs, heads, max_splits, HEAD_DIM]
+    partial_lse,  # [seqs, heads, max_splits]
+    context_lens,  # [seqs]
+    seqs,
+    kv_heads,
+    programs,
+    max_splits,
+    scale,
+    query_token_stride,
+    query_head_stride,
+    out_token_stride,
+    out_head_stride,
+    block_stride,
+    kv_head_stride,
+    slot_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One program: the query heads of one key/value head of one sequence, over one split of its context.
+
+    The split is the slowest axis of the grid, so that programs with nothing to do come last. The key/value head is the
+    fastest: neighbouring programs read neighbouring parts of the same block.
+    """
+    kv_head = tl.program_id(0)
+    seq = tl.program_id(1)
+    split = tl.program_id(2)
+    context_len = tl.load(context_lens + seq)
+    row = tl.arange(0, ROWS)  # [ROWS], of which the first GROUP are query heads
+    dim = tl.arange(0, DIM)  # [DIM], of which the first HEAD_DIM exist
+    exists = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]  # [ROWS, DIM]
+    head = kv_head * GROUP + row  # [ROWS]
+    out_at = seq.to(tl.int64) * out_token_stride + head[:, None] * out_head_stride + dim[None, :]
+    if context_len == 0:
+        if split == 0:
+            tl.store(out + out_at, tl.zeros([ROWS, DIM], out.dtype.element_ty), mask=exists)
+        return
+
+    start = 0
+    end = context_len
+    num_splits = 1
+    if SPLIT:
+        per_split = TILE * _tiles_per_split(context_len, context_lens, seqs, kv_heads, programs, max_splits, TILE)
+        num_splits = tl.cdiv(context_len, per_split)
+        start = split * per_split
+        end = tl.minimum(start + per_split, context_len)
+        if split >= num_splits:
+            return
+
+    q_at = seq.to(tl.int64) * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
+    q = tl.load(query + q_at, mask=exists, other=0.0)  # [ROWS, DIM]
+    table = tables + tl.load(rows + seq).to(tl.int64) * table_stride
+    kv_at = kv_head.to(tl.int64) * kv_head_stride
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    o = tl.zeros([ROWS, DIM], tl.float32)
+    whole = end // TILE * TILE  # `start` is a multiple of TILE: up to here tiles are whole
+    # The last tile's blocks are looked up now, so that their numbers are there when the loop is done.
+    last_block = _look_up(table, whole, end, BLOCK_SIZE, TILE)
+    for first in range(start, whole, TILE):
+        block = _look_up(table, first, end, BLOCK_SIZE, TILE)
+        m, l, o = _attend(  # noqa: E741
+            q, m, l, o, keys + kv_at, values + kv_at, block, first, end, row,
+            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
+        )  # fmt: skip
+    if whole < end:
+        last_seen = tl.full([ROWS], end - 1, tl.int32)
+        m, l, o = _attend(  # noqa: E741
+            q, m, l, o, keys + kv_at, values + kv_at, last_block, whole, end, last_seen,
+            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
+        )  # fmt: skip
+    o = o / l[:, None]
+
+    if num_splits == 1:
+        tl.store(out + out_at, o.to(out.dtype.element_ty), mask=exists)
+    else:
+        partial = (seq * kv_heads * GROUP + head).to(tl.int64) * max_splits + split  # [ROWS]
+        tl.store(partial_o + partial[:, None] * HEAD_DIM + dim[None, :], o, mask=exists)
+        tl.store(partial_lse + partial, m + tl.log2(l), mask=row < GROUP)
+
+
+@triton.jit
+def _tiles_per_split(context_len, context_lens, seqs, kv_heads, programs, max_splits, TILE: tl.constexpr):
+    """How many tiles each split of one sequence takes, so that the whole batch divides evenly over `programs`.
+
+    So a sequence of twice the length gets twice the splits. Then they are evened out: 9 tiles at no fewer than 4 each
+    are 5 and 4, not 4, 4 and 1. No split in use is empty.
+    """
+    total = 0  # tiles in the batch
+    for first in range(0, seqs, 128):
+        seq = first + tl.arange(0, 128)
+        total += tl.sum(tl.cdiv(tl.load(context_lens + seq, mask=seq < seqs, other=0), TILE))
+    tiles = tl.cdiv(context_len, TILE)
+    at_least = tl.maximum(tl.cdiv(total * kv_heads, programs), tl.cdiv(tiles, max_splits))
+    at_least = tl.maximum(at_least, MIN_KEYS_PER_SPLIT // TILE)
+    return tl.cdiv(tiles, tl.cdiv(tiles, at_least))
+
+
+@triton.jit(do_not_specialize=["seqs", "kv_heads", "programs", "max_splits"])
+def _reduce_kernel(
+    out,  # [seqs, heads, HEAD_DIM]
+    partial_o,  # [seqs, heads, max_splits, HEAD_DIM]
+    partial_lse,  # [seqs, heads, max_splits]
+    context_lens,  # [seqs]
+    seqs,
+    kv_heads,
+    programs,
+    max_splits,
+    out_token_stride,
+    out_head_stride,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """One program: one query head of one sequence. Adds up its splits, each weighed with its sum of exponentials."""
+    head = tl.program_id(0)
+    seq = tl.program_id(1)
+    context_len = tl.load(context_lens + seq)
+    if context_len == 0:
+        return
+    per_split = TILE * _tiles_per_split(context_len, context_lens, seqs, kv_heads, programs, max_splits, TILE)
+    num_splits = tl.cdiv(context_len, per_split)
+    if num_splits == 1:  # written already
+        return
+
+    base = (seq * tl.num_programs(0) + head).to(tl.int64) * max_splits
+    every = tl.arange(0, MAX_SPLITS)
+    m = tl.max(tl.load(partial_lse + base + every, mask=every < num_splits, other=float("-inf")))
+    dim = tl.arange(0, DIM)
+    weights = tl.zeros([16], tl.float32)
+    o = tl.zeros([DIM], tl.float32)
+    for first in range(0, num_splits, 16):
+        split = first + tl.arange(0, 16)
+        in_use = split < num_splits  # what other splits' places hold is garbage
+        weight = tl.exp2(tl.load(partial_lse + base + split, mask=in_use, other=float("-inf")) - m)  # [16]
+        part_at = (base + split)[:, None] * HEAD_DIM + dim[None, :]
+        part = tl.load(partial_o + part_at, mask=in_use[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)  # [16, DIM]
+        weights += weight
+        o += tl.sum(weight[:, None] * part, 0)
+    o = o / tl.sum(weights)
+    out_at = seq.to(tl.int64) * out_token_stride + head * out_head_stride + dim
+    tl.store(out + out_at, o.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+# --- Prefill ---------------------------------------------------------------------------------------
+
+
+def paged_prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    max_query_len: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of a batch of sequences with any number of query tokens each (prompts, chunks, single tokens).
+
+    query: [tokens, heads, head_dim], fp32, fp16 or bf16, sequence after sequence: s has the tokens query_start[s] to
+        query_start[s + 1] - 1, the last of its context_lens[s] positions. Each sees the positions up to its own.
+    query_start: [seqs + 1] int32. context_lens: [seqs] int32, query tokens included.
+    max_query_len: the most query tokens of one sequence (the launch must not wait for the GPU to read them).
+    The rest as in `paged_decode`.
+
+    Returns [tokens, heads, head_dim], in `out` if it is given. Raises ValueError for shapes or strides that do not fit.
+    """
+    tokens, _, head_dim = query.shape
+    group = _check(query, keys, values, scale)
+    seqs = len(context_lens)
+    out = _output(query, out)
+    capability = _capability(query.device)
+    options = prefill_options(query.dtype, head_dim, group, keys.shape[2], capability, max_query_len)
+    num_tiles = tokens * group // options["ROWS"] + seqs
+    if tokens == 0:
+        return out
+    _prefill_kernel[(keys.shape[1], num_tiles)](
+        query,
+        keys,
+        values,
+        tables,
+        rows,
+        out,
+        query_start,
+        context_lens,
+        seqs,
+        scale * LOG2_E,
+        *query.stride()[:2],
+        *out.stride()[:2],
+        *keys.stride()[:3],
+        tables.stride(0),
+        **options,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["seqs", "table_stride"])
+def _prefill_kernel(
+    query,  # [tokens, heads, HEAD_DIM]
+    keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
+    values,  # the same
+    tables,  # [num_rows, max_blocks]
+    rows,  # [seqs]
+    out,  # [tokens, heads, HEAD_DIM]
+    query_start,  # [seqs + 1]
+    context_lens,  # [seqs]
+    seqs,
+    scale,
+    query_token_stride,
+    query_head_stride,
+    out_token_stride,
+    out_head_stride,
+    block_stride,
+    kv_head_stride,
+    slot_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """One program: ROWS consecutive (query token, head) pairs of one sequence and key/value head, over all they see.
+
+    Pair r of a sequence is head r % GROUP of query token r // GROUP.
+    """
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # a sequence's last tile, the longest, is started first
+
+    # Sequence s owns the tiles from query_start[s] * GROUP // ROWS + s on: at least as many as it needs, and no sum
+    # over the sequences before it. This tile is that of the last sequence that begins no later.
+    seq = -1
+    for first in range(0, seqs, 128):
+        s = first + tl.arange(0, 128)
+        begins = tl.load(query_start + s, mask=s < seqs, other=0) * GROUP // ROWS + s
+        seq += tl.sum(((s < seqs) & (begins <= tile)).to(tl.int32))
+    first_token = tl.load(query_start + seq)
+    num_pairs = (tl.load(query_start + seq + 1) - first_token) * GROUP
+    first_pair = (tile - (first_token * GROUP // ROWS + seq)) * ROWS
+    if first_pair >= num_pairs:
+        return
+
+    pair = first_pair + tl.arange(0, ROWS)  # [ROWS]
+    dim = tl.arange(0, DIM)  # [DIM], of which the first HEAD_DIM exist
+    exists = (pair < num_pairs)[:, None] & (dim < HEAD_DIM)[None, :]  # [ROWS, DIM]
+    head = kv_head * GROUP + pair % GROUP  # [ROWS]
+    token = (first_token + pair // GROUP).to(tl.int64)  # [ROWS]
+    q_at = token * query_token_stride + head * query_head_stride
+    q = tl.load(query + q_at[:, None] + dim[None, :], mask=exists, other=0.0)  # [ROWS, DIM]
+
+    before = tl.load(context_lens + seq) - num_pairs // GROUP  # positions before the sequence's first query token
+    position = before + pair // GROUP  # [ROWS], of each row's query token: the last one it sees
+    whole = (before + first_pair // GROUP + 1) // TILE * TILE  # up to here every row sees every key
+    end = before + (tl.minimum(first_pair + ROWS, num_pairs) - 1) // GROUP + 1  # here the last row ends
+
+    table = tables + tl.load(rows + seq).to(tl.int64) * table_stride
+    kv_at = kv_head.to(tl.int64) * kv_head_stride
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)  # noqa: E741
+    o = tl.zeros([ROWS, DIM], tl.float32)
+    for first in range(0, whole, TILE):
+        block = _look_up(table, first, end, BLOCK_SIZE, TILE)
+        m, l, o = _attend(  # noqa: E741
+            q, m, l, o, keys + kv_at, values + kv_at, block, first, end, position,
+            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
+        )  # fmt: skip
+    for first in range(whole, end, TILE):
+        block = _look_up(table, first, end, BLOCK_SIZE, TILE)
+        m, l, o = _attend(  # noqa: E741
+            q, m, l, o, keys + kv_at, values + kv_at, block, first, end, position,
+            scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
+        )  # fmt: skip
+    o = o / l[:, None]
+    out_at = token * out_token_stride + head * out_head_stride
+    tl.store(out + out_at[:, None] + dim[None, :], o.to(out.dtype.element_ty), mask=exists)
+
+
+# --- What both are made of -------------------------------------------------------------------------
+
+
+@triton.jit
+def _look_up(table, first, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The block of each position first .. first + TILE - 1 in one sequence's table; 0 from `end` on."""
+    position = first + tl.arange(0, TILE)  # [TILE]
+    return tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0)  # past the context: never read
+
+
+@triton.jit
+def _attend(
+    q,  # [rows, DIM]
+    m,  # [rows], the largest score so far, times log2 e
+    l,  # [rows], the sum of exponentials so far, in units of 2^m  # noqa: E741
+    o,  # [rows, DIM], the sum of weighted values so far, in units of 2^m
+    keys,
+    values,
+    block,  # [TILE], the block that each key is in
+    first,
+    end,
+    last_seen,  # [rows], the last position that each row sees
+    scale,
+    block_stride,
+    slot_stride,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One turn of the paper's loop: the keys at positions first .. first + TILE - 1, those from `end` on left out.
+
+    Every row must see a key in the first tile it is given: m is finite from then on, and -inf - -inf never comes up.
+    """
+    position = first + tl.arange(0, TILE)  # [TILE]
+    dim = tl.arange(0, DIM)[None, :]  # [1, DIM]
+    # 64 bits: a cache has more elements than 32 bits can count.
+    at = (block.to(tl.int64) * block_stride + position % BLOCK_SIZE * slot_stride)[:, None] + dim  # [TILE, DIM]
+    if MASKED:
+        filled = (position < end)[:, None] & (dim < HEAD_DIM)  # [TILE, DIM]
+        k = tl.load(keys + at, mask=filled, other=0.0)
+        v = tl.load(values + at, mask=filled, other=0.0)
+    elif DIM != HEAD_DIM:
+        k = tl.load(keys + at, mask=dim < HEAD_DIM, other=0.0)
+        v = tl.load(values + at, mask=dim < HEAD_DIM, other=0.0)
+    else:
+        k = tl.load(keys + at)
+        v = tl.load(values + at)
+
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, TILE]; ieee: fp32 is not cut down to tf32
+    if MASKED:
+        scores = tl.where(position[None, :] <= last_seen[:, None], scores, float("-inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1) * scale)
+    fade = tl.exp2(m - m_new)  # [rows]
+    p = tl.exp2(scores * scale - m_new[:, None])  # [rows, TILE]: one multiply-add and one exp2 each
+    l = l * fade + tl.sum(p, 1)  # noqa: E741
+    o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
+    return m_new, l, o
+
+
+# --- How a kernel is compiled ----------------------------------------------------------------------
+
+
+def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int) -> dict[str, int]:
+    """What a program is made of: the keys of a tile, warps of 32 threads, stages under way at once.
+
+    Chosen so that nothing spills: what does not fit into a thread's 255 registers goes to memory and back every turn. A
+    program holds `rows` × `dim` sums and `rows` × TILE scores, and the queries too where it cannot multiply from shared
+    memory. Stages are shared out between two loads of which one needs the other, that of the block table and that of
+    K and V: 5 keep two tiles of K and V under way, and the look-ups two turns before them.
+    """
+    if dtype == torch.float32:  # no tensor cores: products are sums of single multiplications, which take registers
+        return {"TILE": 16, "num_warps": 4 if dim <= 64 else 8, "num_stages": 5 if dim <= 128 else 3}
+    crowded = rows >= 64 and (dim > 128 or not _multiplies_from_shared_memory(capability))
+    return {
+        "TILE": 32 if crowded else 64,
+        "num_warps": 8 if rows >= 128 or crowded or dim > 128 else 4,
+        "num_stages": 5 if dim <= 128 else 3,
+    }
+
+
+def decode_options(
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, *, split: bool
+) -> dict[str, Any]:
+    """What the decode kernel is compiled for, on a GPU of this compute capability (× 10)."""
+    rows = max(MIN_ROWS.value, triton.next_power_of_2(group))
+    return _options(dtype, head_dim, group, block_size, capability, rows) | {"SPLIT": split}
+
+
+def prefill_options(
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, max_query_len: int
+) -> dict[str, Any]:
+    """What the prefill kernel is compiled for. More rows fetch K and V less often; fewer leave none of them idle."""
+    most = 128
+    if dtype == torch.float32:
+        most = 32
+    elif _padded(head_dim) > 128 and not _multiplies_from_shared_memory(capability):
+        most = 64
+    rows = max(MIN_ROWS.value, min(most, triton.next_power_of_2(max_query_len * group)))
+    return _options(dtype, head_dim, group, block_size, capability, rows)
+
+
+def reduce_options(decode: dict[str, Any]) -> dict[str, Any]:
+    """What the reduction is compiled for, that goes with a decode kernel of these options."""
+    return {name: decode[name] for name in ("TILE", "HEAD_DIM", "DIM", "enable_fp_fusion")} | {"num_warps": 4}
+
+
+def _options(
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, rows: int
+) -> dict[str, Any]:
+    return {
+        "GROUP": group,
+        "ROWS": rows,
+        "BLOCK_SIZE": block_size,
+        "HEAD_DIM": head_dim,
+        "DIM": _padded(head_dim),
+        "enable_fp_fusion": True,  # a multiplication and an addition become one instruction
+        **_shape(dtype, _padded(head_dim), rows, capability),
+    }
+
+
+def _multiplies_from_shared_memory(capability: int) -> bool:
+    """Hopper and data-centre Blackwell, which also have more than twice the shared memory of consumer chips (99 KB)."""
+    return capability // 10 in (9, 10)
+
+
+def _padded(head_dim: int) -> int:
+    """The tensor cores multiply powers of two."""
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+# --- Checks and outputs ----------------------------------------------------------------------------
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> int:
+    """The number of query heads for each key/value head. Raises ValueError for what does not fit together."""
+    heads, head_dim = query.shape[1:]
+    kv_heads = keys.shape[1]
+    if heads % kv_heads or keys.shape[3] != head_dim:
+        raise ValueError(
+            f"{heads} query heads of {head_dim} do not go with {kv_heads} key/value heads of {keys.shape[3]}"
+        )
+    if keys.shape != values.shape or keys.stride() != values.stride():
+        raise ValueError("keys and values must have the same shape and strides: views of one cache")
+    if query.stride(2) != 1 or keys.stride(3) != 1:
+        raise ValueError("the elements of one head must lie side by side, in queries and in the cache")
+    if query.dtype != keys.dtype:
+        raise ValueError(f"queries in {query.dtype} cannot meet keys in {keys.dtype}")
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, not {scale}")
+    return heads // kv_heads
+
+
+def _output(query: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
+    if out.shape != query.shape or out.dtype != query.dtype or out.stride(2) != 1:
+        raise ValueError(f"out must be {tuple(query.shape)} in {query.dtype}, the elements of one head side by side")
+    return out
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 2  # Triton's interpreter runs one program after another: a short grid
+
+
+def _capability(device: torch.device) -> int:
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return 10 * major + minor
+    return 80

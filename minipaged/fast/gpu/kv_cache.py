@@ -1,0 +1,208 @@
+"""Putting keys and values into the paged cache, and copying blocks within it (paper, section 5.1).
+
+The cache is one tensor [num_blocks, num_layers, 2, kv_heads, block_size, head_dim], contiguous, the 2 standing for keys
+and values: all that belongs to a block lies in one piece, so that copying a block is copying a run of bytes. Within
+a layer, the keys of one head in one block are a dense tile [block_size, head_dim], which is what attention loads. A
+layer's keys are the strided view `cache[:, layer, 0]` and its values `cache[:, layer, 1]`; a token's slot is
+`block * block_size + offset`.
+
+    rope_and_write   once a layer: rotate the query and the key of each token, store key and value into its slot
+    write            the same without rotation, for keys that are rotated already
+    copy_blocks      copy-on-write: all pairs, all layers, keys and values in one launch (section 5.1, third kernel)
+    poison_blocks    NaN into blocks that are nobody's (debugging only)
+
+All of them are bound by memory or by the time it takes to launch them, so what they do about speed is: touch each
+byte once, in accesses of 16 bytes, and be one launch where plain tensor code would be many. None checks what it is
+handed (the numbers live in the device's memory, and looking at them would stop the host until the device is done): a
+slot, position or block outside its range is the caller's fault and overwrites somebody's memory.
+"""
+
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 512
+"""Elements of one half of the heads that a program rotates: with two warps, each thread loads 8, 16 bytes in fp16."""
+
+PIECE = 2048
+"""Words of a block that a program copies: with four warps and 8-byte words, eight 16-byte loads are in flight in each
+thread before the first is stored."""
+
+
+def rope_and_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    num_heads: int,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotate the query and key of each token by its position; store key and value into its slot.
+
+    qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], rows may be strided: query, key, value of each token, as one
+    matrix product makes them. cos, sin: [max_positions, head_dim / 2] float32, contiguous. positions: [tokens] int32 or
+    int64; -1 (padding) turns by the angles of position 0. slots: [tokens] int32 or int64; -1: nothing is written.
+    keys, values: [num_blocks, kv_heads, block_size, head_dim], strided alike, head_dim contiguous and even.
+    Returns the rotated query [tokens, num_heads, head_dim], in `out` (contiguous) where that is given.
+    """
+    _, num_kv_heads, block_size, head_dim = keys.shape
+    query = qkv.new_empty(len(qkv), num_heads, head_dim) if out is None else out
+    half = triton.next_power_of_2(head_dim // 2)
+    heads = max(1, TILE // half)  # of one program
+    programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)  # of one token
+    _rope_and_write[len(qkv), programs](
+        qkv, cos, sin, positions, slots, query, keys, values, qkv.stride(0), *keys.stride()[:3],
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        HEADS=heads, HALF=half, num_warps=2, enable_fp_fusion=False,  # rounded between * and +, as the reference does
+    )  # fmt: skip
+    return query
+
+
+# Index tensors are often pieces of one buffer, at addresses that differ from step to step. Triton would compile the
+# kernel anew for each choice of those that 16 divides, and could make no use of it: they are read one by one.
+@triton.jit(do_not_specialize=["positions", "slots"])
+def _rope_and_write(
+    qkv, cos, sin, positions, slots, query, keys, values, qkv_stride, block_stride, head_stride, slot_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Program (token, group): HEADS query heads, or, in the last groups, HEADS key heads and their values.
+
+    One program a token would leave most of the GPU idle in decoding, where tokens are few.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    query_groups: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    half_dim: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, HALF)[None, :]  # [1, HALF]
+    in_head = d < half_dim
+
+    # Padding in a batch of fixed size has no position; its result is thrown away, but it must not read out of bounds.
+    position = tl.maximum(tl.load(positions + token).to(tl.int64), 0)
+    turn_cos = tl.load(cos + position * half_dim + d, mask=in_head, other=0.0)  # [1, HALF]
+    turn_sin = tl.load(sin + position * half_dim + d, mask=in_head, other=0.0)  # [1, HALF]
+
+    row = qkv + token * qkv_stride
+    if group < query_groups:
+        head = group * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
+        mask = (head < NUM_HEADS) & in_head  # [HEADS, HALF]
+        first, second = _rotated(row + head * HEAD_DIM + d, turn_cos, turn_sin, mask, half_dim)
+        to = query + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + d
+        tl.store(to, first, mask=mask)
+        tl.store(to + half_dim, second, mask=mask)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            head = (group - query_groups) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
+            mask = (head < NUM_KV_HEADS) & in_head  # [HEADS, HALF]
+            key = row + (NUM_HEADS + head) * HEAD_DIM + d
+            first, second = _rotated(key, turn_cos, turn_sin, mask, half_dim)
+            value = key + NUM_KV_HEADS * HEAD_DIM
+            value_first = tl.load(value, mask=mask)
+            value_second = tl.load(value + half_dim, mask=mask)
+            to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + head * head_stride + d
+            tl.store(keys + to, first, mask=mask)
+            tl.store(keys + to + half_dim, second, mask=mask)
+            tl.store(values + to, value_first, mask=mask)
+            tl.store(values + to + half_dim, value_second, mask=mask)
+
+
+@triton.jit
+def _rotated(pointers, turn_cos, turn_sin, mask, half_dim: tl.constexpr):
+    """Both halves of some heads, each pair (i, i + half_dim) turned by its angle: in float32, rounded once when stored.
+
+    A program holds whole pairs, so a head is two tiles of half_dim, each read once: nothing has to be shuffled.
+    """
+    a = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)  # [HEADS, HALF]
+    b = tl.load(pointers + half_dim, mask=mask, other=0.0).to(tl.float32)  # [HEADS, HALF]
+    return a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin
+
+
+def write(slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Store the keys and values of some tokens into their slots.
+
+    slots: [tokens] int32 or int64; -1: nothing is written. k, v: [tokens, kv_heads, head_dim], the heads of a token one
+    after another. keys, values: [num_blocks, kv_heads, block_size, head_dim], strided alike, head_dim contiguous.
+    """
+    _, num_kv_heads, block_size, head_dim = keys.shape
+    dims = triton.next_power_of_2(head_dim)
+    heads = max(1, TILE // dims)  # of one program
+    _write[len(k), triton.cdiv(num_kv_heads, heads)](
+        slots, k, v, keys, values, k.stride(0), v.stride(0), *keys.stride()[:3],
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, HEADS=heads, DIMS=dims, num_warps=2,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _write(
+    slots, k, v, keys, values, k_stride, v_stride, block_stride, head_stride, slot_stride,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Program (token, group): HEADS key heads and their values."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
+        d = tl.arange(0, DIMS)[None, :]  # [1, DIMS]
+        mask = (head < NUM_KV_HEADS) & (d < HEAD_DIM)  # [HEADS, DIMS]
+        key = tl.load(k + token * k_stride + head * HEAD_DIM + d, mask=mask)
+        value = tl.load(v + token * v_stride + head * HEAD_DIM + d, mask=mask)
+        to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + head * head_stride + d
+        tl.store(keys + to, key, mask=mask)
+        tl.store(values + to, value, mask=mask)
+
+
+def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
+    """Copy whole blocks: all layers, keys and values, of all pairs in one launch.
+
+    cache: [num_blocks, ...] contiguous, of any type. pairs: [n, 2] int32 or int64, contiguous: (source, destination).
+    No destination may be a source, or come twice: the pairs are copied at the same time.
+    """
+    blocks = cache.view(len(cache), -1)
+    block_bytes = blocks.shape[1] * cache.element_size()
+    words = blocks.view(_word(block_bytes | cache.data_ptr()))
+    words_per_block = words.shape[1]
+    piece = min(PIECE, triton.next_power_of_2(words_per_block))
+    _copy_blocks[(len(pairs) * triton.cdiv(words_per_block, piece),)](
+        words, pairs, WORDS=words_per_block, PIECE=piece, num_warps=4
+    )
+
+
+def _word(bytes_and_address: int) -> torch.dtype:
+    """The widest integer type that divides both a block's size and the address where the cache begins.
+
+    Where the size is even in 8-byte words, neighbouring words become one access of 16 bytes.
+    """
+    wide = (dtype for dtype in (torch.int64, torch.int32, torch.int16) if bytes_and_address % dtype.itemsize == 0)
+    return next(wide, torch.uint8)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _copy_blocks(words, pairs, WORDS: tl.constexpr, PIECE: tl.constexpr):
+    """Program pair * pieces + piece: neighbours copy neighbouring pieces of one block.
+
+    One dimension, because a grid's second one ends at 65535. WORDS is fixed for a cache, so compiling it in costs one
+    compilation, and the compiler sees whether blocks begin at multiples of 16 bytes.
+    """
+    pieces: tl.constexpr = (WORDS + PIECE - 1) // PIECE
+    pair = tl.program_id(0) // pieces
+    word = tl.program_id(0) % pieces * PIECE + tl.arange(0, PIECE)  # [PIECE]
+    source = tl.load(pairs + 2 * pair).to(tl.int64)
+    destination = tl.load(pairs + 2 * pair + 1).to(tl.int64)
+    mask = word < WORDS
+    content = tl.load(words + source * WORDS + word, mask=mask)
+    tl.store(words + destination * WORDS + word, content, mask=mask)
+
+
+def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
+    """Fill blocks [n] int32 or int64 of cache [num_blocks, ...] with NaN. For debugging, torch's kernel will do."""
+    cache.index_fill_(0, blocks.long(), float("nan"))

@@ -1,0 +1,134 @@
+"""What a Llama does between its matrix products: normalise, add, gate.
+
+These have next to no arithmetic for the bytes they move, so each is one pass over memory: a row is read once, in
+accesses of 16 bytes where its size and place allow, kept in registers, and written once. Written with plain tensor
+operations, a norm alone would read and write the row five times.
+
+    rms_norm       norm(x)
+    add_rms_norm   residual += x, norm(residual): the sum is normalised while it is still in registers
+    swiglu         silu(gate) * up
+
+Rounding follows transformers' `LlamaRMSNorm`: the norm in float32, rounded to the tensor's type, then multiplied by the
+weight in that type. Rounding elsewhere would be as right, but in half precision it would not be the same model's
+logits to the last bits, and greedy ties would fall differently. For the same reason no multiplication is fused with an
+addition (`enable_fp_fusion`), which costs nothing where memory is what takes the time.
+"""
+
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 1024
+"""Elements that one program of `swiglu` computes: with four warps, 8 a thread, 16 bytes in half precision."""
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """Each row of x divided by its root mean square, times the weights.
+
+    x: [tokens, hidden], rows may be strided. weight: [hidden], of x's type. Returns [tokens, hidden], in `out`
+    (contiguous) where that is given.
+    """
+    hidden = x.shape[1]
+    normed = x.new_empty(x.shape) if out is None else out
+    _rms_norm[(len(x),)](
+        x, weight, normed, x.stride(0), eps,
+        HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), num_warps=_warps(x), enable_fp_fusion=False,
+    )  # fmt: skip
+    return normed
+
+
+@triton.jit
+def _rms_norm(x, weight, normed, x_stride, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
+    """Program token: the whole row."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, WIDTH)  # [WIDTH]
+    row = tl.load(x + token * x_stride + i, mask=i < HIDDEN, other=0.0)
+    tl.store(normed + token * HIDDEN + i, _normed(row, weight, eps, HIDDEN, WIDTH), mask=i < HIDDEN)
+
+
+@triton.jit
+def _normed(row, weight, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
+    """The norm of a row [WIDTH] that is 0 from HIDDEN on."""
+    i = tl.arange(0, WIDTH)  # [WIDTH]
+    wide = row.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
+    return (wide * scale).to(row.dtype) * tl.load(weight + i, mask=i < HIDDEN, other=0.0)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to the residual, in place and in its type, and return the norm of the sum.
+
+    x, residual: [tokens, hidden] of one type, rows may be strided. weight: [hidden]. Returns [tokens, hidden].
+    """
+    hidden = x.shape[1]
+    normed = x.new_empty(x.shape)
+    _add_rms_norm[(len(x),)](
+        x, residual, weight, normed, x.stride(0), residual.stride(0), eps,
+        HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), num_warps=_warps(x), enable_fp_fusion=False,
+    )  # fmt: skip
+    return normed
+
+
+@triton.jit
+def _add_rms_norm(
+    x, residual, weight, normed, x_stride, residual_stride, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Program token: the whole row."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, WIDTH)  # [WIDTH]
+    residual_row = residual + token * residual_stride + i
+    row = tl.load(residual_row, mask=i < HIDDEN, other=0.0)
+    row += tl.load(x + token * x_stride + i, mask=i < HIDDEN, other=0.0)  # rounded to the type, as it is stored
+    tl.store(residual_row, row, mask=i < HIDDEN)
+    tl.store(normed + token * HIDDEN + i, _normed(row, weight, eps, HIDDEN, WIDTH), mask=i < HIDDEN)
+
+
+def _warps(x: Tensor) -> int:
+    """As many warps as give each thread one access of 16 bytes of a row, at most 16.
+
+    In decoding there are fewer rows than multiprocessors, so a row's own width is all the parallelism there is.
+    """
+    row_bytes: int = triton.next_power_of_2(x.shape[1]) * x.element_size()
+    return min(16, max(1, row_bytes // (32 * 16)))
+
+
+def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, where one matrix product has made both; silu(z) = z / (1 + exp(-z)).
+
+    gate_up: [tokens, 2 * intermediate], rows may be strided: gate, then up. Returns [tokens, intermediate], in `out`
+    (contiguous) where that is given. Computed in float32, rounded once.
+    """
+    tokens, intermediate = len(gate_up), gate_up.shape[1] // 2
+    activated = gate_up.new_empty(tokens, intermediate) if out is None else out
+    _swiglu[tokens, triton.cdiv(intermediate, TILE)](
+        gate_up, activated, gate_up.stride(0), INTERMEDIATE=intermediate, TILE=TILE, num_warps=4, enable_fp_fusion=False
+    )
+    return activated
+
+
+@triton.jit
+def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE: tl.constexpr):
+    """Program (token, tile)."""
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
+    row = gate_up + token * gate_up_stride + i
+    gate = tl.load(row, mask=i < INTERMEDIATE, other=0.0).to(tl.float32)
+    up = tl.load(row + INTERMEDIATE, mask=i < INTERMEDIATE, other=0.0).to(tl.float32)
+    # exp(-gate) may become inf, and gate / inf = 0 is right.
+    tl.store(activated + token * INTERMEDIATE + i, gate / (1 + tl.exp(-gate)) * up, mask=i < INTERMEDIATE)
+
+
+class Linear:
+    """A matrix [out, in], ready to be multiplied by: cuBLAS wants no other layout, so it is kept as it is."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, in] times the matrix's transpose: [tokens, out]."""
+        return torch.nn.functional.linear(x, self.weight)

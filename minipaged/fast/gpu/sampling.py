@@ -1,0 +1,130 @@
+"""Choosing tokens without bringing the logits to the host: [rows, vocab] stay, a few numbers a row come back.
+
+    uniform            the counted random numbers: Philox4x32-10 (Salmon et al., SC 2011) of (seed, stream, position)
+    argmax_logsumexp   greedy decoding: the likeliest token of each row, and what its log-probability takes
+
+`uniform` gives the same 53 bits on every tier, so that the same seed gives the same tokens: 27 from Philox's first word
+and 26 from its second. A float64 holds them exactly.
+"""
+
+# mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LANES = 128
+"""Numbers that one program draws: one a thread."""
+
+TILE = 4096
+"""Logits of one program. A row of 128k logits is 32 programs, so that even a single row is read by many multiprocessors
+at once; with eight warps a thread has two accesses of 16 bytes in flight in half precision, four in float32."""
+
+
+def uniform(seeds: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
+    """A number in [0, 1) for each (seed, stream, position).
+
+    seeds: [n] int64, the bits of a 64-bit seed (one of 2**63 or more is negative here). streams, positions: [n] int32
+    or int64, in range(2**32). Returns [n] float64.
+    """
+    n = len(seeds)
+    numbers = torch.empty(n, dtype=torch.float64, device=seeds.device)
+    _uniform[(triton.cdiv(n, LANES),)](seeds, streams, positions, numbers, n, LANES=LANES, num_warps=4)
+    return numbers
+
+
+# n differs from step to step; compiled anew for each that 16 divides or does not, the kernel would be no faster.
+@triton.jit(do_not_specialize=["n"])
+def _uniform(seeds, streams, positions, numbers, n, LANES: tl.constexpr):
+    i = tl.program_id(0) * LANES + tl.arange(0, LANES)  # [LANES]
+    mask = i < n
+    seed = tl.load(seeds + i, mask=mask, other=0)
+    # Counters of 32 bits choose Philox4x32; counters of 64 would run another generator.
+    position = tl.load(positions + i, mask=mask, other=0).to(tl.uint32)
+    stream = tl.load(streams + i, mask=mask, other=0).to(tl.uint32)
+    first, second, _, _ = tl.philox(seed, position, stream, 0, 0)
+    bits = (first >> 5).to(tl.int64) * 2**26 + (second >> 6).to(tl.int64)  # 53 of them
+    tl.store(numbers + i, bits.to(tl.float64) * 2.0**-53, mask=mask)
+
+
+def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each row of logits: the likeliest token, its logit (the peak), and log(sum(exp(logit - peak))).
+
+    logits: [rows, vocab] float32, float16 or bfloat16, rows may be strided. Returns token_ids [rows] int64, peaks
+    [rows] float32, log_totals [rows] float32. The log-probability of any token is `logit - peak - log_total`.
+
+    As in NumPy's argmax, ties go to the lowest id, and NaN counts as the largest: a row that holds NaN has the peak NaN
+    and the id of its first NaN. `log_total` means something only where the peak is finite.
+    """
+    rows, vocab = logits.shape
+    tiles = triton.cdiv(vocab, TILE)
+    tile_tokens = torch.empty(rows, tiles, dtype=torch.int64, device=logits.device)
+    tile_peaks = torch.empty(rows, tiles, dtype=torch.float32, device=logits.device)
+    tile_totals = torch.empty_like(tile_peaks)
+    _tile_peaks[rows, tiles](
+        logits,
+        tile_tokens,
+        tile_peaks,
+        tile_totals,
+        logits.stride(0),
+        VOCAB=vocab,
+        TILE=TILE,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )
+    token_ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    peaks = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    log_totals = torch.empty_like(peaks)
+    _row_peaks[(rows,)](
+        tile_tokens, tile_peaks, tile_totals, token_ids, peaks, log_totals,
+        TILES=tiles, WIDTH=triton.next_power_of_2(tiles), num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+    return token_ids, peaks, log_totals
+
+
+@triton.jit
+def _tile_peaks(logits, tile_tokens, tile_peaks, tile_totals, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Program (row, tile): the tile's likeliest token, its logit, and the sum of exp(logit - peak)."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    token = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    x = tl.load(logits + row * logits_stride + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
+    likeliest, peak = _first_largest(x, token)
+    to = row * tl.num_programs(1) + tile
+    tl.store(tile_tokens + to, likeliest)
+    tl.store(tile_peaks + to, peak)
+    # A tile may hold nothing but minus infinity, while others of the row do not: -inf - -inf would be NaN.
+    tl.store(tile_totals + to, tl.sum(tl.exp(x - tl.where(peak == -float("inf"), 0.0, peak)), axis=0))
+
+
+@triton.jit
+def _row_peaks(
+    tile_tokens, tile_peaks, tile_totals, token_ids, peaks, log_totals, TILES: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Program row: the tiles' results as one. The tiles' tokens are in rising order, so ties go to the lowest."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.arange(0, WIDTH)  # [WIDTH]
+    tile_peak = tl.load(tile_peaks + row * TILES + tile, mask=tile < TILES, other=-float("inf"))
+    tile_total = tl.load(tile_totals + row * TILES + tile, mask=tile < TILES, other=0.0)
+    first, peak = _first_largest(tile_peak, tile)
+    tl.store(token_ids + row, tl.load(tile_tokens + row * TILES + first))
+    tl.store(peaks + row, peak)
+    tl.store(log_totals + row, tl.log(tl.sum(tile_total * tl.exp(tile_peak - peak), axis=0)))
+
+
+@triton.jit
+def _first_largest(x, index):
+    """The lowest index among the largest of x, and that x; NaN counts as the largest. Padding is -inf and comes last.
+
+    Maximum and index are found one after the other: finding both at once would leave the choice among equals to the
+    order in which threads are merged. The maximum itself must not meet a NaN, with which hardware may do as it likes.
+    """
+    is_nan = x != x
+    peak = tl.max(tl.where(is_nan, -float("inf"), x), axis=0)
+    has_nan = tl.max(is_nan.to(tl.int32), axis=0) > 0
+    candidates = tl.where(has_nan, is_nan, x == peak)
+    first = tl.min(tl.where(candidates, index, 2**31 - 1), axis=0)
+    return first, tl.where(has_nan, float("nan"), peak)

@@ -1,0 +1,207 @@
+"""The KV cache on the device: one tensor of blocks, and its twin in host memory for swapping (paper, section 4.2).
+
+The twin of `reference/kv_cache.py`: the same blocks and slots, and the same calls with the same checks. What differs:
+
+- A block is laid out [layers, 2, kv_heads, block_size, head_dim]: still one piece of memory, so that copying it or
+  swapping it is one copy; and the keys of one head lie next to each other, which is how attention reads them.
+- `kernels`: what moves the numbers is compiled, with Triton for a GPU (`gpu/`) and with numba for a CPU (`cpu/`).
+- On a GPU, swapping goes by a side stream, and the blocks that leave are first gathered into one piece on the device.
+  That takes microseconds, the link to the host milliseconds: while they are on their way, the next step already writes
+  into the blocks they came from. And runs of neighbours on the host are one copy each, because small copies do not
+  reach the speed of the link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minipaged.contracts import CopyPair
+
+
+class KVCache:
+    """Keys and values of `num_blocks` blocks on the device, and room for `num_swap_blocks` on the host."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        num_swap_blocks: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: str | torch.device = "cpu",
+        kernels: ModuleType | None = None,
+    ) -> None:
+        """Reserve both pools. Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
+
+        `kernels`: `minipaged.fast.gpu` or `minipaged.fast.cpu`; by the device, unless a test wants the other one.
+        """
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be 1 or more")
+        if num_swap_blocks < 0:
+            raise ValueError(f"num_swap_blocks is {num_swap_blocks}; it must be 0 or more")
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.num_swap_blocks = num_swap_blocks
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.kernels: Any = kernels or kernels_for(self.device)
+        block_shape = (num_layers, 2, num_kv_heads, block_size, head_dim)  # 2: keys, values
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            self.device_blocks = torch.zeros((num_blocks, *block_shape), dtype=dtype, device=self.device)
+            self.host_blocks = torch.zeros((num_swap_blocks, *block_shape), dtype=dtype, pin_memory=True)
+        else:
+            self.device_blocks = _untouched_zeros((num_blocks, *block_shape), dtype)
+            self.host_blocks = _untouched_zeros((num_swap_blocks, *block_shape), dtype)
+        self.block_bytes = int(np.prod(block_shape)) * dtype.itemsize
+        self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._views = [(self.device_blocks[:, i, 0], self.device_blocks[:, i, 1]) for i in range(num_layers)]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """One layer's keys and values, as views: [num_blocks, kv_heads, block_size, head_dim] each."""
+        if not 0 <= layer < self.num_layers:
+            raise IndexError(f"layer {layer} is outside the cache's {self.num_layers} layers")
+        return self._views[layer]
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Put the keys and values of n tokens into their slots, in one layer.
+
+        slots: [n], integers; -1 is padding and is not written. k, v: [n, kv_heads, head_dim].
+        Raises IndexError for a slot or layer outside the cache, ValueError for a wrong shape; nothing is written.
+        (The model, whose slots come from block tables, writes through `kernels.rope_and_write` and is not checked.)
+        """
+        shape = (slots.numel(), self.num_kv_heads, self.head_dim)
+        if slots.ndim != 1 or k.shape != shape or v.shape != shape:
+            raise ValueError(
+                f"{tuple(slots.shape)} slots need keys and values {shape}, not {tuple(k.shape)} and {tuple(v.shape)}"
+            )
+        keys, values = self.layer(layer)
+        wrong = slots[(slots < -1) | (slots >= self.num_blocks * self.block_size)]
+        if len(wrong):
+            raise IndexError(
+                f"slot {int(wrong[0])} is outside the cache's {self.num_blocks} blocks of {self.block_size} slots "
+                f"(0 to {self.num_blocks * self.block_size - 1}, or -1 for padding)"
+            )
+        if len(slots):
+            self.kernels.write(slots, k, v, keys, values)
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and the values, as copies, that some sequences have in n consecutive logical blocks, in one layer.
+
+        blocks: [seqs, n] integers in the pool. Keys and values are [seqs, n * block_size, kv_heads, head_dim] each.
+        """
+        keys, values = self.layer(layer)
+        shape = (len(blocks), blocks.shape[1] * self.block_size, self.num_kv_heads, self.head_dim)
+        k = keys[blocks.long()].transpose(2, 3).reshape(shape)
+        v = values[blocks.long()].transpose(2, 3).reshape(shape)
+        return k, v
+
+    def copy(self, pairs: Sequence[CopyPair]) -> None:
+        """Copy blocks within the device's pool, for copy-on-write. No destination may be a source, or come twice."""
+        both = {source for source, _ in pairs} & {destination for _, destination in pairs}
+        if both:
+            raise ValueError(f"block {min(both)} is both copied from and copied to; do it in two calls")
+        self._check_pairs(pairs, "device", "device")
+        if pairs:
+            self.kernels.copy_blocks(self.device_blocks, self._on_device(pairs))
+
+    def swap_out(self, pairs: Sequence[CopyPair]) -> None:
+        """Copy (device block, host block) pairs to the host."""
+        self._check_pairs(pairs, "device", "host")
+        if not pairs:
+            return
+        pairs = sorted(pairs, key=lambda pair: pair[1])  # neighbours on the host become one copy
+        leaving = self.device_blocks[self._on_device([device for device, _ in pairs])]  # [n, ...], one piece
+        with self._on_side_stream(leaving):
+            for start, stop, host in _runs([host for _, host in pairs]):
+                self.host_blocks[host : host + stop - start].copy_(leaving[start:stop], non_blocking=True)
+
+    def swap_in(self, pairs: Sequence[CopyPair]) -> None:
+        """Copy (host block, device block) pairs back to the device."""
+        self._check_pairs(pairs, "host", "device")
+        if not pairs:
+            return
+        pairs = sorted(pairs)
+        arriving = torch.empty_like(self.device_blocks[:1].expand(len(pairs), *self.device_blocks.shape[1:]))
+        with self._on_side_stream(arriving):
+            for start, stop, host in _runs([host for host, _ in pairs]):
+                arriving[start:stop].copy_(self.host_blocks[host : host + stop - start], non_blocking=True)
+        if self._side_stream:
+            torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
+        self.device_blocks[self._on_device([device for _, device in pairs])] = arriving
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Fill device blocks that are nobody's with NaN, so that reading them shows at once."""
+        _check_blocks(blocks, self.num_blocks, "device")
+        if len(blocks):
+            self.kernels.poison_blocks(self.device_blocks, self._on_device(list(blocks)))
+
+    def _check_pairs(self, pairs: Sequence[CopyPair], source: str, destination: str) -> None:
+        sizes = {"device": self.num_blocks, "host": self.num_swap_blocks}
+        _check_blocks((block for block, _ in pairs), sizes[source], source)
+        _check_blocks((block for _, block in pairs), sizes[destination], destination)
+        if len({to for _, to in pairs}) < len(pairs):
+            raise ValueError(f"two blocks would be copied to the same place: {list(pairs)}")
+
+    def _on_device(self, numbers: Sequence[Any]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
+    def _on_side_stream(self, staged: Tensor) -> Any:
+        """Whatever runs within it overlaps with the computing that follows. `staged`: what it reads or writes."""
+        if self._side_stream is None:
+            return nullcontext()
+        self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
+        staged.record_stream(self._side_stream)  # its memory is not given to others before the copy is done
+        return torch.cuda.stream(self._side_stream)
+
+
+def kernels_for(device: torch.device) -> ModuleType:
+    """The compiled kernels for a device: `minipaged.fast.gpu` for CUDA, else `minipaged.fast.cpu`."""
+    if device.type == "cuda":
+        from minipaged.fast import gpu
+
+        return gpu
+    from minipaged.fast import cpu
+
+    return cpu
+
+
+def _runs(blocks: Sequence[int]) -> Iterable[tuple[int, int, int]]:
+    """Cut rising block numbers into runs of neighbours: (first index, last index + 1, first block) of each."""
+    start = 0
+    for i in range(1, len(blocks) + 1):
+        if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
+            yield start, i, blocks[start]
+            start = i
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take up memory only as they are written: NumPy asks the system for such pages, torch writes them."""
+    integers = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+    return torch.from_numpy(np.zeros(shape, integers[dtype.itemsize])).view(dtype)
+
+
+def _check_blocks(blocks: Iterable[int], num_blocks: int, pool: str) -> None:
+    for block in blocks:
+        if not 0 <= block < num_blocks:
+            raise IndexError(f"block {block} is outside the {pool} pool's {num_blocks} blocks")

@@ -1,0 +1,303 @@
+"""A Llama on the device, with its keys and values in the paged cache.
+
+The twin of `reference/llama.py`: the same batch in, the same logits out. Between the matrix products, which are the
+library's, everything is fused, because each pass over memory and each start of a kernel costs:
+
+    residual += the layer before it; x = norm of the residual        one kernel
+    q, k, v = x through one matrix                                    (three matrices, laid one under another)
+    rotate q and k, write k and v into their slots                    one kernel
+    attention through the block tables                                one kernel
+    x through o_proj; again residual += x; x = norm of the residual   one kernel
+    gate, up = x through one matrix; silu(gate) × up                  one kernel
+    x through down_proj
+
+A step's numbers (token ids, positions, slots, ...) go to the device as one tensor. The block tables are there already:
+only what changed since the last step follows them (`block_table.DeviceTables`).
+
+On a GPU a step of decoding starts some 250 kernels, most of which run shorter than it takes to start one. So the whole
+step is captured once for each batch size as a CUDA graph and started as one. Between the sizes that are captured the
+batch is padded: slot -1 is not written, and a context of length 0 is not attended to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minipaged.contracts import Batch, BlockMoves, Runner
+from minipaged.fast.attention import attend
+from minipaged.fast.block_table import BlockTable, DeviceTables
+from minipaged.fast.kv_cache import KVCache
+from minipaged.fast.preemption import PreemptionCosts, carry, measure
+from minipaged.models.config import ModelConfig
+
+BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
+"""The batch sizes for which a step of decoding is captured: at most 7 rows of padding up to 64, 15 from there on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights. The matrices are callable: x [tokens, in] to [tokens, out]."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Any  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    o: Any  # [hidden, heads * head_dim]
+    post_norm: Tensor  # [hidden]
+    gate_up: Any  # [2 * intermediate, hidden]
+    down: Any  # [hidden, intermediate]
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A model's weights on the device, laid out for the kernels."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: list[Layer]
+    norm: Tensor  # [hidden]
+    head: Any  # [vocab, hidden]
+
+    @classmethod
+    def of(cls, config: ModelConfig, weights: Mapping[str, Tensor], kernels: Any) -> Weights:
+        """From tensors by transformers' names, all on one device and of one dtype.
+
+        Takes each tensor out of `weights` where it can (a dict), so that no matrix is in memory twice for long.
+        """
+
+        def take(name: str) -> Tensor:
+            return weights.pop(f"{name}.weight") if isinstance(weights, dict) else weights[f"{name}.weight"]
+
+        def matrix(*names: str) -> Any:
+            parts = [take(name) for name in names]
+            return kernels.Linear(torch.cat(parts) if len(parts) > 1 else parts[0])
+
+        layers = []
+        for i in range(config.num_hidden_layers):
+            attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+            layers.append(
+                Layer(
+                    input_norm=take(f"model.layers.{i}.input_layernorm"),
+                    qkv=matrix(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+                    o=matrix(f"{attention}.o_proj"),
+                    post_norm=take(f"model.layers.{i}.post_attention_layernorm"),
+                    gate_up=matrix(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                    down=matrix(f"{mlp}.down_proj"),
+                )
+            )
+        embedding = take("model.embed_tokens")
+        head = kernels.Linear(embedding) if config.tie_word_embeddings else matrix("lm_head")
+        return cls(embedding, layers, take("model.norm"), head)
+
+
+class Llama(Runner):
+    """Runs plans: moves blocks in `kv_cache` and computes logits."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights | Mapping[str, Tensor],
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int = 256,
+        max_model_len: int | None = None,
+    ) -> None:
+        """`weights`: ready (`Weights.of`), or tensors by transformers' names, of the cache's device and dtype.
+
+        Measures what preemption costs on this device; on a GPU, captures the steps of decoding. Both run the model, and
+        neither writes into the cache.
+        """
+        self.config = config
+        self.kv_cache = kv_cache
+        self.kernels = kv_cache.kernels
+        self.weights = weights if isinstance(weights, Weights) else Weights.of(config, weights, self.kernels)
+        self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
+        longest = config.max_position_embeddings if max_model_len is None else max_model_len
+        self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
+        max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
+        self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels)
+        self._graphs: dict[int, DecodeGraph] = {}
+        if kv_cache.device.type == "cuda":
+            self._capture(max_num_seqs)
+        self._costs: PreemptionCosts = measure(kv_cache, self.forward)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [rows that want them, vocab_size] after the last query token of each. See `Runner.forward`."""
+        tokens = flatten(batch, self.tables.sync([cast("BlockTable", row.table) for row in batch]))
+        if tokens.max_query_len == 1 and (graph := self._graph_for(len(batch))):
+            return graph.run(tokens)
+        return self._compute(tokens.on(self.kv_cache.device))
+
+    def _compute(self, tokens: FlatBatch) -> Tensor:
+        """All layers, and the logits [rows that want them, vocab_size]."""
+        eps, heads = self.config.rms_norm_eps, self.config.num_attention_heads
+        kernels, weights = self.kernels, self.weights
+        residual = weights.embedding[tokens.ids]  # [tokens, hidden]
+        x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
+        for i, layer in enumerate(weights.layers):
+            if i:
+                x = kernels.add_rms_norm(x, residual, layer.input_norm, eps)
+            qkv = layer.qkv(x)  # [tokens, (heads + 2 * kv_heads) * head_dim]
+            keys, values = self.kv_cache.layer(i)
+            q = kernels.rope_and_write(
+                qkv, self.cos, self.sin, tokens.positions, tokens.slots, keys, values, heads
+            )  # [tokens, heads, head_dim]
+            x = attend(
+                q,
+                self.kv_cache,
+                i,
+                self.tables.tables,
+                tokens.rows,
+                tokens.query_start,
+                tokens.context_lens,
+                self.scale,
+                max_query_len=tokens.max_query_len,
+            )  # [tokens, heads, head_dim]
+            x = layer.o(x.view(len(x), -1))  # [tokens, hidden]
+            x = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
+            x = layer.down(kernels.swiglu(layer.gate_up(x)))  # [tokens, hidden]
+        if tokens.logit_rows is not None:
+            x, residual = x[tokens.logit_rows], residual[tokens.logit_rows]  # [rows, hidden]
+        if not len(x):
+            return torch.empty(0, self.config.vocab_size, dtype=x.dtype, device=x.device)
+        logits: Tensor = weights.head(kernels.add_rms_norm(x, residual, weights.norm, eps))  # [rows, vocab]
+        return logits
+
+    def move(self, moves: BlockMoves) -> None:
+        """Swap out, poison, swap in, copy."""
+        carry(self.kv_cache, moves)
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        """What swapping `num_blocks` out and in again costs on this device, in seconds."""
+        return self._costs.swap_seconds(num_blocks)
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        """What computing the keys and values of `num_tokens` again costs on this device, in seconds."""
+        return self._costs.recompute_seconds(num_tokens)
+
+    # --- CUDA graphs ------------------------------------------------------------------------------
+
+    def _graph_for(self, num_seqs: int) -> DecodeGraph | None:
+        """The smallest captured step that `num_seqs` sequences fit in."""
+        return next((graph for size, graph in self._graphs.items() if size >= num_seqs), None)
+
+    def _capture(self, max_num_seqs: int) -> None:
+        """Capture a step of decoding for each batch size, the largest first: the others then share its memory."""
+        sizes = [size for size in BATCH_SIZES if size < max_num_seqs] + [min(max_num_seqs, BATCH_SIZES[-1])]
+        graphs: list[tuple[int, DecodeGraph]] = []
+        for size in reversed(sizes):
+            pool = graphs[0][1].graph.pool() if graphs else None
+            graphs.append((size, DecodeGraph(size, self._compute, self.kv_cache.device, pool)))
+        self._graphs = dict(reversed(graphs))
+
+
+class DecodeGraph:
+    """One step of decoding `size` sequences, captured: new numbers are copied into `numbers`, then it is run again."""
+
+    def __init__(self, size: int, compute: Callable[[FlatBatch], Tensor], device: torch.device, pool: Any) -> None:
+        self._padding = np.zeros((5, size), np.int32)
+        self._padding[2] = -1  # slots: what pads the batch is written nowhere; a context of length 0 is not read
+        self.numbers = torch.from_numpy(self._padding).to(device)  # [5, size]
+        ids, positions, slots, rows, context_lens = self.numbers.unbind()
+        start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self._tokens = FlatBatch(ids, positions, slots, rows, context_lens, start, None, max_query_len=1)
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side), torch.inference_mode():
+            compute(self._tokens)  # compiles every kernel: nothing may be compiled during the capture
+        torch.cuda.current_stream(device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(self.graph, pool=pool):
+            self.logits = compute(self._tokens)  # [size, vocab]
+
+    def run(self, batch: FlatBatch) -> Tensor:
+        """The logits [rows that want them, vocab_size]; they are overwritten by the next run."""
+        numbers = self._padding.copy()
+        for i, values in enumerate((batch.ids, batch.positions, batch.slots, batch.rows, batch.context_lens)):
+            numbers[i, : len(values)] = values
+        self.numbers.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
+        self.graph.replay()
+        every: Tensor = self.logits[: len(batch.ids)]
+        return every if batch.logit_rows is None else every[batch.logit_rows.to(every.device)]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBatch:
+    """A batch as int32 tensors: the query tokens of all sequences, one after another."""
+
+    ids: Tensor  # [tokens]
+    positions: Tensor  # [tokens]
+    slots: Tensor  # [tokens]
+    rows: Tensor  # [seqs], of the device's block tables
+    context_lens: Tensor  # [seqs]
+    query_start: Tensor  # [seqs + 1]
+    logit_rows: Tensor | None  # [rows that want logits], their last query tokens' places in [tokens]; None: all tokens
+    max_query_len: int
+
+    def on(self, device: torch.device) -> FlatBatch:
+        """The same on a device, sent as one tensor."""
+        parts = [self.ids, self.positions, self.slots, self.rows, self.context_lens, self.query_start]
+        parts += [] if self.logit_rows is None else [self.logit_rows]
+        if device.type == "cpu":
+            return self
+        whole = torch.cat(parts).pin_memory().to(device, non_blocking=True)
+        ids, positions, slots, rows, context_lens, query_start, *logit_rows = torch.split(whole, list(map(len, parts)))
+        last = logit_rows[0] if logit_rows else None
+        return FlatBatch(ids, positions, slots, rows, context_lens, query_start, last, self.max_query_len)
+
+
+def flatten(batch: Batch, rows: Sequence[int]) -> FlatBatch:
+    """Lay the rows of a batch out one after another; `rows`: where the device has their block tables."""
+    query_lens = np.array([len(row.token_ids) for row in batch], np.int32)  # [seqs]
+    first = np.array([row.first_position for row in batch], np.int32)  # [seqs]
+    query_start = np.zeros(len(batch) + 1, np.int32)  # [seqs + 1]
+    np.cumsum(query_lens, out=query_start[1:])
+    wanted = [row.wants_logits for row in batch]
+    every = len(query_lens) == query_start[-1] and all(wanted)
+    ids = np.fromiter(chain.from_iterable(row.token_ids for row in batch), np.int32, query_start[-1])
+    slots = np.fromiter(chain.from_iterable(row.slots for row in batch), np.int32, query_start[-1])
+    positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(first - query_start[:-1], query_lens)
+    return FlatBatch(
+        ids=torch.from_numpy(ids),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
+        rows=torch.tensor(rows, dtype=torch.int32),
+        context_lens=torch.from_numpy(first + query_lens),
+        query_start=torch.from_numpy(query_start),
+        logit_rows=None if every else torch.from_numpy(query_start[1:][wanted] - 1),
+        max_query_len=int(query_lens.max(initial=1)),
+    )
+
+
+def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin of every angle position × frequency: [num_positions, head_dim / 2] float32 each."""
+    positions = torch.arange(num_positions, dtype=torch.float32)[:, None]  # [positions, 1]
+    angles = positions * inverse_frequencies(config)  # [positions, head_dim / 2], float32 as in transformers
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """The rotary frequencies, in radians a position, of each pair of dimensions: [head_dim / 2] float32.
+
+    Rounded where transformers rounds: a frequency's last bit is 0.001 radians at position 8000.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim  # [head_dim / 2]
+    powers = torch.pow(torch.tensor(config.rope_theta, dtype=torch.float64), exponents.double())  # rounded once, below
+    frequencies = 1 / powers.float()  # [head_dim / 2]
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    stretched = frequencies / scaling.factor
+    if scaling.rope_type == "linear":
+        return stretched
+    # llama3: short wavelengths stay, long ones are stretched, those in between are blended.
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # [head_dim / 2]
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = keep.clamp(0, 1)
+    return keep * frequencies + (1 - keep) * stretched

@@ -1,0 +1,113 @@
+"""Preemption: what bringing a sequence back costs on this device, by swapping or by recomputing (section 4.5, Fig. 19).
+
+The twin of `reference/preemption.py`: the same cost model, fed with what this device was measured to do.
+
+- Swapping goes out and in again by the link to the host. On a GPU it runs on a side stream, beside the computing
+  (`kv_cache.py`); what is counted here is how long the link is busy.
+- Recomputing is one prefill of all tokens, through the kernel that prompts go through: on a GPU that is hundreds of
+  times the speed of the decoding that produced them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from minipaged.contracts import Batch, BatchRow, BlockMoves
+from minipaged.fast.block_allocator import BlockAllocator
+from minipaged.fast.block_table import BlockTable
+from minipaged.fast.kv_cache import KVCache
+
+SCRATCH_BYTES, SCRATCH_BLOCKS = 32 << 20, 256
+"""What `measure` copies at most."""
+PROBE_TOKENS = {"cpu": 64, "cuda": 1024}
+"""The prompt that `measure` runs: long enough that a device is busy with it, and not with starting."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionCosts:
+    """The speeds of one device and one cache, and what follows from them."""
+
+    seconds_per_copy: float
+    """What starting one copy costs, however small it is."""
+    bytes_per_second: float
+    """How fast a large copy goes, one way."""
+    block_bytes: int
+    """Keys and values of one block, all layers."""
+    prefill_tokens_per_second: float
+    copies_per_block: int = 1
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        """Out and in again."""
+        starts = num_blocks * self.copies_per_block * self.seconds_per_copy
+        return 2 * (starts + num_blocks * self.block_bytes / self.bytes_per_second)
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        """One prefill of all the tokens."""
+        return num_tokens / self.prefill_tokens_per_second
+
+
+def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
+    """Do the moves in the order that the contract asks for: what leaves is saved before anything takes its place."""
+    kv_cache.swap_out(moves.swap_out)
+    kv_cache.poison(moves.poison)
+    kv_cache.swap_in(moves.swap_in)
+    kv_cache.copy(moves.copy)
+
+
+def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> PreemptionCosts:
+    """Time this device's copies and its prefill, in a fraction of a second. The live cache is only read."""
+    shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
+    tiny = _seconds_per_block(kv_cache, (1, 1, 1, 1), 64)
+    full = _seconds_per_block(kv_cache, shape, max(1, min(SCRATCH_BLOCKS, SCRATCH_BYTES // kv_cache.block_bytes)))
+    return PreemptionCosts(
+        seconds_per_copy=tiny,
+        bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),
+        block_bytes=kv_cache.block_bytes,
+        prefill_tokens_per_second=_prefill_rate(kv_cache, forward),
+    )
+
+
+def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_blocks: int) -> float:
+    """The best of a few rounds of swapping every other block of a scratch cache out, per block: no two neighbours."""
+    layers, block_size, kv_heads, head_dim = shape
+    scratch = KVCache(
+        layers,
+        num_blocks,
+        block_size,
+        kv_heads,
+        head_dim,
+        num_swap_blocks=2 * num_blocks,
+        dtype=kv_cache.dtype,
+        device=kv_cache.device,
+        kernels=kv_cache.kernels,
+    )
+    pairs = [(block, 2 * block) for block in range(num_blocks)]
+    scratch.swap_out(pairs)  # now all of its memory exists; page faults are no part of a copy
+    return min(_seconds(kv_cache.device, lambda: scratch.swap_out(pairs)) for _ in range(3)) / num_blocks
+
+
+def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object]) -> float:
+    """Tokens a second of a prompt that is written nowhere and attends to whatever is in the first blocks."""
+    num_tokens = min(PROBE_TOKENS[kv_cache.device.type], kv_cache.num_blocks * kv_cache.block_size)
+    table = BlockTable(kv_cache.block_size, BlockAllocator(kv_cache.num_blocks))
+    table.append(num_tokens)
+    prompt = BatchRow(
+        token_ids=[0] * num_tokens, first_position=0, slots=[-1] * num_tokens, table=table, wants_logits=False
+    )
+    forward([prompt])  # compiles what it needs
+    return num_tokens / _seconds(kv_cache.device, lambda: forward([prompt]))
+
+
+def _seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """How long `work` takes until the device has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

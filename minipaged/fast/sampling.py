@@ -1,0 +1,374 @@
+"""Choosing the next tokens of a whole batch at once, where the logits are.
+
+The rules are those of `minipaged.reference.sampling`, in the same order and with the same numbers drawn, so that a seed
+gives the same tokens on both tiers. What differs is the shape of the work. The logits of a batch are millions of
+numbers on a device, and what is wanted of them is a token and a log-probability a sequence. So
+
+- the parameters of all inputs go to the device in one copy, and all results come back in one;
+- in between, nothing waits for the host: no branch depends on a logit. What cannot be served (NaN, nothing left to
+  choose) is found out at the end, from results that came back anyway;
+- an input that is greedy and has no penalties, the commonest, costs one reading of its row (`argmax_logsumexp`) and
+  nothing in float64;
+- a row or a distribution that several inputs share is worked on once. Only inputs with penalties or forbidden tokens
+  need a row of their own.
+
+The two functions that read whole rows exist twice. For a CPU both are loops compiled by numba (`fast/cpu/sampling.py`).
+On a GPU `argmax_logsumexp` is a Triton kernel (`fast/gpu/sampling.py`), and `draw` is the torch function below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minipaged.contracts import Sampled, SamplingInput
+from minipaged.errors import BadLogits
+from minipaged.fast.cpu import sampling as cpu
+
+PIECE = 2**24
+"""Logits from which tokens are drawn in one go: what is scaled, sorted and added up meanwhile is some 1 GB of a GPU."""
+
+
+def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[Sampled]:
+    """One token for each input, from `logits` [rows, vocab], float32, float16, bfloat16 or float64, on any device.
+
+    Raises BadLogits, a ValueError, for a row from which nothing can be chosen: it holds NaN or plus infinity, or
+    nothing but minus infinity is left.
+    """
+    if not inputs:
+        return []
+    if not logits.is_cuda and logits.dtype != torch.float64:
+        logits = logits.float()  # which holds all values of float16 and bfloat16; the compiled loops know neither
+    likeliest, peaks, log_totals = argmax_logsumexp(logits)  # [rows]
+    peaks, log_totals = peaks.double(), log_totals.double()
+    if all(_is_plainly_greedy(wanted) for wanted in inputs):
+        return _likeliest(inputs, *receive(likeliest, peaks, log_totals))
+
+    altered = [index for index, wanted in enumerate(inputs) if not _leaves_logits_alone(wanted)]
+    plain = [index for index, wanted in enumerate(inputs) if _leaves_logits_alone(wanted)]
+    ranked = sorted({wanted.row for wanted in inputs if wanted.params.logprobs})  # rows whose likeliest are asked for
+    rows, where_altered, ranked_rows = send(logits.device, [wanted.row for wanted in inputs], altered, ranked)
+
+    token_ids = likeliest[rows]  # [inputs]
+    _draw_into(token_ids, logits, peaks, inputs, [(index, inputs[index].row) for index in plain])
+    altered_token_ids, altered_peaks = likeliest[:0], peaks[:0]
+    if altered:
+        table = penalise(logits, [inputs[index] for index in altered])  # [altered, vocab]
+        altered_token_ids, altered_peaks, _ = argmax_logsumexp(table)  # [altered]
+        token_ids[where_altered] = altered_token_ids
+        _draw_into(token_ids, table, altered_peaks, inputs, [(index, row) for row, index in enumerate(altered)])
+
+    logprobs = logits[rows, token_ids].double() - peaks[rows] - log_totals[rows]  # [inputs]
+    count = max(wanted.params.logprobs or 0 for wanted in inputs)
+    top = largest(logits[ranked_rows], count)  # [ranked, count]
+    top_logits = logits[ranked_rows[:, None], top].double()  # [ranked, count]
+    top_logprobs = top_logits - peaks[ranked_rows, None] - log_totals[ranked_rows, None]  # [ranked, count]
+
+    results = (token_ids, logprobs, top, top_logprobs)
+    found = receive(*results, likeliest[rows], peaks[rows], altered_token_ids, altered_peaks)
+    _refuse_bad(inputs, altered, *found[4:])
+    return _sampled(inputs, ranked, *found[:4])
+
+
+def _is_plainly_greedy(wanted: SamplingInput) -> bool:
+    params = wanted.params
+    return params.temperature == 0 and params.logprobs is None and _leaves_logits_alone(wanted)
+
+
+def _likeliest(
+    inputs: Sequence[SamplingInput],
+    likeliest: NDArray[np.int64],
+    peaks: NDArray[np.float64],
+    log_totals: NDArray[np.float64],
+) -> list[Sampled]:
+    """The likeliest token of each row, for inputs that ask for nothing else: its logit is the peak."""
+    rows = np.array([wanted.row for wanted in inputs])
+    _refuse_bad(inputs, (), likeliest[rows], peaks[rows], likeliest[:0], peaks[:0])
+    chosen = zip(likeliest[rows].tolist(), (-log_totals[rows]).tolist(), strict=True)
+    return [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
+
+
+def _sampled(inputs: Sequence[SamplingInput], ranked: Sequence[int], *results: NDArray[Any]) -> list[Sampled]:
+    """The results as the engine wants them."""
+    token_ids, logprobs, top, top_logprobs = (array.tolist() for array in results)
+    rankings = {row: list(zip(*both, strict=True)) for row, *both in zip(ranked, top, top_logprobs, strict=True)}
+    sampled = []
+    for wanted, token_id, logprob in zip(inputs, token_ids, logprobs, strict=True):
+        tops = None
+        if wanted.params.logprobs is not None:
+            tops = dict(rankings.get(wanted.row, [])[: wanted.params.logprobs]) | {token_id: logprob}
+        sampled.append(Sampled(token_id, logprob, tops))
+    return sampled
+
+
+def _leaves_logits_alone(wanted: SamplingInput) -> bool:
+    params = wanted.params
+    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    return penalties == (1, 0, 0) and not len(wanted.forbidden_token_ids)
+
+
+def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """For each row: the likeliest token (int64), its logit (the peak), and log(sum(exp(logit - peak))).
+
+    Ties go to the lowest id. A row that holds NaN has the peak NaN and the id of its first NaN.
+    """
+    if not logits.is_cuda:
+        return cpu.argmax_logsumexp(logits)
+    if logits.dtype != torch.float64:
+        from minipaged.fast.gpu import sampling as gpu  # here, because there is no Triton where there is no GPU
+
+        return gpu.argmax_logsumexp(logits)
+    token_ids = logits.argmax(1)  # [rows], the first of the largest; NaN counts as the largest
+    peaks = logits.gather(1, token_ids[:, None])  # [rows, 1]
+    return token_ids, peaks[:, 0], (logits - peaks).exp().sum(1).log()
+
+
+def penalise(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
+    """A row in float64 for each input [inputs, vocab]: without its forbidden tokens and with its penalties.
+
+    What is changed is listed as (place, token) pairs over all inputs, and changed in one operation a rule.
+    """
+    forbidden, seen, generated = _Pairs(), _Pairs(), _Pairs()
+    for number, wanted in enumerate(inputs):
+        params, output = wanted.params, _tokens(wanted.output_token_ids)
+        forbidden.add(number, _tokens(wanted.forbidden_token_ids), -math.inf)
+        if params.repetition_penalty != 1:
+            # A token may be listed twice here: both times its logit is read before either is written.
+            seen.add(number, np.concatenate((_tokens(wanted.prompt_token_ids), output)), params.repetition_penalty)
+        tokens, times = np.unique(output, return_counts=True)  # [generated]
+        generated.add(number, tokens, params.frequency_penalty * times + params.presence_penalty)
+    sent = send(
+        logits.device, [wanted.row for wanted in inputs], *forbidden.arrays(), *seen.arrays(), *generated.arrays()
+    )
+    table = logits[sent[0]].double()  # [inputs, vocab]
+    place, token, value = sent[1:4]  # [forbidden]
+    table[place, token] = value
+    place, token, penalty = sent[4:7]  # [seen]
+    held = table[place, token]  # [seen]
+    table[place, token] = torch.where(held > 0, held / penalty, held * penalty)
+    place, token, amount = sent[7:]  # [generated]
+    table[place, token] -= amount
+    return table
+
+
+class _Pairs:
+    """(place, token) pairs, each with a number."""
+
+    def __init__(self) -> None:
+        self._parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+
+    def add(self, place: int, tokens: NDArray[np.int64], value: float | NDArray[np.floating[Any]]) -> None:
+        self._parts.append(
+            (np.full(len(tokens), place), tokens, np.broadcast_to(value, len(tokens)).astype(np.float64))
+        )
+
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        return tuple(np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
+
+
+def _tokens(token_ids: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(token_ids, dtype=np.int64)
+
+
+# --- Drawing ----------------------------------------------------------------------------------------
+
+
+def _draw_into(
+    token_ids: Tensor,
+    logits: Tensor,
+    peaks: Tensor,
+    inputs: Sequence[SamplingInput],
+    users: Sequence[tuple[int, int]],
+) -> None:
+    """Put a token drawn into `token_ids` for those of `users`, (index of an input, row of `logits`), not greedy."""
+    drawing_from: dict[_Distribution, list[int]] = defaultdict(list)  # the inputs that draw from each
+    for index, used_row in users:
+        params = inputs[index].params
+        if params.temperature > 0:
+            min_logprob = math.log(params.min_p) if params.min_p > 0 else -math.inf
+            wanted = _Distribution(used_row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
+            drawing_from[wanted].append(index)
+    vocab = logits.shape[1]
+    pending = iter(drawing_from.items())
+    while piece := dict(islice(pending, max(1, PIECE // vocab))):
+        drawing = [index for indices in piece.values() for index in indices]
+        where, distributions, uniforms, row, top_k, temperature, least, share = send(
+            logits.device,
+            drawing,
+            [place for place, indices in enumerate(piece.values()) for _ in indices],
+            uniform(
+                [inputs[index].seed for index in drawing],
+                [inputs[index].stream for index in drawing],
+                [len(inputs[index].prompt_token_ids) + len(inputs[index].output_token_ids) for index in drawing],
+            ),
+            [distribution.row for distribution in piece],
+            [distribution.top_k for distribution in piece],
+            np.array([distribution.temperature for distribution in piece]),
+            np.array([distribution.min_logprob for distribution in piece]),
+            np.array([distribution.share for distribution in piece]),
+        )
+        given = (logits, row, peaks[row], temperature, least, top_k, share, distributions, uniforms)
+        depth = max(distribution.depth(vocab) for distribution in piece)
+        token_ids[where] = draw(*given, depth=depth) if logits.is_cuda else cpu.draw(*given)
+
+
+class _Distribution(NamedTuple):
+    """A row of logits with a temperature and filters: what one or more inputs draw from."""
+
+    row: int
+    top_k: int
+    temperature: float
+    min_logprob: float
+    """log of `min_p`; -inf for none."""
+    share: float
+    """The probability that `top_p` may cut off; 0 for none."""
+
+    def depth(self, vocab: int) -> int:
+        """How many of the largest logits the filters need in order."""
+        if 0 < self.top_k < vocab:
+            return self.top_k
+        return vocab if self.share > 0 else 0
+
+
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    peaks: Tensor,
+    temperatures: Tensor,
+    min_logprobs: Tensor,
+    top_ks: Tensor,
+    shares: Tensor,
+    distributions: Tensor,
+    uniforms: Tensor,
+    *,
+    depth: int,
+) -> Tensor:
+    """Draw tokens, each operation over all distributions. Distribution i is row rows[i] of `logits`, with its filters.
+
+    logits: [rows, vocab]. Of each distribution, [n]: rows int64, peaks float64 (the largest logit), temperatures
+    float64, min_logprobs float64 (log of `min_p`, -inf for none), top_ks int64 (0 or less for none), shares float64
+    (the probability that `top_p` may cut off, 0 for none). Of each draw, [m]: distributions int64 (which one),
+    uniforms float64 (in [0, 1)). `depth`: the most that a distribution's filters need in order. Returns [m] int64.
+    """
+    vocab = logits.shape[1]
+    scaled = (logits[rows].double() - peaks[:, None]) / temperatures[:, None]  # [n, vocab], the likeliest is 0
+    threshold = min_logprobs[:, None]  # [n, 1]
+    if depth > 0:
+        falling = scaled.topk(depth).values  # [n, depth]
+        kth = falling.gather(1, (top_ks.clamp(1, depth) - 1)[:, None])  # [n, 1]
+        is_limited = ((top_ks > 0) & (top_ks < vocab))[:, None]  # [n, 1]
+        threshold = torch.where(is_limited, kth.maximum(threshold), threshold)
+        rising = falling.flip(1)  # [n, depth]
+        is_listed = rising >= threshold  # [n, depth]
+        unlisted = (scaled >= threshold).sum(1, keepdim=True) - is_listed.sum(1, keepdim=True)  # ties with the least
+        tail = torch.where(is_listed, rising.exp(), 0.0).cumsum(1) + unlisted * rising[:, :1].exp()  # [n, depth]
+        may_go = (tail <= shares[:, None] * tail[:, -1:]).sum(1, keepdim=True)  # [n, 1]
+        lightest = rising.gather(1, may_go.clamp(max=depth - 1))  # [n, 1]: its tail is too much for `top_p` to cut off
+        threshold = torch.where(shares[:, None] > 0, lightest, threshold)
+    # A GPU adds up in pieces, so a running sum may move by a rounding even where a token weighs nothing. Sums that are
+    # set to 0 for the tokens not kept cannot make one of these the first that exceeds the draw.
+    kept = scaled >= threshold  # [n, vocab]
+    cumulative = torch.where(kept, torch.where(kept, scaled.exp(), 0.0).cumsum(1), 0.0)  # [n, vocab]
+    target = uniforms * cumulative.amax(1)[distributions]  # [m]
+    return (cumulative[distributions] > target[:, None]).int().argmax(1)
+
+
+def uniform(seeds: Sequence[int], streams: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each (seed, stream, position), [n]: 53 bits of Philox4x32-10 (Salmon et al., SC 2011).
+
+    Nothing of it is on the device. So it is computed on the host, and travels with the other parameters.
+    """
+    bits = [seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]
+    return cpu.uniform(*(np.array(words, dtype=np.uint64) for words in (bits, streams, positions)))
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """The indices [rows, count] of the `count` largest of each row of `values` (of all n, if fewer).
+
+    Largest first, and the lowest index on ties. `topk` promises no order among equals, so it is asked twice: first for
+    the value of the last one, then for what to take, ranked so that no two are equal.
+    """
+    n = values.shape[1]
+    count = min(count, n)
+    if count == 0 or len(values) == 0:
+        return torch.empty((len(values), count), dtype=torch.int64, device=values.device)
+    last = values.topk(count).values[:, -1:]  # [rows, 1]
+    backwards = torch.arange(n, 0, -1, device=values.device)  # [n], the first index has the highest number
+    rank = (values >= last) * backwards + (values > last) * n  # [rows, n]
+    chosen = rank.topk(count).indices  # [rows, count]: those above the last one by index, then its equals by index
+    order = values.gather(1, chosen).sort(dim=1, descending=True, stable=True).indices  # [rows, count]
+    return chosen.gather(1, order)
+
+
+# --- To the device and back -------------------------------------------------------------------------
+
+
+def send(device: torch.device, *arrays: Sequence[Any] | NDArray[Any]) -> list[Tensor]:
+    """Arrays of float64, and of whole numbers as int64, on the device: in one copy, side by side."""
+    wide = [array if isinstance(array, np.ndarray) else np.array(array, dtype=np.int64) for array in arrays]
+    together = torch.from_numpy(np.concatenate([array.view(np.int64) for array in wide])).to(device)
+    parts = torch.split(together, [len(array) for array in wide])
+    return [
+        part.view(torch.float64) if array.dtype == np.float64 else part for part, array in zip(parts, wide, strict=True)
+    ]
+
+
+def receive(*tensors: Tensor) -> list[NDArray[Any]]:
+    """Tensors of float64 and int64 on the host: in one copy, which is also the only time the host waits."""
+    together = torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors]).cpu().numpy()
+    parts = np.split(together, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    return [
+        (part.view(np.float64) if tensor.dtype == torch.float64 else part).reshape(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+# --- What cannot be served --------------------------------------------------------------------------
+
+
+def _refuse_bad(
+    inputs: Sequence[SamplingInput],
+    altered: Sequence[int],
+    likeliest: NDArray[np.int64],
+    peaks: NDArray[np.float64],
+    altered_likeliest: NDArray[np.int64],
+    altered_peaks: NDArray[np.float64],
+) -> None:
+    """Raise BadLogits if the row of an input has no finite peak, or has none once it is penalised."""
+    if np.isfinite(peaks).all() and np.isfinite(altered_peaks).all():
+        return
+    place_of = {index: place for place, index in enumerate(altered)}
+    for index in _row_by_row(inputs):
+        row = inputs[index].row
+        require_finite(row, likeliest[index], peaks[index])
+        if index in place_of:
+            require_finite(row, altered_likeliest[place_of[index]], altered_peaks[place_of[index]])
+
+
+def _row_by_row(inputs: Sequence[SamplingInput]) -> Iterator[int]:
+    """The inputs with those of the first one's row before all others, and so on."""
+    users: dict[int, list[int]] = defaultdict(list)
+    for index, wanted in enumerate(inputs):
+        users[wanted.row].append(index)
+    for indices in users.values():
+        yield from indices
+
+
+def require_finite(row: int, token_id: int, peak: float) -> None:
+    """Raise BadLogits, naming `row`, if its largest logit, that of `token_id`, is NaN or infinite."""
+    if math.isnan(peak):
+        raise BadLogits(
+            f"row {row} of the logits holds NaN (first at token {token_id}): the model read K/V that nobody wrote, "
+            "its weights are damaged, or its arithmetic overflowed"
+        )
+    if math.isinf(peak):
+        left = "plus infinity" if peak > 0 else "nothing but minus infinity: no token is left to choose"
+        raise BadLogits(f"row {row} of the logits holds {left}")

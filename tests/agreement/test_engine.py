@@ -1,0 +1,33 @@
+"""Whole engines on random workloads: with either tier's parts, the same plans, events and tokens, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from minipaged.events import Event
+from tests.workloads import FAST, REFERENCE, Run, random_workload, run_workload
+
+WORKLOADS = 300
+CHUNK = 50
+
+
+@pytest.mark.parametrize("first", range(0, WORKLOADS, CHUNK))
+def test_both_tiers_go_through_the_same_events(first: int) -> None:
+    """Every block number of every allocation, copy, swap and eviction is in the events, and so is every plan."""
+    for seed in range(first, first + CHUNK):
+        told: dict[str, list[Event]] = {}
+        for tier in (REFERENCE, FAST):
+            told[tier.name] = []
+            run = Run(random_workload(seed), tier, listeners=[told[tier.name].append])
+            now = 0
+            while run.advance(now):
+                now += 1
+        for step, (reference, fast) in enumerate(zip(told["reference"], told["fast"], strict=True)):
+            assert reference == fast, f"workload {seed}, event {step}"
+
+
+@pytest.mark.parametrize("first", range(10_000, 10_000 + WORKLOADS, CHUNK))
+def test_every_invariant_holds_with_the_fast_tiers_parts(first: int) -> None:
+    """Content, exclusive-write, exact-references, conservation, liveness, scheduling-invariance."""
+    for seed in range(first, first + CHUNK):
+        run_workload(seed, FAST)

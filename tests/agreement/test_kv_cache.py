@@ -1,0 +1,149 @@
+"""Both caches hold the same numbers after the same calls, bit for bit, and refuse the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minipaged.contracts import BlockMoves, CopyPair
+from minipaged.fast import kv_cache as fast
+from minipaged.fast import preemption as fast_preemption
+from minipaged.reference import kv_cache as reference
+from minipaged.reference import preemption as reference_preemption
+from tests.agreement.kernels import KernelSet, every_kernel_set
+
+NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
+
+
+class Twins:
+    """A cache of each tier, given the same calls."""
+
+    def __init__(self, kernel_set: KernelSet, dtype: torch.dtype, sizes: dict[str, int]) -> None:
+        self.device, self.dtype = kernel_set.device, dtype
+        self.reference = reference.KVCache(**sizes, dtype=NUMPY[dtype])
+        self.fast = fast.KVCache(**sizes, dtype=dtype, device=kernel_set.device, kernels=kernel_set.kernels)
+
+    def write(self, layer: int, slots: list[int], seed: int) -> None:
+        shape = (len(slots), self.reference.num_kv_heads, self.reference.head_dim)
+        k, v = np.random.default_rng(seed).standard_normal((2, *shape)).astype(NUMPY[self.dtype])
+        self.reference.write(layer, slots, k, v)
+        self.fast.write(layer, torch.tensor(slots, device=self.device), self.tensor(k), self.tensor(v))
+
+    def move(self, moves: BlockMoves) -> None:
+        reference_preemption.carry(self.reference, moves)
+        fast_preemption.carry(self.fast, moves)
+
+    def tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def check_equal(self) -> None:
+        every = np.arange(self.reference.num_blocks)[:, None]
+        for layer in range(self.reference.num_layers):
+            ours = self.fast.read(layer, self.tensor(every))
+            for ours_, theirs in zip(ours, self.reference.read(layer, every), strict=True):
+                np.testing.assert_array_equal(ours_.cpu().numpy(), theirs)
+        if self.fast.device.type == "cuda":
+            torch.cuda.synchronize()
+        hosts = self.fast.host_blocks.transpose(3, 4).numpy()  # the reference has the slots before the heads
+        np.testing.assert_array_equal(hosts, self.reference.host_blocks)
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> dict[str, int]:
+    return {
+        "num_layers": draw(st.integers(1, 3)),
+        "num_blocks": draw(st.integers(4, 12)),
+        "block_size": draw(st.sampled_from([1, 2, 5, 16, 64])),
+        "num_kv_heads": draw(st.integers(1, 3)),
+        "head_dim": draw(st.sampled_from([2, 12, 32, 40])),
+        "num_swap_blocks": draw(st.integers(1, 6)),
+    }
+
+
+def pairs(draw: st.DrawFn, sources: list[int], destinations: list[int]) -> list[CopyPair]:
+    """Some pairs, no destination twice."""
+    chosen = draw(st.lists(st.sampled_from(destinations), unique=True, max_size=4)) if destinations else []
+    return [(draw(st.sampled_from(sources)), destination) for destination in chosen] if sources else []
+
+
+@every_kernel_set
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_calls_leave_the_same_content(kernel_set: KernelSet, data: st.DataObject) -> None:
+    """Writes with padding, then swapping out, poisoning, swapping in and copying in one batch; again and again."""
+    size = data.draw(sizes())
+    twins = Twins(kernel_set, data.draw(st.sampled_from([torch.float32, torch.float16])), size)
+    device, host = list(range(size["num_blocks"])), list(range(size["num_swap_blocks"]))
+    for round_ in range(3):
+        slots = data.draw(st.lists(st.integers(-1, size["num_blocks"] * size["block_size"] - 1), max_size=20))
+        slots = list(dict.fromkeys(slots)) + [-1] * data.draw(st.integers(0, 2))  # -1 may come more than once
+        twins.write(data.draw(st.integers(0, size["num_layers"] - 1)), slots, seed=round_)
+        cut = data.draw(st.integers(1, len(device) - 1))
+        twins.move(
+            BlockMoves(
+                swap_out=pairs(data.draw, device, host),
+                poison=data.draw(st.lists(st.sampled_from(device), unique=True, max_size=3)),
+                swap_in=pairs(data.draw, host, device),
+                copy=pairs(data.draw, device[:cut], device[cut:]),
+            )
+        )
+        twins.check_equal()
+
+
+@every_kernel_set
+def test_the_edges_of_the_pool_are_written_and_nothing_else(kernel_set: KernelSet) -> None:
+    size = {"num_layers": 2, "num_blocks": 3, "block_size": 5, "num_kv_heads": 2, "head_dim": 12}
+    twins = Twins(kernel_set, torch.float32, size | {"num_swap_blocks": 2})
+    twins.write(1, [0, 14], seed=0)
+    twins.check_equal()
+    assert torch.count_nonzero(twins.fast.device_blocks).item() == 2 * 2 * 2 * 12
+
+
+CALLS: dict[str, Any] = {
+    "a slot past the pool": lambda cache, array: cache.write(0, array([6]), *[array(np.zeros((1, 1, 4), "f4"))] * 2),
+    "a slot before the pool": lambda cache, array: cache.write(0, array([-2]), *[array(np.zeros((1, 1, 4), "f4"))] * 2),
+    "no such layer": lambda cache, array: cache.write(1, array([0]), *[array(np.zeros((1, 1, 4), "f4"))] * 2),
+    "keys of another shape": lambda cache, array: cache.write(0, array([0]), *[array(np.zeros((2, 1, 4), "f4"))] * 2),
+    "a block copied onto a source": lambda cache, array: cache.copy([(0, 1), (1, 2)]),
+    "two blocks copied to one place": lambda cache, array: cache.copy([(0, 2), (1, 2)]),
+    "copying a block outside": lambda cache, array: cache.copy([(3, 0)]),
+    "swapping to a host block outside": lambda cache, array: cache.swap_out([(0, 1)]),
+    "swapping from a host block outside": lambda cache, array: cache.swap_in([(1, 0)]),
+    "swapping two to one place": lambda cache, array: cache.swap_in([(0, 1), (0, 1)]),
+    "poisoning a block outside": lambda cache, array: cache.poison([-1]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@every_kernel_set
+def test_both_refuse_the_same_calls_and_change_nothing(kernel_set: KernelSet, call: Any) -> None:
+    size = {"num_layers": 1, "num_blocks": 3, "block_size": 2, "num_kv_heads": 1, "head_dim": 4, "num_swap_blocks": 1}
+    twins = Twins(kernel_set, torch.float32, size)
+    twins.write(0, [0, 1, 2, 3, 4, 5], seed=0)
+    with pytest.raises((IndexError, ValueError)) as theirs:
+        call(twins.reference, np.asarray)
+    with pytest.raises((IndexError, ValueError)) as ours:
+        call(twins.fast, lambda values: twins.tensor(np.asarray(values)))
+    assert ours.type is theirs.type
+    assert str(ours.value) == str(theirs.value)
+    twins.check_equal()
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"])
+def test_both_refuse_the_same_sizes(name: str) -> None:
+    size = dict.fromkeys(["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim"], 2) | {name: 0}
+    for cache in (reference.KVCache, fast.KVCache):
+        with pytest.raises(ValueError, match=f"{name} is 0; it must be 1 or more"):
+            cache(**size)
+
+
+@given(st.tuples(st.floats(1e-7, 1e-3), st.floats(1e8, 1e12), st.integers(1, 10**7), st.floats(1, 1e6)))
+def test_both_have_the_same_cost_model(figures: tuple[float, float, int, float]) -> None:
+    costs = [module.PreemptionCosts(*figures) for module in (reference_preemption, fast_preemption)]
+    assert costs[0].swap_seconds(7) == costs[1].swap_seconds(7)
+    assert costs[0].recompute_seconds(99) == costs[1].recompute_seconds(99)

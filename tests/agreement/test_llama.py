@@ -1,0 +1,162 @@
+"""Both Llamas on the same random batches: the same logits within each type's rounding, the same cache afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from minipaged.contracts import BatchRow, BlockTable, Tier
+from minipaged.fast.kv_cache import KVCache as FastCache
+from minipaged.fast.llama import Llama as FastLlama
+from minipaged.fast.llama import inverse_frequencies as fast_frequencies
+from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.reference.kv_cache import KVCache as ReferenceCache
+from minipaged.reference.llama import Llama as ReferenceLlama
+from minipaged.reference.llama import inverse_frequencies as reference_frequencies
+from minipaged.tiers import fast_tier, reference_tier
+from tests.agreement.kernels import TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+"""|fast - reference| / |reference| over a row of logits: rounding piles up over the layers."""
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 40
+
+
+def config_of(**changes: object) -> ModelConfig:
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+    }
+    return ModelConfig.from_dict(LlamaConfig(**(sizes | changes)).to_dict())
+
+
+class Twins:
+    """The same model on each tier, serving the same sequences."""
+
+    def __init__(self, kernel_set: KernelSet, dtype: torch.dtype, config: ModelConfig, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        weights = {}
+        for name, shape in weight_shapes(config).items():
+            values = rng.standard_normal(shape) / shape[-1] ** (0.5 if len(shape) == 2 else 0)
+            weights[name] = torch.from_numpy(values).to(dtype).float()  # both compute with the same rounded weights
+        shape = (config.num_hidden_layers, NUM_BLOCKS, BLOCK_SIZE, config.num_key_value_heads, config.head_dim)
+        arrays = {name: tensor.numpy() for name, tensor in weights.items()}
+        self.reference = ReferenceLlama(config, arrays, ReferenceCache(*shape))
+        tensors = {name: tensor.to(kernel_set.device, dtype) for name, tensor in weights.items()}
+        cache = FastCache(*shape, dtype=dtype, device=kernel_set.device, kernels=kernel_set.kernels)
+        self.fast = FastLlama(config, tensors, cache, max_num_seqs=8)
+        self.dtype = dtype
+        self.sequences: list[Sequence] = []
+        self.allocators = {tier.name: tier.block_allocator(NUM_BLOCKS) for tier in (reference_tier(), fast_tier())}
+
+    def begin(self, token_ids: list[int]) -> None:
+        tables = {tier.name: self._table(tier) for tier in (reference_tier(), fast_tier())}
+        self.sequences.append(Sequence(token_ids, tables))
+
+    def fork(self, parent: int) -> None:
+        """The child goes on with other tokens, and copies the block that it shares before it writes."""
+        old = self.sequences[parent]
+        tables = {name: table.fork() for name, table in old.tables.items()}
+        other_tokens = [*old.token_ids[: old.num_done], *reversed(old.token_ids)]
+        self.sequences.append(Sequence(other_tokens, tables, old.num_done))
+
+    def run(self, query_lens: list[int]) -> None:
+        """The next tokens of each sequence (0: it sits this one out), on both tiers; compares the logits."""
+        batches: dict[str, list[BatchRow]] = {"reference": [], "fast": []}
+        for sequence, num_tokens in zip(self.sequences, query_lens, strict=True):
+            num_tokens = min(num_tokens, len(sequence.token_ids) - sequence.num_done)
+            if num_tokens:
+                for name, row in sequence.next_rows(num_tokens, self).items():
+                    batches[name].append(row)
+        if not batches["fast"]:
+            return
+        expected = self.reference.forward(batches["reference"])
+        logits = self.fast.forward(batches["fast"]).float().cpu().numpy()
+        error = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        assert error.max() < TOLERANCE[self.dtype], error
+
+    def _table(self, tier: Tier) -> BlockTable:
+        return tier.block_table(BLOCK_SIZE, self.allocators[tier.name])
+
+
+@dataclass
+class Sequence:
+    token_ids: list[int]
+    tables: dict[str, BlockTable]
+    num_done: int = 0
+
+    def next_rows(self, num_tokens: int, twins: Twins) -> dict[str, BatchRow]:
+        start, self.num_done = self.num_done, self.num_done + num_tokens
+        rows = {}
+        for name, table in self.tables.items():
+            cache = {"reference": twins.reference, "fast": twins.fast}[name].kv_cache
+            cache.copy(table.append(num_tokens))
+            slots = table.slot_mapping(start, self.num_done)
+            rows[name] = BatchRow(self.token_ids[start : self.num_done], start, slots, table, wants_logits=True)
+        return rows
+
+
+@every_kernel_set_and_dtype
+@given(data=st.data())
+@settings(max_examples=6, deadline=None)
+def test_logits_agree_however_the_tokens_are_batched(
+    kernel_set: KernelSet, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    """Prompts in chunks, decoding, mixed batches, forks with copy-on-write."""
+    heads, kv_heads = data.draw(st.sampled_from([(4, 2), (3, 3), (6, 1)]))
+    config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=heads == 3)
+    twins = Twins(kernel_set, dtype, config, data.draw(st.integers(0, 2**32)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        twins.begin(data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=24)))
+    for _ in range(data.draw(st.integers(1, 3 if kernel_set is TRITON else 8))):
+        if len(twins.sequences) < 5 and data.draw(st.booleans()):
+            twins.fork(data.draw(st.integers(0, len(twins.sequences) - 1)))
+        query_len = st.just(1) if data.draw(st.booleans()) else st.integers(0, 8)
+        twins.run([data.draw(query_len) for _ in twins.sequences])
+
+
+@every_kernel_set
+def test_rows_that_want_no_logits_give_none(kernel_set: KernelSet) -> None:
+    twins = Twins(kernel_set, torch.float32, config_of(), seed=0)
+    for token_ids in ([1, 2, 3], [4], [5, 6]):
+        twins.begin(token_ids)
+    rows = [sequence.next_rows(len(sequence.token_ids), twins)["fast"] for sequence in twins.sequences]
+    logits = twins.fast.forward(rows)
+    silent = [BatchRow(row.token_ids, 0, row.slots, row.table, wants_logits=False) for row in rows]
+    assert twins.fast.forward(silent).shape == (0, 64)
+    some = twins.fast.forward([silent[0], rows[1], silent[2]])
+    torch.testing.assert_close(some, logits[1:2], rtol=1e-5, atol=1e-5)
+
+
+ROPE_PARAMETERS = [
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", ROPE_PARAMETERS, ids=lambda rope: rope["rope_type"])
+@pytest.mark.parametrize("head_dim", [32, 80, 128])
+def test_both_turn_by_the_same_frequencies_to_the_last_bit(head_dim: int, rope: dict[str, object]) -> None:
+    config = config_of(head_dim=head_dim, rope_parameters=rope)
+    np.testing.assert_array_equal(fast_frequencies(config).numpy(), reference_frequencies(config))

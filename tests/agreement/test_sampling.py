@@ -1,0 +1,289 @@
+"""Both tiers choose the same tokens from the same logits, and report the same log-probabilities.
+
+Tokens are compared exactly. They could differ only where a number drawn, or the probability that `top_p` counts, comes
+within a rounding of a float64 (some 1e-15) of a boundary between two tokens; no test here comes so near. What is
+computed in the precision of the logits, the log-probabilities, agrees to 2e-6 for float32 and 1e-12 for float64.
+
+The fast tier has two ways to draw, loops for a CPU and torch operations for a GPU. Both are held to the reference here;
+where there is a GPU, the second one on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from numpy.typing import NDArray
+
+from minipaged.contracts import Sampled, SamplingInput
+from minipaged.errors import BadLogits
+from minipaged.fast import sampling as fast
+from minipaged.fast.cpu import sampling as cpu
+from minipaged.params import SamplingParams
+from minipaged.reference import sampling as reference
+
+FloatArray = NDArray[np.floating[Any]]
+
+TOLERANCE = {np.dtype(np.float32): 2e-6, np.dtype(np.float64): 1e-12}
+
+
+def draw_as_a_gpu_does(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    peaks: torch.Tensor,
+    temperatures: torch.Tensor,
+    min_logprobs: torch.Tensor,
+    top_ks: torch.Tensor,
+    shares: torch.Tensor,
+    distributions: torch.Tensor,
+    uniforms: torch.Tensor,
+) -> torch.Tensor:
+    """`fast.draw` with the arguments of its twin for a CPU."""
+    vocab = logits.shape[1]
+    depth = 0
+    for top_k, share in zip(top_ks.tolist(), shares.tolist(), strict=True):
+        depth = max(depth, top_k if 0 < top_k < vocab else vocab if share > 0 else 0)
+    given_ = (logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms)
+    return fast.draw(*given_, depth=depth)
+
+
+@pytest.fixture(autouse=True, params=["loops", "operations"])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where the logits are; each test runs with both ways to draw."""
+    if request.param == "loops":
+        yield "cpu"
+    elif torch.cuda.is_available():
+        yield "cuda"
+    else:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(cpu, "draw", draw_as_a_gpu_does)
+            yield "cpu"
+
+
+with_fixtures = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+def both(logits: FloatArray, inputs: Sequence[SamplingInput], device: str) -> list[list[Sampled] | str]:
+    """What each tier returns, or the message of its error."""
+    outcomes: list[list[Sampled] | str] = []
+    for tier in (reference.sample, fast.sample):
+        given_: Any = logits if tier is reference.sample else torch.from_numpy(logits.copy()).to(device)
+        try:
+            with np.errstate(over="ignore"):  # logits of which the largest and the least differ by more than a float32
+                outcomes.append(tier(given_, inputs))
+        except BadLogits as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def assert_agreement(logits: FloatArray, inputs: Sequence[SamplingInput], device: str) -> None:
+    expected, found = both(logits, inputs, device)
+    if isinstance(expected, str) or isinstance(found, str):
+        assert found == expected
+        return
+    assert [one.token_id for one in found] == [one.token_id for one in expected]
+    near = TOLERANCE[logits.dtype]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, rel=near, abs=near)
+        assert (ours.top_logprobs is None) == (theirs.top_logprobs is None)
+        if ours.top_logprobs is not None and theirs.top_logprobs is not None:
+            assert list(ours.top_logprobs) == list(theirs.top_logprobs)
+            assert list(ours.top_logprobs.values()) == pytest.approx(
+                list(theirs.top_logprobs.values()), rel=near, abs=near
+            )
+
+
+# --- What is drawn ----------------------------------------------------------------------------------
+
+
+@st.composite
+def logit_tables(draw: st.DrawFn, rows: int, vocab: int) -> FloatArray:
+    """[rows, vocab]: as models give them, with ties, with tokens ruled out, with a huge range."""
+    dtype = draw(st.sampled_from([np.float32, np.float64]))
+    elements: st.SearchStrategy[float] = draw(
+        st.sampled_from(
+            [
+                st.floats(-20, 20, width=16),
+                st.integers(-3, 3).map(float),
+                st.sampled_from([0.0, -0.0, 1.0, -math.inf]),
+                st.sampled_from([3e38, -3e38, 1e30, 0.0, 5.0, -1e-30]),
+                st.floats(-1e4, 1e4, width=32),
+            ]
+        )
+    )
+    return draw(hnp.arrays(dtype, (rows, vocab), elements=elements))
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn, vocab: int) -> SamplingParams:
+    chosen: dict[str, Any] = {
+        "temperature": draw(st.sampled_from([0.0, 0.3, 0.8, 1.0, 2.5, 100.0, 1e-4, 1e-300, 5e-324])),
+        "top_k": draw(st.just(0) | st.integers(-1, vocab + 2)),
+        "top_p": draw(st.sampled_from([1.0, 0.95, 0.5, 1e-20, 1 - 2**-53]) | st.floats(0.01, 1)),
+        "min_p": draw(st.sampled_from([0.0, 0.05, math.exp(-1), 0.5, 1.0])),
+        "logprobs": draw(st.sampled_from([None, None, 0, 1, 5, vocab + 3])),
+    }
+    if draw(st.booleans()):
+        chosen["repetition_penalty"] = draw(st.sampled_from([1.0, 1.3, 0.7]))
+        chosen["presence_penalty"] = draw(st.sampled_from([0.0, 1.0, -1.0]))
+        chosen["frequency_penalty"] = draw(st.sampled_from([0.0, 0.5, -0.5]))
+    return SamplingParams(**chosen)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[FloatArray, list[SamplingInput]]:
+    """Logits and what to choose from them: few rows and few parameters, so that inputs share both."""
+    vocab, rows = draw(st.sampled_from([1, 2, 23, 70])), draw(st.integers(1, 4))
+    params = draw(st.lists(sampling_params(vocab), min_size=1, max_size=3))
+    tokens = st.lists(st.integers(0, vocab - 1), max_size=8)
+    forbidden = st.just(()) | st.sets(st.integers(0, vocab - 1), max_size=vocab).map(tuple)
+    inputs = st.builds(
+        SamplingInput,
+        row=st.integers(0, rows - 1),
+        params=st.sampled_from(params),
+        prompt_token_ids=tokens,
+        output_token_ids=tokens,
+        seed=st.integers(0, 2**64 - 1),
+        stream=st.integers(0, 7),
+        forbidden_token_ids=forbidden,
+    )
+    return draw(logit_tables(rows, vocab)), draw(st.lists(inputs, max_size=8))
+
+
+@with_fixtures
+@given(batches())
+def test_both_tiers_choose_the_same_tokens(device: str, batch: tuple[FloatArray, list[SamplingInput]]) -> None:
+    assert_agreement(*batch, device)
+
+
+@with_fixtures
+@given(st.sampled_from([1, 2, 23, 70]).flatmap(lambda vocab: logit_tables(3, vocab)), st.lists(st.integers(0, 2)))
+def test_both_tiers_agree_where_all_are_greedy(device: str, logits: FloatArray, rows: list[int]) -> None:
+    greedy = SamplingParams(temperature=0)
+    assert_agreement(logits, [SamplingInput(row, greedy, [1], [], seed=0, stream=0) for row in rows], device)
+
+
+@with_fixtures
+@given(batches(), st.data())
+def test_both_tiers_refuse_the_same_logits_for_the_same_reason(
+    device: str, batch: tuple[FloatArray, list[SamplingInput]], data: st.DataObject
+) -> None:
+    logits, inputs = batch
+    for _ in range(data.draw(st.integers(1, 3))):
+        row = data.draw(st.integers(0, len(logits) - 1))
+        bad = data.draw(st.sampled_from([math.nan, -math.nan, math.inf, -math.inf]))
+        where = data.draw(st.integers(0, logits.shape[1] - 1) | st.just(slice(None)))
+        logits[row, where] = bad
+    assert_agreement(logits, inputs, device)
+
+
+def test_both_tiers_name_the_same_row_where_several_are_bad(device: str) -> None:
+    """Row 0 is worked through first, and with it the input that leaves nothing of it."""
+    logits = np.zeros((2, 3), dtype=np.float32)
+    logits[1] = math.nan
+    params, forbidden = SamplingParams(temperature=0), [(), (), (0, 1, 2)]
+    inputs = [SamplingInput(i % 2, params, [1], [], 0, 0, forbidden_token_ids=forbidden[i]) for i in range(3)]
+    assert_agreement(logits, inputs, device)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.05},
+        {"temperature": 50.0},
+        {"top_k": 50},
+        {"top_k": 50, "temperature": 0.05},
+        {"top_k": 2900},
+        {"top_p": 0.95},
+        {"top_p": 0.95, "temperature": 20.0},
+        {"top_p": 0.1},
+        {"top_p": 1 - 2**-53},
+        {"min_p": 0.02},
+        {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
+        {"temperature": 2.0, "top_k": 700, "top_p": 0.9, "min_p": 0.001},
+        {"temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
+def test_the_same_tokens_of_a_long_tail(device: str, params: dict[str, Any], step: float) -> None:
+    """A hundred draws from each of three rows: of the tokens kept, few go unnoticed when one more or less is kept."""
+    wide = np.random.default_rng(3).standard_normal((3, 3000)) * [[1], [3], [40]]
+    logits = (np.round(wide / step) * step if step else wide).astype(np.float32)
+    wanted = SamplingParams(logprobs=3, **params)
+    inputs = [SamplingInput(i % 3, wanted, [1, 2, 3], [4, 4], seed=i, stream=i // 3) for i in range(300)]
+    assert_agreement(logits, inputs, device)
+
+
+# --- The parts --------------------------------------------------------------------------------------
+
+
+@with_fixtures
+@given(batches())
+def test_penalised_logits_are_the_same_to_the_last_bit(
+    device: str, batch: tuple[FloatArray, list[SamplingInput]]
+) -> None:
+    logits, inputs = batch
+    found = fast.penalise(torch.from_numpy(logits).to(device), inputs).cpu().numpy() if inputs else np.zeros((0, 0))
+    for ours, wanted in zip(found, inputs, strict=True):
+        np.testing.assert_array_equal(ours, reference.penalise(logits[wanted.row], wanted))
+
+
+words = st.integers(0, 2**32 - 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**63, 2**64 - 1]), words, words)))
+def test_the_numbers_drawn_are_the_same_to_the_last_bit(counters: list[tuple[int, int, int]]) -> None:
+    seeds, streams, positions = ([counter[i] for counter in counters] for i in range(3))
+    expected = [reference.uniform(*counter) for counter in counters]
+    assert fast.uniform(seeds, streams, positions).tolist() == expected
+
+
+@with_fixtures
+@given(
+    hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 40)), elements=st.integers(-4, 4).map(float)),
+    st.integers(0, 45),
+)
+def test_the_largest_are_the_same_and_in_the_same_order(device: str, values: FloatArray, count: int) -> None:
+    found = fast.largest(torch.from_numpy(values).to(device), count)
+    assert found.tolist() == [reference.largest(row, count).tolist() for row in values]
+
+
+@with_fixtures
+@given(
+    hnp.arrays(np.float32, st.integers(1, 6), elements=st.integers(-1, 1).map(float)),
+    st.sampled_from([0.5, 1.0, 2.5]),
+    st.integers(-1, 7),
+    st.sampled_from([1.0, 0.9, 0.6, 0.3, 1e-20]),
+    st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+)
+def test_a_distribution_is_the_same_at_every_64th(
+    device: str, logits: FloatArray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """Numbers that are asked for, not drawn: with equal weights some fall on the very boundary of two tokens."""
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = [reference.distribution(logits, params).at(number / 64) for number in range(64)]
+    min_logprob = math.log(min_p) if min_p > 0 else -math.inf
+    draw: Any = (
+        draw_as_a_gpu_does if device == "cuda" else cpu.draw
+    )  # which the fixture has replaced for half of the tests
+    found = draw(
+        torch.from_numpy(logits[None]).to(device),
+        torch.tensor([0], device=device),
+        *torch.tensor([[logits.max()], [temperature], [min_logprob]], dtype=torch.float64, device=device),
+        torch.tensor([top_k], device=device),
+        torch.tensor([1 - top_p], dtype=torch.float64, device=device),
+        torch.zeros(64, dtype=torch.int64, device=device),
+        torch.arange(64, dtype=torch.float64, device=device) / 64,
+    )
+    assert found.tolist() == expected

@@ -1,0 +1,84 @@
+"""What the GPU kernels become for real GPUs: machine code, read on a machine that need not have one.
+
+That a kernel is right says nothing about whether it is fast, and what makes it slow is seldom seen in its source: an
+intermediate too many and registers go to memory and back at every turn; a tile too small and the tensor cores are left
+out. `compile_kernels.py` says how the code is read, and which kernels there are.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no Triton for this machine", allow_module_level=True)
+
+SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes that one program may have, by architecture (CUDA C++ Programming Guide, technical specifications).
+
+sm_80 itself has 163 KB; but what suits it must suit consumer chips too (sm_86, 89, 120), which have 99 KB."""
+
+ROOT = Path(__file__).parents[2]
+
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the reports are: one file an architecture. Compiled once, also when tests run in several processes."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # all workers'
+    with FileLock(folder / "kernels.lock"):
+        if not (folder / "kernels-are-compiled").exists():
+            environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+            command = [sys.executable, "-m", "tests.fast.compile_kernels", "--arch"]
+            compilers = []
+            for arch in SHARED_MEMORY:
+                with (folder / f"sm_{arch}.jsonl").open("w") as out, (folder / f"sm_{arch}.log").open("w") as log:
+                    compilers.append(
+                        subprocess.Popen([*command, str(arch)], cwd=ROOT, env=environment, stdout=out, stderr=log)
+                    )
+            for arch, compiler in zip(SHARED_MEMORY, compilers, strict=True):
+                assert compiler.wait() == 0, (folder / f"sm_{arch}.log").read_text()
+            (folder / "kernels-are-compiled").touch()
+    return folder
+
+
+@pytest.fixture(params=SHARED_MEMORY, ids=lambda arch: f"sm_{arch}")
+def reports(request: pytest.FixtureRequest, folder: Path) -> list[Report]:
+    """One for each kernel."""
+    return [json.loads(line) for line in (folder / f"sm_{request.param}.jsonl").read_text().splitlines()]
+
+
+def names(reports: list[Report]) -> list[str]:
+    return [report["kernel"] for report in reports]
+
+
+def test_every_register_stays_in_the_processor(reports: list[Report]) -> None:
+    assert names([report for report in reports if report["spills"]]) == []
+
+
+def test_shared_memory_suffices(reports: list[Report]) -> None:
+    assert names([report for report in reports if report["shared_bytes"] > SHARED_MEMORY[report["arch"]]]) == []
+
+
+def test_matrices_are_multiplied_on_the_tensor_cores(reports: list[Report]) -> None:
+    needed = [report for report in reports if report["tensor_cores_needed"]]
+    assert needed
+    assert names([report for report in needed if not report["tensor_cores"]]) == []
+
+
+def test_prefill_multiplies_with_wgmma_on_hopper(reports: list[Report]) -> None:
+    needed = [report for report in reports if report["wgmma_needed"]]
+    if reports[0]["arch"] == 90:
+        assert needed
+    assert names([report for report in needed if "HGMMA" not in report["tensor_cores"]]) == []

@@ -1,0 +1,118 @@
+"""What only the fast tier's `sample` has: half precision, strided logits, drawing piece by piece, its own exponentials.
+
+That it chooses as the reference does is in `tests/agreement/test_sampling.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minipaged.contracts import SamplingInput
+from minipaged.fast import sampling
+from minipaged.fast.beam_search import BeamSearch
+from minipaged.fast.cpu import sampling as cpu
+from minipaged.params import BeamSearchParams, SamplingParams
+
+VOCAB = 400
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+EVERY_WAY = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0, logprobs=7, repetition_penalty=1.5),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, logprobs=3),
+    SamplingParams(temperature=1.5, min_p=0.01, presence_penalty=0.5),
+]
+
+
+def table(dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.Tensor:
+    """[4, VOCAB]"""
+    numbers = np.random.default_rng(0).standard_normal((4, VOCAB)) * 3
+    return torch.from_numpy(numbers).to(dtype).to(device)
+
+
+def inputs(params: list[SamplingParams] = EVERY_WAY, each: int = 5) -> list[SamplingInput]:
+    return [
+        SamplingInput(row, one, [1, 2], [3] * row, seed=stream, stream=stream)
+        for one in params
+        for row in range(4)
+        for stream in range(each)
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("params", [EVERY_WAY[:1], EVERY_WAY], ids=["greedy", "every way"])
+def test_half_precision_is_taken_for_the_float32_that_it_is(
+    dtype: torch.dtype, device: str, params: list[SamplingParams]
+) -> None:
+    logits = table(dtype, device)
+    found, expected = sampling.sample(logits, inputs(params)), sampling.sample(logits.float(), inputs(params))
+    assert [one.token_id for one in found] == [one.token_id for one in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=2e-6)
+        assert (ours.top_logprobs or {}).keys() == (theirs.top_logprobs or {}).keys()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_beams_are_ranked_in_float32_where_the_logits_are_in_half_precision(dtype: torch.dtype, device: str) -> None:
+    logits = table(dtype, device)
+    found, expected = (
+        BeamSearch(BeamSearchParams(3, 9), 2, 11, [1]).step(one, [2, 0, 3], [-1.25, -1.0, -1.125])
+        for one in (logits, logits.float())
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_may_be_a_strided_view_and_are_left_as_they_were(device: str) -> None:
+    logits = table(device=device)
+    wide = torch.full((8, VOCAB + 3), 99.0, device=device)
+    view = wide[::2, 1:-2]
+    view.copy_(logits)
+    assert sampling.sample(view, inputs()) == sampling.sample(logits, inputs())
+    assert torch.equal(view, logits)
+    assert torch.equal(logits, table(device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_drawn_in_pieces_gives_the_same_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sampling.sample(table(device=device), inputs())
+    sizes: list[int] = []
+    for module in (sampling, cpu):
+
+        def watched(*given: Any, draw: Any = module.draw, **named: Any) -> Any:
+            sizes.append(len(given[1]))
+            return draw(*given, **named)
+
+        monkeypatch.setattr(module, "draw", watched)
+    monkeypatch.setattr(sampling, "PIECE", 3 * VOCAB)
+    assert sampling.sample(table(device=device), inputs()) == whole
+    assert sizes == [3, 1] + [3] * 6 + [2]  # 4 distributions without penalties; 20 with, one for each input
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 3.0, 100.0, 1e30])
+def test_the_logarithm_of_the_sum_is_right_at_any_spread(dtype: torch.dtype, spread: float) -> None:
+    logits = (torch.from_numpy(np.random.default_rng(1).standard_normal((3, 5000))) * spread).to(dtype)
+    token_ids, peaks, log_totals = cpu.argmax_logsumexp(logits)
+    assert torch.equal(token_ids, logits.argmax(dim=1))
+    assert torch.equal(peaks, logits.double().amax(dim=1))
+    expected = torch.logsumexp(logits.double() - peaks[:, None], dim=1)
+    tolerance = 2e-7 if dtype == torch.float32 else 1e-14
+    torch.testing.assert_close(log_totals, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_that_cannot_be_served_are_refused_after_drawing_and_not_within_it(device: str) -> None:
+    """A row of NaN goes through every loop before anybody looks: none of them may read past its end."""
+    for bad in (math.nan, -math.nan, math.inf, -math.inf):
+        logits = table(device=device)
+        logits[2] = bad
+        for one in (*EVERY_WAY, SamplingParams(top_p=0.5), SamplingParams(top_k=3), SamplingParams(min_p=0.5)):
+            with pytest.raises(ValueError, match="row 2 of the logits holds"):
+                sampling.sample(logits, inputs([one]))

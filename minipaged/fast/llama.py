@@ -36,7 +36,7 @@ from minipaged.fast.attention import attend
 from minipaged.fast.block_table import BlockTable, DeviceTables
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.preemption import PreemptionCosts, carry, measure
-from minipaged.models.config import ModelConfig
+from minipaged.models.config import ModelConfig, weight_shapes
 
 BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
 """The batch sizes for which a step of decoding is captured: at most 7 rows of padding up to 64, 15 from there on."""
@@ -71,27 +71,28 @@ class Weights:
         """
 
         def take(name: str) -> Tensor:
-            return weights.pop(f"{name}.weight") if isinstance(weights, dict) else weights[f"{name}.weight"]
+            name = f"{name}.weight"
+            return weights.pop(name) if isinstance(weights, dict) else weights[name]
 
-        def matrix(*names: str) -> Any:
-            parts = [take(name) for name in names]
-            return kernels.Linear(torch.cat(parts) if len(parts) > 1 else parts[0])
-
-        layers = []
+        shapes, norms, groups = weight_shapes(config), [], []
         for i in range(config.num_hidden_layers):
-            attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
-            layers.append(
-                Layer(
-                    input_norm=take(f"model.layers.{i}.input_layernorm"),
-                    qkv=matrix(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
-                    o=matrix(f"{attention}.o_proj"),
-                    post_norm=take(f"model.layers.{i}.post_attention_layernorm"),
-                    gate_up=matrix(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-                    down=matrix(f"{mlp}.down_proj"),
-                )
+            layer, attention, mlp = (f"model.layers.{i}{part}" for part in ("", ".self_attn", ".mlp"))
+            norms.append((take(f"{layer}.input_layernorm"), take(f"{layer}.post_attention_layernorm")))
+            groups.append([f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"])
+            groups += [[f"{attention}.o_proj"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [f"{mlp}.down_proj"]]
+        groups.append(["model.embed_tokens" if config.tie_word_embeddings else "lm_head"])
+        sizes = []
+        for names in groups:
+            stacked = [shapes[f"{name}.weight"] for name in names]
+            sizes.append((sum(rows for rows, _ in stacked), stacked[0][1]))
+        *matrices, head = kernels.linears(sizes, (torch.cat([take(name) for name in names]) for names in groups))
+        layers = [
+            Layer(input_norm, qkv, o, post_norm, gate_up, down)
+            for (input_norm, post_norm), qkv, o, gate_up, down in zip(
+                norms, matrices[0::4], matrices[1::4], matrices[2::4], matrices[3::4], strict=True
             )
-        embedding = take("model.embed_tokens")
-        head = kernels.Linear(embedding) if config.tie_word_embeddings else matrix("lm_head")
+        ]
+        embedding = head.weight if config.tie_word_embeddings else take("model.embed_tokens")
         return cls(embedding, layers, take("model.norm"), head)
 
 

@@ -5,9 +5,10 @@
     python -m tests.fast.compile_kernels --arch 90 --sass prefill-bf16-d128-g4    print the machine code of one
 
 Each kernel is compiled with the very arguments its launcher would give it, then read back with the tools in Triton's
-own wheel. One JSON object a line: registers a thread, bytes of shared memory, spills (loads and stores of local memory,
-where registers go that do not fit) and which tensor-core instructions there are. Interpreting (TRITON_INTERPRET=1) and
-compiling exclude each other in one process, so the tests run this in one of its own.
+own wheel. One JSON object a line: registers a thread, bytes of shared memory, spills (loads and stores of local
+memory, where registers go that do not fit), which tensor-core instructions there are, and how many accesses to global
+memory are as wide as can be. Interpreting (TRITON_INTERPRET=1) and compiling exclude each other in one process, so the
+tests run this in one of its own.
 
 A kernel is added by adding an `Entry` to `entries()`.
 """
@@ -30,7 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from minipaged.fast.gpu import attention
+from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capability, times ten: A100, H100 and H200, B200."""
@@ -60,10 +61,16 @@ class Entry:
     """There must be tensor-core instructions."""
     wgmma: bool = False
     """On sm_90 they must be wgmma (HGMMA), the only ones that reach the peak there."""
+    wide: frozenset[str] = frozenset()
+    """Which of "loads" and "stores" must mostly be of 16 bytes on sm_90, the widest that a thread can make there."""
 
 
 def entries(arch: int) -> Iterator[Entry]:
     yield from attention_entries(arch)
+    yield from cache_entries(arch)
+    yield from model_entries(arch)
+    if arch == 90:  # a few instructions each, which are the same everywhere
+        yield from table_entries()
 
 
 # --- attention -------------------------------------------------------------------------------------
@@ -134,6 +141,120 @@ def attention_entries(arch: int) -> Iterator[Entry]:
     )
 
 
+# --- the cache, the tables, and what lies between the matrix products ------------------------------
+
+BOTH = frozenset({"loads", "stores"})
+
+
+def dtypes(arch: int) -> tuple[torch.dtype, ...]:
+    """All of them for Hopper; elsewhere the one that is used most."""
+    return (torch.bfloat16, torch.float32) if arch == 90 else (torch.bfloat16,)
+
+
+def cache_entries(arch: int) -> Iterator[Entry]:
+    cache_strides = ("block_stride", "head_stride", "slot_stride")
+    shapes = [(32, 8, 128, 16)]  # heads, kv heads, head dim, block size
+    if arch == 90:
+        shapes += [(9, 3, 64, 16), (32, 32, 80, 16), (4, 2, 36, 7)]  # the last ones: padded to 128; odd in every way
+    for dtype in dtypes(arch):
+        for heads, kv_heads, head_dim, block_size in shapes[:1] if dtype == torch.float32 else shapes:
+            shape = f"{NAME[dtype]}-d{head_dim}-h{heads}"
+            odd = frozenset(cache_strides if head_dim == 36 else ())
+            wide = frozenset() if head_dim == 36 else BOTH
+            half, dims = triton.next_power_of_2(head_dim // 2), triton.next_power_of_2(head_dim)
+            sizes = {"NUM_KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "num_warps": 2}
+            angles, places = {"cos": "*fp32", "sin": "*fp32"}, {"positions": "*i32", "slots": "*i32"}
+            cache = dict.fromkeys(("keys", "values"), POINTER[dtype])
+            yield Entry(
+                f"rope-and-write-{shape}",
+                kv_cache._rope_and_write,
+                {"qkv": POINTER[dtype], **angles, **places, "query": POINTER[dtype], **cache}
+                | dict.fromkeys(("qkv_stride", *cache_strides), "i32"),
+                sizes
+                | {"NUM_HEADS": heads, "HEADS": max(1, kv_cache.TILE // half), "HALF": half, "enable_fp_fusion": False},
+                odd=odd,
+                wide=wide,
+            )
+            yield Entry(
+                f"write-{shape}",
+                kv_cache._write,
+                {"slots": "*i32", "k": POINTER[dtype], "v": POINTER[dtype], **cache}
+                | dict.fromkeys(("k_stride", "v_stride", *cache_strides), "i32"),
+                sizes | {"HEADS": max(1, kv_cache.TILE // dims), "DIMS": dims},
+                odd=odd,
+                wide=wide,
+            )
+    blocks = {
+        "i64-llama-3-8b": ("*i64", 32 * 2 * 8 * 16 * 128 * 2 // 8),
+        "i64-smollm2": ("*i64", 30 * 2 * 3 * 16 * 64 * 2 // 8),
+        "i32-odd": ("*i32", 4097),
+    }
+    for name, (words, count) in blocks.items() if arch == 90 else ():
+        yield Entry(
+            f"copy-blocks-{name}",
+            kv_cache._copy_blocks,
+            {"words": words, "pairs": "*i32"},
+            {"WORDS": count, "PIECE": min(kv_cache.PIECE, triton.next_power_of_2(count)), "num_warps": 4},
+            wide=BOTH if words == "*i64" else frozenset(),
+        )
+
+
+def model_entries(arch: int) -> Iterator[Entry]:
+    for dtype in dtypes(arch):
+        pointer, name = POINTER[dtype], NAME[dtype]
+        half_on_hopper = arch == 90 and dtype != torch.float32
+        for hidden in (576, 4096, 16384) if half_on_hopper else (4096,):
+            width = triton.next_power_of_2(hidden)
+            warps = min(16, max(1, width * dtype.itemsize // 512))
+            options = {"HIDDEN": hidden, "WIDTH": width, "num_warps": warps, "enable_fp_fusion": False}
+            x = {"x": pointer, "weight": pointer, "normed": pointer, "x_stride": "i32", "eps": "fp32"}
+            yield Entry(f"rms-norm-{name}-{hidden}", llama._rms_norm, x, options, wide=BOTH)
+            both = x | {"residual": pointer, "residual_stride": "i32"}
+            yield Entry(f"add-rms-norm-{name}-{hidden}", llama._add_rms_norm, both, options, wide=BOTH)
+        for intermediate in (1536, 14336) if half_on_hopper else (14336,):
+            yield Entry(
+                f"swiglu-{name}-{intermediate}",
+                llama._swiglu,
+                {"gate_up": pointer, "activated": pointer, "gate_up_stride": "i32"},
+                {"INTERMEDIATE": intermediate, "TILE": llama.TILE, "num_warps": 4, "enable_fp_fusion": False},
+                wide=BOTH,
+            )
+        for vocab in (49152, 128256) if half_on_hopper else (128256,):
+            yield Entry(
+                f"tile-peaks-{name}-{vocab}",
+                sampling._tile_peaks,
+                {"logits": pointer, "tile_tokens": "*i64", "tile_peaks": "*fp32", "tile_totals": "*fp32"}
+                | {"logits_stride": "i32"},
+                {"VOCAB": vocab, "TILE": sampling.TILE, "num_warps": 8, "enable_fp_fusion": False},
+                wide=frozenset({"loads"}),
+            )
+    tiles = triton.cdiv(128256, sampling.TILE)
+    yield Entry(
+        "row-peaks-128256",
+        sampling._row_peaks,
+        {"tile_tokens": "*i64", "tile_peaks": "*fp32", "tile_totals": "*fp32"}
+        | {"token_ids": "*i64", "peaks": "*fp32", "log_totals": "*fp32"},
+        {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles), "num_warps": 1, "enable_fp_fusion": False},
+    )
+
+
+def table_entries() -> Iterator[Entry]:
+    def integers(*names: str) -> dict[str, str]:
+        return dict.fromkeys(names, "*i32") | {"n": "i32", "table_stride": "i32"}
+
+    lanes = {"LANES": block_table.LANES, "num_warps": 4}
+    yield Entry("edit-tables", block_table._edit_tables, integers("tables", "edits"), lanes)
+    forks = {"tables": "*i32", "forks": "*i32", "table_stride": "i32"}
+    yield Entry("fork-tables", block_table._fork_tables, forks, {"PIECE": block_table.PIECE, "num_warps": 4})
+    each = ("tables", "rows", "positions", "slots")
+    block_size = {"BLOCK_SIZE": 16}
+    yield Entry("slot-mapping", block_table._slot_mapping, integers(*each), lanes | block_size)
+    every = integers(*each, "context_lens")
+    yield Entry("advance-decode", block_table._advance_decode, every, lanes | block_size)
+    counters = {"seeds": "*i64", "streams": "*i32", "positions": "*i32", "numbers": "*fp64", "n": "i32"}
+    yield Entry("uniform", sampling._uniform, counters, {"LANES": sampling.LANES, "num_warps": 4})
+
+
 # --- compiling and reading back --------------------------------------------------------------------
 
 
@@ -152,6 +273,13 @@ def compiled(entry: Entry, arch: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
 
 
+def accesses(opcode: str, code: str) -> dict[str, int]:
+    """How many accesses to global memory are 16 bytes wide, and how many are narrower."""
+    every = re.findall(rf"\b{opcode}[.\w]*", code)
+    wide = sum(".128" in access for access in every)
+    return {"wide": wide, "narrow": len(every) - wide}
+
+
 def machine_code(binary: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -166,7 +294,8 @@ def report(entry: Entry, arch: int) -> dict[str, Any]:
         file.write(binary)
         file.flush()
         usage = _output_of("cuobjdump", "--dump-resource-usage", file.name)
-    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", machine_code(binary), re.MULTILINE)
+    code = machine_code(binary)
+    opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", code, re.MULTILINE)
     assert len(opcodes) > 20, f"the machine code of {entry.name} could not be read"
     return {
         "kernel": entry.name,
@@ -174,11 +303,15 @@ def report(entry: Entry, arch: int) -> dict[str, Any]:
         "warps": kernel.metadata.num_warps,
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spills": opcodes.count("LDL") + opcodes.count("STL"),
+        "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "shared_bytes": kernel.metadata.shared,
         "instructions": len(opcodes),
         "tensor_cores": [name for name in TENSOR_CORES if name in opcodes],
         "tensor_cores_needed": entry.tensor_cores,
         "wgmma_needed": entry.wgmma and arch == 90,
+        "loads": accesses("LDG", code),
+        "stores": accesses("STG", code),
+        "wide_needed": sorted(entry.wide) if arch == 90 else [],
     }
 
 

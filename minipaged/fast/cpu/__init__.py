@@ -10,14 +10,14 @@ import torch
 from minipaged.fast.cpu.attention import paged_decode, paged_prefill
 from minipaged.fast.cpu.block_table import edit_tables, fork_tables, slot_mapping
 from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
-from minipaged.fast.cpu.llama import Linear, add_rms_norm, rms_norm, swiglu
+from minipaged.fast.cpu.llama import add_rms_norm, linears, rms_norm, swiglu
 
 __all__ = [
-    "Linear",
     "add_rms_norm",
     "copy_blocks",
     "edit_tables",
     "fork_tables",
+    "linears",
     "paged_decode",
     "paged_prefill",
     "poison_blocks",

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 
+FEW_ROWS = 4
+"""Up to so many tokens one thread is done sooner than a second one has been woken."""
+
 
 def rope_and_write(
     qkv: Tensor,
@@ -73,28 +76,41 @@ def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
 @njit(parallel=True, cache=True)
 def _rope_and_write(qkv, cos, sin, positions, slots, keys, values, block_stride, kv_heads, block_size, query):
     """`keys` and `values` are addresses, and `block_stride` counts bytes."""
-    heads, head_dim = query.shape[1:]
-    half = head_dim // 2
-    for token in prange(len(qkv)):
-        c, s = cos[positions[token]], sin[positions[token]]  # [head_dim / 2]
-        for h in range(heads):
-            a, b = h * head_dim, h * head_dim + half
-            for i in range(half):
-                x, y = widen(qkv[token, a + i]), widen(qkv[token, b + i])
-                query[token, h, i] = narrow(x * c[i] - y * s[i], query[0, 0, 0])
-                query[token, h, half + i] = narrow(y * c[i] + x * s[i], query[0, 0, 0])
-        slot = slots[token]
-        if slot >= 0:
-            start = np.int64(slot // block_size) * block_stride
-            for h in range(kv_heads):
-                row = start + (h * block_size + slot % block_size) * head_dim * qkv.itemsize
-                k, v = array_at(keys + row, head_dim, qkv[0, 0]), array_at(values + row, head_dim, qkv[0, 0])
-                a = (heads + h) * head_dim
-                b = a + half
-                for i in range(half):
-                    x, y = widen(qkv[token, a + i]), widen(qkv[token, b + i])
-                    k[i] = narrow(x * c[i] - y * s[i], qkv[0, 0])
-                    k[half + i] = narrow(y * c[i] + x * s[i], qkv[0, 0])
-                a = (heads + kv_heads + h) * head_dim
-                for i in range(head_dim):
-                    v[i] = qkv[token, a + i]
+    if len(qkv) <= FEW_ROWS:
+        for t in range(len(qkv)):
+            c, s = cos[positions[t]], sin[positions[t]]  # [head_dim / 2]
+            _one_token(qkv[t], c, s, slots[t], keys, values, block_stride, kv_heads, block_size, query[t])
+    else:
+        for t in prange(len(qkv)):
+            c, s = cos[positions[t]], sin[positions[t]]
+            _one_token(qkv[t], c, s, slots[t], keys, values, block_stride, kv_heads, block_size, query[t])
+
+
+@njit(cache=True)
+def _one_token(qkv, cos, sin, slot, keys, values, block_stride, kv_heads, block_size, query):
+    """qkv: [(heads + 2 * kv_heads) * head_dim]; query: [heads, head_dim]."""
+    heads, head_dim = query.shape
+    for h in range(heads):
+        _rotate(qkv[h * head_dim : (h + 1) * head_dim], cos, sin, query[h])
+    if slot < 0:
+        return
+    start = np.int64(slot // block_size) * block_stride
+    for h in range(kv_heads):
+        row = start + (h * block_size + slot % block_size) * head_dim * qkv.itemsize
+        first = (heads + h) * head_dim
+        _rotate(qkv[first : first + head_dim], cos, sin, array_at(keys + row, head_dim, qkv[0]))
+        first += kv_heads * head_dim
+        value, to = qkv[first : first + head_dim], array_at(values + row, head_dim, qkv[0])
+        for i in range(head_dim):
+            to[i] = value[i]
+
+
+@njit(cache=True)
+def _rotate(x, cos, sin, out):
+    """One head [head_dim]: each pair (i, i + head_dim / 2) turned by its angle."""
+    half = len(x) // 2
+    a, b, first, second = x[:half], x[half:], out[:half], out[half:]
+    for i in range(half):
+        left, right = widen(a[i]), widen(b[i])
+        first[i] = narrow(left * cos[i] - right * sin[i], out[0])
+        second[i] = narrow(right * cos[i] + left * sin[i], out[0])

@@ -18,6 +18,8 @@ addition (`enable_fp_fusion`), which costs nothing where memory is what takes th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -121,6 +123,11 @@ def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE
     up = tl.load(row + INTERMEDIATE, mask=i < INTERMEDIATE, other=0.0).to(tl.float32)
     # exp(-gate) may become inf, and gate / inf = 0 is right.
     tl.store(activated + token * INTERMEDIATE + i, gate / (1 + tl.exp(-gate)) * up, mask=i < INTERMEDIATE)
+
+
+def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list[Linear]:
+    """All matrices of a model, ready to be multiplied by. `sizes`: (out, in) of each of `weights`, in their order."""
+    return [Linear(weight) for _, weight in zip(sizes, weights, strict=True)]
 
 
 class Linear:

@@ -17,38 +17,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from benchmarks.side_by_side import Result, at_least, median_seconds, report
 
 MODEL = "smollm2-135m-instruct"
 PROMPT = "The librarian opened the oldest book in the house and began to read aloud to the children:"
 PREFILL_TOKENS = 512
 CROWD = 64
 """Sequences that run at once when the share of scheduling is measured."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """One line of the table."""
-
-    what: str
-    value: float
-    unit: str
-    against: str = ""
-    """What it is compared with, and what that reached."""
-    ratio: float | None = None
-    target: str = ""
-    met: bool | None = None
 
 
 def main() -> None:
@@ -59,12 +43,7 @@ def main() -> None:
     arguments = parser.parse_args()
     results = start_of_the_command(arguments.repetitions)  # first, while this process is small
     results += speeds(arguments.new_tokens, arguments.repetitions)
-    machine = describe_machine()
-    print_table(results, machine)
-    if arguments.json:
-        settings = {"new_tokens": arguments.new_tokens, "repetitions": arguments.repetitions}
-        report = {"machine": machine, "settings": settings, "results": [asdict(result) for result in results]}
-        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    report(results, {"new_tokens": arguments.new_tokens, "repetitions": arguments.repetitions}, arguments.json)
 
 
 # --- Generating -----------------------------------------------------------------------------------
@@ -116,18 +95,6 @@ def speeds(new_tokens: int, repetitions: int) -> list[Result]:
         at_least(f"prefill of {PREFILL_TOKENS} tokens", prefill, "tokens/s", "transformers", their_prefill, None),
         share_of_scheduling(llm, prompt, max(2, new_tokens // 4)),
     ]
-
-
-def median_seconds(repetitions: int, contestants: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Run all contestants in turn, again and again; the median time of each."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for repetition in range(repetitions):
-        for name, run in contestants.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-        print(f"repetition {repetition + 1} of {repetitions} done", file=sys.stderr)
-    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def share_of_scheduling(llm: Any, prompt: list[int], num_steps: int) -> Result:
@@ -230,50 +197,6 @@ def start_of_the_command(repetitions: int) -> list[Result]:
         Result("start to first token", first_token, "s", target="< 5 s", met=first_token < 5),
         Result("peak memory of that", peak / 1e6, "MB", against, ratio, "< 2x", ratio < 2),
     ]
-
-
-# --- Reporting ------------------------------------------------------------------------------------
-
-
-def at_least(what: str, value: float, unit: str, other: str, others_value: float, target: float | None) -> Result:
-    ratio = value / others_value
-    against = f"{other}: {others_value:.1f}"
-    if target is None:
-        return Result(what, value, unit, against, ratio)
-    return Result(what, value, unit, against, ratio, f">= {target}x", ratio >= target)
-
-
-def describe_machine() -> dict[str, Any]:
-    return {
-        "cpu": cpu_model(),
-        "cores": os.cpu_count(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("minipaged", "numpy", "torch", "transformers")},
-        "threads": {name: os.environ.get(name, "default") for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")},
-        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
-    }
-
-
-def cpu_model() -> str:
-    """The processor's name: from /proc where there is one, for Python knows it on few systems."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown"
-
-
-def print_table(results: list[Result], machine: dict[str, Any]) -> None:
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
-    print(f"{machine['cpu']}, {machine['cores']} cores; Python {machine['python']}, {versions}; {machine['date']}\n")
-    print(f"{'':28}{'':>8} {'':13}{'against':26}{'ratio':>7}  target")
-    for result in results:
-        ratio = "" if result.ratio is None else f"{result.ratio:.2f}x"
-        verdict = {None: "", True: "  met", False: "  MISSED"}[result.met]
-        print(
-            f"{result.what:28}{result.value:8.1f} {result.unit:13}{result.against:26}{ratio:>7}  "
-            f"{result.target}{verdict}".rstrip()
-        )
 
 
 if __name__ == "__main__":

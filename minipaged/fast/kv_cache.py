@@ -164,7 +164,9 @@ class KVCache:
             raise ValueError(f"two blocks would be copied to the same place: {list(pairs)}")
 
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        # From pinned memory, or the host would wait until the device has done all that it was given before.
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def _on_side_stream(self, staged: Tensor) -> Any:
         """Whatever runs within it overlaps with the computing that follows. `staged`: what it reads or writes."""

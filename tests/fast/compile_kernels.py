@@ -70,7 +70,7 @@ def entries(arch: int) -> Iterator[Entry]:
     yield from cache_entries(arch)
     yield from model_entries(arch)
     if arch == 90:  # a few instructions each, which are the same everywhere
-        yield from table_entries()
+        yield from small_entries()
 
 
 # --- attention -------------------------------------------------------------------------------------
@@ -228,17 +228,9 @@ def model_entries(arch: int) -> Iterator[Entry]:
                 {"VOCAB": vocab, "TILE": sampling.TILE, "num_warps": 8, "enable_fp_fusion": False},
                 wide=frozenset({"loads"}),
             )
-    tiles = triton.cdiv(128256, sampling.TILE)
-    yield Entry(
-        "row-peaks-128256",
-        sampling._row_peaks,
-        {"tile_tokens": "*i64", "tile_peaks": "*fp32", "tile_totals": "*fp32"}
-        | {"token_ids": "*i64", "peaks": "*fp32", "log_totals": "*fp32"},
-        {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles), "num_warps": 1, "enable_fp_fusion": False},
-    )
 
 
-def table_entries() -> Iterator[Entry]:
+def small_entries() -> Iterator[Entry]:
     def integers(*names: str) -> dict[str, str]:
         return dict.fromkeys(names, "*i32") | {"n": "i32", "table_stride": "i32"}
 
@@ -253,6 +245,14 @@ def table_entries() -> Iterator[Entry]:
     yield Entry("advance-decode", block_table._advance_decode, every, lanes | block_size)
     counters = {"seeds": "*i64", "streams": "*i32", "positions": "*i32", "numbers": "*fp64", "n": "i32"}
     yield Entry("uniform", sampling._uniform, counters, {"LANES": sampling.LANES, "num_warps": 4})
+    tiles = triton.cdiv(128256, sampling.TILE)
+    yield Entry(
+        "row-peaks-128256",
+        sampling._row_peaks,
+        {"tile_tokens": "*i64", "tile_peaks": "*fp32", "tile_totals": "*fp32"}
+        | {"token_ids": "*i64", "peaks": "*fp32", "log_totals": "*fp32"},
+        {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles), "num_warps": 1, "enable_fp_fusion": False},
+    )
 
 
 # --- compiling and reading back --------------------------------------------------------------------

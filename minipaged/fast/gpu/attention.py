@@ -84,7 +84,9 @@ class DecodeWorkspace:
     ) -> None:
         self.max_seqs, self.heads, self.kv_heads, self.head_dim = max_seqs, heads, kv_heads, head_dim
         self.num_sms = _num_sms(torch.device(device)) if num_sms is None else num_sms
-        partials = max((seqs * heads * self.max_splits(seqs) for seqs in range(1, max_seqs + 1)), default=0)
+        # However many there are, their splits fill the grid, unless each has one or MAX_SPLITS of them.
+        room = GRID_PER_SM * self.num_sms // kv_heads
+        partials = heads * max(max_seqs, min(int(MAX_SPLITS.value) * max_seqs, room))
         self.o = torch.empty(partials, head_dim, dtype=torch.float32, device=device)  # each split's output
         self.lse = torch.empty(partials, dtype=torch.float32, device=device)  # log2 of its sum of weights
 

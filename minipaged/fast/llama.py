@@ -130,6 +130,8 @@ class Llama(Runner):
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Logits [rows that want them, vocab_size] after the last query token of each. See `Runner.forward`."""
+        if not batch:
+            return torch.empty(0, self.config.vocab_size, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
         tokens = flatten(batch, self.tables.sync([cast("BlockTable", row.table) for row in batch]))
         if tokens.max_query_len == 1 and (graph := self._graph_for(len(batch))):
             return graph.run(tokens)

@@ -140,10 +140,3 @@ def test_both_refuse_the_same_sizes(name: str) -> None:
     for cache in (reference.KVCache, fast.KVCache):
         with pytest.raises(ValueError, match=f"{name} is 0; it must be 1 or more"):
             cache(**size)
-
-
-@given(st.tuples(st.floats(1e-7, 1e-3), st.floats(1e8, 1e12), st.integers(1, 10**7), st.floats(1, 1e6)))
-def test_both_have_the_same_cost_model(figures: tuple[float, float, int, float]) -> None:
-    costs = [module.PreemptionCosts(*figures) for module in (reference_preemption, fast_preemption)]
-    assert costs[0].swap_seconds(7) == costs[1].swap_seconds(7)
-    assert costs[0].recompute_seconds(99) == costs[1].recompute_seconds(99)

@@ -1,0 +1,74 @@
+"""What preemption costs: one model of it on both tiers, with figures that are measured when the model is made."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipaged import LLM, SamplingParams
+from minipaged.contracts import Batch
+from minipaged.fast import preemption as fast
+from minipaged.fast.kv_cache import KVCache
+from minipaged.llm import LoadedModel
+from minipaged.reference import preemption as reference
+from tests.agreement.kernels import CPU, KernelSet, every_kernel_set
+
+
+@given(st.tuples(st.floats(1e-7, 1e-3), st.floats(1e8, 1e12), st.integers(1, 10**7), st.floats(1, 1e6)))
+def test_both_have_the_same_cost_model(figures: tuple[float, float, int, float]) -> None:
+    costs = [module.PreemptionCosts(*figures) for module in (reference, fast)]
+    for count in (1, 7, 1000):
+        assert costs[0].swap_seconds(count) == costs[1].swap_seconds(count)
+        assert costs[0].recompute_seconds(count) == costs[1].recompute_seconds(count)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+@every_kernel_set
+def test_measuring_gives_a_devices_plausible_speeds_and_only_reads_the_cache(
+    kernel_set: KernelSet, block_size: int
+) -> None:
+    cache = KVCache(2, 80, block_size, 2, 64, device=kernel_set.device, kernels=kernel_set.kernels)
+    asked: list[Batch] = []
+    costs = fast.measure(cache, asked.append)
+    assert 1e-8 < costs.seconds_per_copy < 1e-1
+    assert 1e7 < costs.bytes_per_second < 1e13
+    assert costs.block_bytes == cache.block_bytes
+    for (prompt,) in asked:
+        assert set(prompt.slots) == {-1}, "written nowhere"
+        assert len(prompt.table.blocks) * block_size >= len(prompt.token_ids) == len(prompt.slots)
+    assert not cache.device_blocks.any()
+
+
+def test_the_costs_are_measured_when_the_model_is_made_and_not_when_they_are_asked_for(tiny_model: object) -> None:
+    llm = LLM(tiny_model, tier="fast", num_blocks=32)  # type: ignore[arg-type]
+    runner = llm.engine._runner
+    runner.forward = None  # type: ignore[method-assign, assignment]  # asking must not run the model
+    assert 0 < runner.swap_seconds(1) < runner.swap_seconds(100) < 10
+    assert 0 < runner.recompute_seconds(1) < runner.recompute_seconds(100) < 100
+
+
+def test_measuring_leaves_no_trace_in_what_is_generated(tiny_model: object) -> None:
+    """The probe runs the model over block 0 and takes a row of the device's tables: neither may show."""
+    loaded = LoadedModel.load(tiny_model, "fast", dtype="float32")  # type: ignore[arg-type]
+    exact = LoadedModel.load(tiny_model, "reference")  # type: ignore[arg-type]
+    prompt, params = [[3, 4, 5]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    outputs = [
+        LLM(model, num_blocks=8, debug=True).generate(prompt, params, progress=False) for model in (loaded, exact)
+    ]
+    assert outputs[0][0].outputs[0].token_ids == outputs[1][0].outputs[0].token_ids
+
+
+def test_an_empty_batch_is_no_work(tiny_model: object) -> None:
+    llm = LLM(tiny_model, tier="fast", num_blocks=8)  # type: ignore[arg-type]
+    assert llm.engine._runner.forward([]).shape == (0, llm.config.vocab_size)
+
+
+def test_a_cpus_costs_prefer_swapping() -> None:
+    """Both pools are ordinary memory there: copying a block is far cheaper than computing it."""
+    cache = KVCache(2, 64, 16, 2, 64, num_swap_blocks=4, device=CPU.device)
+    costs = fast.measure(cache, lambda batch: torch.randn(64, 4096) @ torch.randn(4096, 4096))
+    assert costs.swap_seconds(4) < costs.recompute_seconds(64)
+    assert np.isfinite(costs.bytes_per_second)

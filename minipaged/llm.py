@@ -45,10 +45,11 @@ class LLM:
 
     `model` is a known name, a local folder, a .gguf file or a hub id. The sizes that are None are filled in:
     `num_blocks` from `memory_utilization` (of the memory that is free after loading the weights), `num_swap_blocks` as
-    a quarter of it, `max_model_len` from the model, or from the pool where that is smaller. `allocator` is a class to
-    use in place of the tier's own block allocator; it is checked at every call. `debug` fills memory that is nobody's
-    with NaN and checks the invariants after every step. Raises ModelError for a model that cannot be had or run, and
-    InvalidRequest (a ValueError) for a setting out of range.
+    a quarter of it (or what half of the host's free memory holds, if that is less), `max_model_len` from the model, or
+    from the pool where that is smaller. `allocator` is a class to use in place of the tier's own block allocator; it is
+    checked at every call. `debug` fills memory that is nobody's with NaN and checks the invariants after every step.
+    Raises ModelError for a model that cannot be had or run, and InvalidRequest (a ValueError) for a setting out of
+    range.
 
     Several LLMs can share one `LoadedModel`, each with sizes, policies and a KV cache of its own: give it as `model`
     (`LLM(llm.loaded, num_blocks=8)`). `tier`, `device` and `dtype` were settled when it was loaded.
@@ -84,7 +85,8 @@ class LLM:
         if max_model_len is not None and max_model_len > context:
             raise InvalidRequest(f"max_model_len is {max_model_len}; this model was made for at most {context} tokens")
         if num_blocks is None:
-            num_blocks = self._blocks_that_fit(block_size, memory_utilization, max_num_seqs)
+            sizes = (max_num_seqs, max_num_batched_tokens)
+            num_blocks = self._blocks_that_fit(block_size, memory_utilization, *sizes)
         if num_swap_blocks is None:
             room = int(_free_host_bytes() / 2 / loaded.block_bytes(max(1, block_size)))
             num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
@@ -226,13 +228,15 @@ class LLM:
             raise ModelError(f"{self.folder} holds no tokenizer.json; give token ids, or put the tokenizer there")
         return self.tokenizer
 
-    def _blocks_that_fit(self, block_size: int, memory_utilization: float, max_num_seqs: int) -> int:
+    def _blocks_that_fit(
+        self, block_size: int, memory_utilization: float, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> int:
         """Blocks for the pool (both pools, where they share a memory) in the share of what is free; never more than the
         longest sequences could fill."""
         if block_size < 1 or max_num_seqs < 1:
             return 1  # EngineConfig refuses these by name
         size = self.loaded.block_bytes(block_size)
-        on_device = self.loaded.wing.free_device_bytes()
+        on_device = self.loaded.wing.free_device_bytes(self.model_config, max_num_seqs, max_num_batched_tokens)
         free = (_free_host_bytes() if on_device is None else on_device) * memory_utilization
         num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
         if num_blocks < 1:

@@ -18,6 +18,8 @@ from minipaged.params import EngineConfig
 
 NEEDED_BY_FAST = ("torch", "numba")
 """And triton, on a machine with a GPU."""
+SCRATCH_BYTES = 2 << 30
+"""Of a GPU's memory, what is left to sampling, swapping and the libraries."""
 
 
 def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> Wing:
@@ -35,7 +37,13 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> Wing:
         )
     if name == "fast" or (name == "auto" and not missing and dtype in (*FastWing.DTYPES, "auto")):
         return FastWing.on(device, dtype)
-    return ReferenceWing.on(device, dtype)
+    try:
+        return ReferenceWing.on(device, dtype)
+    except InvalidRequest as error:
+        if name == "reference" or not missing:
+            raise
+        way_out = f"the fast tier needs {' and '.join(missing)}, not installed here: pip install 'minipaged[fast]'"
+        raise InvalidRequest(f"{error}; {way_out}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +76,8 @@ class Wing(ABC):
         """The tier's Llama with its KV cache. Raises MemoryError when there is no room for the cache."""
 
     @abstractmethod
-    def free_device_bytes(self) -> int | None:
-        """Memory of the device that is free; None where the device's memory is the host's."""
+    def free_device_bytes(self, config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+        """Memory of the device that a cache can have; None where the device's memory is the host's."""
 
     def block_bytes(self, config: ModelConfig, block_size: int) -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
@@ -117,7 +125,7 @@ class ReferenceWing(Wing):
         )
         return Llama(config, weights, cache)
 
-    def free_device_bytes(self) -> int | None:
+    def free_device_bytes(self, config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         return None
 
 
@@ -138,15 +146,23 @@ class FastWing(Wing):
         if device == "cuda" and not torch.cuda.is_available():
             build = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
             raise InvalidRequest(f"device is 'cuda', but {build}; use device='cpu' (or 'auto')")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and importlib.util.find_spec("triton") is None:
+        has_triton = importlib.util.find_spec("triton") is not None
+        if device == "cuda" and not has_triton:
             raise InvalidRequest("the fast tier needs triton for a GPU; pip install triton, or use device='cpu'")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() and has_triton else "cpu"
+        if device == "cuda":
+            has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        else:
+            onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+            has_bfloat16 = onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         if device == "cpu" and dtype == "float16":
             raise InvalidRequest("dtype is 'float16', which CPUs compute slowly; use bfloat16 or float32 on 'cpu'")
+        if dtype == "bfloat16" and not has_bfloat16:
+            raise InvalidRequest(f"dtype is 'bfloat16', which this {device} device does not compute in; use float32")
         if dtype == "auto":
-            has_bfloat16 = device == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-            dtype = "bfloat16" if has_bfloat16 else "float32"
+            half = "float16" if device == "cuda" else "float32"
+            dtype = "bfloat16" if has_bfloat16 else half
         return cls(fast_tier(), device, dtype)
 
     @property
@@ -166,8 +182,15 @@ class FastWing(Wing):
         from minipaged.models.loading import load_weights
 
         device, dtype = torch.device(self.device), getattr(torch, self.dtype)
-        loaded = load_weights(folder, config, convert=lambda values: torch.from_numpy(values).to(device, dtype))
-        return Weights.of(config, loaded, kernels_for(device))
+        try:
+            loaded = load_weights(folder, config, convert=lambda values: torch.from_numpy(values).to(device, dtype))
+            return Weights.of(config, loaded, kernels_for(device))
+        except torch.OutOfMemoryError:
+            total, free = torch.cuda.mem_get_info()[::-1]
+            raise InvalidRequest(
+                f"the weights of {folder} in {self.dtype} do not fit this GPU ({free:,} of {total:,} bytes are free); "
+                "free some memory, use a smaller model, or device='cpu'"
+            ) from None
 
     def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
         import torch
@@ -186,20 +209,29 @@ class FastWing(Wing):
                 getattr(torch, self.dtype),
                 self.device,
             )
+            return Llama(
+                config,
+                weights,
+                cache,
+                max_num_seqs=engine_config.max_num_seqs,
+                max_model_len=engine_config.max_model_len,
+            )
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
-        return Llama(
-            config,
-            weights,
-            cache,
-            max_num_seqs=engine_config.max_num_seqs,
-            max_model_len=engine_config.max_model_len,
-        )
 
-    def free_device_bytes(self) -> int | None:
+    def free_device_bytes(self, config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         import torch
 
-        return torch.cuda.mem_get_info()[0] if self.device == "cuda" else None
+        if self.device != "cuda":
+            return None
+        from minipaged.fast.llama import BATCH_SIZES
+
+        # What a step needs beside the cache: each captured step's logits, a batch's activations (a few tensors of the
+        # widest layer are alive at once), and the scratch space of sampling, of swapping and of the libraries.
+        item = self.ITEM_BYTES[self.dtype]
+        logits = sum(size for size in BATCH_SIZES if size <= max_num_seqs) * config.vocab_size * item
+        activations = 4 * max_num_batched_tokens * 2 * config.intermediate_size * item
+        return int(torch.cuda.mem_get_info()[0] - logits - activations - SCRATCH_BYTES)
 
 
 def reference_tier() -> Tier:

@@ -125,7 +125,7 @@ class Llama(Runner):
         self._graphs: dict[int, DecodeGraph] = {}
         if kv_cache.device.type == "cuda":
             self._capture(max_num_seqs)
-        self._costs: PreemptionCosts = measure(kv_cache, self.forward)
+        self._costs: PreemptionCosts = measure(kv_cache, self.forward, longest)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

@@ -39,6 +39,7 @@ class PreemptionCosts:
     """Keys and values of one block, all layers."""
     prefill_tokens_per_second: float
     copies_per_block: int = 1
+    """1, as a block is one piece of memory; a layout with a pool for each layer's keys and values would need more."""
 
     def swap_seconds(self, num_blocks: int) -> float:
         """Out and in again."""
@@ -58,8 +59,11 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
     kv_cache.copy(moves.copy)
 
 
-def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> PreemptionCosts:
-    """Time this device's copies and its prefill, in a fraction of a second. The live cache is only read."""
+def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None = None) -> PreemptionCosts:
+    """Time this device's copies and its prefill, in a fraction of a second. The live cache is only read.
+
+    `max_model_len`: the most tokens of a sequence that `forward` takes.
+    """
     shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
     tiny = _seconds_per_block(kv_cache, (1, 1, 1, 1), 64)
     full = _seconds_per_block(kv_cache, shape, max(1, min(SCRATCH_BLOCKS, SCRATCH_BYTES // kv_cache.block_bytes)))
@@ -67,7 +71,7 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> Preemption
         seconds_per_copy=tiny,
         bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),
         block_bytes=kv_cache.block_bytes,
-        prefill_tokens_per_second=_prefill_rate(kv_cache, forward),
+        prefill_tokens_per_second=_prefill_rate(kv_cache, forward, max_model_len),
     )
 
 
@@ -90,9 +94,10 @@ def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_
     return min(_seconds(kv_cache.device, lambda: scratch.swap_out(pairs)) for _ in range(3)) / num_blocks
 
 
-def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object]) -> float:
+def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None) -> float:
     """Tokens a second of a prompt that is written nowhere and attends to whatever is in the first blocks."""
-    num_tokens = min(PROBE_TOKENS[kv_cache.device.type], kv_cache.num_blocks * kv_cache.block_size)
+    most = kv_cache.num_blocks * kv_cache.block_size
+    num_tokens = min(PROBE_TOKENS[kv_cache.device.type], most, max_model_len or most)
     table = BlockTable(kv_cache.block_size, BlockAllocator(kv_cache.num_blocks))
     table.append(num_tokens)
     prompt = BatchRow(

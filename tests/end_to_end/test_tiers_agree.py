@@ -56,7 +56,8 @@ def random_jobs(r: random.Random, encode: Callable[[str], list[int]]) -> list[Jo
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_workloads_give_the_same_tokens(models: dict[str, LoadedModel], seed: int, preemption: str) -> None:
-    """n, beams, shared prefixes and preemption: greedy and beam outputs agree but for ties, samples but for edges."""
+    """n, beams, shared prefixes and preemption. Greedy outputs may part at a proven tie; these samples and beams come
+    nowhere near one, and have to be equal."""
     r = random.Random(f"{seed} {preemption}")
     jobs = random_jobs(r, models["fast"].tokenizer.encode)
     happened: dict[str, Counter[str]] = {}

@@ -58,11 +58,14 @@ class Linear:
         """`weight`: [out, in], float32 or bfloat16."""
         self.weight = weight
         self._rows = as_array(weight)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        has_onednn = torch.backends.mkldnn.is_available()  # not in every build for ARM
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None) if has_onednn else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [tokens, in] times the matrix's transpose: [tokens, out]."""
         if len(x) > FEW:
+            if self._packed is None:
+                return torch.nn.functional.linear(x, self.weight)
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
             return product
         out = torch.empty(len(x), len(self.weight), dtype=x.dtype)

@@ -165,7 +165,9 @@ def paged_decode(
     return out
 
 
-@triton.jit(do_not_specialize=["seqs", "kv_heads", "programs", "max_splits", "table_stride"])
+# The integers of a batch are pieces of one buffer, at addresses that differ from step to step: Triton would compile a
+# kernel anew for each choice of those that 16 divides, and could make no use of it.
+@triton.jit(do_not_specialize=["rows", "context_lens", "seqs", "kv_heads", "programs", "max_splits", "table_stride"])
 def _decode_kernel(
     query,  # [seqs, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
@@ -276,7 +278,7 @@ def _tiles_per_split(context_len, context_lens, seqs, kv_heads, programs, max_sp
     return tl.cdiv(tiles, tl.cdiv(tiles, at_least))
 
 
-@triton.jit(do_not_specialize=["seqs", "kv_heads", "programs", "max_splits"])
+@triton.jit(do_not_specialize=["context_lens", "seqs", "kv_heads", "programs", "max_splits"])
 def _reduce_kernel(
     out,  # [seqs, heads, HEAD_DIM]
     partial_o,  # [seqs, heads, max_splits, HEAD_DIM]
@@ -377,7 +379,7 @@ def paged_prefill(
     return out
 
 
-@triton.jit(do_not_specialize=["seqs", "table_stride"])
+@triton.jit(do_not_specialize=["rows", "query_start", "context_lens", "seqs", "table_stride"])
 def _prefill_kernel(
     query,  # [tokens, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]

@@ -68,7 +68,7 @@ class ContentRunner(Runner):
             prefix = 0
             for token in known[: row.first_position]:
                 prefix = self.prefixes.extend(prefix, token)
-            for token, slot in zip(row.token_ids, row.slots, strict=True):
+            for token, slot in zip(known[row.first_position :], row.slots, strict=True):
                 prefix = self.prefixes.extend(prefix, token)
                 self.device[slot // self.block_size][slot % self.block_size] = prefix
         logits = []
@@ -87,13 +87,13 @@ class ContentRunner(Runner):
     def _tokens_of(self, row: BatchRow) -> list[int]:
         """The tokens, up to the row's last, of the sequence that owns the slot of the row's last token."""
         assert self.engine is not None
-        stop = row.first_position + len(row.token_ids)
+        start, stop = row.first_position, row.context_len
         for request in self.engine.scheduler.running:
             for sequence in request.sequences:
                 table = sequence.table
                 if table.num_tokens == stop and table.slot_mapping(stop - 1, stop) == [row.slots[-1]]:
-                    assert sequence.tokens[row.first_position : stop] == list(row.token_ids)
-                    return sequence.tokens[:stop]
+                    assert sequence.query_tokens(start, stop) == list(row.token_ids)
+                    return [*sequence.tokens[:start], *(int(token) for token in row.token_ids)]
         raise InvariantViolation(Invariant.EXCLUSIVE_WRITE, f"no running sequence owns slot {row.slots[-1]}")
 
     def _check_reads(self, row: BatchRow, tokens: list[int]) -> None:

@@ -207,7 +207,7 @@ def _draw_into(
             uniform(
                 [inputs[index].seed for index in drawing],
                 [inputs[index].stream for index in drawing],
-                [len(inputs[index].prompt_token_ids) + len(inputs[index].output_token_ids) for index in drawing],
+                [inputs[index].position for index in drawing],
             ),
             [distribution.row for distribution in piece],
             [distribution.top_k for distribution in piece],

@@ -40,7 +40,7 @@ class FastBeamSearch(_fast.beam_search):  # type: ignore[misc, name-defined]
         return super().step(torch.from_numpy(logits), rows, cumulative_logprobs)
 
 
-def fast_sample(logits: np.ndarray, inputs: Sequence[SamplingInput]) -> list[Sampled]:
+def fast_sample(logits: np.ndarray, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
     """The fast tier's, given arrays."""
     return _fast.sample(torch.from_numpy(logits), inputs)
 

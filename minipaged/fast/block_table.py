@@ -31,6 +31,7 @@ from torch import Tensor
 
 from minipaged import contracts
 from minipaged.contracts import BlockAllocator, CopyPair
+from minipaged.fast.kv_cache import to_device
 
 NO_ROW = -1
 
@@ -257,4 +258,4 @@ class DeviceTables:
             table.changed_from = len(table._blocks)
 
     def _to_device(self, numbers: np.ndarray[Any, np.dtype[np.int32]]) -> Tensor:
-        return torch.from_numpy(numbers).to(self.tables.device, non_blocking=True)
+        return to_device(torch.from_numpy(numbers), self.tables.device)

@@ -164,7 +164,7 @@ class KVCache:
             raise ValueError(f"two blocks would be copied to the same place: {list(pairs)}")
 
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)
 
     def _on_side_stream(self, staged: Tensor) -> Any:
         """Whatever runs within it overlaps with the computing that follows. `staged`: what it reads or writes."""
@@ -184,6 +184,12 @@ def kernels_for(device: torch.device) -> ModuleType:
     from minipaged.fast import cpu
 
     return cpu
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's memory on a device. The host does not wait for the copy, nor for what is queued before it:
+    a GPU fetches it when it comes to that, out of memory that is pinned until then."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _runs(blocks: Sequence[int]) -> Iterable[tuple[int, int, int]]:

@@ -45,16 +45,17 @@ class Scheduler:
 
     def schedule(self, ahead: list[ScheduledRequest] | None = None) -> Plan:
         """Decide the next step and take the blocks for it. `ahead`: what `assign_ahead` has decided already."""
-        plan = Plan()
-        assigned = self._assign(self.running, self._max_tokens) if ahead is None else ahead
-        while (short := self._blocks_short(assigned)) > 0:
+        plan = Plan(ahead or [])
+        while ahead is None:
+            plan.scheduled = self._assign(self.running, self._max_tokens)
+            short = self._blocks_short(plan.scheduled)
+            if short <= 0:
+                break
             victim = self._choose_victim()
             self._preempt(victim, short)
             plan.preempted.append(victim)
-            assigned = self._assign(self.running, self._max_tokens)
-        for scheduled in assigned:
+        for scheduled in plan.scheduled:
             self._take_blocks(scheduled)
-        plan.scheduled = assigned
         if not plan.preempted:
             self._admit(plan)
         if not plan.scheduled and self.waiting:

@@ -212,7 +212,7 @@ class BlockMoves:
     """(device block, device block), for copy-on-write. No destination is a source."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingToken:
     """A token that was asked for, and may not have been chosen yet: what the step in flight is choosing.
 

@@ -98,6 +98,7 @@ class Engine:
         self._orders = count()
         self._step = 0  # the number of the latest
         self._in_flight: LaunchedStep | None = None
+        self._may_run_ahead = False
         self._last_commit = 0.0
         self.blocks = BlockManager(config, tier, allocator, self._emit)
         self.scheduler = Scheduler(config, self.blocks, runner, self._emit)
@@ -201,7 +202,7 @@ class Engine:
     def _run_step(self) -> None:
         """Launch a step and commit one: the same, or with asynchronous scheduling the one launched before."""
         before, self._in_flight = self._in_flight, None
-        launched = self._launch_ahead(before) if before else None
+        launched = self._launch_ahead() if before else None
         if before:
             self._commit(before)
         if launched is None and self._requests:
@@ -210,17 +211,14 @@ class Engine:
             self._commit(launched)
         elif launched:
             self._in_flight = launched
-            self._expect_tokens(launched)
+            self._may_run_ahead = self._expect_tokens(launched)
             self._drop_step_of_nobody()
         if self.config.debug:
             self.check_invariants()
 
-    def _launch_ahead(self, before: LaunchedStep) -> LaunchedStep | None:
+    def _launch_ahead(self) -> LaunchedStep | None:
         """Launch the step after the one in flight, unless it has to wait for what that one chooses, or for room."""
-        completed = [scheduled.request for scheduled in before.plan.scheduled if scheduled.completes]
-        if any(request.needs_tokens_on_host() for request in completed):
-            return None
-        ahead = self.scheduler.assign_ahead()
+        ahead = self.scheduler.assign_ahead() if self._may_run_ahead else None
         return self._launch(ahead) if ahead else None
 
     def _launch(self, ahead: list[ScheduledRequest] | None = None) -> LaunchedStep:
@@ -251,14 +249,21 @@ class Engine:
         samples = self._tier.sample(logits, inputs)
         return LaunchedStep(self._step, started, plan, batch, logits, rows, samples, sample_indices)
 
-    def _expect_tokens(self, step: LaunchedStep) -> None:
-        """Let the sequences that run on know where the tokens come from that the step in flight is choosing."""
-        for scheduled in step.plan.scheduled:
+    def _expect_tokens(self, step: LaunchedStep) -> bool:
+        """Let the sequences that run on know where the tokens come from that the step in flight is choosing.
+
+        False if one of the requests has to know more of them: then the next step is not launched before this one's
+        commit.
+        """
+        completed = [scheduled for scheduled in step.plan.scheduled if scheduled.completes]
+        if any(scheduled.request.needs_tokens_on_host() for scheduled in completed):
+            return False
+        for scheduled in completed:
             request = scheduled.request
-            if scheduled.completes and not request.needs_tokens_on_host():
-                for (sequence, _), index in zip(scheduled.work, step.sample_indices.get(request, ()), strict=False):
-                    if sequence.finish_reason is None and not request.ends_by_length(sequence):
-                        sequence.pending = PendingToken(step.samples, index)
+            for (sequence, _), index in zip(scheduled.work, step.sample_indices.get(request, ()), strict=False):
+                if sequence.finish_reason is None and not request.ends_by_length(sequence):
+                    sequence.pending = PendingToken(step.samples, index)
+        return True
 
     def _commit(self, step: LaunchedStep) -> None:
         """Make the step's results part of the requests. Everything is chosen before anything is changed.

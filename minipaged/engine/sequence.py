@@ -137,8 +137,9 @@ class Request:
         """
         if isinstance(self.params, BeamSearchParams):
             return bool(self.sequences)
-        goes_on = not all(self.ends_by_length(sequence) for sequence in self.sequences)
-        return goes_on and (self.params.has_penalties or (self.params.n > 1 and not self.prompt_computed))
+        if not self.params.has_penalties and (self.params.n == 1 or self.prompt_computed):
+            return False
+        return not all(self.ends_by_length(sequence) for sequence in self.sequences)
 
     def filled_slots(self, block_size: int) -> dict[int, int]:
         """For each different block that its sequences hold, in order of first use: how many of its slots are filled."""

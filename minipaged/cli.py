@@ -108,6 +108,13 @@ def generate(
     max_num_seqs: Annotated[int, typer.Option(help="Sequences in a batch at most.")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a batch at most.")] = 2048,
     max_model_len: Annotated[int | None, typer.Option(help="Longest sequence, prompt and output.")] = None,
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Launch a step while the one before runs; else where there is a GPU.",
+        ),
+    ] = None,
     allocator: AllocatorOption = None,
     debug: Annotated[bool, typer.Option("--debug", help="NaN-filled memory, invariants checked each step.")] = False,
     events: Annotated[Path | None, typer.Option(help="Write what happened to this file, as JSON Lines.")] = None,
@@ -160,6 +167,7 @@ def generate(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            async_scheduling=async_scheduling,
             allocator=make_allocator,
             seed=seed,
             debug=debug,

@@ -212,12 +212,28 @@ class BlockMoves:
     """(device block, device block), for copy-on-write. No destination is a source."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingToken:
+    """A token that was asked for, and may not have been chosen yet: what the step in flight is choosing.
+
+    A runner on the host asks for its number, `int(token)`. One whose samples stay on the device finds it there, and so
+    need not wait.
+    """
+
+    samples: Sequence[Sampled]
+    """What `SampleFunction` returned."""
+    index: int
+
+    def __int__(self) -> int:
+        return self.samples[self.index].token_id
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """The tokens of one sequence that one forward pass runs: its query tokens."""
 
-    token_ids: Sequence[int]
-    """[num_query_tokens]"""
+    token_ids: Sequence[int | PendingToken]
+    """[num_query_tokens]; a pending token comes alone, and those of one batch come from the same samples."""
     first_position: int
     """The position of `token_ids[0]`: everything before it is in the KV cache already."""
     slots: Sequence[int]
@@ -226,6 +242,11 @@ class BatchRow:
     """The sequence's own, to be read: its blocks cover positions 0 .. first_position + num_query_tokens - 1."""
     wants_logits: bool
     """Whether the logits after the last query token are asked for."""
+
+    @property
+    def context_len(self) -> int:
+        """How many of the sequence's tokens have K and V after the pass."""
+        return self.first_position + len(self.token_ids)
 
 
 Batch = Sequence[BatchRow]
@@ -276,6 +297,13 @@ class SamplingInput:
     """Which of the request's `n` sequences: 0 .. n - 1."""
     forbidden_token_ids: Sequence[int] = ()
     """Tokens that must not be chosen (those that would stop before `min_tokens`)."""
+    num_pending: int = 0
+    """Tokens after `output_token_ids` that are being chosen still; 0 where a penalty asks for them."""
+
+    @property
+    def position(self) -> int:
+        """The position of the token to choose."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,8 +359,12 @@ class BeamSearch(ABC):
         """
 
 
-SampleFunction = Callable[[Logits, Sequence[SamplingInput]], list[Sampled]]
-"""Chooses one token for each input. The same inputs give the same tokens, in any order and company."""
+SampleFunction = Callable[[Logits, Sequence[SamplingInput]], Sequence[Sampled]]
+"""Chooses one token for each input. The same inputs give the same tokens, in any order and company.
+
+It need not wait for the device: the tokens may be fetched when they are first looked at, and that is then when
+BadLogits is raised. The inputs are read before it returns.
+"""
 
 
 @dataclass(frozen=True, slots=True)

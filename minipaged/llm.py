@@ -46,10 +46,11 @@ class LLM:
     `model` is a known name, a local folder, a .gguf file or a hub id. The sizes that are None are filled in:
     `num_blocks` from `memory_utilization` (of the memory that is free after loading the weights), `num_swap_blocks` as
     a quarter of it (or what half of the host's free memory holds, if that is less), `max_model_len` from the model, or
-    from the pool where that is smaller. `allocator` is a class to use in place of the tier's own block allocator; it is
-    checked at every call. `debug` fills memory that is nobody's with NaN and checks the invariants after every step.
-    Raises ModelError for a model that cannot be had or run, and InvalidRequest (a ValueError) for a setting out of
-    range.
+    from the pool where that is smaller. `async_scheduling` launches a step before the tokens of the one before are
+    known (None: on a GPU, which then need not wait for the host); it changes no token. `allocator` is a class to use in
+    place of the tier's own block allocator; it is checked at every call. `debug` fills memory that is nobody's with NaN
+    and checks the invariants after every step. Raises ModelError for a model that cannot be had or run, and
+    InvalidRequest (a ValueError) for a setting out of range.
 
     Several LLMs can share one `LoadedModel`, each with sizes, policies and a KV cache of its own: give it as `model`
     (`LLM(llm.loaded, num_blocks=8)`). `tier`, `device` and `dtype` were settled when it was loaded.
@@ -71,6 +72,7 @@ class LLM:
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
         max_model_len: int | None = None,
+        async_scheduling: bool | None = None,
         allocator: Callable[[int], BlockAllocator] | None = None,
         seed: int = 0,
         debug: bool = False,
@@ -102,6 +104,7 @@ class LLM:
             max_num_batched_tokens=max_num_batched_tokens,
             eos_token_ids=self.model_config.eos_token_ids,
             seed=seed,
+            async_scheduling=loaded.wing.device != "cpu" if async_scheduling is None else async_scheduling,
             debug=debug,
         )
         try:

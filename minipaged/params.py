@@ -118,6 +118,11 @@ class SamplingParams:
             f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 is off)",
         )
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on which tokens came before."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
@@ -172,6 +177,8 @@ class EngineConfig:
     """The model's end-of-sequence tokens."""
     seed: int = 0
     """Where requests without a seed get theirs from."""
+    async_scheduling: bool = False
+    """Launch the next step before the tokens of this one are known to the host, where no request needs them there."""
     debug: bool = False
     """Fill freed and new blocks with NaN and check every invariant after every step."""
 

@@ -8,10 +8,12 @@ The logits depend on the prefix found in memory and on nothing else, so that a w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from minipaged.contracts import Batch, BatchRow, BlockMoves, Runner
+from minipaged.contracts import Batch, BatchRow, BlockMoves, PendingToken, Runner
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant, InvariantViolation
 
@@ -33,6 +35,17 @@ def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
     """Logits after `tokens`: arbitrary, but always the same for the same tokens."""
     key = hash(tuple(tokens)) & (2**64 - 1)
     return 2 * np.random.Generator(np.random.Philox(key=key)).standard_normal(vocab_size, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class GivenRow:
+    """A row of a batch, with all that the engine changes copied."""
+
+    tokens_before: list[int]
+    token_ids: Sequence[int | PendingToken]
+    slots: Sequence[int]
+    blocks: list[int]
+    wants_logits: bool
 
 
 class ContentRunner(Runner):
@@ -62,21 +75,33 @@ class ContentRunner(Runner):
         for source, destination in moves.copy:
             self.device[destination] = list(self.device[source])
 
-    def forward(self, batch: Batch) -> np.ndarray:
-        tokens = [self._tokens_of(row) for row in batch]
-        for row, known in zip(batch, tokens, strict=True):  # first every write, as in one layer of a real model
+    def forward(self, batch: Batch) -> Any:
+        return self.run([self.take(row) for row in batch])
+
+    def take(self, row: BatchRow) -> GivenRow:
+        """What there is to know of a row when the batch is handed over."""
+        return GivenRow(self._tokens_before(row), row.token_ids, row.slots, list(row.table.blocks), row.wants_logits)
+
+    def run(self, rows: Sequence[GivenRow]) -> np.ndarray:
+        """The forward pass; nothing but memory and the tokens being chosen may have changed since."""
+        tokens = [[*row.tokens_before, *map(self.token_id, row.token_ids)] for row in rows]
+        for row, known in zip(rows, tokens, strict=True):  # first every write, as in one layer of a real model
             prefix = 0
-            for token in known[: row.first_position]:
+            for token in row.tokens_before:
                 prefix = self.prefixes.extend(prefix, token)
-            for token, slot in zip(row.token_ids, row.slots, strict=True):
+            for token, slot in zip(known[len(row.tokens_before) :], row.slots, strict=True):
                 prefix = self.prefixes.extend(prefix, token)
                 self.device[slot // self.block_size][slot % self.block_size] = prefix
         logits = []
-        for row, known in zip(batch, tokens, strict=True):
-            self._check_reads(row, known)
+        for row, known in zip(rows, tokens, strict=True):
+            self._check_reads(row.blocks, known)
             if row.wants_logits:
                 logits.append(fake_logits(known, self.vocab_size))
         return np.array(logits).reshape(len(logits), self.vocab_size)
+
+    def token_id(self, token: int | PendingToken) -> int:
+        """The number of a query token."""
+        return int(token)
 
     def swap_seconds(self, num_blocks: int) -> float:
         return num_blocks * (1e-6 if self.swap_is_cheap else 1.0)
@@ -84,23 +109,23 @@ class ContentRunner(Runner):
     def recompute_seconds(self, num_tokens: int) -> float:
         return num_tokens * 1e-3
 
-    def _tokens_of(self, row: BatchRow) -> list[int]:
-        """The tokens, up to the row's last, of the sequence that owns the slot of the row's last token."""
+    def _tokens_before(self, row: BatchRow) -> list[int]:
+        """The tokens before the row's, of the sequence that owns the slot of the row's last token."""
         assert self.engine is not None
-        stop = row.first_position + len(row.token_ids)
+        start, stop = row.first_position, row.context_len
         for request in self.engine.scheduler.running:
             for sequence in request.sequences:
                 table = sequence.table
                 if table.num_tokens == stop and table.slot_mapping(stop - 1, stop) == [row.slots[-1]]:
-                    assert sequence.tokens[row.first_position : stop] == list(row.token_ids)
-                    return sequence.tokens[:stop]
+                    assert sequence.query_tokens(start, stop) == list(row.token_ids)
+                    return sequence.tokens[:start]
         raise InvariantViolation(Invariant.EXCLUSIVE_WRITE, f"no running sequence owns slot {row.slots[-1]}")
 
-    def _check_reads(self, row: BatchRow, tokens: list[int]) -> None:
+    def _check_reads(self, blocks: Sequence[int], tokens: list[int]) -> None:
         prefix = 0
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)
-            block = row.table.blocks[position // self.block_size]
+            block = blocks[position // self.block_size]
             found = self.device[block][position % self.block_size]
             if found != prefix:
                 raise InvariantViolation(

@@ -40,7 +40,7 @@ class FastBeamSearch(_fast.beam_search):  # type: ignore[misc, name-defined]
         return super().step(torch.from_numpy(logits), rows, cumulative_logprobs)
 
 
-def fast_sample(logits: np.ndarray, inputs: Sequence[SamplingInput]) -> list[Sampled]:
+def fast_sample(logits: np.ndarray, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
     """The fast tier's, given arrays."""
     return _fast.sample(torch.from_numpy(logits), inputs)
 
@@ -190,11 +190,17 @@ class Run:
             if request.cancelled == now:
                 queues = self.engine.scheduler.waiting + self.engine.scheduler.running
                 self.happened.update(f"cancelled while {r.state.value}" for r in queues if r.request_id == name)
+                if self._is_in_flight(name):
+                    self.happened["cancelled while in flight"] += 1
                 self.engine.abort(name)
         for output in self.engine.step():
             self.outputs[output.request_id] = output
         self.engine.check_invariants()
         return self.engine.has_unfinished_requests() or any(r.arrives > now for r in self.workload.requests)
+
+    def _is_in_flight(self, name: str) -> bool:
+        step = self.engine._in_flight
+        return step is not None and any(part.request.request_id == name for part in step.plan.scheduled)
 
     def _count(self, event: Event) -> None:
         match event:

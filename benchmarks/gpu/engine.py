@@ -181,6 +181,7 @@ def make_engine(work: Workload, setting: Setting) -> Engine:
         preemption="recompute",
         max_num_seqs=8 if setting.tiny else 256,
         max_num_batched_tokens=16 if setting.tiny else 16384,
+        async_scheduling=setting.on_gpu,  # as LLM has it
     )
     cache = KVCache(
         config.num_hidden_layers, num_blocks, BLOCK_SIZE, config.num_key_value_heads, config.head_dim,

@@ -91,6 +91,7 @@ class Stage:
             num_blocks=num_blocks,
             max_model_len=self.max_model_len,
             allocator=self.allocator,
+            async_scheduling=False,  # the story is told step by step
             listeners=[story.on_event],
             **options,
         )

@@ -1,10 +1,11 @@
-"""The plan of one step: which sequences run, and how many tokens each."""
+"""The plan of one step (which sequences run, and how many tokens each), and the step that is carrying it out."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
-from minipaged.contracts import BatchRow
+from minipaged.contracts import BatchRow, Logits, Sampled
 from minipaged.engine.sequence import Request, Sequence
 
 
@@ -30,7 +31,7 @@ class ScheduledRequest:
             start = stop - num_tokens
             rows.append(
                 BatchRow(
-                    token_ids=sequence.tokens[start:stop],
+                    token_ids=sequence.query_tokens(start, stop),
                     first_position=start,
                     slots=sequence.table.slot_mapping(start, stop),
                     table=sequence.table,
@@ -53,3 +54,18 @@ class Plan:
     @property
     def num_query_tokens(self) -> int:
         return sum(scheduled.num_query_tokens for scheduled in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaunchedStep:
+    """A step that the runner was given. It is *in flight* until the engine commits it: fetches its tokens."""
+
+    number: int
+    started: float
+    plan: Plan
+    batch: list[BatchRow]
+    logits: Logits
+    logit_rows: dict[Sequence, int]
+    samples: ListLike[Sampled]
+    sample_indices: dict[Request, range]
+    """Which of `samples` are a request's: one for each of its sequences that ran, in their order; `n` from a prompt."""

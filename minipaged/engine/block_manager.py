@@ -186,17 +186,22 @@ class BlockManager:
         child.most_computed = parent.most_computed
         self._emit(SequenceForked(request.request_id, parent.sequence_id, child.sequence_id))
 
-    def publish(self, sequence: Sequence) -> None:
-        """Make the sequence's newly filled blocks findable by others."""
-        if not self.prefix_cache:
+    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make the blocks that the sequence's first `num_tokens` tokens have newly filled findable by others.
+
+        The table may have more: slots of the step in flight, whose tokens are not all known or not computed yet.
+        """
+        num_full = num_tokens // self.block_size
+        if not self.prefix_cache or num_full == sequence.num_published:
             return
-        published = self.prefix_cache.publish(sequence.tokens, sequence.table, sequence.num_published)
+        tokens = sequence.tokens[: num_full * self.block_size]
+        published = self.prefix_cache.publish(tokens, sequence.table, sequence.num_published)
         for logical, own, cached in published:
             if own == cached:
                 self._emit(BlockCached(sequence.sequence_id, logical, cached))
             else:
                 self._emit(BlockDeduplicated(sequence.sequence_id, logical, own, cached))
-        sequence.num_published = sequence.table.num_tokens // self.block_size
+        sequence.num_published = num_full
 
     def _make_room(self, num_blocks: int) -> None:
         if self.prefix_cache and (short := num_blocks - self.allocator.num_free) > 0:

@@ -7,6 +7,17 @@ One step, as data flows:
 3. the tier chooses tokens from the logits: for all sequences of a request, or one beam-search step;
 4. the engine commits: tokens are appended, sequences fork and finish, full blocks are published, blocks given back.
 
+The first three *launch* a step: on a GPU they only queue work, and nobody has seen the tokens yet. With asynchronous
+scheduling a call of `step` leaves the step that it launched *in flight*, and the next call launches one more before it
+commits this one, so that the device has work while the host commits and schedules:
+
+    device       | step 1        | step 2        | step 3        |
+    host   launch 1, launch 2,  commit 1, launch 3,  commit 2, launch 4, ...
+
+The token that a sequence runs in step 2 is the one that step 1 is choosing: it stays on the device (`PendingToken`).
+If step 1 turns out to have ended the sequence, its row of step 2 is thrown away. Where the next step needs to know
+more of the tokens than the device does (penalties, beam search, a fork, a preemption), it waits for the commit.
+
 If anything raises within a step, the error is passed on, nothing is lost and nothing leaks: K/V that may be half
 written are dropped, and every request that held some waits to be recomputed from its tokens (`_recover`).
 """
@@ -24,8 +35,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Literal
 
-from minipaged.contracts import BlockAllocator, Logits, Runner, Sampled, SamplingInput, Tier
-from minipaged.engine.batch import Plan
+from minipaged.contracts import BlockAllocator, Logits, PendingToken, Runner, Sampled, SamplingInput, Tier
+from minipaged.engine.batch import LaunchedStep, ScheduledRequest
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.detokenizer import Decode, Detokenizer, find_stop
 from minipaged.engine.request_checks import check_fits, check_params, check_prompt
@@ -85,7 +96,10 @@ class Engine:
         self._random = random.Random(config.seed)
         self._sequence_ids = count()
         self._orders = count()
-        self._step = 0
+        self._step = 0  # the number of the latest
+        self._in_flight: LaunchedStep | None = None
+        self._may_run_ahead = False
+        self._last_commit = 0.0
         self.blocks = BlockManager(config, tier, allocator, self._emit)
         self.scheduler = Scheduler(config, self.blocks, runner, self._emit)
         self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
@@ -130,9 +144,11 @@ class Engine:
         return bool(self._requests or self._outputs)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that ended since the last call."""
+        """Run one step; returns the requests that ended since the last call.
+
+        With asynchronous scheduling: launch one step and commit the one before.
+        """
         if self._requests:
-            self._step += 1
             try:
                 self._run_step()
             except BaseException as error:
@@ -174,6 +190,7 @@ class Engine:
         for sequence in list(request.sequences):
             self._end_sequence(request, sequence, "abort")
         self._finish_request(request, "aborted")
+        self._drop_step_of_nobody()
         self._deliver_events()
 
     def check_invariants(self) -> None:
@@ -183,9 +200,33 @@ class Engine:
     # --- One step ---------------------------------------------------------------------------------
 
     def _run_step(self) -> None:
+        """Launch a step and commit one: the same, or with asynchronous scheduling the one launched before."""
+        before, self._in_flight = self._in_flight, None
+        launched = self._launch_ahead() if before else None
+        if before:
+            self._commit(before)
+        if launched is None and self._requests:
+            launched = self._launch()
+        if launched and not self.config.async_scheduling:
+            self._commit(launched)
+        elif launched:
+            self._in_flight = launched
+            self._may_run_ahead = self._expect_tokens(launched)
+            self._drop_step_of_nobody()
+        if self.config.debug:
+            self.check_invariants()
+
+    def _launch_ahead(self) -> LaunchedStep | None:
+        """Launch the step after the one in flight, unless it has to wait for what that one chooses, or for room."""
+        ahead = self.scheduler.assign_ahead() if self._may_run_ahead else None
+        return self._launch(ahead) if ahead else None
+
+    def _launch(self, ahead: list[ScheduledRequest] | None = None) -> LaunchedStep:
+        """Schedule a step and hand it to the device, without looking at what it chooses."""
         started = time.perf_counter()
+        self._step += 1
         self._emit(StepStarted(self._step))
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(ahead)
         self.stats.measure(self.scheduler.running, self.blocks)
         for scheduled in plan.scheduled:
             if scheduled.request.first_scheduled_time is None:
@@ -195,39 +236,78 @@ class Engine:
             self.blocks.check_exclusive_writes(batch)
         self._runner.move(self.blocks.take_moves())
         logits = self._runner.forward(batch)
-        self._commit(plan, logits)
-        if self.config.debug:
-            self.check_invariants()
-        seconds = time.perf_counter() - started
-        self._emit(StepFinished(self._step, len(batch), plan.num_query_tokens, seconds))
-
-    def _commit(self, plan: Plan, logits: Logits) -> None:
-        """Make the step's results part of the requests. Everything is chosen before anything is changed."""
         rows: dict[Sequence, int] = {}
+        inputs: list[SamplingInput] = []
+        sample_indices: dict[Request, range] = {}
         for scheduled in plan.scheduled:
             if scheduled.completes:
                 rows |= {sequence: len(rows) + i for i, (sequence, _) in enumerate(scheduled.work)}
-        sampling = [s.request for s in plan.scheduled if s.completes and s.request.beam_search is None]
-        inputs = {request: self._sampling_inputs(request, rows) for request in sampling}
-        sampled = iter(self._tier.sample(logits, [item for items in inputs.values() for item in items]))
-        chosen = {request: [next(sampled) for _ in items] for request, items in inputs.items()}
-        for scheduled in plan.scheduled:
-            for sequence, _ in scheduled.work:
-                self.blocks.publish(sequence)
+                if scheduled.request.beam_search is None:
+                    first = len(inputs)
+                    inputs += self._sampling_inputs(scheduled, rows)
+                    sample_indices[scheduled.request] = range(first, len(inputs))
+        samples = self._tier.sample(logits, inputs)
+        return LaunchedStep(self._step, started, plan, batch, logits, rows, samples, sample_indices)
+
+    def _expect_tokens(self, step: LaunchedStep) -> bool:
+        """Let the sequences that run on know where the tokens come from that the step in flight is choosing.
+
+        False if one of the requests has to know more of them: then the next step is not launched before this one's
+        commit.
+        """
+        completed = [scheduled for scheduled in step.plan.scheduled if scheduled.completes]
+        if any(scheduled.request.needs_tokens_on_host() for scheduled in completed):
+            return False
+        for scheduled in completed:
             request = scheduled.request
-            if scheduled.completes:
+            for (sequence, _), index in zip(scheduled.work, step.sample_indices.get(request, ()), strict=False):
+                if sequence.finish_reason is None and not request.ends_by_length(sequence):
+                    sequence.pending = PendingToken(step.samples, index)
+        return True
+
+    def _commit(self, step: LaunchedStep) -> None:
+        """Make the step's results part of the requests. Everything is chosen before anything is changed.
+
+        What ended while the step was in flight (with the token before, or aborted) has no use for them. Its blocks are
+        given back already: the device works in order, so whoever was given them writes after this step has.
+        """
+        sampled = list(step.samples)  # this is where the host waits for the device
+        rows = iter(step.batch)
+        for scheduled in step.plan.scheduled:
+            for sequence, _ in scheduled.work:
+                num_tokens = next(rows).context_len
+                if sequence.finish_reason is None:
+                    self.blocks.publish(sequence, num_tokens)
+            request = scheduled.request
+            if scheduled.completes and request.state is not RequestState.FINISHED:
                 if request.beam_search is None:
-                    self._commit_samples(request, chosen[request])
+                    sequences = [sequence for sequence, _ in scheduled.work]
+                    self._commit_samples(request, sequences, [sampled[i] for i in step.sample_indices[request]])
                 else:
-                    self._commit_beams(request, logits, rows)
+                    self._commit_beams(request, step.logits, step.logit_rows)
+        self._finish_step(step)
+
+    def _finish_step(self, step: LaunchedStep) -> None:
+        """Seconds are counted once, though steps overlap: from the launch, or the commit of the step before."""
+        now = time.perf_counter()
+        seconds, self._last_commit = now - max(step.started, self._last_commit), now
+        self._emit(StepFinished(step.number, len(step.batch), step.plan.num_query_tokens, seconds))
+
+    def _drop_step_of_nobody(self) -> None:
+        """When all requests have ended, nobody will ask for what the step in flight chooses."""
+        if self._in_flight and not self._requests:
+            self._finish_step(self._in_flight)
+            self._in_flight = None
 
     def _recover(self, error: BaseException) -> None:
         """After an error within a step: drop all K/V that may be half written; their requests wait to be recomputed."""
         self.blocks.take_moves()
+        self._in_flight = None
         dropped = [*self.scheduler.running, *(r for r in self.scheduler.waiting if r.state is RequestState.SWAPPED)]
         for request in dropped:
             for sequence in request.sequences:
                 self.blocks.free(sequence)
+                sequence.pending = None
             request.state = RequestState.WAITING
         self.scheduler.waiting = sorted(self._requests.values(), key=lambda request: request.order)
         self.scheduler.running.clear()
@@ -235,14 +315,16 @@ class Engine:
 
     # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
 
-    def _sampling_inputs(self, request: Request, rows: dict[Sequence, int]) -> list[SamplingInput]:
+    def _sampling_inputs(self, scheduled: ScheduledRequest, rows: dict[Sequence, int]) -> list[SamplingInput]:
         """One input a sequence; for the first token `n` inputs from the one row of the prompt."""
+        request = scheduled.request
         assert isinstance(request.params, SamplingParams)
         params = request.params
         inputs: list[SamplingInput] = []
-        for sequence in request.sequences:
+        for sequence, _ in scheduled.work:
             forbidden: tuple[int, ...] = ()
-            if len(sequence.output_token_ids) < params.min_tokens:
+            num_pending = int(sequence.pending is not None)
+            if len(sequence.output_token_ids) + num_pending < params.min_tokens:
                 forbidden = tuple({*params.stop_token_ids, *self._eos_token_ids(params)})
             inputs.append(
                 SamplingInput(
@@ -253,22 +335,27 @@ class Engine:
                     seed=request.seed,
                     stream=sequence.stream,
                     forbidden_token_ids=forbidden,
+                    num_pending=num_pending,
                 )
             )
         if not request.prompt_computed:
             inputs = [replace(inputs[0], stream=stream) for stream in range(params.n)]
         return inputs
 
-    def _commit_samples(self, request: Request, sampled: list[Sampled]) -> None:
+    def _commit_samples(self, request: Request, sequences: list[Sequence], sampled: list[Sampled]) -> None:
+        """Append the tokens chosen for the sequences that ran; the samples of a prompt fork from it first."""
         if not request.prompt_computed:
-            parent = request.sequences[0]
+            [parent] = sequences
             children = self._fork(request, [parent] * (len(sampled) - 1))
             for stream, child in enumerate(children, start=1):
                 child.stream = stream
+            sequences = [parent, *children]
             request.sequences.extend(children)
             request.prompt_computed = True
             request.first_token_time = time.perf_counter()
-        for sequence, choice in zip(list(request.sequences), sampled, strict=True):
+        for sequence, choice in zip(sequences, sampled, strict=True):
+            if sequence.finish_reason is not None:
+                continue
             # Decoding may raise, so it comes first: a token is appended together with what follows from it.
             added = sequence.detokenizer.add(choice.token_id) if sequence.detokenizer else ""
             self._append_token(request, sequence, choice.token_id, choice.logprob)
@@ -356,6 +443,7 @@ class Engine:
         return children
 
     def _append_token(self, request: Request, sequence: Sequence, token: int, logprob: float) -> None:
+        sequence.pending = None
         sequence.tokens.append(token)
         sequence.output_token_ids.append(token)
         self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, logprob))

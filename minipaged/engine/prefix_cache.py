@@ -93,7 +93,7 @@ class PrefixCache:
                 self._evictable[block] = None
 
     def publish(self, tokens: Sequence[int], table: BlockTable, num_published: int) -> Iterator[tuple[int, int, int]]:
-        """Make the table's full blocks from logical block `num_published` on findable, one at each turn of the loop.
+        """Make the full blocks of `tokens` from logical block `num_published` on findable, one at each turn of a loop.
 
         Yields (logical block, the table's own block, the cached block). The two are the same where the cache took a
         reference on the table's own; where that content was cached already, the table now holds the cached block.
@@ -102,7 +102,7 @@ class PrefixCache:
         key = self._hash_of.get(parent, 0)
         if num_published and parent not in self._hash_of:
             return  # its parent met a hash collision and is not cached
-        for logical in range(num_published, table.num_tokens // self.block_size):
+        for logical in range(num_published, len(tokens) // self.block_size):
             block_tokens = tuple(tokens[logical * self.block_size : (logical + 1) * self.block_size])
             key = self._chain_hash(key, block_tokens)
             own = table.blocks[logical]

@@ -10,6 +10,9 @@ First come, first served, decided anew at every step (continuous batching):
 3. If nobody was preempted, waiting requests are admitted in order of arrival while the answer is OK: their blocks are
    there, and one more for each sequence that runs already, which will need it soon. The first LATER ends it: nobody
    overtakes. NEVER is said when a request arrives, so no request waits for what cannot happen.
+
+With asynchronous scheduling a plan may be made while the step before it is in flight (`assign_ahead`). Its decoding
+sequences then run a token that is being chosen; those that end with that token by their length are left out.
 """
 
 from __future__ import annotations
@@ -40,21 +43,19 @@ class Scheduler:
         # A sequence that runs takes one token of each batch at least.
         self.max_sequences = min(config.max_num_seqs, config.max_num_batched_tokens)
 
-    def schedule(self) -> Plan:
-        """Decide the next step and take the blocks for it."""
-        plan = Plan()
-        while True:
-            assigned = self._assign(self.running, self._max_tokens)
-            work = [item for scheduled in assigned for item in scheduled.work]
-            short = self._blocks.blocks_needed(work) - self._blocks.num_available
+    def schedule(self, ahead: list[ScheduledRequest] | None = None) -> Plan:
+        """Decide the next step and take the blocks for it. `ahead`: what `assign_ahead` has decided already."""
+        plan = Plan(ahead or [])
+        while ahead is None:
+            plan.scheduled = self._assign(self.running, self._max_tokens)
+            short = self._blocks_short(plan.scheduled)
             if short <= 0:
                 break
             victim = self._choose_victim()
             self._preempt(victim, short)
             plan.preempted.append(victim)
-        for scheduled in assigned:
+        for scheduled in plan.scheduled:
             self._take_blocks(scheduled)
-        plan.scheduled = assigned
         if not plan.preempted:
             self._admit(plan)
         if not plan.scheduled and self.waiting:
@@ -64,6 +65,17 @@ class Scheduler:
                 f"{self._blocks.num_available} of {self._blocks.allocator.num_blocks} blocks available",
             )
         return plan
+
+    def assign_ahead(self) -> list[ScheduledRequest] | None:
+        """What runs after the step in flight. None if nothing can before that is committed: for want of blocks (its
+        tokens may free some, and nothing in flight is preempted), or because all that runs may end with it."""
+        assigned = self._assign(self.running, self._max_tokens)
+        return None if self._blocks_short(assigned) > 0 else assigned or None
+
+    def _blocks_short(self, assigned: list[ScheduledRequest]) -> int:
+        """How many blocks are missing to run this; 0 or less if none."""
+        work = [item for scheduled in assigned for item in scheduled.work]
+        return self._blocks.blocks_needed(work) - self._blocks.num_available
 
     # --- 1. Tokens for those that run -------------------------------------------------------------
 
@@ -90,7 +102,8 @@ class Scheduler:
                 break
         behind = [s for s in request.sequences if s.num_remaining > 1]
         if len(behind) <= 1 and sum(s.num_remaining for s in request.sequences) <= budget:
-            return ScheduledRequest(request, [(s, s.num_remaining) for s in request.sequences], completes=True)
+            work = [(s, s.num_remaining) for s in request.sequences if s.num_remaining]
+            return ScheduledRequest(request, work, completes=True)
         work = [(s, min(s.num_remaining - 1, budget)) for s in behind[:1] if budget > 0]
         return ScheduledRequest(request, work, completes=False)
 

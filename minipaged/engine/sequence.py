@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from minipaged.contracts import BeamSearch, BlockTable
+from minipaged.contracts import BeamSearch, BlockTable, PendingToken
 from minipaged.engine.detokenizer import Detokenizer
 from minipaged.params import BeamSearchParams, SamplingParams
 
@@ -41,6 +41,8 @@ class Sequence:
     table: BlockTable
     swapped: bool = False
     """Whether `table` is over the host pool."""
+    pending: PendingToken | None = None
+    """The token after `tokens` that the step in flight is choosing; None too if nothing runs after it."""
     stream: int = 0
     """Which of the request's n samples this is."""
     cumulative_logprob: float = 0.0
@@ -61,13 +63,21 @@ class Sequence:
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose K/V have a slot."""
+        """Tokens whose K/V have a slot: the pending one too, once its step is scheduled."""
         return self.table.num_tokens
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to run before the next one can be chosen: 1 while decoding."""
-        return len(self.tokens) - self.table.num_tokens
+        """Tokens to run before the next one can be chosen: 1 while decoding; 0 while its last token is chosen."""
+        return len(self.tokens) + (self.pending is not None) - self.table.num_tokens
+
+    def query_tokens(self, start: int, stop: int) -> list[int | PendingToken]:
+        """The tokens at positions start .. stop - 1, of which the last may be the pending one."""
+        tokens: list[int | PendingToken] = [*self.tokens[start:stop]]
+        if stop > len(self.tokens):
+            assert self.pending is not None
+            tokens.append(self.pending)
+        return tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,21 @@ class Request:
         if self.prompt_computed and self.beam_search is None:
             return len(self.sequences)
         return self.params.beam_width if isinstance(self.params, BeamSearchParams) else self.params.n
+
+    def ends_by_length(self, sequence: Sequence) -> bool:
+        """Whether the sequence's next token is its last, whichever it is."""
+        return len(sequence.output_token_ids) + 1 >= self.max_output_tokens
+
+    def needs_tokens_on_host(self) -> bool:
+        """Whether its next step takes more of the tokens now being chosen than their numbers, which the device has.
+
+        Penalties count them, beam search forks by them; and the samples of one prompt fork when it is computed.
+        """
+        if isinstance(self.params, BeamSearchParams):
+            return bool(self.sequences)
+        if not self.params.has_penalties and (self.params.n == 1 or self.prompt_computed):
+            return False
+        return not all(self.ends_by_length(sequence) for sequence in self.sequences)
 
     def filled_slots(self, block_size: int) -> dict[int, int]:
         """For each different block that its sequences hold, in order of first use: how many of its slots are filled."""

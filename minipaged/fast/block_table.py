@@ -31,6 +31,7 @@ from torch import Tensor
 
 from minipaged import contracts
 from minipaged.contracts import BlockAllocator, CopyPair
+from minipaged.fast.kv_cache import to_device
 
 NO_ROW = -1
 
@@ -209,6 +210,8 @@ class DeviceTables:
             if known and count and self._held[parent, 0] == table._blocks[0]:
                 forks.append((parent, row, count))
         if forks:
+            for _, row, count in forks:
+                self._held[row, :count] = -1  # unknown, should the copy not be made
             self._kernels.fork_tables(self.tables, self._to_device(np.array(forks, np.int32)))
             for parent, row, count in forks:
                 self._held[row, :count] = self._held[parent, :count]
@@ -251,10 +254,11 @@ class DeviceTables:
         edits = np.stack([rows, logical, np.array(physical)], axis=1).astype(np.int32)  # [entries, 3]
         edits = edits[self._held[rows, logical] != edits[:, 2]]
         if len(edits):
+            self._held[edits[:, 0], edits[:, 1]] = -1  # unknown, should they not be made
             self._kernels.edit_tables(self.tables, self._to_device(edits))
             self._held[edits[:, 0], edits[:, 1]] = edits[:, 2]
         for table in changed:
             table.changed_from = len(table._blocks)
 
     def _to_device(self, numbers: np.ndarray[Any, np.dtype[np.int32]]) -> Tensor:
-        return torch.from_numpy(numbers).to(self.tables.device, non_blocking=True)
+        return to_device(torch.from_numpy(numbers), self.tables.device)

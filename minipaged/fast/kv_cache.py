@@ -24,6 +24,9 @@ from torch import Tensor
 
 from minipaged.contracts import CopyPair
 
+STAGED_BYTES = 64 << 20
+"""Blocks that are gathered into one piece, on their way to the host or back."""
+
 
 class KVCache:
     """Keys and values of `num_blocks` blocks on the device, and room for `num_swap_blocks` on the host."""
@@ -131,30 +134,36 @@ class KVCache:
         if not pairs:
             return
         pairs = sorted(pairs, key=lambda pair: pair[1])  # neighbours on the host become one copy
-        leaving = self.device_blocks[self._on_device([device for device, _ in pairs])]  # [n, ...], one piece
-        with self._on_side_stream(leaving):
-            for start, stop, host in _runs([host for _, host in pairs]):
-                self.host_blocks[host : host + stop - start].copy_(leaving[start:stop], non_blocking=True)
+        for piece in self._pieces(pairs):
+            leaving = self.device_blocks[self._on_device([device for device, _ in piece])]  # [n, ...], one piece
+            with self._on_side_stream(leaving):
+                for start, stop, host in _runs([host for _, host in piece]):
+                    self.host_blocks[host : host + stop - start].copy_(leaving[start:stop], non_blocking=True)
 
     def swap_in(self, pairs: Sequence[CopyPair]) -> None:
         """Copy (host block, device block) pairs back to the device."""
         self._check_pairs(pairs, "host", "device")
         if not pairs:
             return
-        pairs = sorted(pairs)
-        arriving = torch.empty_like(self.device_blocks[:1].expand(len(pairs), *self.device_blocks.shape[1:]))
-        with self._on_side_stream(arriving):
-            for start, stop, host in _runs([host for host, _ in pairs]):
-                arriving[start:stop].copy_(self.host_blocks[host : host + stop - start], non_blocking=True)
-        if self._side_stream:
-            torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
-        self.device_blocks[self._on_device([device for _, device in pairs])] = arriving
+        for piece in self._pieces(sorted(pairs)):
+            arriving = self.device_blocks.new_empty(len(piece), *self.device_blocks.shape[1:])
+            with self._on_side_stream(arriving):
+                for start, stop, host in _runs([host for host, _ in piece]):
+                    arriving[start:stop].copy_(self.host_blocks[host : host + stop - start], non_blocking=True)
+            if self._side_stream:
+                torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
+            self.device_blocks[self._on_device([device for _, device in piece])] = arriving
 
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill device blocks that are nobody's with NaN, so that reading them shows at once."""
         _check_blocks(blocks, self.num_blocks, "device")
         if len(blocks):
             self.kernels.poison_blocks(self.device_blocks, self._on_device(list(blocks)))
+
+    def _pieces(self, pairs: Sequence[CopyPair]) -> Iterable[Sequence[CopyPair]]:
+        """The pairs a few at a time: what is on its way takes up memory a second time."""
+        count = max(1, STAGED_BYTES // self.block_bytes)
+        return (pairs[start : start + count] for start in range(0, len(pairs), count))
 
     def _check_pairs(self, pairs: Sequence[CopyPair], source: str, destination: str) -> None:
         sizes = {"device": self.num_blocks, "host": self.num_swap_blocks}
@@ -164,9 +173,7 @@ class KVCache:
             raise ValueError(f"two blocks would be copied to the same place: {list(pairs)}")
 
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
-        tensor = torch.tensor(numbers, dtype=torch.int64)
-        # From pinned memory, or the host would wait until the device has done all that it was given before.
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)
 
     def _on_side_stream(self, staged: Tensor) -> Any:
         """Whatever runs within it overlaps with the computing that follows. `staged`: what it reads or writes."""
@@ -186,6 +193,12 @@ def kernels_for(device: torch.device) -> ModuleType:
     from minipaged.fast import cpu
 
     return cpu
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host's memory on a device. The host does not wait for the copy, nor for what is queued before it:
+    a GPU fetches it when it comes to that, out of memory that is pinned until then."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _runs(blocks: Sequence[int]) -> Iterable[tuple[int, int, int]]:

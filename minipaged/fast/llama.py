@@ -17,6 +17,9 @@ only what changed since the last step follows them (`block_table.DeviceTables`).
 On a GPU a step of decoding starts some 250 kernels, most of which run shorter than it takes to start one. So the whole
 step is captured once for each batch size as a CUDA graph and started as one. Between the sizes that are captured the
 batch is padded: slot -1 is not written, and a context of length 0 is not attended to.
+
+Nothing in a step waits for the device, so that with asynchronous scheduling the next one can be launched while it runs.
+The tokens which that one is choosing never leave the device on their way into the next batch (`FlatBatch.token_ids`).
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.contracts import Batch, BlockMoves, Runner
+from minipaged.contracts import Batch, BatchRow, BlockMoves, PendingToken, Runner
 from minipaged.fast.attention import attend
 from minipaged.fast.block_table import BlockTable, DeviceTables
-from minipaged.fast.kv_cache import KVCache
+from minipaged.fast.kv_cache import KVCache, to_device
 from minipaged.fast.preemption import PreemptionCosts, carry, measure
+from minipaged.fast.sampling import Samples
 from minipaged.models.config import ModelConfig, weight_shapes
 
 BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
@@ -132,6 +136,7 @@ class Llama(Runner):
         """Logits [rows that want them, vocab_size] after the last query token of each. See `Runner.forward`."""
         if not batch:
             return torch.empty(0, self.config.vocab_size, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
+        self.kernels.use_threads()
         tokens = flatten(batch, self.tables.sync([cast("BlockTable", row.table) for row in batch]))
         if tokens.max_query_len == 1 and (graph := self._graph_for(len(batch))):
             return graph.run(tokens)
@@ -141,7 +146,7 @@ class Llama(Runner):
         """All layers, and the logits [rows that want them, vocab_size]."""
         eps, heads = self.config.rms_norm_eps, self.config.num_attention_heads
         kernels, weights = self.kernels, self.weights
-        residual = weights.embedding[tokens.ids]  # [tokens, hidden]
+        residual = weights.embedding[tokens.token_ids()]  # [tokens, hidden]
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
         for i, layer in enumerate(weights.layers):
             if i:
@@ -192,24 +197,30 @@ class Llama(Runner):
 
     def _capture(self, max_num_seqs: int) -> None:
         """Capture a step of decoding for each batch size, the largest first: the others then share its memory."""
-        sizes = [size for size in BATCH_SIZES if size < max_num_seqs] + [min(max_num_seqs, BATCH_SIZES[-1])]
+        sizes = sorted({min(size, max_num_seqs) for size in BATCH_SIZES})
+        chosen = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.kv_cache.device)
         graphs: list[tuple[int, DecodeGraph]] = []
         for size in reversed(sizes):
             pool = graphs[0][1].graph.pool() if graphs else None
-            graphs.append((size, DecodeGraph(size, self._compute, self.kv_cache.device, pool)))
+            graphs.append((size, DecodeGraph(size, self._compute, chosen, pool)))
         self._graphs = dict(reversed(graphs))
 
 
 class DecodeGraph:
-    """One step of decoding `size` sequences, captured: new numbers are copied into `numbers`, then it is run again."""
+    """One step of decoding `size` sequences, captured: new numbers are copied into `numbers`, then it is run again.
 
-    def __init__(self, size: int, compute: Callable[[FlatBatch], Tensor], device: torch.device, pool: Any) -> None:
+    The tokens that the last step chose are copied into `chosen`, which all sizes share: [max_num_seqs] int64.
+    """
+
+    def __init__(self, size: int, compute: Callable[[FlatBatch], Tensor], chosen: Tensor, pool: Any) -> None:
+        device = chosen.device
         self._padding = np.zeros((5, size), np.int32)
         self._padding[2] = -1  # slots: what pads the batch is written nowhere; a context of length 0 is not read
         self.numbers = torch.from_numpy(self._padding).to(device)  # [5, size]
         ids, positions, slots, rows, context_lens = self.numbers.unbind()
         start = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self._tokens = FlatBatch(ids, positions, slots, rows, context_lens, start, None, max_query_len=1)
+        self._chosen = chosen
+        self._tokens = FlatBatch(ids, positions, slots, rows, context_lens, start, None, 1, chosen)
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side), torch.inference_mode():
@@ -225,16 +236,18 @@ class DecodeGraph:
         for i, values in enumerate((batch.ids, batch.positions, batch.slots, batch.rows, batch.context_lens)):
             numbers[i, : len(values)] = values
         self.numbers.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
+        if batch.chosen is not None:
+            self._chosen[: len(batch.chosen)].copy_(batch.chosen)
         self.graph.replay()
         every: Tensor = self.logits[: len(batch.ids)]
-        return every if batch.logit_rows is None else every[batch.logit_rows.to(every.device)]
+        return every if batch.logit_rows is None else every[to_device(batch.logit_rows, every.device)]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
     """A batch as int32 tensors: the query tokens of all sequences, one after another."""
 
-    ids: Tensor  # [tokens]
+    ids: Tensor  # [tokens]; a negative one, -1 - i, stands for chosen[i]
     positions: Tensor  # [tokens]
     slots: Tensor  # [tokens]
     rows: Tensor  # [seqs], of the device's block tables
@@ -242,6 +255,13 @@ class FlatBatch:
     query_start: Tensor  # [seqs + 1]
     logit_rows: Tensor | None  # [rows that want logits], their last query tokens' places in [tokens]; None: all tokens
     max_query_len: int
+    chosen: Tensor | None = None  # [samples] int64, on the device: what the step before chose. None: all ids are known
+
+    def token_ids(self) -> Tensor:
+        """[tokens] of the vocabulary, looked up on the device where only the device knows them."""
+        if self.chosen is None:
+            return self.ids
+        return torch.where(self.ids < 0, self.chosen[(-1 - self.ids).clamp(min=0)], self.ids)
 
     def on(self, device: torch.device) -> FlatBatch:
         """The same on a device, sent as one tensor."""
@@ -249,10 +269,10 @@ class FlatBatch:
         parts += [] if self.logit_rows is None else [self.logit_rows]
         if device.type == "cpu":
             return self
-        whole = torch.cat(parts).pin_memory().to(device, non_blocking=True)
+        whole = to_device(torch.cat(parts), device)
         ids, positions, slots, rows, context_lens, query_start, *logit_rows = torch.split(whole, list(map(len, parts)))
         last = logit_rows[0] if logit_rows else None
-        return FlatBatch(ids, positions, slots, rows, context_lens, query_start, last, self.max_query_len)
+        return FlatBatch(ids, positions, slots, rows, context_lens, query_start, last, self.max_query_len, self.chosen)
 
 
 def flatten(batch: Batch, rows: Sequence[int]) -> FlatBatch:
@@ -263,7 +283,8 @@ def flatten(batch: Batch, rows: Sequence[int]) -> FlatBatch:
     np.cumsum(query_lens, out=query_start[1:])
     wanted = [row.wants_logits for row in batch]
     every = len(query_lens) == query_start[-1] and all(wanted)
-    ids = np.fromiter(chain.from_iterable(row.token_ids for row in batch), np.int32, query_start[-1])
+    ids = np.fromiter(chain.from_iterable(_known_ids(row) for row in batch), np.int32, query_start[-1])
+    pending = (token for row in batch if isinstance(token := row.token_ids[0], PendingToken))
     slots = np.fromiter(chain.from_iterable(row.slots for row in batch), np.int32, query_start[-1])
     positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(first - query_start[:-1], query_lens)
     return FlatBatch(
@@ -275,7 +296,14 @@ def flatten(batch: Batch, rows: Sequence[int]) -> FlatBatch:
         query_start=torch.from_numpy(query_start),
         logit_rows=None if every else torch.from_numpy(query_start[1:][wanted] - 1),
         max_query_len=int(query_lens.max(initial=1)),
+        chosen=cast("Samples", one.samples).token_ids if (one := next(pending, None)) else None,
     )
+
+
+def _known_ids(row: BatchRow) -> Sequence[int]:
+    """The ids of a row's tokens; of a pending one, the number that stands for it (see `FlatBatch.ids`)."""
+    first = row.token_ids[0]
+    return (-1 - first.index,) if isinstance(first, PendingToken) else cast("Sequence[int]", row.token_ids)
 
 
 def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

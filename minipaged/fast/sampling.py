@@ -7,6 +7,8 @@ numbers on a device, and what is wanted of them is a token and a log-probability
 - the parameters of all inputs go to the device in one copy, and all results come back in one;
 - in between, nothing waits for the host: no branch depends on a logit. What cannot be served (NaN, nothing left to
   choose) is found out at the end, from results that came back anyway;
+- nor does the host wait for the device: the results are on their way to it when `sample` returns, and are waited for
+  when they are first looked at (`Samples`). The next batch need not look: it finds the tokens on the device;
 - an input that is greedy and has no penalties, the commonest, costs one reading of its row (`argmax_logsumexp`) and
   nothing in float64;
 - a row or a distribution that several inputs share is worked on once. Only inputs with penalties or forbidden tokens
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -32,16 +34,40 @@ from torch import Tensor
 from minipaged.contracts import Sampled, SamplingInput
 from minipaged.errors import BadLogits
 from minipaged.fast.cpu import sampling as cpu
+from minipaged.fast.kv_cache import to_device
 
 PIECE = 2**24
 """Logits from which tokens are drawn in one go: what is scaled, sorted and added up meanwhile is some 1 GB of a GPU."""
 
 
-def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[Sampled]:
+class Samples(Sequence[Sampled]):
+    """The chosen tokens, on the device and on their way to the host, which waits for them when it first looks."""
+
+    def __init__(self, token_ids: Tensor, fetch: Callable[[], list[Sampled]]) -> None:
+        self.token_ids = token_ids  # [inputs] int64, on the device
+        self._fetch = fetch
+        self._fetched: list[Sampled] | None = None
+
+    def _on_host(self) -> list[Sampled]:
+        if self._fetched is None:
+            self._fetched = self._fetch()
+        return self._fetched
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[Sampled]:
+        return iter(self._on_host())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._on_host()[index]
+
+
+def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
     """One token for each input, from `logits` [rows, vocab], float32, float16, bfloat16 or float64, on any device.
 
-    Raises BadLogits, a ValueError, for a row from which nothing can be chosen: it holds NaN or plus infinity, or
-    nothing but minus infinity is left.
+    Whoever looks at them first gets BadLogits, a ValueError, for a row from which nothing can be chosen: it holds NaN
+    or plus infinity, or nothing but minus infinity is left.
     """
     if not inputs:
         return []
@@ -50,7 +76,13 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[Sampled]:
     likeliest, peaks, log_totals = argmax_logsumexp(logits)  # [rows]
     peaks, log_totals = peaks.double(), log_totals.double()
     if all(_is_plainly_greedy(wanted) for wanted in inputs):
-        return _likeliest(inputs, *receive(likeliest, peaks, log_totals))
+        chosen_from = [wanted.row for wanted in inputs]
+        one_each = chosen_from == list(range(len(likeliest)))
+        arriving = Arriving(likeliest, peaks, log_totals)
+        return Samples(
+            likeliest if one_each else likeliest[send(logits.device, chosen_from)[0]],
+            lambda: _likeliest(inputs, *arriving.arrays()),
+        )
 
     altered = [index for index, wanted in enumerate(inputs) if not _leaves_logits_alone(wanted)]
     plain = [index for index, wanted in enumerate(inputs) if _leaves_logits_alone(wanted)]
@@ -73,9 +105,14 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> list[Sampled]:
     top_logprobs = top_logits - peaks[ranked_rows, None] - log_totals[ranked_rows, None]  # [ranked, count]
 
     results = (token_ids, logprobs, top, top_logprobs)
-    found = receive(*results, likeliest[rows], peaks[rows], altered_token_ids, altered_peaks)
-    _refuse_bad(inputs, altered, *found[4:])
-    return _sampled(inputs, ranked, *found[:4])
+    on_the_way = Arriving(*results, likeliest[rows], peaks[rows], altered_token_ids, altered_peaks)
+
+    def fetch() -> list[Sampled]:
+        found = on_the_way.arrays()
+        _refuse_bad(inputs, altered, *found[4:])
+        return _sampled(inputs, ranked, *found[:4])
+
+    return Samples(token_ids, fetch)
 
 
 def _is_plainly_greedy(wanted: SamplingInput) -> bool:
@@ -207,7 +244,7 @@ def _draw_into(
             uniform(
                 [inputs[index].seed for index in drawing],
                 [inputs[index].stream for index in drawing],
-                [len(inputs[index].prompt_token_ids) + len(inputs[index].output_token_ids) for index in drawing],
+                [inputs[index].position for index in drawing],
             ),
             [distribution.row for distribution in piece],
             [distribution.top_k for distribution in piece],
@@ -314,21 +351,41 @@ def largest(values: Tensor, count: int) -> Tensor:
 def send(device: torch.device, *arrays: Sequence[Any] | NDArray[Any]) -> list[Tensor]:
     """Arrays of float64, and of whole numbers as int64, on the device: in one copy, side by side."""
     wide = [array if isinstance(array, np.ndarray) else np.array(array, dtype=np.int64) for array in arrays]
-    together = torch.from_numpy(np.concatenate([array.view(np.int64) for array in wide])).to(device)
+    together = to_device(torch.from_numpy(np.concatenate([array.view(np.int64) for array in wide])), device)
     parts = torch.split(together, [len(array) for array in wide])
     return [
         part.view(torch.float64) if array.dtype == np.float64 else part for part, array in zip(parts, wide, strict=True)
     ]
 
 
+class Arriving:
+    """Tensors of float64 and int64 on their way to the host: in one copy, which is queued right away.
+
+    So who waits for it waits for the work before it, and not for what was queued since.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        together = torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors])
+        self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._together = together.to("cpu", non_blocking=True)  # from a GPU, into pinned memory
+        self._copied = torch.cuda.Event() if together.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._copied:
+            self._copied.record(torch.cuda.current_stream(together.device))
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """The tensors on the host. This is the only time the host waits."""
+        if self._copied:
+            self._copied.synchronize()
+        parts = np.split(self._together.numpy(), np.cumsum([shape.numel() for shape, _ in self._shapes])[:-1])
+        return [
+            (part.view(np.float64) if dtype == torch.float64 else part).reshape(shape)
+            for part, (shape, dtype) in zip(parts, self._shapes, strict=True)
+        ]
+
+
 def receive(*tensors: Tensor) -> list[NDArray[Any]]:
-    """Tensors of float64 and int64 on the host: in one copy, which is also the only time the host waits."""
-    together = torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors]).cpu().numpy()
-    parts = np.split(together, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
-    return [
-        (part.view(np.float64) if tensor.dtype == torch.float64 else part).reshape(tensor.shape)
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
+    """Tensors of float64 and int64 on the host, waited for."""
+    return Arriving(*tensors).arrays()
 
 
 # --- What cannot be served --------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def flatten(batch: Batch) -> FlatBatch:
     for table, row in zip(block_tables, batch, strict=True):
         table[: len(row.table.blocks)] = row.table.blocks
     return FlatBatch(
-        ids=np.array([token for row in batch for token in row.token_ids], dtype=np.int64),
+        ids=np.array([int(token) for row in batch for token in row.token_ids], dtype=np.int64),
         positions=np.arange(query_start[-1]) + np.repeat(first - query_start[:-1], query_lens),
         slots=np.array([slot for row in batch for slot in row.slots], dtype=np.int64),
         query_start=query_start,

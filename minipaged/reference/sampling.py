@@ -85,8 +85,7 @@ class Prediction:
             if params.temperature == 0:
                 return self._report(likeliest, params)
             chances = distribution(penalised, params)
-        position = len(wanted.prompt_token_ids) + len(wanted.output_token_ids)
-        return self._report(chances.at(uniform(wanted.seed, wanted.stream, position)), params)
+        return self._report(chances.at(uniform(wanted.seed, wanted.stream, wanted.position)), params)
 
     def _report(self, token_id: int, params: SamplingParams) -> Sampled:
         top = None if params.logprobs is None else self._top_logprobs(params.logprobs, token_id)

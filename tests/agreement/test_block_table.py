@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -419,3 +420,34 @@ def test_slots_read_on_the_device_are_those_of_the_tables(kernels: Any, device: 
     out = torch.zeros_like(positions)
     assert kernels.slot_mapping(mirror.tables, owners, positions, 3, out) is out
     assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("failing", ["edit_tables", "fork_tables"])
+@pytest.mark.parametrize("made", [False, True], ids=["before the change", "after the change"])
+def test_a_sync_that_fails_is_made_good_by_the_next(failing: str, made: bool) -> None:
+    """Whether the device was changed or not before the error: the next sync sends what it must."""
+    kernels = SimpleNamespace(edit_tables=cpu.edit_tables, fork_tables=cpu.fork_tables)
+    device = DeviceTables(8, 16, "cpu", kernels)
+    allocator = fast_allocator.BlockAllocator(32)
+    parent, other = fast.BlockTable(1, allocator), fast.BlockTable(1, allocator)
+    parent.append(4)
+    device.sync([parent])
+    child = parent.fork()
+    other.append(2)
+
+    def fail(*arguments: Tensor) -> None:
+        if made:
+            getattr(cpu, failing)(*arguments)
+        raise RuntimeError
+
+    setattr(kernels, failing, fail)
+    with pytest.raises(RuntimeError):
+        device.sync([parent, child, other])
+    setattr(kernels, failing, getattr(cpu, failing))
+    other.trim(0)
+    parent.trim(0)  # their blocks go round, in another order
+    parent.append(3)
+    other.append(3)
+    tables = [other, child, parent]
+    for table, row in zip(tables, device.sync(tables), strict=True):
+        assert device.tables[row, : len(table.blocks)].tolist() == list(table.blocks)

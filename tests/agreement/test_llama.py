@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -11,16 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from minipaged.contracts import BatchRow, BlockTable, Tier
+from minipaged.contracts import BatchRow, BlockTable, PendingToken, SamplingInput, Tier
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.fast.llama import Llama as FastLlama
 from minipaged.fast.llama import inverse_frequencies as fast_frequencies
+from minipaged.fast.sampling import Samples, sample
 from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.params import SamplingParams
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.reference.llama import inverse_frequencies as reference_frequencies
 from minipaged.tiers import fast_tier, reference_tier
-from tests.agreement.kernels import TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
+from tests.agreement.kernels import CPU, TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """|fast - reference| / |reference| over a row of logits: rounding piles up over the layers."""
@@ -139,6 +143,69 @@ def test_rows_that_want_no_logits_give_none(kernel_set: KernelSet) -> None:
     assert twins.fast.forward(silent).shape == (0, 64)
     some = twins.fast.forward([silent[0], rows[1], silent[2]])
     torch.testing.assert_close(some, logits[1:2], rtol=1e-5, atol=1e-5)
+
+
+@every_kernel_set
+def test_a_token_that_is_being_chosen_runs_as_if_it_were_known(kernel_set: KernelSet) -> None:
+    """In a mixed batch and in one that only decodes; whichever of the samples it is."""
+    for query_lens in [(1, 1, 1), (1, 4, 1)]:
+        twins = Twins(kernel_set, torch.float32, config_of(), seed=1)
+        for tokens in ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]):
+            twins.begin(tokens)
+        twins.run([4, 1, 4])
+        samples = fast_samples([9, 5, 50], kernel_set.device)  # not in the order of the batch
+        rows = [
+            sequence.next_rows(num_tokens, twins)["fast"]
+            for sequence, num_tokens in zip(twins.sequences, query_lens, strict=True)
+        ]
+        expected = twins.fast.forward(rows)  # writes the same keys and values as the second time
+        pending = [
+            replace(rows[0], token_ids=[PendingToken(samples, 1)]),
+            rows[1],
+            replace(rows[2], token_ids=[PendingToken(samples, 0)]),
+        ]
+        torch.testing.assert_close(twins.fast.forward(pending), expected, rtol=0, atol=0)
+        assert samples._fetched is None, "the host had no need to look"
+
+
+def fast_samples(token_ids: list[int], device: torch.device) -> Samples:
+    """What greedy sampling of logits with these peaks gives."""
+    logits = torch.zeros(len(token_ids), 64, device=device)
+    logits[torch.arange(len(token_ids)), token_ids] = 1.0
+    inputs = [
+        SamplingInput(row, SamplingParams(temperature=0), [1], [], seed=0, stream=0) for row in range(len(token_ids))
+    ]
+    samples = sample(logits, inputs)
+    assert isinstance(samples, Samples)
+    return samples
+
+
+def test_a_captured_step_finds_the_tokens_that_the_step_before_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logic of `DecodeGraph` where there is no GPU: what is written into which buffer before a replay."""
+    twins = Twins(CPU, torch.float32, config_of(), seed=2)
+    for tokens in ([3, 1, 4, 1], [9, 2, 6, 5], [5, 8, 9, 7]):
+        twins.begin(tokens)
+    twins.run([3, 3, 3])
+    rows = [sequence.next_rows(1, twins)["fast"] for sequence in twins.sequences]
+    expected = twins.fast.forward(rows)
+
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    twins.fast._capture(max_num_seqs=8)
+    assert list(twins.fast._graphs) == [1, 2, 4, 8]
+    graph = twins.fast._graphs[4]
+    graph.graph.replay = lambda: graph.logits.copy_(twins.fast._compute(graph._tokens))
+
+    samples = fast_samples([5, 33, 1, 7], torch.device("cpu"))
+    pending = [replace(row, token_ids=[PendingToken(samples, i)]) for row, i in zip(rows, (2, 0, 3), strict=True)]
+    torch.testing.assert_close(twins.fast.forward(rows), expected)
+    torch.testing.assert_close(twins.fast.forward(pending), expected)
+    some_known = [pending[0], rows[1], replace(rows[2], wants_logits=False)]
+    torch.testing.assert_close(twins.fast.forward(some_known), expected[:2])
 
 
 ROPE_PARAMETERS = [

@@ -79,7 +79,7 @@ def both(logits: FloatArray, inputs: Sequence[SamplingInput], device: str) -> li
         given_: Any = logits if tier is reference.sample else torch.from_numpy(logits.copy()).to(device)
         try:
             with np.errstate(over="ignore"):  # logits of which the largest and the least differ by more than a float32
-                outcomes.append(tier(given_, inputs))
+                outcomes.append(list(tier(given_, inputs)))
         except BadLogits as error:
             outcomes.append(str(error))
     return outcomes

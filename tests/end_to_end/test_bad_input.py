@@ -46,6 +46,14 @@ def llm(loaded: LoadedModel) -> Iterator[LLM]:
     check_in_order(llm)
 
 
+@pytest.fixture(params=[False, True], ids=["plain", "async"])
+def llm_either_way(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """The same, with and without a step in flight between two calls of `step`."""
+    llm = LLM(loaded, debug=True, async_scheduling=request.param, **BLOCKS)
+    yield llm
+    check_in_order(llm)
+
+
 def check_in_order(llm: LLM) -> None:
     """Nothing is left behind, and the next request is served as ever."""
     blocks = llm.engine.blocks
@@ -575,7 +583,8 @@ def interrupt(event: Event, *, after_step: int) -> None:
 
 
 @pytest.mark.parametrize("params", [Sampling(n=2, max_tokens=12, ignore_eos=True), BeamSearchParams(2, max_tokens=12)])
-def test_ctrl_c_in_the_middle_of_a_run_gives_every_block_back(llm: LLM, params: Any):
+def test_ctrl_c_in_the_middle_of_a_run_gives_every_block_back(llm_either_way: LLM, params: Any):
+    llm = llm_either_way
     listener = lambda event: interrupt(event, after_step=5)  # noqa: E731
     llm.engine.listeners.append(listener)
     run = llm.generate if isinstance(params, Sampling) else llm.beam_search
@@ -584,10 +593,11 @@ def test_ctrl_c_in_the_middle_of_a_run_gives_every_block_back(llm: LLM, params: 
         run(["abc", "abd"], params)
     llm.engine.listeners.remove(listener)
     assert signal.getsignal(signal.SIGINT) == before
-    assert llm.stats().steps == 5
+    assert llm.stats().steps == 5 + llm.config.async_scheduling  # one more was in flight
 
 
-def test_ctrl_c_within_the_last_step_is_not_lost(llm: LLM):
+def test_ctrl_c_within_the_last_step_is_not_lost(llm_either_way: LLM):
+    llm = llm_either_way
     listener = lambda event: interrupt(event, after_step=3)  # noqa: E731
     llm.engine.listeners.append(listener)
     with pytest.raises(KeyboardInterrupt):
@@ -596,9 +606,10 @@ def test_ctrl_c_within_the_last_step_is_not_lost(llm: LLM):
 
 
 def test_a_second_ctrl_c_within_a_step_stops_it_at_once_and_gives_every_block_back(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
+    llm_either_way: LLM, monkeypatch: pytest.MonkeyPatch
 ):
     """The step dies between the moves of its blocks and its results: all that it had begun is undone."""
+    llm = llm_either_way
     runner = llm.engine._runner
     forward, calls = runner.forward, []
 
@@ -613,11 +624,14 @@ def test_a_second_ctrl_c_within_a_step_stops_it_at_once_and_gives_every_block_ba
     monkeypatch.setattr(runner, "forward", impatient)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "abd"], Sampling(n=2, max_tokens=12, ignore_eos=True))
-    assert llm.stats().steps == 3
+    assert llm.stats().steps == 3 - llm.config.async_scheduling  # the third was in flight, and goes too
     assert len(calls) == 4
 
 
-def test_an_error_within_a_step_is_passed_on_and_gives_every_block_back(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_within_a_step_is_passed_on_and_gives_every_block_back(
+    llm_either_way: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    llm = llm_either_way
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine._runner, "forward", lambda batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -129,6 +129,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
         "enable_prefix_caching": draw(st.booleans()),
         "max_num_seqs": draw(st.sampled_from([64, 8, 4])),
         "max_num_batched_tokens": draw(st.sampled_from([2048, 37, 16, 7, 4])),
+        "async_scheduling": draw(st.booleans()),
         "arrivals": draw(st.lists(st.integers(0, 30), min_size=len(PROMPTS), max_size=len(PROMPTS))),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from bisect import insort
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from minipaged import events
 from minipaged.events import EVENT_TYPES, Event, from_json, read_jsonl
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
-from tests.workloads import Run, random_workload
+from tests.workloads import Run, Workload, random_workload
 
 # --- JSON -----------------------------------------------------------------------------------------
 
@@ -226,6 +226,10 @@ def check_same(fold: Fold, run: Run) -> None:
     assert fold.cached == set(blocks.prefix_cache.blocks if blocks.prefix_cache else ())
 
 
+def ahead(workload: Workload) -> Workload:
+    return replace(workload, config=replace(workload.config, async_scheduling=True))
+
+
 def check_fold(run: Run) -> None:
     fold = Fold()
     run.engine.listeners.append(fold.on_event)
@@ -243,18 +247,23 @@ def check_fold(run: Run) -> None:
 def test_folding_the_events_gives_the_engines_state_after_every_step(first: int) -> None:
     """Exact-references, from the events alone; over random workloads."""
     for seed in range(first, first + 50):
+        workload = random_workload(seed)
         try:
-            check_fold(Run(random_workload(seed)))
+            check_fold(Run(workload))
+            check_fold(Run(ahead(workload)))
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
-@pytest.mark.parametrize("part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "sample"])
+@pytest.mark.parametrize(
+    "part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "sample", "fetch"]
+)
 def test_the_fold_is_right_after_a_step_that_failed(part: str, workload: Any) -> None:
     for number in range(1, 60, 2):
         check_fold(wired(workload, Fuse(part, number)))
+        check_fold(wired(ahead(workload), Fuse(part, number)))
 
 
 def test_every_kind_of_event_occurs() -> None:

@@ -8,7 +8,7 @@ it gets without any error.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,9 +84,14 @@ def wired(workload: Workload, fuse: Fuse) -> Run:
             fuse.check("after beam search")
             return decided
 
+    class Samples(list[Sampled]):
+        def __iter__(self) -> Iterator[Sampled]:
+            fuse.check("fetch")
+            return super().__iter__()
+
     def sample_or_fail(logits: Logits, inputs: Sequence[SamplingInput]) -> list[Sampled]:
         fuse.check("sample")
-        return sample(logits, inputs)
+        return Samples(sample(logits, inputs))
 
     tier = replace(REFERENCE, beam_search=Beams, sample=sample_or_fail)
     return Run(workload, tier, make_runner=Runner, allocator=Allocator)
@@ -147,6 +152,7 @@ PARTS = [
     "forward",
     "half way through forward",
     "sample",
+    "fetch",
     "beam search",
     "after beam search",
 ]

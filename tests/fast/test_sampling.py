@@ -74,14 +74,14 @@ def test_logits_may_be_a_strided_view_and_are_left_as_they_were(device: str) -> 
     wide = torch.full((8, VOCAB + 3), 99.0, device=device)
     view = wide[::2, 1:-2]
     view.copy_(logits)
-    assert sampling.sample(view, inputs()) == sampling.sample(logits, inputs())
+    assert list(sampling.sample(view, inputs())) == list(sampling.sample(logits, inputs()))
     assert torch.equal(view, logits)
     assert torch.equal(logits, table(device=device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_drawn_in_pieces_gives_the_same_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = sampling.sample(table(device=device), inputs())
+    whole = list(sampling.sample(table(device=device), inputs()))
     sizes: list[int] = []
     for module in (sampling, cpu):
 
@@ -91,7 +91,7 @@ def test_a_batch_drawn_in_pieces_gives_the_same_tokens(device: str, monkeypatch:
 
         monkeypatch.setattr(module, "draw", watched)
     monkeypatch.setattr(sampling, "PIECE", 3 * VOCAB)
-    assert sampling.sample(table(device=device), inputs()) == whole
+    assert list(sampling.sample(table(device=device), inputs())) == whole
     assert sizes == [3, 1] + [3] * 6 + [2]  # 4 distributions without penalties; 20 with, one for each input
 
 
@@ -115,4 +115,4 @@ def test_logits_that_cannot_be_served_are_refused_after_drawing_and_not_within_i
         logits[2] = bad
         for one in (*EVERY_WAY, SamplingParams(top_p=0.5), SamplingParams(top_k=3), SamplingParams(min_p=0.5)):
             with pytest.raises(ValueError, match="row 2 of the logits holds"):
-                sampling.sample(logits, inputs([one]))
+                list(sampling.sample(logits, inputs([one])))

@@ -33,6 +33,15 @@ FEW_ROWS = 4
 """Up to so many rows one thread is done sooner than a second one has been woken."""
 
 
+def use_threads() -> None:
+    """Let numba use no more threads than torch does, in this thread of Python (it counts for each by itself).
+
+    OMP_NUM_THREADS then holds for both, and two processes that share a machine, each with its part of the cores, do not
+    wait for each other at every loop's end.
+    """
+    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+
+
 def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list[Linear]:
     """All matrices of a model, ready to be multiplied by. `sizes`: (out, in) of each of `weights`, in their order.
 

@@ -3,7 +3,7 @@
 from minipaged.fast.gpu.attention import paged_decode, paged_prefill
 from minipaged.fast.gpu.block_table import edit_tables, fork_tables, slot_mapping
 from minipaged.fast.gpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
-from minipaged.fast.gpu.llama import add_rms_norm, linears, rms_norm, swiglu
+from minipaged.fast.gpu.llama import add_rms_norm, linears, rms_norm, swiglu, use_threads
 
 __all__ = [
     "add_rms_norm",
@@ -18,5 +18,6 @@ __all__ = [
     "rope_and_write",
     "slot_mapping",
     "swiglu",
+    "use_threads",
     "write",
 ]

@@ -125,6 +125,10 @@ def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE
     tl.store(activated + token * INTERMEDIATE + i, gate / (1 + tl.exp(-gate)) * up, mask=i < INTERMEDIATE)
 
 
+def use_threads() -> None:
+    """Nothing to prepare: a GPU's threads are the kernels'."""
+
+
 def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list[Linear]:
     """All matrices of a model, ready to be multiplied by. `sizes`: (out, in) of each of `weights`, in their order."""
     return [Linear(weight) for _, weight in zip(sizes, weights, strict=True)]

@@ -20,6 +20,7 @@ fuzz: .venv/test
 
 bench: .venv/test
 	$(BIN)/python -m benchmarks.reference
+	$(BIN)/python -m benchmarks.fast
 
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "minipaged needs Python 3.11 or newer; try make PYTHON=python3.12")'

@@ -78,6 +78,10 @@ class LLM:
         debug: bool = False,
         listeners: Sequence[Listener] = (),
     ) -> None:
+        if isinstance(model, LoadedModel):
+            for name, value in (("tier", tier), ("device", device), ("dtype", dtype)):
+                if value != "auto":
+                    raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
         loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, tier, device, dtype)
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer

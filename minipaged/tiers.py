@@ -6,6 +6,7 @@ Everything above asks here for a tier's parts, and for the weights and the runne
 from __future__ import annotations
 
 import importlib.util
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,12 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> Wing:
     missing = [package for package in NEEDED_BY_FAST if importlib.util.find_spec(package) is None]
     if name == "fast" and missing:
         raise InvalidRequest(
-            f"the fast tier needs {' and '.join(missing)}, not installed here; "
-            "pip install 'minipaged[fast]', or use tier='reference'"
+            f"the fast tier needs {' and '.join(missing)}, not installed here; install minipaged with its extra 'fast' "
+            "(in a clone: pip install -e '.[fast]'), or use tier='reference'"
         )
+    if dtype not in ("auto", *FastWing.DTYPES, *ReferenceWing.DTYPES):
+        known = sorted({*FastWing.DTYPES, *ReferenceWing.DTYPES})
+        raise InvalidRequest(f"dtype is {dtype!r}; choose auto, {', '.join(known)}")
     if name == "fast" or (name == "auto" and not missing and dtype in (*FastWing.DTYPES, "auto")):
         return FastWing.on(device, dtype)
     try:
@@ -42,8 +46,10 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> Wing:
     except InvalidRequest as error:
         if name == "reference" or not missing:
             raise
-        way_out = f"the fast tier needs {' and '.join(missing)}, not installed here: pip install 'minipaged[fast]'"
-        raise InvalidRequest(f"{error}; {way_out}") from None
+        raise InvalidRequest(
+            f"{error}; the fast tier, which is not installed here, knows more: install minipaged with its extra 'fast' "
+            "(in a clone: pip install -e '.[fast]')"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +201,7 @@ class FastWing(Wing):
     def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
         import torch
 
+        from minipaged.fast.cpu import kernels_are_compiled
         from minipaged.fast.kv_cache import KVCache
         from minipaged.fast.llama import Llama
 
@@ -209,13 +216,17 @@ class FastWing(Wing):
                 getattr(torch, self.dtype),
                 self.device,
             )
-            return Llama(
+            if self.device == "cpu" and not kernels_are_compiled():
+                print("compiling the kernels for this processor, once: about 20 seconds", file=sys.stderr)
+            llama = Llama(
                 config,
                 weights,
                 cache,
                 max_num_seqs=engine_config.max_num_seqs,
                 max_model_len=engine_config.max_model_len,
             )
+            llama.warm_up(self.tier.sample)
+            return llama
         except torch.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
 

@@ -34,13 +34,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.contracts import Batch, BatchRow, BlockMoves, PendingToken, Runner
+from minipaged.contracts import Batch, BatchRow, BlockMoves, PendingToken, Runner, SampleFunction, SamplingInput
 from minipaged.fast.attention import attend
+from minipaged.fast.block_allocator import BlockAllocator
 from minipaged.fast.block_table import BlockTable, DeviceTables
 from minipaged.fast.kv_cache import KVCache, to_device
 from minipaged.fast.preemption import PreemptionCosts, carry, measure
 from minipaged.fast.sampling import Samples
 from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.params import SamplingParams
 
 BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
 """The batch sizes for which a step of decoding is captured: at most 7 rows of padding up to 64, 15 from there on."""
@@ -176,6 +178,15 @@ class Llama(Runner):
             return torch.empty(0, self.config.vocab_size, dtype=x.dtype, device=x.device)
         logits: Tensor = weights.head(kernels.add_rms_norm(x, residual, weights.norm, eps))  # [rows, vocab]
         return logits
+
+    def warm_up(self, sample: SampleFunction) -> None:
+        """Decode and sample one token that is written nowhere: what compiles on its first call does so now."""
+        table = BlockTable(self.kv_cache.block_size, BlockAllocator(self.kv_cache.num_blocks))
+        table.append(1)
+        logits = self.forward([BatchRow([0], 0, [-1], table, wants_logits=True)])
+        logits = torch.zeros_like(logits)  # what block 0 held may have made them NaN
+        for temperature in (0.0, 1.0):
+            list(sample(logits, [SamplingInput(0, SamplingParams(temperature=temperature), [0], [], seed=0, stream=0)]))
 
     def move(self, moves: BlockMoves) -> None:
         """Swap out, poison, swap in, copy."""

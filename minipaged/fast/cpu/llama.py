@@ -17,6 +17,7 @@ So every matrix is kept twice, as rows and laid out for oneDNN: memory for speed
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -33,13 +34,21 @@ FEW_ROWS = 4
 """Up to so many rows one thread is done sooner than a second one has been woken."""
 
 
+def kernels_are_compiled() -> bool:
+    """Whether numba has compiled this file before, on this machine, and will find the result."""
+    return bool(_multiply.stats.cache_path and list(Path(_multiply.stats.cache_path).glob("llama._multiply*.nbi")))
+
+
 def use_threads() -> None:
     """Let numba use no more threads than torch does, in this thread of Python (it counts for each by itself).
 
     OMP_NUM_THREADS then holds for both, and two processes that share a machine, each with its part of the cores, do not
     wait for each other at every loop's end.
     """
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+    count = torch.get_num_threads()
+    numba.set_num_threads(min(count, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != count:  # numba, when it starts its threads, sets OpenMP's number for torch as well
+        torch.set_num_threads(count)
 
 
 def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list[Linear]:

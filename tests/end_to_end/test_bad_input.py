@@ -298,6 +298,13 @@ def test_settings_out_of_range_are_refused_when_the_llm_is_made(
 ALL_BAD = BAD_PARAMS | BAD_BEAMS | BAD_SETTINGS
 
 
+@pytest.mark.parametrize("setting", [{"tier": "fast"}, {"device": "cpu"}, {"dtype": "float32"}], ids=str)
+def test_what_was_settled_when_a_model_was_loaded_cannot_be_chosen_again(small_llama: Path, setting: dict[str, Any]):
+    loaded = LoadedModel.load(small_llama)
+    with pytest.raises(InvalidRequest, match="settled when the model was loaded"):
+        LLM(loaded, **setting)
+
+
 @pytest.mark.parametrize(("settings", "message"), ALL_BAD.values(), ids=ALL_BAD)
 def test_the_command_line_refuses_the_same_in_one_line(
     cli: Callable[..., tuple[int, str, str]], small_llama: Path, settings: dict[str, Any], message: str

@@ -66,5 +66,5 @@ def computed_logits(folder: Path, tokens: Sequence[int], tier: str = "reference"
     sizes = EngineConfig(num_blocks, block_size=block_size, max_model_len=len(tokens), vocab_size=config.vocab_size)
     runner = wing.make_runner(config, wing.load_weights(folder, config), sizes)
     table = table_of(range(num_blocks), block_size, wing.tier)
-    row = BatchRow(list(tokens), 0, list(range(len(tokens))), table, wants_logits=True)
+    row = BatchRow(list(tokens), 0, table, wants_logits=True)
     return np.asarray(runner.forward([row])[0])

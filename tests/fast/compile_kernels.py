@@ -243,8 +243,6 @@ def small_entries() -> Iterator[Entry]:
     yield Entry("slot-mapping", block_table._slot_mapping, integers(*each), lanes | block_size)
     every = integers(*each, "context_lens")
     yield Entry("advance-decode", block_table._advance_decode, every, lanes | block_size)
-    counters = {"seeds": "*i64", "streams": "*i32", "positions": "*i32", "numbers": "*fp64", "n": "i32"}
-    yield Entry("uniform", sampling._uniform, counters, {"LANES": sampling.LANES, "num_warps": 4})
     tiles = triton.cdiv(128256, sampling.TILE)
     yield Entry(
         "row-peaks-128256",

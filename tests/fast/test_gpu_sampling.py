@@ -14,43 +14,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 from minipaged.fast.gpu import sampling as gpu
-from minipaged.fast.gpu.sampling import argmax_logsumexp, uniform
+from minipaged.fast.gpu.sampling import argmax_logsumexp
 from minipaged.reference import sampling as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 VOCABS = st.sampled_from([1, 2, 259, gpu.TILE - 1, gpu.TILE, gpu.TILE + 1, 3 * gpu.TILE + 7])
-
-
-def draws(limit: int) -> st.SearchStrategy[list[tuple[int, int, int]]]:
-    """(seed, stream, position) of some tokens; the last two below the limit."""
-    counters = st.integers(0, limit - 1)
-    return st.lists(st.tuples(st.integers(0, 2**64 - 1), counters, counters), max_size=300)
-
-
-def seeds_of(seeds: list[int]) -> torch.Tensor:
-    """The bits of 64-bit seeds, in signed numbers."""
-    return torch.from_numpy(np.array(seeds, dtype=np.uint64).view(np.int64)).to(DEVICE)
-
-
-@settings(deadline=None)
-@given(st.sampled_from([(torch.int32, 2**31), (torch.int64, 2**32)]), st.data())
-def test_uniform_is_the_references_bit_for_bit(counters: tuple[torch.dtype, int], data: st.DataObject) -> None:
-    dtype, limit = counters
-    wanted = data.draw(draws(limit))
-    streams = torch.tensor([stream for _, stream, _ in wanted], dtype=dtype, device=DEVICE)
-    positions = torch.tensor([position for _, _, position in wanted], dtype=dtype, device=DEVICE)
-    numbers = uniform(seeds_of([seed for seed, _, _ in wanted]), streams, positions)
-    assert numbers.dtype == torch.float64
-    assert numbers.tolist() == [reference.uniform(*one) for one in wanted]
-
-
-def test_every_number_of_many_programs_is_drawn():
-    n = 2 * gpu.LANES + 1
-    positions = torch.arange(n, device=DEVICE)
-    numbers = uniform(seeds_of([2**64 - 1] * n), torch.full_like(positions, 3), positions)
-    assert numbers.tolist() == [reference.uniform(2**64 - 1, 3, position) for position in range(n)]
 
 
 def random_logits(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -1,10 +1,8 @@
 """Choosing tokens without bringing the logits to the host: [rows, vocab] stay, a few numbers a row come back.
 
-    uniform            the counted random numbers: Philox4x32-10 (Salmon et al., SC 2011) of (seed, stream, position)
     argmax_logsumexp   greedy decoding: the likeliest token of each row, and what its log-probability takes
 
-`uniform` gives the same 53 bits on every tier, so that the same seed gives the same tokens: 27 from Philox's first word
-and 26 from its second. A float64 holds them exactly.
+Drawing a token needs no kernel of its own: `fast/sampling.py` does it with torch's operations over all rows.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -16,38 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LANES = 128
-"""Numbers that one program draws: one a thread."""
-
 TILE = 4096
 """Logits of one program. A row of 128k logits is 32 programs, so that even a single row is read by many multiprocessors
 at once; with eight warps a thread has two accesses of 16 bytes in flight in half precision, four in float32."""
-
-
-def uniform(seeds: Tensor, streams: Tensor, positions: Tensor) -> Tensor:
-    """A number in [0, 1) for each (seed, stream, position).
-
-    seeds: [n] int64, the bits of a 64-bit seed (one of 2**63 or more is negative here). streams, positions: [n] int32
-    or int64, in range(2**32). Returns [n] float64.
-    """
-    n = len(seeds)
-    numbers = torch.empty(n, dtype=torch.float64, device=seeds.device)
-    _uniform[(triton.cdiv(n, LANES),)](seeds, streams, positions, numbers, n, LANES=LANES, num_warps=4)
-    return numbers
-
-
-# n differs from step to step; compiled anew for each that 16 divides or does not, the kernel would be no faster.
-@triton.jit(do_not_specialize=["n"])
-def _uniform(seeds, streams, positions, numbers, n, LANES: tl.constexpr):
-    i = tl.program_id(0) * LANES + tl.arange(0, LANES)  # [LANES]
-    mask = i < n
-    seed = tl.load(seeds + i, mask=mask, other=0)
-    # Counters of 32 bits choose Philox4x32; counters of 64 would run another generator.
-    position = tl.load(positions + i, mask=mask, other=0).to(tl.uint32)
-    stream = tl.load(streams + i, mask=mask, other=0).to(tl.uint32)
-    first, second, _, _ = tl.philox(seed, position, stream, 0, 0)
-    bits = (first >> 5).to(tl.int64) * 2**26 + (second >> 6).to(tl.int64)  # 53 of them
-    tl.store(numbers + i, bits.to(tl.float64) * 2.0**-53, mask=mask)
 
 
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

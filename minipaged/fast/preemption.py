@@ -2,8 +2,8 @@
 
 The twin of `reference/preemption.py`: the same cost model, fed with what this device was measured to do.
 
-- Swapping goes out and in again by the link to the host. On a GPU swapping out runs on a side stream, beside the
-  computing, which waits only for what is swapped in (`kv_cache.py`); what is counted is how long the link is busy.
+- Swapping goes out and in again by the link to the host. On a GPU that runs on a side stream, beside the computing,
+  which waits only for what it is about to read (`kv_cache.py`); what is counted is how long the link is busy.
 - Recomputing is one prefill of all tokens, through the kernel that prompts go through: on a GPU that is hundreds of
   times the speed of the decoding that produced them.
 """

@@ -27,11 +27,10 @@ from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, narrow, widen
+from minipaged.fast.cpu.kv_cache import FEW_ROWS
 
 FEW = 1
 """Up to so many tokens the compiled loop is the faster one."""
-FEW_ROWS = 4
-"""Up to so many rows one thread is done sooner than a second one has been woken."""
 
 
 def kernels_are_compiled() -> bool:

@@ -248,7 +248,7 @@ class BatchRow:
 
     @property
     def slots(self) -> Sequence[int]:
-        """[num_query_tokens]: where to write K and V of each token."""
+        """[num_query_tokens]: where to write K and V of each token; to be read before the table is changed again."""
         return self.table.slot_mapping(self.first_position, self.context_len)
 
 

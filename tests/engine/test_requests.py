@@ -74,12 +74,12 @@ class Bench:
     ("prompt", "params", "message"),
     [
         ([], SamplingParams(), "the prompt is empty; give it at least one token"),
-        ([1, 20], SamplingParams(), "prompt token 1 is 20; .*numbers 0 to 19"),
-        ([-1], SamplingParams(), "prompt token 0 is -1; .*numbers 0 to 19"),
-        ([True], SamplingParams(), "prompt token 0 is True; .*numbers 0 to 19"),
-        ([1.0], SamplingParams(), "prompt token 0 is 1.0; .*numbers 0 to 19"),
-        ([1, None], SamplingParams(), "prompt token 1 is None; .*numbers 0 to 19"),
-        ("hi", SamplingParams(), "prompt token 0 is 'h'; .*numbers 0 to 19"),
+        ([1, 20], SamplingParams(), "prompt token 1 is 20, .*numbers 0 to 19"),
+        ([-1], SamplingParams(), "prompt token 0 is -1, .*numbers 0 to 19"),
+        ([True], SamplingParams(), "prompt token 0 is True, of type bool; .*numbers 0 to 19"),
+        ([1.0], SamplingParams(), "prompt token 0 is 1.0, of type float; .*numbers 0 to 19"),
+        ([1, None], SamplingParams(), "prompt token 1 is None, .*numbers 0 to 19"),
+        ("hi", SamplingParams(), "prompt token 0 is 'h', of type str; .*numbers 0 to 19"),
         (
             [1] * 40,
             SamplingParams(),

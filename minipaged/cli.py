@@ -68,6 +68,7 @@ SAMPLING_OPTIONS = (
     *PENALTIES,
 )
 BEAM_OPTIONS = ("length_penalty", "early_stopping")
+TRACE_OPTIONS = ("trace", "requests", "pace")
 
 # --- generate -------------------------------------------------------------------------------------
 
@@ -257,6 +258,7 @@ def _open_for_writing(path: Path) -> Any:
 
 @app.command()
 def demo(
+    context: typer.Context,
     scene: Annotated[str | None, typer.Option(help="Show only this scene.")] = None,
     model: ModelOption = "smollm2-135m-instruct",
     tier: TierOption = "auto",
@@ -265,11 +267,31 @@ def demo(
     allocator: AllocatorOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="For --scene trace: CSV of times and token counts.")] = None,
+    requests: Annotated[int, typer.Option(help="For --scene trace: how many to serve of them.")] = 2000,
+    pace: Annotated[float, typer.Option(help="For --scene trace: 0.5 lets them come half as fast.")] = 1.0,
 ) -> None:
     """Watch paging, sharing, copy-on-write, beam search, prefix caching and preemption on a real model."""
     from minipaged.demo import run_demo
+    from minipaged.demo.trace_scene import play_trace
 
+    if scene != "trace":
+        _refuse_given(context, TRACE_OPTIONS, "has a meaning only with --scene trace")
     try:
+        if scene == "trace":
+            _refuse_given(context, ("model", "tier", "seed"), "has no meaning with --scene trace, which runs no model")
+            if trace is None:
+                raise InvalidRequest("--scene trace replays a file: name it with --trace FILE")
+            play_trace(
+                trace,
+                num_requests=requests,
+                pace=pace,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                allocator=load_allocator(allocator) if allocator else None,
+                json_output=json_output,
+            )
+            return
         run_demo(
             scene=scene,
             model=model,

@@ -154,9 +154,10 @@ class TerminalView:
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
-        for row in self._whole_rows(piece):
-            self._console.print(row)
-        self._live.update(Group(Text(self._row), self._map(progress)), refresh=True)
+        rows = list(self._whole_rows(piece))
+        self._live.update(Group(Text(self._row), self._map(progress)), refresh=not rows)
+        for row in rows:
+            self._console.print(row)  # above what is live, which is drawn anew
 
     def finish(self, progress: Progress) -> None:
         self.close()
@@ -291,7 +292,8 @@ class Conversation:
         [output] = outputs or engine.take_outputs()
         completion = output.outputs[0]
         ending = {"length": "cut off: no more tokens", "abort": "stopped; all its blocks are given back"}
-        view.write(completion.text[len(detokenizer.text) :], progress())  # of a character not all of which came
+        if rest := completion.text[len(detokenizer.text) :]:  # a last character, not all of which came
+            view.write(rest, progress())
         blocks = self._use.at_end if output.finished else self._use.counts()
         view.finish(replace(progress(), blocks=blocks, ending=ending.get(completion.finish_reason, "")))
         return output

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
@@ -178,13 +179,17 @@ class TerminalView:
 
     def _whole_rows(self, piece: str) -> Iterator[Text]:
         """Take more of the answer; what it completes, in rows as wide as the terminal. The last one stays."""
-        clean = "".join(c if c.isprintable() or c == "\n" else " " for c in piece)  # nothing that steers a terminal
-        for i, line in enumerate((self._row + clean).split("\n")):
-            if i:
-                yield Text(self._row)
-            *rows, last = Text(line).wrap(self._console, self._console.width) or [Text()]
-            yield from rows
-            self._row = last.plain
+        for char in piece:
+            if not char.isprintable() and char != "\n":
+                char = " "  # nothing that steers a terminal
+            if char != "\n" and cell_len(self._row + char) <= self._console.width:
+                self._row += char
+                continue
+            words, _, word = self._row.rpartition(" ")
+            if char in "\n " or not words.strip():  # the row ends here
+                words, word = self._row, ""
+            yield Text(words)
+            self._row = word + char if char not in "\n " else ""
 
     def _map(self, progress: Progress) -> Text:
         words = str(progress)

@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
 from minipaged import LLM, InvalidRequest, SamplingParams
 from minipaged.chat import BlockCounts, Conversation, Progress, TerminalView
 from minipaged.cli import main
-from minipaged.events import Event, StepFinished
+from minipaged.events import BlockDeduplicated, Event, StepFinished
 from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -137,11 +138,29 @@ def test_the_counts_of_blocks_are_those_of_the_engine_at_every_word(small_llama:
     assert max(progress.blocks.cached for progress in view.progress) > 0
 
 
+def test_a_block_computed_twice_is_counted_as_the_one_that_stays(small_llama: Path) -> None:
+    """Asked again after a reset, the question finds its prompt in the cache and exchanges the answer's blocks."""
+    exchanged: list[Event] = []
+    llm = small_llm(small_llama, block_size=4)
+    llm.engine.listeners.append(lambda e: exchanged.append(e) if isinstance(e, BlockDeduplicated) else None)
+    conversation, view = Conversation(llm, GREEDY), RecordingView()
+    conversation.ask("the one", view)
+    conversation.reset()
+    conversation.ask("the one", view)
+    assert exchanged
+    first, second = view.ends
+    assert (second.blocks.shared, second.blocks.used) == (first.blocks.shared, first.blocks.used)
+    assert second.blocks.cached == 0
+
+
 # --- What does not fit ----------------------------------------------------------------------------
 
 
-def test_a_conversation_that_outgrows_the_model_forgets_its_oldest_turns_and_says_so(small_llama: Path) -> None:
-    llm = small_llm(small_llama, num_blocks=12)
+@pytest.mark.parametrize("num_blocks", [41, 43, 45, 48])
+def test_a_conversation_that_outgrows_the_model_forgets_its_oldest_turns_and_says_so(
+    small_llama: Path, num_blocks: int
+) -> None:
+    llm = small_llm(small_llama, num_blocks=num_blocks, block_size=4)
     conversation, view = Conversation(llm, GREEDY, "be kind"), RecordingView()
     for turn in range(12):
         output = conversation.ask(f"the {turn}", view)
@@ -152,7 +171,10 @@ def test_a_conversation_that_outgrows_the_model_forgets_its_oldest_turns_and_say
         assert "be kind" in text
         assert f"the {turn}" in text
     assert 1 < conversation.num_turns < 12
-    assert any("outgrown max_model_len (192 tokens): its 1 oldest turn is forgotten" in note for note in view.notes)
+    assert any(
+        f"outgrown max_model_len ({4 * num_blocks} tokens): its 1 oldest turn is forgotten" in note
+        for note in view.notes
+    )
     assert_all_given_back(llm)
 
 
@@ -184,9 +206,10 @@ def test_ctrl_c_ends_the_answer_gives_its_blocks_back_and_the_chat_goes_on(small
                 signal.raise_signal(signal.SIGINT)
 
     conversation, view = Conversation(llm, GREEDY), RecordingView(on_write=press)
-    before = signal.getsignal(signal.SIGINT)
+    before, listeners = signal.getsignal(signal.SIGINT), list(llm.engine.listeners)
     output = conversation.ask("the one", view)
     assert output is not None
+    assert llm.engine.listeners == listeners
     assert signal.getsignal(signal.SIGINT) is before
     assert (output.finished, output.outputs[0].finish_reason) == (False, "abort")
     assert len(output.outputs[0].token_ids) == 5
@@ -254,6 +277,16 @@ def test_a_pipe_gets_an_answer_for_each_line_and_the_map_goes_to_stderr(
     assert "\x1b" not in out + err
 
 
+def test_in_a_terminal_piped_questions_are_shown_above_their_answers(
+    chat: Callable[..., tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = io.StringIO()
+    console = Console(file=terminal, force_terminal=True, color_system=None, width=80)
+    monkeypatch.setattr("minipaged.chat._choose_view", lambda: TerminalView(console))
+    assert chat("the one\n/quit\n") == ("", "", 0)
+    assert terminal.getvalue().startswith("> the one\n")
+
+
 def test_reset_begins_anew(chat: Callable[..., tuple[str, str, int]]) -> None:
     out, err, status = chat("the one\n/reset\nthe one")
     assert status == 0
@@ -315,7 +348,7 @@ def test_rows_are_the_same_however_the_answer_comes_in_pieces(data: st.DataObjec
         console = Console(file=io.StringIO(), width=width, highlight=False, force_terminal=False)
         view = TerminalView(console)
         written = [str(row) for piece in pieces for row in view._whole_rows(piece)]
-        assert all(console.measure(row).maximum <= width for row in written)
+        assert all(cell_len(row) <= width for row in written)
         return "\n".join([*written, view._row])
 
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -324,6 +357,8 @@ def test_rows_are_the_same_however_the_answer_comes_in_pieces(data: st.DataObjec
     assert rows(pieces) == whole
     assert "\x1b" not in whole
     assert "".join(whole.split()) == "".join(text.replace("\x1b", "").split())
+    if max(map(cell_len, re.split(r"[\s\x1b]", text))) < width:
+        assert whole.split() == text.replace("\x1b", " ").split(), "no word is cut that fits a row, and none are joined"
 
 
 def test_the_map_is_one_line_at_any_width_and_shows_every_state() -> None:

@@ -1,4 +1,4 @@
-"""The command line: `minipaged demo | generate | model`.
+"""The command line: `minipaged demo | generate | chat | model`.
 
 Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams) and leaves checking to
 them: an error is one line on stderr and exit status 1 (2 for a wrong usage). Heavy imports wait until they are needed.
@@ -68,6 +68,7 @@ SAMPLING_OPTIONS = (
     *PENALTIES,
 )
 BEAM_OPTIONS = ("length_penalty", "early_stopping")
+TRACE_OPTIONS = ("trace", "requests", "pace")
 
 # --- generate -------------------------------------------------------------------------------------
 
@@ -252,11 +253,43 @@ def _open_for_writing(path: Path) -> Any:
         raise InvalidRequest(f"cannot write events to {path}: {error.strerror}") from None
 
 
+# --- chat -----------------------------------------------------------------------------------------
+
+
+@app.command()
+def chat(
+    model: ModelOption = "smollm2-135m-instruct",
+    tier: TierOption = "auto",
+    system: Annotated[str | None, typer.Option(help="What the model is told before the first question.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.2,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this sum of probabilities.")] = 0.9,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+    block_size: BlockSizeOption = 16,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; else for the model's context.")] = None,
+) -> None:
+    """Talk to a chat model, a line a question; below each answer the KV blocks, and what was found in the cache."""
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    from minipaged.chat import run_chat
+    from minipaged.llm import LLM
+
+    llm = LLM(
+        model,
+        tier=tier,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_swap_blocks=0,
+        max_num_seqs=1,  # so that the pool is no larger than the longest conversation
+    )
+    raise typer.Exit(run_chat(llm, params, system))
+
+
 # --- demo -----------------------------------------------------------------------------------------
 
 
 @app.command()
 def demo(
+    context: typer.Context,
     scene: Annotated[str | None, typer.Option(help="Show only this scene.")] = None,
     model: ModelOption = "smollm2-135m-instruct",
     tier: TierOption = "auto",
@@ -265,11 +298,31 @@ def demo(
     allocator: AllocatorOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="For --scene trace: CSV of times and token counts.")] = None,
+    requests: Annotated[int, typer.Option(help="For --scene trace: how many to serve of them.")] = 2000,
+    pace: Annotated[float, typer.Option(help="For --scene trace: 0.5 lets them come half as fast.")] = 1.0,
 ) -> None:
     """Watch paging, sharing, copy-on-write, beam search, prefix caching and preemption on a real model."""
     from minipaged.demo import run_demo
+    from minipaged.demo.trace_scene import play_trace
 
+    if scene != "trace":
+        _refuse_given(context, TRACE_OPTIONS, "has a meaning only with --scene trace")
     try:
+        if scene == "trace":
+            _refuse_given(context, ("model", "tier", "seed"), "has no meaning with --scene trace, which runs no model")
+            if trace is None:
+                raise InvalidRequest("--scene trace replays a file: name it with --trace FILE")
+            play_trace(
+                trace,
+                num_requests=requests,
+                pace=pace,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                allocator=load_allocator(allocator) if allocator else None,
+                json_output=json_output,
+            )
+            return
         run_demo(
             scene=scene,
             model=model,

@@ -214,7 +214,7 @@ class LLM:
                 text = prompt if isinstance(prompt, str) else None
                 ids.append(self.engine.add_request(self._tokens(prompt), item, prompt=text))
             wanted = set(ids)
-            with _interrupt_between_steps() as interrupted, self._progress_bar(len(ids), progress):
+            with interrupt_between_steps() as interrupted, self._progress_bar(len(ids), progress):
                 while not outputs.keys() >= wanted:
                     if interrupted():
                         raise KeyboardInterrupt
@@ -342,10 +342,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 @contextmanager
-def _interrupt_between_steps() -> Iterator[Callable[[], bool]]:
+def interrupt_between_steps(
+    notice: str = "finishing the step; Ctrl-C again stops at once",
+) -> Iterator[Callable[[], bool]]:
     """Let a first Ctrl-C wait for the end of the step, so that no change of a table is cut in half; a second one acts.
 
-    Gives a function that tells whether there was one. Does nothing outside the main thread, where no signal arrives.
+    Gives a function that tells whether there was one. `notice`: what to tell the user then, if anything. Does nothing
+    outside the main thread, where no signal arrives.
     """
     seen: list[int] = []
 
@@ -353,7 +356,8 @@ def _interrupt_between_steps() -> Iterator[Callable[[], bool]]:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
-        print("\nfinishing the step; Ctrl-C again stops at once", file=sys.stderr)
+        if notice:
+            print(f"\n{notice}", file=sys.stderr)
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

@@ -244,7 +244,8 @@ class Engine:
         sample_indices: dict[Request, range] = {}
         for scheduled in plan.scheduled:
             if scheduled.completes:
-                rows |= {sequence: len(rows) + i for i, (sequence, _) in enumerate(scheduled.work)}
+                for sequence, _ in scheduled.work:
+                    rows[sequence] = len(rows)
                 if scheduled.request.beam_search is None:
                     first = len(inputs)
                     inputs += self._sampling_inputs(scheduled, rows)

@@ -13,6 +13,8 @@ where every holder of a block is a sequence with a table of one block, named A, 
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -118,6 +120,8 @@ class Session:
             if isinstance(made, Raised) and isinstance(made.error, ValueError):
                 return
             self._lines += _must_raise("ValueError", self._made, "a pool needs at least 1 block")
+            if isinstance(made, Raised) and _is_unwritten(made.error):
+                self._raised("", made.error, self._made)
             self._fail(Invariant.CONSERVATION, f"{self._made} {_said(made)}; it has to raise ValueError")
         self._lines.append(line)
         if isinstance(made, Raised):
@@ -130,7 +134,9 @@ class Session:
             self._lines.append("allocator.num_blocks")
             self._raised("num_blocks", num_blocks.error, "num_blocks")
         if num_blocks != self.num_blocks or isinstance(num_blocks, bool):
-            self._lines.append(f"assert allocator.num_blocks == {self.num_blocks}, allocator.num_blocks")
+            self._lines.append(
+                f'assert allocator.num_blocks == {self.num_blocks}, f"num_blocks is {{allocator.num_blocks}}"'
+            )
             self._fail(Invariant.CONSERVATION, f"num_blocks is {num_blocks!r}; it should be {self.num_blocks}")
         everything = range(self.num_blocks)
         self._check_state(self._ask(self._looks(everything)), everything, self._made, refused=False)
@@ -189,6 +195,11 @@ class Session:
             if isinstance(answer.error, OutOfBlocks):
                 free = self.num_blocks - len(self._counts())
                 self._observe(state, looks)
+                if method == "copy_on_write" and block is not None and self._counts()[block] == 1:
+                    self._fail(
+                        Invariant.EXCLUSIVE_WRITE,
+                        f"{shown} raised OutOfBlocks, but block {block} has one holder, which needs no copy",
+                    )
                 self._fail(Invariant.CONSERVATION, f"{shown} raised OutOfBlocks, but {free} blocks are free")
             self._raised(method, answer.error, shown)
         if method == "allocate":
@@ -205,14 +216,14 @@ class Session:
             assert block is not None
             if self._counts()[block] == 1:
                 if answer != block or isinstance(answer, bool):
-                    self._lines.append(f"assert {variable} == {name}, {variable}")
+                    self._lines.append(f'assert {variable} == {name}, f"got block {{{variable}}}"')
                     self._observe(state, looks)
                     self._fail(
                         Invariant.EXCLUSIVE_WRITE,
                         f"{shown} {_said(answer)}; block {block} has one holder, which may write to it as it is",
                     )
             elif answer == block:
-                self._lines.append(f"assert {variable} != {name}, {variable}")
+                self._lines.append(f'assert {variable} != {name}, f"got block {{{variable}}} again"')
                 self._observe(state, looks)
                 holders = self._counts()[block]
                 self._fail(
@@ -233,12 +244,14 @@ class Session:
         self, answer: Outcome, variable: str, shown: str, state: list[Any], looks: Sequence[int]
     ) -> None:
         if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < self.num_blocks:
-            self._lines.append(f"assert {variable} in range({self.num_blocks}), {variable}")
+            self._lines.append(f'assert {variable} in range({self.num_blocks}), f"got block {{{variable}}}"')
             self._observe(state, looks)
             self._fail(Invariant.CONSERVATION, f"{shown} {_said(answer)}; blocks are 0 to {self.num_blocks - 1}")
         if held := [table.name for table in self._tables if table.block == answer]:
             others = [one for one, value in self._variables if value == answer]
-            self._lines.append(f"assert {variable} != {others[-1] if others else answer}, {variable}")
+            self._lines.append(
+                f'assert {variable} != {others[-1] if others else answer}, f"got block {{{variable}}}, which is held"'
+            )
             self._observe(state, looks)
             self._fail(
                 Invariant.EXCLUSIVE_WRITE, f"{shown} returned block {answer}, which {', '.join(held)} still hold"
@@ -313,7 +326,7 @@ class Session:
             self._lines.append("allocator.num_free")
             self._raised("num_free", number.error, f"after {shown}, num_free")
         if number != num_free or isinstance(number, bool):
-            self._lines.append(f"assert allocator.num_free == {num_free}, allocator.num_free")
+            self._lines.append(f'assert allocator.num_free == {num_free}, f"num_free is {{allocator.num_free}}"')
             self._fail(
                 Invariant.ATOMIC_FAILURE if refused else Invariant.CONSERVATION,
                 f"{shown} {says}: num_free is {number!r}; it should be {num_free}"
@@ -327,7 +340,8 @@ class Session:
                 self._lines.append(f"allocator.ref_count({name})")
                 self._raised("ref_count", count.error, f"after {shown}, ref_count({block})", f"; it is {right}")
             if count != right or isinstance(count, bool):
-                self._lines.append(f"assert allocator.ref_count({name}) == {right}, allocator.ref_count({name})")
+                shown_count = f"ref_count({name}) is {{allocator.ref_count({name})}}"
+                self._lines.append(f'assert allocator.ref_count({name}) == {right}, f"{shown_count}"')
                 self._fail(
                     Invariant.ATOMIC_FAILURE if refused else Invariant.EXACT_REFERENCES,
                     f"{shown} {says}: ref_count({block}) is {count!r}; it should be {right}"
@@ -389,7 +403,7 @@ class Session:
             raise
 
     def _raised(self, method: str, error: Exception, shown: str, instead: str = "") -> NoReturn:
-        if isinstance(error, StudentError) and error.kind == "NotImplementedError":
+        if isinstance(error, StudentError) and _is_unwritten(error):
             where = f" ({error.places[-1].partition(' in ')[0]})" if error.places else ""
             what = method or "__init__"
             self._fail(None, f"{what} is not written yet{where}: replace its `raise NotImplementedError`")
@@ -446,7 +460,9 @@ class Session:
         imported = f"from {stem} import {name}" if stem.isidentifier() else f'{name} = __import__("{stem}").{name}'
         errors = [error for error in ("BlockNotAllocated", "OutOfBlocks") if error in body]
         imports = [f"from minipaged import {', '.join(errors)}"] if errors else []
-        comments = [f"# {line}" for line in (str(invariant or "not as the contract says"), *_wrapped(message))]
+        comments = [
+            f"# {line}" for line in (str(invariant or "not as the contract says"), *textwrap.wrap(message, 110))
+        ]
         seeding = ["import random", "", f"random.seed({self._seed})"] if self._seed is not None else []
         alarm = ["import signal", "", "signal.alarm(10)  # it may not return"] if "did not end" in message else []
         return "\n".join(
@@ -454,7 +470,7 @@ class Session:
                 *comments,
                 "import sys",
                 "",
-                f'sys.path[:0] = [".", {str(path.parent)!r}]  # where {path.name} lies',
+                f'sys.path[:0] = [{json.dumps(str(path.parent))}, "."]  # where {path.name} lies',
                 *imports,
                 imported,
                 *seeding,
@@ -475,6 +491,10 @@ def _must_raise(error: str, shown: str, why: str) -> list[str]:
         "else:",
         f'    raise AssertionError("{shown} has to raise {error}: {why}")',
     ]
+
+
+def _is_unwritten(error: Exception) -> bool:
+    return isinstance(error, StudentError) and error.kind == "NotImplementedError"
 
 
 def _said(answer: Outcome) -> str:
@@ -498,12 +518,6 @@ def _variable_name(number: int) -> str:
 
 def _table_name(number: int) -> str:
     return chr(ord("A") + number % 26) + (str(number // 26) if number >= 26 else "")
-
-
-def _wrapped(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, 110)
 
 
 def shortened(calls: list[Call], fails: Callable[[list[Call]], Failure | None]) -> Failure | None:

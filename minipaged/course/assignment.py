@@ -87,7 +87,7 @@ class Test:
 
     name: str
     points: int
-    invariant: Invariant
+    invariant: Invariant | None
     meaning: str
     """One sentence on what the invariant means here."""
     hint: str
@@ -95,6 +95,8 @@ class Test:
     check: Callable[[Bench], None]
     """Raises Failed."""
     stage: Stage = "properties"
+    hidden: bool = False
+    """Whether students see only its points, not what it found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,14 +225,18 @@ class WorkerProcess:
 
     def load(self, path: Path, name: str, *, within: float = 20.0) -> Loaded:
         """Load a copy of a student's file as module `name`. Raises StudentError and Misbehaviour."""
-        shutil.copy(path, self.folder / path.name)
-        loaded = self._ask({"do": "load", "path": path.name, "name": name}, within)
+        loaded = self._ask({"do": "load", "path": self.copy(path), "name": name}, within)
         self._first_object = max(self._first_object, loaded["number"] + 1)
         contents = tuple(
             Member(item["name"], item["is_class"], tuple(item["members"]), tuple(item["unfinished"]))
             for item in loaded["contents"]
         )
         return Loaded(Handle(self, loaded["number"], "module"), contents)
+
+    def copy(self, path: Path) -> str:
+        """Put a copy of the file into the worker's working directory; its name there."""
+        shutil.copy(path, self.folder / path.name)
+        return path.name
 
     def batch(
         self, calls: Iterable[tuple[Handle, str, Sequence[Any] | None]], *, seed: int | None = None
@@ -464,5 +468,6 @@ def _clean_environment(folder: Path) -> dict[str, str]:
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         "TRITON_INTERPRET": "1",
     }

@@ -26,6 +26,8 @@ from typing import Any
 
 DATA_MODULES = ("minipaged.contracts", "minipaged.params", "minipaged.events")
 """Dataclasses of these travel by value."""
+LARGEST_INT = 1024
+"""Bits of an integer that travels; Python refuses to write those of many thousands."""
 LARGEST_ANSWER = 256 << 20
 """Bytes of one message from the worker: more is no answer but an attack, or a mistake as bad."""
 
@@ -33,7 +35,7 @@ LARGEST_ANSWER = 256 << 20
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     """`value` as JSON can have it; `other` says what to send for an object that does not travel by value."""
     kind = type(value)
-    if value is None or kind in (bool, int, float, str):
+    if value is None or kind in (bool, float, str) or (kind is int and value.bit_length() <= LARGEST_INT):
         return value
     if kind is list or kind is array:
         return [encode(item, other) for item in value]

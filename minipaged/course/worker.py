@@ -89,7 +89,18 @@ PATH_EVENTS = {
         "change",
     ),
 }
-READABLE = ("/usr", "/lib", "/lib64", "/etc", "/sys", "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+READABLE = (
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/sys",
+    "/etc/localtime",
+    "/etc/os-release",
+    "/dev/null",
+    "/dev/zero",
+    "/dev/random",
+    "/dev/urandom",
+)
 READABLE_PROC = ("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/self/stat", "/proc/self/status")
 
 
@@ -102,6 +113,8 @@ class Worker:
         self._objects: dict[int, Any] = {}
         self._next_number = 0
         self._stubs: dict[int, Stub] = {}
+        self._token = ""
+        """Of the request that is being answered."""
         self._student_files: list[str] = []
         self._faults: list[str] = []
         """What student code did that it may not do."""
@@ -116,11 +129,15 @@ class Worker:
     def serve(self) -> None:
         """Answer until the grader hangs up."""
         while request := self._read():
-            token = request["token"]
-            answer = getattr(self, f"_do_{request['do']}")(token, request)
-            if self._faults:
-                answer = {"fault": self._faults[0]}
-            self._send({"token": token, **answer})
+            self._answer(request)
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        before, self._token = self._token, request["token"]
+        answer = getattr(self, f"_do_{request['do']}")(request)
+        self._token = before
+        if self._faults:
+            answer = {"fault": self._faults[0]}
+        self._send({"token": request["token"], **answer})
 
     def _read(self) -> dict[str, Any] | None:
         while b"\n" not in self._unread:
@@ -137,7 +154,7 @@ class Worker:
 
     # --- What the grader can ask for --------------------------------------------------------------
 
-    def _do_start(self, token: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _do_start(self, request: dict[str, Any]) -> dict[str, Any]:
         """Limit this process. What the parts of the assignment need is imported first, while everything may be read."""
         for name in request["modules"]:
             self._objects[self._new_number()] = importlib.import_module(name)
@@ -148,7 +165,7 @@ class Worker:
         sys.addaudithook(make_hook(self._faults.append, request["processes_allowed"]))
         return {"ok": {"isolation": isolation, "modules": list(self._objects)}}
 
-    def _do_load(self, token: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _do_load(self, request: dict[str, Any]) -> dict[str, Any]:
         """Import a file of the student's from the working directory; tell what is in it."""
         path, name = request["path"], request["name"]
         self._student_files.append(path)
@@ -165,12 +182,12 @@ class Worker:
         self._objects[number] = module
         return {"ok": {"number": number, "contents": self._contents(module)}}
 
-    def _do_calls(self, token: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _do_calls(self, request: dict[str, Any]) -> dict[str, Any]:
         """Make the calls in order and answer with what each returned or raised."""
         if request["seed"] is not None:
             self._seed(request["seed"])
         results: list[Any] = []
-        special = self._resolver(token, results)
+        special = self._resolver(results)
         outcomes: list[dict[str, Any]] = []
         for target, member, args in request["calls"]:
             try:
@@ -183,7 +200,7 @@ class Worker:
                 outcomes.append({"raised": self._describe(error)})
         return {"ok": outcomes}
 
-    def _do_time(self, token: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _do_time(self, request: dict[str, Any]) -> dict[str, Any]:
         """The seconds that the calls take when nothing else is done. `args`: numbers, or ["result of", n]."""
         results: list[Any] = []
         methods = {name: getattr(self._objects[request["target"]], name) for name in request["members"]}
@@ -198,16 +215,16 @@ class Worker:
                 append(method())
         return {"ok": self._clock() - started}
 
-    def _do_forget(self, token: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _do_forget(self, request: dict[str, Any]) -> dict[str, Any]:
         """Drop the objects made since the files were loaded."""
         for number in [number for number in self._objects if number >= request["from"]]:
             del self._objects[number]
         self._stubs.clear()
         return {"ok": None}
 
-    def _do_finish(self, token: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _do_finish(self, request: dict[str, Any]) -> dict[str, Any]:
         """The completion message: without it no test is passed. Tells what is amiss, if anything."""
-        self._do_forget(token, request)
+        self._do_forget(request)
         self._collect()
         if self._unraisable:
             return {"ok": {"verdict": "raised-in-del", "message": self._unraisable[0]}}
@@ -234,7 +251,7 @@ class Worker:
         self._objects[number] = value
         return {"$handle": [number, type(value).__name__]}
 
-    def _resolver(self, token: str, results: Sequence[Any]) -> Callable[[str, Any], Any]:
+    def _resolver(self, results: Sequence[Any]) -> Callable[[str, Any], Any]:
         def resolve(tag: str, content: Any) -> Any:
             if tag == "$handle":
                 return self._objects[content[0]]
@@ -244,27 +261,24 @@ class Worker:
             number, methods, properties = content
             if number not in self._stubs:
                 self._stubs[number] = Stub(number, methods, properties, self._ask)
-            self._stubs[number]._set_token(token)
             return self._stubs[number]
 
         return resolve
 
-    def _ask(self, token: str, number: int, member: str, args: Sequence[Any] | None) -> Any:
+    def _ask(self, number: int, member: str, args: Sequence[Any] | None) -> Any:
         """A call that student code makes on an object of the grader's."""
         encoded = None if args is None else [wire.encode(value, self._handle) for value in args]
-        self._send({"token": token, "ask": [number, member, encoded]})
+        self._send({"token": self._token, "ask": [number, member, encoded]})
         while (message := self._read()) is not None:
             if "do" not in message:
                 break
-            # Answering, the grader may call student code again.
-            answer = getattr(self, f"_do_{message['do']}")(message["token"], message)
-            self._send({"token": message["token"], **answer})
+            self._answer(message)  # to answer us, the grader may call student code again
         if message is None:
             os._exit(0)
         if "raised" in message:
             name, text = message["raised"]
             raise KNOWN_ERRORS.get(name, RuntimeError)(text)
-        return wire.decode(message["ok"], self._resolver(token, ()))
+        return wire.decode(message["ok"], self._resolver(()))
 
     # --- Telling of errors ------------------------------------------------------------------------
 
@@ -332,20 +346,16 @@ class Stub:
 
     def __init__(self, number: int, methods: Sequence[str], properties: Sequence[str], ask: Callable[..., Any]) -> None:
         self._number, self._methods, self._properties, self._asks = number, methods, properties, ask
-        self._token = ""
-
-    def _set_token(self, token: str) -> None:
-        self._token = token
 
     def __getattr__(self, name: str) -> Any:
         if name in self._methods:
-            return lambda *args: self._asks(self._token, self._number, name, args)
+            return lambda *args: self._asks(self._number, name, args)
         if name in self._properties:
-            return self._asks(self._token, self._number, name, None)
+            return self._asks(self._number, name, None)
         raise AttributeError(name)
 
     def __call__(self, *args: Any) -> Any:
-        return self._asks(self._token, self._number, "__call__", args)
+        return self._asks(self._number, "__call__", args)
 
 
 # --- Limits ---------------------------------------------------------------------------------------

@@ -520,23 +520,22 @@ def _table_name(number: int) -> str:
     return chr(ord("A") + number % 26) + (str(number // 26) if number >= 26 else "")
 
 
-def shortened(calls: list[Call], fails: Callable[[list[Call]], Failure | None]) -> Failure | None:
-    """The failure of as few of the calls as a plain search finds; None if the calls do not fail after all.
+def shorten(calls: list[Call], fails: Callable[[list[Call]], bool]) -> None:
+    """Look for fewer of the calls that still fail; `fails` is told of each try, the last that fails is the shortest.
 
-    Leaves out half of them, then quarters, and so on down to single ones, as long as what is left still fails.
+    Leaves out half of them, then quarters, and so on down to single ones, as long as what is left still fails. `fails`
+    cuts off the calls after the one that failed.
     """
-    failure = fails(calls)
-    if failure is None:
-        return None
-    size, trials = len(calls), 400
+    if not fails(calls):
+        return
+    size, trials = len(calls), 250
     while size >= 1 and trials > 0:
         start = 0
         while start < len(calls) and trials > 0:
             rest = calls[:start] + calls[start + size :]
             trials -= 1
-            if shorter := fails(rest):
-                calls, failure = rest, shorter
+            if fails(rest):
+                calls = rest
             else:
                 start += size
-        size //= 2
-    return failure
+        size = min(size, len(calls)) // 2

@@ -96,7 +96,7 @@ class Limits:
 
     call_seconds: float = 5.0
     """Wall-clock time of one call (or one batch of calls)."""
-    test_seconds: float = 60.0
+    test_seconds: float = 120.0
     """Wall-clock time of one test."""
     cpu_seconds: int = 120
     memory_bytes: int = 1 << 30

@@ -6,6 +6,7 @@ in the file after every test: it is written beside it and moved into place, so t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -49,11 +50,12 @@ class Report:
 
     def refused(self, assignment: str, submission: Submission | None, message: str) -> None:
         """It cannot be graded: whoever waits for a file gets one."""
+        print(f"cannot be graded: {message}", file=sys.stderr)
         if self.output:
-            write_whole(self.output, not_graded(self.form, assignment, submission, message))
+            with contextlib.suppress(CannotBeGraded):  # that may be just what was wrong
+                write_whole(self.output, not_graded(self.form, assignment, submission, message))
         elif self.form != "terminal":
             print(not_graded(self.form, assignment, submission, message), end="")
-        print(f"cannot be graded: {message}", file=sys.stderr)
 
     def _keep_counterexample(self, result: TestResult) -> None:
         assert self.counterexamples is not None

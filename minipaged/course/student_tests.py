@@ -82,7 +82,7 @@ class Factory:
         if isinstance(num_blocks, int) and num_blocks > 0:
             self._blocks_left -= num_blocks + 100  # what a pool takes beside its blocks
             if self._blocks_left < 0:
-                raise MemoryError(f"the tests may make pools of {MOST_BLOCKS:,} blocks together")
+                raise ValueError(f"the tests may make pools of {MOST_BLOCKS:,} blocks together")
         return UnderTest(self._kind(num_blocks))
 
 

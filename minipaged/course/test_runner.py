@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import hypothesis  # noqa: F401  (students may use it; loaded here, since it looks for plugins on the whole machine)
 import pytest
 
 MODULE = "block_allocator"

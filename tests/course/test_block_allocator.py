@@ -29,6 +29,7 @@ STARTER = ROOT / "assignments" / "1_block_allocator" / "starter.py"
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for these tests, and faster."""
+    monkeypatch.setattr(block_allocator, "TRACED_WORKLOADS", 5)
     monkeypatch.setattr(block_allocator, "EXAMPLES", 30)
     monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 5)
 

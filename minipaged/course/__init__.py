@@ -15,6 +15,8 @@ workloads.py        random workloads on it, and what they must produce
 from __future__ import annotations
 
 import importlib
+import runpy
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,12 +27,20 @@ ASSIGNMENTS = ("block-allocator",)
 
 
 def find_assignment(name: str) -> Assignment:
-    """The assignment called `name`. Raises CannotBeGraded, with the names there are."""
-    from minipaged.course.assignment import CannotBeGraded, needs_hypothesis
+    """The assignment called `name`, or the `ASSIGNMENT` of an instructor's own file. Raises CannotBeGraded."""
+    from minipaged.course.assignment import Assignment, CannotBeGraded, needs_hypothesis
 
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise CannotBeGraded(f"there is no file {name} with an assignment")
+        with needs_hypothesis():
+            assignment = runpy.run_path(name).get("ASSIGNMENT")
+        if not isinstance(assignment, Assignment):
+            raise CannotBeGraded(f"{name} has no ASSIGNMENT; see docs/instructors.md")
+        return assignment
     if name not in ASSIGNMENTS:
         raise CannotBeGraded(f"there is no assignment {name!r}; choose one of {', '.join(ASSIGNMENTS)}")
     with needs_hypothesis():
-        module = importlib.import_module(f"minipaged.course.{name.replace('-', '_')}")
-    assignment: Assignment = module.ASSIGNMENT
-    return assignment
+        found: Assignment = importlib.import_module(f"minipaged.course.{name.replace('-', '_')}").ASSIGNMENT
+    return found

@@ -41,7 +41,7 @@ from minipaged.events import (
 BLOCK_SIZE = 16
 ALL_CHECKED = 12
 """Pools up to this size have all reference counts checked after each call, larger ones those that the call names."""
-DRAWN = 12
+DRAWN = 8
 """Blocks in a drawing, at most."""
 
 
@@ -428,7 +428,7 @@ class Session:
     def _draw(self) -> tuple[str, ...]:
         counts = self._counts()
         wrong = [block for block, value in self._observed.items() if value != counts.get(block, 0)]
-        shown = sorted({*wrong, *sorted(counts)[:DRAWN], *range(min(self.num_blocks, 4))})[:DRAWN]
+        shown = sorted([*wrong, *(block for block in range(self.num_blocks) if block not in wrong)][:DRAWN])
         if not shown:
             return ()
         rows = [

@@ -47,13 +47,19 @@ exit 0  # a submission with less than full marks is no failure of the autograder
 
 
 def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool = True) -> None:
-    """Write the zip. A submission is the only .py file that was handed in, or the one named like the assignment."""
+    """Write the zip. `name` may be an instructor's own file, which goes into it.
+
+    What is graded is the only .py file that was handed in, or the one named like the assignment.
+    """
     assignment = find_assignment(name)
+    own = name.endswith(".py")
     file = f"{assignment.name.replace('-', '_')}.py"
     options = "" if with_model else "--no-model "
     scripts = {
         "setup.sh": SETUP.format(fetch=FETCH if with_model else ""),
-        "run_autograder": RUN.format(assignment=assignment.name, file=file, seed=seed, options=options),
+        "run_autograder": RUN.format(
+            assignment="assignment.py" if own else assignment.name, file=file, seed=seed, options=options
+        ),
     }
     package = Path(minipaged.__file__).parent
     try:
@@ -63,6 +69,8 @@ def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool =
                 entry.external_attr = 0o755 << 16
                 archive.writestr(entry, content)
             archive.writestr("requirements.txt", "\n".join([*requirements(), ""]))
+            if own:
+                archive.write(name, "assignment.py")
             for source in sorted(package.rglob("*")):
                 if source.is_file() and "__pycache__" not in source.parts:
                     archive.write(source, Path("minipaged") / source.relative_to(package))

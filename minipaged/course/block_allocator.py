@@ -134,8 +134,8 @@ def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
 
     found: list[Failure] = []
 
-    def fails(some: list[Call]) -> bool:
-        session = Session(bench, num_blocks)
+    def fails(some: list[Call], size: int) -> bool:
+        session = Session(bench, size)
         for done, call in enumerate(some, start=1):
             try:
                 session.call(call)
@@ -146,7 +146,11 @@ def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
         return False
 
     try:
-        shorten(list(calls), fails)
+        if not fails(list(calls), num_blocks):
+            return
+        sizes = [size for size in (1, 2, 3, 4, 8, 16, 32) if size < num_blocks]
+        size = next((size for size in sizes if fails(list(calls), size)), num_blocks)
+        shorten(list(calls), lambda some: fails(some, size))
     except Misbehaviour:  # time ran out
         if not found:
             raise

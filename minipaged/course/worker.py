@@ -156,13 +156,15 @@ class Worker:
 
     def _do_start(self, request: dict[str, Any]) -> dict[str, Any]:
         """Limit this process. What the parts of the assignment need is imported first, while everything may be read."""
-        for name in request["modules"]:
-            self._objects[self._new_number()] = importlib.import_module(name)
+        modules = [importlib.import_module(name) for name in request["modules"]]
+        for module in modules:
+            self._objects[self._new_number()] = module
         isolation = limit(request["limits"])
         sys.unraisablehook = self._note_unraisable
         self._hooks = (sys.unraisablehook, sys.stdout, sys.stderr)
         self._take_snapshot()
-        sys.addaudithook(make_hook(self._faults.append, request["processes_allowed"]))
+        ours = [os.path.realpath(str(module.__file__)) for module in modules]  # tracebacks show their lines
+        sys.addaudithook(make_hook(self._faults.append, request["processes_allowed"], ours))
         return {"ok": {"isolation": isolation, "modules": list(self._objects)}}
 
     def _do_load(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -388,13 +390,15 @@ def limit(limits: dict[str, int]) -> dict[str, str]:
     return isolation
 
 
-def make_hook(note: Callable[[str], None], processes_allowed: bool) -> Callable[[str, tuple[Any, ...]], None]:
+def make_hook(
+    note: Callable[[str], None], processes_allowed: bool, ours: Sequence[str]
+) -> Callable[[str, tuple[Any, ...]], None]:
     """An audit hook that refuses, and notes, what a part has no business doing. Nothing can take it away again."""
     realpath, fspath, here = os.path.realpath, os.fsdecode, os.path.realpath(os.getcwd())
     package = os.path.dirname(os.path.realpath(contracts.__file__))
     root = os.path.dirname(package)
     private = tuple(os.path.join(package, name) + os.sep for name in PRIVATE)
-    allowed_files = {os.path.join(package, name) for name in OPEN_TO_ALL}
+    allowed_files = {os.path.join(package, name) for name in OPEN_TO_ALL} | set(ours)
     own = here + os.sep
     python = {sys.prefix, sys.base_prefix, sys.exec_prefix, os.path.dirname(os.__file__), package, *READABLE}
     python |= {entry for entry in sys.path if entry.endswith("-packages")}

@@ -310,3 +310,33 @@ def test_the_autograder_zip_names_what_it_needs() -> None:
     needed = {requirement.partition(">")[0] for requirement in requirements()}
     assert {"numpy", "typer", "hypothesis", "pytest"} <= needed
     assert not {"torch", "ruff"} & needed
+
+
+OWN = """
+from dataclasses import replace
+from minipaged.course.assignment import Test, Failed, Failure
+from minipaged.course.block_allocator import ASSIGNMENT as ORIGINAL
+
+def check(bench):
+    allocator = bench.make(3)
+    if allocator.call("allocate") != 2:
+        raise Failed(Failure("our students begin with the highest block"))
+
+first, *_ = ORIGINAL.tests
+secret = Test("the highest block first", 15, None, "", "", check, hidden=True)
+ASSIGNMENT = replace(ORIGINAL, tests=(replace(first, points=85), secret), measure=None)
+"""
+
+
+def test_an_instructor_can_change_points_and_add_hidden_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own.py").write_text(OWN)
+    Path("mine.py").write_text(REFERENCE_SOURCE)
+    assert run("grade", "own.py", "mine.py") == 1
+    printed = capsys.readouterr().out
+    assert "score: 70 of 100 (with a failed test, 70 at most)" in printed
+    assert "the highest block first" in printed
+    assert "our students" not in printed
+    assert run("course", "autograder", "own.py", "-o", "own.zip") == 0
+    with zipfile.ZipFile("own.zip") as archive:
+        assert archive.read("assignment.py").decode() == OWN
+        assert "minipaged grade assignment.py" in archive.read("run_autograder").decode()

@@ -4,6 +4,7 @@ assignment.py       what an assignment is: tests, points, invariants; what a gra
 grading.py          one submission through the tests of one assignment, in order
 isolation.py        the grader's end of the process in which student code runs
 worker.py, wire.py  the other end, and what travels between them
+search.py           looking for a counterexample, with Hypothesis
 block_allocator.py  assignment 1; each assignment is a file like it
 student_tests.py    the students' own tests, graded by the seeded bugs (mutants) that they find
 formats.py          results for terminals, Gradescope, PrairieLearn and JUnit

@@ -9,17 +9,16 @@ write the same texts as with the reference's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, Verbosity, given, settings
-from hypothesis import seed as with_seed
 from hypothesis import strategies as st
-from hypothesis.errors import Flaky
 
 from minipaged.contracts import BlockAllocator
 from minipaged.course.allocator_session import Call, Held, Number, Session, Variable, shorten
 from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test
 from minipaged.course.isolation import Handle, Misbehaviour, Raised, StudentError
+from minipaged.course.search import search
 from minipaged.course.workloads import Run, random_workload
 from minipaged.engine.checked_allocator import MEMBERS
 from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation
@@ -27,8 +26,8 @@ from minipaged.events import Event, StepFailed
 from minipaged.tiers import reference_tier
 
 LARGEST_POOL = 4
-EXAMPLES = 120
-"""Programs tried for each property."""
+MOST_MISBEHAVIOURS = 8
+"""How often a program that hangs or kills its worker is shortened."""
 ENGINE_WORKLOADS = 25
 TRACED_WORKLOADS = 60
 """Workloads whose calls are timed."""
@@ -40,39 +39,6 @@ Program = tuple[int, list[Call]]
 # --- Properties -----------------------------------------------------------------------------------
 
 
-def search(bench: Bench, programs: st.SearchStrategy[Any], run: Callable[[Any], object]) -> None:
-    """Let Hypothesis look for a program that fails, and shorten it. Raises Failed with the shortest."""
-    shortest: list[Failure] = []
-
-    @with_seed(bench.seed)
-    @settings(
-        max_examples=EXAMPLES,
-        database=None,
-        deadline=None,
-        derandomize=False,
-        phases=(Phase.generate, Phase.shrink),
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        verbosity=Verbosity.quiet,
-        print_blob=False,
-    )
-    @given(programs)
-    def test(program: Any) -> None:
-        try:
-            run(program)
-        except Failed as failed:
-            if not shortest or len(failed.failure.script or "") <= len(shortest[-1].script or ""):
-                shortest.append(failed.failure)
-            raise
-
-    try:
-        test()
-    except (Flaky, Misbehaviour):  # the same calls went wrong once and right another time; or time ran out
-        if not shortest:
-            raise
-        raise Failed(shortest[-1]) from None
-
-
 def programs_of(*methods: str, with_numbers: Sequence[str] = (), longest: int = 25) -> st.SearchStrategy[Program]:
     """Programs of calls on held blocks, and of `with_numbers` on any number."""
     held = st.builds(Held, st.integers(0, LARGEST_POOL - 1))
@@ -80,7 +46,11 @@ def programs_of(*methods: str, with_numbers: Sequence[str] = (), longest: int = 
     calls = [st.just(Call("allocate"))]
     calls += [st.builds(Call, st.just(method), held) for method in methods if method != "allocate"]
     calls += [st.builds(Call, st.just(method), numbers) for method in with_numbers]
-    return st.tuples(st.integers(1, LARGEST_POOL), st.lists(st.one_of(calls), max_size=longest))
+    sizes, programs = st.integers(1, LARGEST_POOL), st.lists(st.one_of(calls), max_size=longest)
+    # Every other one begins with a full pool, where most of what can go wrong goes wrong.
+    return st.builds(
+        lambda size, full, program: (size, [Call("allocate")] * (size * full) + program), sizes, st.booleans(), programs
+    )
 
 
 def property_of(
@@ -91,16 +61,59 @@ def property_of(
     """A check that runs such programs. `unless`: calls to leave out, because another test is about them."""
 
     def check(bench: Bench) -> None:
+        latest: Program = (1, [])
+
         def run(program: Program) -> None:
+            nonlocal latest
+            latest = program
             num_blocks, calls = program
             session = Session(bench, num_blocks)
             for call in calls:
                 if not unless(session, call):
                     session.call(call)
 
-        search(bench, programs_of(*methods, with_numbers=with_numbers), run)
+        try:
+            search(bench, programs_of(*methods, with_numbers=with_numbers), run)
+        except Misbehaviour as misbehaviour:
+            num_blocks, calls = latest
+            raise shorter_misbehaviour(bench, num_blocks, calls, misbehaviour) from None
 
     return check
+
+
+def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first: Misbehaviour) -> Misbehaviour:
+    """The same verdict with fewer calls. Each try that succeeds costs a worker, and a second if a call does not return.
+
+    Hypothesis cannot do it: it would wait for thousands of calls that do not return.
+    """
+    found = [first]
+    limits = replace(bench.assignment.limits, call_seconds=min(1.0, bench.assignment.limits.call_seconds))
+    quick = Bench(replace(bench.assignment, limits=limits), bench.submission, bench.seed, bench.carried)
+
+    def fails(some: list[Call], size: int) -> bool:
+        if len(found) > MOST_MISBEHAVIOURS:
+            return False
+        done = 0
+        try:
+            session = Session(quick, size)
+            for done, call in enumerate(some, start=1):  # noqa: B007 -- it tells how far we got
+                session.call(call)
+            quick.process.finish()
+        except Failed:
+            return False
+        except Misbehaviour as misbehaviour:
+            quick.restart()
+            if misbehaviour.verdict is first.verdict and misbehaviour.failure:
+                del some[done:]
+                found.append(misbehaviour)
+                return True
+        return False
+
+    with quick:
+        sizes = [size for size in (1, 2, 3) if size < num_blocks]
+        size = next((size for size in sizes if fails(list(calls), size)), num_blocks)
+        shorten(list(calls), lambda some: fails(some, size))
+    return found[-1]
 
 
 def check_new_pool(bench: Bench) -> None:
@@ -479,9 +492,7 @@ ASSIGNMENT = Assignment(
             "else.",
             hint="Before the line that raises, has your method changed anything yet? Look at the one that calls "
             "another.",
-            check=property_of(
-                *("allocate", "share", "free", "copy_on_write"), with_numbers=("share", "free", "copy_on_write")
-            ),
+            check=property_of(*("allocate", "share", "copy_on_write"), with_numbers=("share", "free", "copy_on_write")),
         ),
         Test(
             name="long runs in large pools",

@@ -16,7 +16,7 @@ import xmlschema
 
 import minipaged
 from minipaged.cli import main
-from minipaged.course import block_allocator, find_assignment, formats
+from minipaged.course import block_allocator, find_assignment, formats, search
 from minipaged.course.allocator_mutants import MUTANTS
 from minipaged.course.assignment import CannotBeGraded, Grade, Performance, Status, Submission
 from minipaged.course.autograder import write_autograder
@@ -32,7 +32,7 @@ WRONG = next(mutant for mutant in MUTANTS if mutant.name == "double-free-accepte
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(block_allocator, "TRACED_WORKLOADS", 5)
-    monkeypatch.setattr(block_allocator, "EXAMPLES", 20)
+    monkeypatch.setattr(search, "EXAMPLES", 20)
     monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 2)
     monkeypatch.chdir(tmp_path)
 
@@ -172,7 +172,7 @@ def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
         return grade(ASSIGNMENT, Submission(path), model=None)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(block_allocator, "EXAMPLES", 20)
+    patch.setattr(search, "EXAMPLES", 20)
     patch.setattr(block_allocator, "ENGINE_WORKLOADS", 2)
     patch.setattr(block_allocator, "TRACED_WORKLOADS", 5)
     try:
@@ -256,6 +256,19 @@ def test_a_failure_is_explained(grades: dict[str, Grade]) -> None:
     verdict = formats.text(grades["hostile"])
     assert "ended: " in verdict
     assert "it printed:" in verdict
+
+
+def test_the_docs_show_what_the_grader_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == "copy-gives-up-first")
+    Path("block_allocator.py").write_text(mutant.source())
+    run("grade", "block-allocator", "block_allocator.py", "--no-model")
+    page = (Path(minipaged.__file__).parent.parent / "docs" / "course.md").read_text()
+    command = "$ minipaged grade block-allocator block_allocator.py --no-model\n"
+    shown = page.partition(command)[2].partition("```")[0]
+    printed = capsys.readouterr().out.replace(str(Path.cwd()), "/home/you/course")
+    assert [line.partition("(seed")[0] for line in printed.splitlines()] == [
+        line.partition("(seed")[0] for line in shown.splitlines()
+    ]
 
 
 # --- On disk --------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +126,19 @@ def test_a_hostile_submission_gets_its_verdict_and_never_a_pass(source: str, ver
     assert result.failure is not None
     assert result.failure.verdict == verdict, result.message
     assert time.monotonic() - started < 15
+
+
+def test_a_call_that_does_not_return_has_a_short_script_that_does_not_either(tmp_path: Path) -> None:
+    result = result_of(hostile("while self.num_free == 0: pass"), tmp_path)
+    assert result.failure is not None
+    assert result.failure.verdict == Verdict.TIMED_OUT
+    assert result.failure.script is not None
+    assert result.failure.script.count("allocator.allocate()\n") == 2, (
+        "one takes the only block, the next waits for ever"
+    )
+    script = tmp_path / "counterexample.py"
+    script.write_text(result.failure.script.replace("signal.alarm(10)", "signal.alarm(2)"))
+    assert subprocess.run([sys.executable, script], check=False).returncode == -signal.SIGALRM
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,10 @@ def test_a_failure_is_explained(grades: dict[str, Grade]) -> None:
     assert "it printed:" in verdict
 
 
-def test_the_docs_show_what_the_grader_prints(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_docs_show_what_the_grader_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "EXAMPLES", 100)
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "copy-gives-up-first")
     Path("block_allocator.py").write_text(mutant.source())
     run("grade", "block-allocator", "block_allocator.py", "--no-model")

@@ -1,4 +1,4 @@
-"""The command line: `minipaged demo | generate | chat | model`.
+"""The command line: `minipaged demo | generate | chat | model | grade | grade-tests | course`.
 
 Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams) and leaves checking to
 them: an error is one line on stderr and exit status 1 (2 for a wrong usage). Heavy imports wait until they are needed.
@@ -36,6 +36,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The models that minipaged knows by name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+course_app = typer.Typer(help="For instructors.", no_args_is_help=True)
+app.add_typer(course_app, name="course")
 
 ModelOption = Annotated[str, typer.Option(help="A known name, a folder, a .gguf file, or a hub id.")]
 TierOption = Annotated[str, typer.Option(help="reference, fast, or auto.")]
@@ -371,6 +373,98 @@ def model_where(name: Annotated[str, typer.Argument(help="A known model.")] = "s
         print(f"{name} has not been fetched; run: minipaged model fetch {name}", file=sys.stderr)
         raise typer.Exit(1)
     print(folder)
+
+
+# --- The course -----------------------------------------------------------------------------------
+
+FormatOption = Annotated[
+    str, typer.Option("--format", help="terminal, json, gradescope, prairielearn, or junit.", show_default=True)
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the result here, and again after every test.")
+]
+
+
+@app.command("grade")
+def grade_command(
+    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    submission: Annotated[str, typer.Argument(metavar="FILE.py[:Class]", show_default=False)],
+    seed: Annotated[int, typer.Option(help="The same seed gives the same score and counterexamples.")] = 0,
+    form: FormatOption = "terminal",
+    output: OutputOption = None,
+    counterexamples: Annotated[
+        Path | None, typer.Option(help="Keep the failures' scripts and traces in this folder.")
+    ] = Path("counterexamples"),
+    model: Annotated[str, typer.Option(help="The real model to grade on.")] = "smollm2-135m-instruct",
+    no_model: Annotated[bool, typer.Option("--no-model", help="Leave out the tests on the real model.")] = False,
+    carried: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="ASSIGNMENT=FILE.py", help="Use your own part of an earlier assignment."),
+    ] = None,
+    call_seconds: Annotated[float | None, typer.Option(help="Time limit of one call, else the assignment's.")] = None,
+    test_seconds: Annotated[float | None, typer.Option(help="Time limit of one test, else the assignment's.")] = None,
+) -> None:
+    """Grade your own part: exit status 0 for full marks, 1 for less, 2 when it cannot be graded."""
+    from minipaged.course.assignment import CannotBeGraded
+    from minipaged.course.commands import Report, run_grade
+
+    try:
+        report = Report(form, output, counterexamples)
+    except CannotBeGraded as error:
+        raise _exit_2(error) from None
+    raise typer.Exit(
+        run_grade(
+            assignment,
+            submission,
+            report,
+            seed=seed,
+            model=None if no_model else model,
+            carried=carried or (),
+            call_seconds=call_seconds,
+            test_seconds=test_seconds,
+        )
+    )
+
+
+@app.command("grade-tests")
+def grade_tests_command(
+    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    tests: Annotated[str, typer.Argument(metavar="TEST_FILE.py", show_default=False)],
+    form: FormatOption = "terminal",
+    output: OutputOption = None,
+) -> None:
+    """Grade your own tests: they pass on a right part, and find the bug in each of many wrong ones."""
+    from minipaged.course.assignment import CannotBeGraded
+    from minipaged.course.commands import Report, run_grade_tests
+
+    try:
+        report = Report(form, output)
+    except CannotBeGraded as error:
+        raise _exit_2(error) from None
+    raise typer.Exit(run_grade_tests(assignment, tests, report))
+
+
+@course_app.command("autograder")
+def course_autograder(
+    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The zip to write.")] = Path("autograder.zip"),
+    seed: Annotated[int, typer.Option(help="The seed that all submissions are graded with.")] = 0,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Leave out the tests on the real model.")] = False,
+) -> None:
+    """Write a zip that Gradescope takes as an autograder."""
+    from minipaged.course.assignment import CannotBeGraded
+    from minipaged.course.autograder import write_autograder
+
+    try:
+        write_autograder(assignment, output, seed=seed, with_model=not no_model)
+    except CannotBeGraded as error:
+        raise _exit_2(error) from None
+    print(output)
+
+
+def _exit_2(error: MinipagedError) -> typer.Exit:
+    print(f"error: {error}", file=sys.stderr)
+    return typer.Exit(2)
 
 
 # --- A student's allocator ------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.contracts import Logits, Sampled, SamplingInput
+from minipaged.course.content_runner import ContentRunner
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest
@@ -19,7 +20,6 @@ from minipaged.events import Event, RequestPreempted, RequestRefused
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.sampling import sample
-from tests.fake_model import ContentRunner
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest
 
 CONFIG = EngineConfig(num_blocks=8, block_size=4, max_model_len=40, vocab_size=20, max_num_seqs=4, debug=True)

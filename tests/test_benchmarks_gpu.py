@@ -101,6 +101,7 @@ BROKEN = [
     (llama, "add_rms_norm", one_number_off, "add_rms_norm"),
     (llama, "swiglu", last_row_unwritten, "swiglu"),
     (sampling, "argmax_logsumexp", last_result_off, "argmax_logsumexp"),
+    (sampling, "draw", last_result_off, "draw"),
     (block_table, "edit_tables", nothing, "block tables"),
     (block_table, "fork_tables", nothing, "block tables"),
     (block_table, "slot_mapping", last_result_off, "block tables"),

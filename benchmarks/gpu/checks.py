@@ -9,6 +9,7 @@ or read without being asked to, shows.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def kernel_checks(setting: Setting) -> list[Job]:
             "add_rms_norm": check_add_rms_norm,
             "swiglu": check_swiglu,
             "argmax_logsumexp": check_argmax_logsumexp,
+            "draw": check_draw,
         }
         if setting.on_gpu:
             checks["paged_decode in one CUDA graph for all lengths"] = check_decode_in_a_graph
@@ -339,6 +341,15 @@ def check_swap(setting: Setting, dtype: torch.dtype, random: torch.Generator) ->
         assert cache.device_blocks[leaving].isnan().all()
         untouched = places[2 * how_many :]
         assert same_bits(cache.device_blocks[untouched], content[untouched]), "other blocks were written to"
+    # What comes back is on its way while the device still works on something that reads and writes its places.
+    before = normal(*cache.device_blocks.shape, dtype=dtype, random=random)
+    if setting.on_gpu:
+        torch.cuda._sleep(50_000_000)
+    cache.device_blocks.copy_(before)
+    seen = cache.device_blocks.clone()
+    cache.swap_in(list(zip(hosts, arriving, strict=False)))
+    assert same_bits(seen, before), "blocks came back before what was queued first had read their places"
+    assert same_bits(cache.device_blocks[arriving], content[leaving]), "what came back was written over"
     return {}
 
 
@@ -407,6 +418,30 @@ def check_argmax_logsumexp(setting: Setting, dtype: torch.dtype, random: torch.G
     assert torch.equal(peaks[finite].double(), exact[finite].amax(1)), "a peak is not the largest logit"
     totals = (exact[finite].logsumexp(1) - exact[finite].amax(1)).exp()
     return compare(log_totals[finite].double().exp(), totals, 1e-5)
+
+
+def check_draw(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    """Several draws from each row, with and without `min_p`: each token is where the running sum reaches its number."""
+    rows, vocab, draws = (3, 300, 7) if setting.tiny else (67, 128256, 600)
+    logits = normal(rows, vocab, dtype=dtype, random=random) * 4
+    logits[1, 5:] = -torch.inf
+    temperatures = 0.3 + torch.rand(rows, generator=random, device=random.device, dtype=torch.float64)
+    least = torch.full((rows,), -torch.inf, dtype=torch.float64, device=random.device)
+    least[::2] = math.log(0.02)
+    of = torch.randint(rows, (draws,), generator=random, device=random.device)
+    uniforms = torch.rand(draws, generator=random, device=random.device, dtype=torch.float64)
+    exact, order = logits.double(), torch.arange(rows, device=random.device)
+    peaks = exact.amax(1)
+    with poisoned():
+        tokens = sampling.draw(logits, order, peaks, temperatures, least, of, uniforms)
+    scaled = (exact - peaks[:, None]) / temperatures[:, None]
+    weights = torch.where(scaled >= least[:, None], scaled.exp(), 0.0)
+    reached = weights.cumsum(1)
+    target, rounding = uniforms * reached[of, -1], 1e-9 * reached[of, -1]
+    assert bool((weights[of, tokens] > 0).all()), "a token was drawn that is cut off"
+    assert bool((reached[of, tokens] >= target - rounding).all()), "a token lies before its number"
+    assert bool((reached[of, tokens] - weights[of, tokens] <= target + rounding).all()), "a token lies after its number"
+    return {}
 
 
 def check_block_tables(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:

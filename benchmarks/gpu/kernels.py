@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.harness import Job, Row, Setting, num_inputs, time_calls, wall_seconds, work
 from minipaged.fast import gpu
+from minipaged.fast import sampling as operations
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
 from minipaged.fast.kv_cache import KVCache
 
@@ -81,6 +82,7 @@ def kernel_timings(setting: Setting) -> list[Job]:
         "add_rms_norm, 8192 tokens": partial(time_norm, added=True),
         "swiglu, 8192 tokens": time_swiglu,
         "argmax_logsumexp, 256 rows": time_argmax,
+        "draw, 256 rows": time_draw,
         "advance_decode, 256 sequences": time_advance,
     }
     # At one shape each, because compiling takes this peer longer than all else together.
@@ -586,6 +588,31 @@ def time_argmax(setting: Setting) -> Row:
     ]
     calls = [partial(sampling.argmax_logsumexp, logits) for logits in inputs]
     return time_calls(calls, setting).row(size, "GB/s", "copy") | work(4 * rows * vocab, size)  # compare, -, exp, +
+
+
+def time_draw(setting: Setting) -> Row:
+    """By temperature, a token a row; counted is reading the logits once. Beside it: the same by torch's operations."""
+    rows, vocab = (2, 300) if setting.tiny else (256, 128256)
+    size = rows * vocab * setting.half.itemsize
+    order = torch.arange(rows, device=setting.device)
+    temperatures = torch.full((rows,), 0.6, dtype=torch.float64, device=setting.device)
+    least, uniforms = torch.full_like(temperatures, -torch.inf), torch.rand_like(temperatures)
+    none = torch.zeros_like(temperatures)
+    inputs = []
+    for _ in range(num_inputs(size, setting)):
+        logits = torch.randn(rows, vocab, device=setting.device).to(setting.half)
+        inputs.append((logits, logits.double().amax(1)))
+
+    def timed(draw: Callable[[Tensor, Tensor], Tensor]) -> Row:
+        return time_calls([partial(draw, *given) for given in inputs], setting).row(size, "GB/s", "copy")
+
+    mine = timed(lambda logits, peaks: sampling.draw(logits, order, peaks, temperatures, least, order, uniforms))
+    plain = timed(
+        lambda logits, peaks: operations.draw(
+            logits, order, peaks, temperatures, least, torch.zeros_like(order), none, order, uniforms, depth=0
+        )
+    )
+    return mine | {"peers": {"torch's operations": plain}}
 
 
 def time_advance(setting: Setting) -> Row:

@@ -1,0 +1,168 @@
+"""A recording of what was drawn: a moving picture (.svg) or a terminal session (.cast).
+
+- An SVG holds everything it needs and names no address. Each row of the screen is a strip of all that it ever showed,
+  one below the other, of which a window shows one; the strips jump at their times by CSS alone. Who has asked
+  for reduced motion sees one still picture.
+- A .cast is asciinema's format, version 2: JSON Lines of (seconds, "o", what is written to the terminal).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.color import ColorSystem, ColorType
+from rich.segment import Segment
+from rich.style import Style
+from rich.terminal_theme import TerminalTheme
+
+from minipaged.demo.view import Frame
+from minipaged.errors import InvalidRequest
+
+LONGEST_SECONDS = 4.0
+"""A picture stands for at most so long."""
+LAST_SECONDS = 3.0
+"""The last one stands for so long, before it all begins again."""
+SUFFIXES = (".svg", ".cast")
+
+COLUMN, ROW = 8.4, 18
+"""Size of a character, in the units of the picture."""
+MARGIN = 10
+STYLE = """
+svg{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
+.p{fill:#16181d}.t,text{fill:#d4d7dd;white-space:pre;dominant-baseline:central}
+.b{font-weight:bold}.d{opacity:.55}.i{font-style:italic}.u{text-decoration:underline}.n{fill:#16181d}.r{fill:#d4d7dd}
+@media(prefers-color-scheme:light){.p{fill:#fbfbfa}.t,text{fill:#24272e}.n{fill:#fbfbfa}.r{fill:#24272e}}
+.s{animation-duration:DURATIONs;animation-iteration-count:infinite;animation-timing-function:step-end}
+@media(prefers-reduced-motion:reduce){.s{animation-play-state:paused;animation-delay:-STILLs}}
+"""
+THEME = TerminalTheme((0, 0, 0), (0, 0, 0), [(0, 0, 0)] * 8)
+"""Rich wants one to look up colours; those of the view are all of the 256, which no theme changes."""
+
+
+@dataclass(slots=True)
+class Recording:
+    """Pictures and their times."""
+
+    path: Path
+    frames: list[tuple[float, Frame]] = field(default_factory=list)
+    _clock: float = 0.0
+    _last: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.path.suffix not in SUFFIXES:
+            raise InvalidRequest(f"--record is {self.path}; its name must end in {' or '.join(SUFFIXES)}")
+        try:
+            self.path.open("a", encoding="utf-8").close()  # better now than after the show
+        except OSError as error:
+            raise InvalidRequest(f"cannot write the recording to {self.path}: {error.strerror}") from None
+
+    def add(self, now: float, frame: Frame) -> None:
+        """A picture that was shown at this time. Long waits (for somebody who has paused) are made short."""
+        if self._last is not None:
+            self._clock += min(now - self._last, LONGEST_SECONDS)
+        self._last = now
+        if self.frames and self._clock - self.frames[-1][0] < 1e-3:
+            self.frames.pop()
+        self.frames.append((self._clock, frame))
+
+    def save(self) -> None:
+        """Write the file, in the format that its name asks for."""
+        if not self.frames:
+            return
+        with self.path.open("w", encoding="utf-8") as file:
+            (self._write_cast if self.path.suffix == ".cast" else self._write_svg)(file)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the largest picture."""
+        frames = [frame for _, frame in self.frames]
+        return max(frame.width for frame in frames), max(len(frame.lines) for frame in frames)
+
+    # --- asciinema --------------------------------------------------------------------------------
+
+    def _write_cast(self, file: TextIO) -> None:
+        width, height = self.size
+        header = {"version": 2, "width": width, "height": height, "env": {"TERM": "xterm-256color"}}
+        print(json.dumps(header), file=file)
+        shown: list[str] = []
+        for at, frame in self.frames:
+            lines = frame.ansi(ColorSystem.EIGHT_BIT)
+            changed = [
+                f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
+                for row, line in enumerate(lines, start=1)
+                if row > len(shown) or shown[row - 1] != line
+            ]
+            start = "" if shown else "\x1b[?25l\x1b[2J"
+            print(json.dumps([round(at, 3), "o", start + "".join(changed)], ensure_ascii=False), file=file)
+            shown = lines
+        print(json.dumps([round(self.frames[-1][0] + LAST_SECONDS, 3), "o", "\x1b[?25h"]), file=file)
+
+    # --- SVG --------------------------------------------------------------------------------------
+
+    def _write_svg(self, file: TextIO) -> None:
+        columns, rows = self.size
+        duration = self.frames[-1][0] + LAST_SECONDS
+        width, height = columns * COLUMN + 2 * MARGIN, rows * ROW + 2 * MARGIN
+        style = STYLE.replace("DURATION", f"{duration:.2f}").replace("STILL", f"{0.6 * duration:.2f}")
+        body = "".join(self._strip(row, columns, duration) for row in range(rows))
+        file.write(
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}">\n'
+            f"<style>{style}</style>\n"
+            f'<rect class="p" width="100%" height="100%" rx="8"/>\n{body}</svg>\n'
+        )
+
+    def _strip(self, row: int, columns: int, duration: float) -> str:
+        """All that one row ever showed, and when which of it is seen."""
+        places: dict[str, int] = {}
+        moments: list[tuple[float, int]] = []
+        for at, frame in self.frames:
+            drawn = _svg_line(frame.lines[row] if row < len(frame.lines) else [])
+            place = places.setdefault(drawn, len(places))
+            if not moments or moments[-1][1] != place:
+                moments.append((at, place))
+        if set(places) == {""}:
+            return ""
+        lines = "".join(f'<g transform="translate(0,{ROW * i})">{drawn}</g>\n' for drawn, i in places.items() if drawn)
+        window = f'<svg x="{MARGIN}" y="{MARGIN + row * ROW}" width="{columns * COLUMN:g}" height="{ROW}">'
+        if len(moments) == 1:
+            return f"{window}{lines}</svg>\n"
+        jumps = "".join(
+            f"{100 * at / duration:.2f}%{{transform:translateY({-ROW * place}px)}}" for at, place in moments
+        )
+        keyframes = f"<style>@keyframes k{row}{{{jumps}}}</style>"
+        return f'{keyframes}{window}<g class="s" style="animation-name:k{row}">{lines}</g></svg>\n'
+
+
+def _svg_line(line: list[Segment]) -> str:
+    """The texts of one line, and the rectangles behind those in reverse."""
+    parts, column = [], 0
+    for text, style, _ in Segment.simplify(line):
+        width = cell_len(text)
+        parts.append(_svg_piece(text, style or Style(), column, width))
+        column += width
+    return "".join(parts)
+
+
+def _svg_piece(text: str, style: Style, column: int, width: int) -> str:
+    bare = text.strip(" ")
+    color = ""
+    if style.color is not None and style.color.type is not ColorType.DEFAULT:
+        color = style.color.get_truecolor(THEME).hex
+    drawn = ""
+    if style.reverse:
+        fill = f'fill="{color}"' if color else 'class="r"'
+        drawn = f'<rect x="{column * COLUMN:g}" width="{width * COLUMN:g}" height="{ROW - 2}" y="1" {fill}/>'
+    if not bare:
+        return drawn
+    start = column + cell_len(text[: len(text) - len(text.lstrip(" "))])
+    marks = {"b": style.bold, "d": style.dim, "i": style.italic, "u": style.underline, "n": style.reverse}
+    classes = "".join(mark for mark, given in marks.items() if given)
+    classes = f' class="{" ".join(classes)}"' if classes else ""
+    fill = f' style="fill:{color}"' if color and not style.reverse else ""
+    size = f'x="{start * COLUMN:g}" y="{ROW / 2:g}" textLength="{cell_len(bare) * COLUMN:g}"'
+    return f"{drawn}<text {size}{classes}{fill}>{escape(bare, quote=False)}</text>"

@@ -27,6 +27,16 @@ from minipaged.demo.state import Timeline
 from minipaged.demo.terminal import Key
 from minipaged.demo.ticker import Topic, tell
 from minipaged.demo.view import Caption, Frame, Note, Status, View
+from minipaged.events import (
+    BeamFinished,
+    BlockCached,
+    BlocksFreed,
+    RequestAdmitted,
+    SequenceFinished,
+    SequenceForked,
+    TokenGenerated,
+    TokensComputed,
+)
 
 KEYS = "space pause   ← → step back, on   s next scene   q quit"
 
@@ -50,6 +60,8 @@ SECONDS: dict[Topic, float] = {
     "fail": 3.0,
 }
 """How long an event is worth a look, the first times. What is not named here is passed over."""
+QUIET = (TokenGenerated, BlockCached, BeamFinished, BlocksFreed, SequenceFinished, SequenceForked, RequestAdmitted)
+"""Events that are told only to who steps through them one by one. (Some come thousands of times a second.)"""
 HISTORY = SECONDS.keys() - {"step"}
 """What of the past is shown."""
 FULL_TIMES = 2
@@ -135,6 +147,7 @@ class Player:
         self._notes: list[Note] = []
         self._told: Counter[Topic] = Counter()
         self._paused = False
+        self._here: Note | None = None  # what the last key stepped to
         self._drawn = float("-inf")  # when, on the screen's clock
         self._due = 0.0  # when the next event is to be shown
 
@@ -154,7 +167,7 @@ class Player:
         `paced`: stay where something happens; otherwise run as fast as the engine does. Raises NextScene and Quit.
         """
         self._timeline, self._advance = timeline, advance
-        self._notes, self._told = [], Counter()
+        self._notes, self._told, self._here = [], Counter(), None
         self.view.questions = questions or {}
         self.caption = replace(self.caption, run=run, measured=())
         self._due = self._screen.now()
@@ -193,14 +206,18 @@ class Player:
             self.engine_seconds += time.perf_counter() - started
 
     def _forward(self) -> Topic | None:
-        """Follow one event; what kind of thing it was."""
+        """Follow one event; what kind of thing it was, if it may be worth a look."""
         timeline = self._timeline
         event = timeline.next_event()
-        sentence = tell(timeline.state, event, self.view.word if self.view.decode else None)
+        if isinstance(event, QUIET) or (isinstance(event, TokensComputed) and not event.new_blocks):
+            timeline.forward()
+            return None
+        sentence = tell(timeline.state, event)
         timeline.forward()
         if sentence is None:
             return None
-        if not self._notes or timeline.position > self._notes[-1].position:  # else it was told before
+        new = not self._notes or timeline.position > self._notes[-1].position  # else it was told before
+        if new and sentence.topic in HISTORY:
             self._notes.append(Note(timeline.position, timeline.state.step, sentence))
             if len(self._notes) > 2 * MOST_NOTES:
                 del self._notes[:MOST_NOTES]
@@ -225,6 +242,18 @@ class Player:
             self._forward()
         self.drawing_seconds += time.perf_counter() - started
         return 0.0
+
+    def _step_to(self, position: int) -> None:
+        """Stop after so many events, and tell the last of them, whatever it is."""
+        timeline = self._timeline
+        timeline.seek(position - 1)
+        self._here = None
+        if timeline.position < position and not timeline.at_end:
+            event, state = timeline.next_event(), timeline.state
+            sentence = tell(state, event, self.view.word if self.view.decode else None)
+            self._forward()
+            if sentence:
+                self._here = Note(timeline.position, timeline.state.step, sentence)
 
     # --- Waiting, and keys ------------------------------------------------------------------------
 
@@ -258,25 +287,21 @@ class Player:
                 raise NextScene
             case "space":
                 self._paused = not self._paused
+                self._here = None
                 self._due = self._screen.now()
             case "right":
                 self._paused = True
-                self._step_forward()
+                while self._timeline.at_end and self._run_engine():
+                    pass  # until something has happened
+                self._step_to(self._timeline.position + 1)
             case "left":
                 self._paused = True
-                self._timeline.seek(self._timeline.position - 1)
+                self._step_to(max(self._timeline.first + 1, self._timeline.position - 1))
             case "resize":
                 pass
             case "other":
                 return
         self._draw()
-
-    def _step_forward(self) -> None:
-        """One event on; if it has not happened yet, the engine runs until something has."""
-        while self._timeline.at_end:
-            if not self._run_engine():
-                return
-        self._forward()
 
     # --- Drawing ----------------------------------------------------------------------------------
 
@@ -293,13 +318,9 @@ class Player:
         self.drawing_seconds += time.perf_counter() - started
 
     def _latest_notes(self) -> list[Note]:
-        """The sentence of the place where we are, after the last few that were worth a look."""
-        notes = self._notes
-        place = bisect_right(notes, self._timeline.position, key=lambda note: note.position)
-        shown = notes[place - 1 : place] if self._paused else []
-        for note in reversed(notes[: place - len(shown)]):
-            if len(shown) == SHOWN_NOTES:
-                break
-            if note.sentence.topic in HISTORY:
-                shown.insert(0, note)
+        """The last few sentences that were worth a look; and that of the place where we are, if we stepped there."""
+        place = bisect_right(self._notes, self._timeline.position, key=lambda note: note.position)
+        shown = self._notes[max(0, place - SHOWN_NOTES) : place]
+        if self._here and (not shown or shown[-1].position < self._here.position):
+            shown.append(self._here)
         return shown

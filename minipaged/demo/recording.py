@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.cells import cell_len
-from rich.color import ColorSystem, ColorType
+from rich.color import Color, ColorSystem
 from rich.segment import Segment
 from rich.style import Style
 from rich.terminal_theme import TerminalTheme
 
-from minipaged.demo.view import Frame
+from minipaged.demo.view import COLORS, Frame, Line
 from minipaged.errors import InvalidRequest
 
 LONGEST_SECONDS = 4.0
@@ -29,14 +29,17 @@ LAST_SECONDS = 3.0
 """The last one stands for so long, before it all begins again."""
 SUFFIXES = (".svg", ".cast")
 
+SVG_SECONDS = 0.15
+"""The pictures of an SVG come no faster than that."""
 COLUMN, ROW = 8.4, 18
 """Size of a character, in the units of the picture."""
 MARGIN = 10
 STYLE = """
 svg{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
-.p{fill:#16181d}.t,text{fill:#d4d7dd;white-space:pre;dominant-baseline:central}
-.b{font-weight:bold}.d{opacity:.55}.i{font-style:italic}.u{text-decoration:underline}.n{fill:#16181d}.r{fill:#d4d7dd}
-@media(prefers-color-scheme:light){.p{fill:#fbfbfa}.t,text{fill:#24272e}.n{fill:#fbfbfa}.r{fill:#24272e}}
+text{fill:#d4d7dd;dominant-baseline:central;white-space:pre}rect{fill:#d4d7dd;height:16px}
+.p{fill:#16181d;height:100%}.b{font-weight:bold}.d{opacity:.55}.i{font-style:italic}.u{text-decoration:underline}
+.n{fill:#16181d;font-weight:bold}
+@media(prefers-color-scheme:light){text,rect{fill:#24272e}.p,.n{fill:#fbfbfa}}
 .s{animation-duration:DURATIONs;animation-iteration-count:infinite;animation-timing-function:step-end}
 @media(prefers-reduced-motion:reduce){.s{animation-play-state:paused;animation-delay:-STILLs}}
 """
@@ -106,63 +109,77 @@ class Recording:
 
     def _write_svg(self, file: TextIO) -> None:
         columns, rows = self.size
-        duration = self.frames[-1][0] + LAST_SECONDS
+        ends = [at for at, _ in self.frames[1:]] + [float("inf")]
+        frames = [(at, frame) for (at, frame), end in zip(self.frames, ends, strict=True) if end - at >= SVG_SECONDS]
+        start, duration = frames[0][0], frames[-1][0] - frames[0][0] + LAST_SECONDS
+        strips = [
+            _strip(
+                row,
+                columns,
+                [((at - start) / duration, frame.lines[row] if row < len(frame.lines) else []) for at, frame in frames],
+            )
+            for row in range(rows)
+        ]
         width, height = columns * COLUMN + 2 * MARGIN, rows * ROW + 2 * MARGIN
         style = STYLE.replace("DURATION", f"{duration:.2f}").replace("STILL", f"{0.6 * duration:.2f}")
-        body = "".join(self._strip(row, columns, duration) for row in range(rows))
         file.write(
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}">\n'
-            f"<style>{style}</style>\n"
-            f'<rect class="p" width="100%" height="100%" rx="8"/>\n{body}</svg>\n'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+            f'xml:space="preserve"><style>{style}{_color_classes()}</style>'
+            f'<rect class="p" width="100%" rx="8"/>\n{"".join(strips)}</svg>\n'
         )
 
-    def _strip(self, row: int, columns: int, duration: float) -> str:
-        """All that one row ever showed, and when which of it is seen."""
-        places: dict[str, int] = {}
-        moments: list[tuple[float, int]] = []
-        for at, frame in self.frames:
-            drawn = _svg_line(frame.lines[row] if row < len(frame.lines) else [])
-            place = places.setdefault(drawn, len(places))
-            if not moments or moments[-1][1] != place:
-                moments.append((at, place))
-        if set(places) == {""}:
-            return ""
-        lines = "".join(f'<g transform="translate(0,{ROW * i})">{drawn}</g>\n' for drawn, i in places.items() if drawn)
-        window = f'<svg x="{MARGIN}" y="{MARGIN + row * ROW}" width="{columns * COLUMN:g}" height="{ROW}">'
-        if len(moments) == 1:
-            return f"{window}{lines}</svg>\n"
-        jumps = "".join(
-            f"{100 * at / duration:.2f}%{{transform:translateY({-ROW * place}px)}}" for at, place in moments
-        )
-        keyframes = f"<style>@keyframes k{row}{{{jumps}}}</style>"
-        return f'{keyframes}{window}<g class="s" style="animation-name:k{row}">{lines}</g></svg>\n'
+
+def _strip(row: int, columns: int, lines: list[tuple[float, Line]]) -> str:
+    """All that one row ever showed, and when which of it is seen. `lines`: each from a moment between 0 and 1 on."""
+    places: dict[str, int] = {}
+    moments: list[tuple[float, int]] = []
+    for at, line in lines:
+        place = places.setdefault(_svg_line(line), len(places))
+        if not moments or moments[-1][1] != place:
+            moments.append((at, place))
+    if set(places) == {""}:
+        return ""
+    drawn = "".join(
+        f'<g transform="translate(0,{ROW * i + ROW // 2})">{line}</g>\n' for line, i in places.items() if line
+    )
+    window = f'<svg x="{MARGIN}" y="{MARGIN + row * ROW}" width="{columns * COLUMN:g}" height="{ROW}">'
+    if len(moments) == 1:
+        return f"{window}{drawn}</svg>\n"
+    jumps = "".join(f"{100 * at:.2f}%{{transform:translateY({-ROW * place}px)}}" for at, place in moments)
+    keyframes = f"<style>@keyframes k{row}{{{jumps}}}</style>"
+    return f'{keyframes}{window}<g class="s" style="animation-name:k{row}">{drawn}</g></svg>\n'
 
 
-def _svg_line(line: list[Segment]) -> str:
+def _svg_line(line: Line) -> str:
     """The texts of one line, and the rectangles behind those in reverse."""
     parts, column = [], 0
     for text, style, _ in Segment.simplify(line):
-        width = cell_len(text)
-        parts.append(_svg_piece(text, style or Style(), column, width))
-        column += width
+        parts.append(_svg_piece(text, style or Style(), column))
+        column += cell_len(text)
     return "".join(parts)
 
 
-def _svg_piece(text: str, style: Style, column: int, width: int) -> str:
+def _svg_piece(text: str, style: Style, column: int) -> str:
     bare = text.strip(" ")
-    color = ""
-    if style.color is not None and style.color.type is not ColorType.DEFAULT:
-        color = style.color.get_truecolor(THEME).hex
+    color = f"c{style.color.number}" if style.color is not None else ""
     drawn = ""
     if style.reverse:
-        fill = f'fill="{color}"' if color else 'class="r"'
-        drawn = f'<rect x="{column * COLUMN:g}" width="{width * COLUMN:g}" height="{ROW - 2}" y="1" {fill}/>'
+        drawn = f'<rect x="{column * COLUMN:.4g}" y="-8" width="{cell_len(text) * COLUMN:.4g}"{_class(color)}/>'
     if not bare:
         return drawn
     start = column + cell_len(text[: len(text) - len(text.lstrip(" "))])
-    marks = {"b": style.bold, "d": style.dim, "i": style.italic, "u": style.underline, "n": style.reverse}
-    classes = "".join(mark for mark, given in marks.items() if given)
-    classes = f' class="{" ".join(classes)}"' if classes else ""
-    fill = f' style="fill:{color}"' if color and not style.reverse else ""
-    size = f'x="{start * COLUMN:g}" y="{ROW / 2:g}" textLength="{cell_len(bare) * COLUMN:g}"'
-    return f"{drawn}<text {size}{classes}{fill}>{escape(bare, quote=False)}</text>"
+    marks = {"b": style.bold and not style.reverse, "d": style.dim, "i": style.italic, "u": style.underline}
+    classes = _class("n" if style.reverse else color, *(mark for mark, given in marks.items() if given))
+    size = f'x="{start * COLUMN:.4g}" textLength="{cell_len(bare) * COLUMN:.4g}"'
+    return f"{drawn}<text {size}{classes}>{escape(bare, quote=False)}</text>"
+
+
+def _class(*names: str) -> str:
+    joined = " ".join(name for name in names if name)
+    return f' class="{joined}"' if joined else ""
+
+
+def _color_classes() -> str:
+    """The view's colours, by their numbers; said once."""
+    colors = {number: Color.from_ansi(number).get_truecolor(THEME).hex for number in COLORS}
+    return "".join(f".c{number}{{fill:{color}!important}}" for number, color in colors.items())

@@ -64,6 +64,8 @@ def run_demo(
     recording = Recording(record) if record else None
     started = time.perf_counter()
     # The demo shows that preemption changes no text. In bfloat16, rounding would.
+    if _draws(console) and not json_output:
+        print(f"loading {model} ...", flush=True)
     loaded = LoadedModel.load(model, tier, dtype="float32")
     stage = Stage(loaded, seed, block_size, num_blocks, allocator, steps, tuple(prompts))
     show(*report.opening(stage))

@@ -27,7 +27,7 @@ from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 from rich.style import Style
 
-from minipaged.demo.state import LETTERS, LiveRequest, LiveSequence, Pool, State
+from minipaged.demo.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, Pool, State
 from minipaged.demo.ticker import Sentence
 
 Line = list[Segment]
@@ -195,7 +195,8 @@ class View:
             cropped = [min(total, _round_up(used + per_row // 2, per_row))] if tile <= 4 else []
             for shown in (total, *cropped):
                 more = shown < total
-                if per_row and -(-shown // per_row) + more <= rows:
+                most = rows if tile <= 4 else rows * 3 // 5  # large tiles are pretty, but words are worth more
+                if per_row and -(-shown // per_row) + more <= most:
                     lines = [
                         [
                             Segment(f"{first:>{digits}}", DIM),
@@ -229,7 +230,7 @@ class View:
         """A row of tiles, with a mark before those that the last sentence is about."""
         line: Line = []
         for block in blocks:
-            line.append(Segment("▸", BOLD) if block in touched else Segment(" "))
+            line.append(Segment("▸", BOLD) if block in touched else Segment(" ", DIM))
             line += self._tile(state, pool, block, width)
         return line
 
@@ -262,7 +263,7 @@ class View:
             cached = pool is state.device and any(block in state.cached for block in blocks)
             return Segment("░" if cached else "·", DIM)
         letters = {state.sequences[pool.holders[block][0]].letter for block in held}
-        if len(letters) == 1 and len(held) == len(blocks):
+        if len(letters) == 1 and len(held) == len(blocks) and NO_LETTER not in letters:
             letter = letters.pop()
             shared = len(held) == 1 and len(pool.holders[held[0]]) > 1
             return Segment(letter, self.style(letter) + (REVERSED_UNDERLINED if shared else REVERSED))

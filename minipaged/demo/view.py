@@ -40,7 +40,7 @@ BOLD = Style(bold=True)
 DIM = Style(dim=True)
 BLOCKS_OF_EIGHT = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(
-    {"─": "-", "│": "|", "·": ".", "×": "x", "→": ">", "←": "<", "▸": ">", "…": "~", "░": ":", "█": "#"}
+    {"─": "-", "│": "|", "·": ".", "×": "x", "→": ">", "←": "<", "▸": ">", "…": "~", "░": ":", "▪": "o", "█": "#"}
 )
 """What to draw where the terminal's encoding has no such signs. (The eighths are all drawn as #.)"""
 ASCII |= dict.fromkeys(map(ord, BLOCKS_OF_EIGHT), "#")
@@ -142,9 +142,9 @@ class View:
         lines = [*head, *blank, *memory, *tables, *low, *blank, *news, *keys]
         if len(lines) > height:  # a very low terminal: what happened and the keys are worth more than the rest
             lines = [*lines[: max(0, height - len(news) - len(keys))], *news, *keys][:height]
-        lines = [Segment.adjust_line_length(line, width) for line in lines]
         if not self.unicode:
-            lines = [[Segment(text.translate(ASCII), style) for text, style, _ in line] for line in lines]
+            lines = [[Segment(_ascii(text), style) for text, style, _ in line] for line in lines]
+        lines = [Segment.adjust_line_length(line, width) for line in lines]
         return Frame(width, lines)
 
     # --- The head ---------------------------------------------------------------------------------
@@ -163,13 +163,13 @@ class View:
     def _memory(self, state: State, width: int, rows: int, touched: Sentence | None) -> list[Line]:
         """Header, tiles and legend in at most so many rows: the device's, and the host's beside them."""
         pool, host = state.device, state.host
-        parts = [f"{len(pool.holders)} held"]
-        if state.cached:
-            parts.append(f"{state.num_cached_only} cached only")
-        sizes = f"{pool.num_blocks} blocks of {state.block_size} slots"
-        title = f"device: {sizes}, {', '.join([*parts, f'{state.num_free} free'])}"
+        cached = [f"{state.num_cached_only} cached"] if state.cached else []
+        counts = ", ".join([f"{len(pool.holders)} held", *cached, f"{state.num_free} free"])
         host_width = min(max(24, width // 4), width // 3) if host.num_blocks else 0
         grid_width = width - host_width - (3 if host_width else 0)
+        title = f"device: {pool.num_blocks} blocks of {state.block_size} slots: {counts}"
+        if len(title) > grid_width - 4:
+            title = title.replace(" slots:", ":").removeprefix("device: ")
         legend_rows = 1 if rows > 4 else 0
         now = (set(touched.blocks), set(touched.host_blocks)) if touched else (set(), set())
         tiles, legend = self._grid(state, pool, grid_width, rows - 1 - legend_rows, now[0])
@@ -221,10 +221,9 @@ class View:
 
     def _legend(self, state: State, tile: int) -> str:
         shared = "A×3" if tile > 2 else "A3"
-        shared += " held by 3, the cache counted" if state.cached else " shared by 3"
-        parts = ["A··· held by A, partly filled", shared]
+        parts = ["A·· partly filled", f"{shared} held by 3{' (cache counted)' if state.cached else ''}"]
         parts += ["(c) cached only"] if state.cached else []
-        return "   ".join([*parts, "· free", "▸ just now"])
+        return "  ".join([*parts, "· free", "▸ just now"])
 
     def _tiles(self, state: State, pool: Pool, blocks: Iterable[int], width: int, touched: set[int]) -> Line:
         """A row of tiles, with a mark before those that the last sentence is about."""
@@ -289,16 +288,16 @@ class View:
             lines += self._one_table(state, ended[0], width, room)
         else:
             each = max(1, min(5, room // max(1, len(live) or len(ended))))
-            shown = [*live, *ended][: room // each]
+            shown = [*live, *ended][: max(0, room // each)]
             if len(live) > len(shown):
-                shown.pop()
+                shown = shown[:-1]
             tables = [self._entries(state, sequence, width - 6 if each > 1 else width * 3 // 5) for sequence in shown]
             widest = max((Segment.get_line_length(table) for table in tables), default=0)
             for sequence, table in zip(shown, tables, strict=True):
                 lines += self._sequence(sequence, table, width, each, widest)
             if len(live) > len(shown):
                 lines.append([Segment(f" … and {len(live) - len(shown)} more sequences", DIM)])
-        return lines[:rows]
+        return lines[: max(0, rows)]
 
     def _sequence(self, sequence: LiveSequence, table: Line, width: int, rows: int, widest: int) -> list[Line]:
         """Table, and the words below it; beside it where there is but one row."""
@@ -527,6 +526,10 @@ def _round_up(number: int, multiple: int) -> int:
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
+
+
+def _ascii(text: str) -> str:
+    return text.translate(ASCII).encode("ascii", "replace").decode()
 
 
 def _beginning(text: str, width: int) -> str:

@@ -18,9 +18,8 @@ from rich.cells import cell_len
 from rich.color import Color, ColorSystem
 from rich.segment import Segment
 from rich.style import Style
-from rich.terminal_theme import TerminalTheme
 
-from minipaged.demo.view import COLORS, Frame, Line
+from minipaged.demo.view import BASIC_COLORS, COLORS, Frame, Line
 from minipaged.errors import InvalidRequest
 
 LONGEST_SECONDS = 4.0
@@ -43,8 +42,6 @@ text{fill:#d4d7dd;dominant-baseline:central;white-space:pre}rect{fill:#d4d7dd;he
 .s{animation-duration:DURATIONs;animation-iteration-count:infinite;animation-timing-function:step-end}
 @media(prefers-reduced-motion:reduce){.s{animation-play-state:paused;animation-delay:-STILLs}}
 """
-THEME = TerminalTheme((0, 0, 0), (0, 0, 0), [(0, 0, 0)] * 8)
-"""Rich wants one to look up colours; those of the view are all of the 256, which no theme changes."""
 
 
 @dataclass(slots=True)
@@ -181,5 +178,5 @@ def _class(*names: str) -> str:
 
 def _color_classes() -> str:
     """The view's colours, by their numbers; said once."""
-    colors = {number: Color.from_ansi(number).get_truecolor(THEME).hex for number in COLORS}
+    colors = {number: Color.from_ansi(number).get_truecolor().hex for number in (*COLORS, *BASIC_COLORS)}
     return "".join(f".c{number}{{fill:{color}!important}}" for number, color in colors.items())

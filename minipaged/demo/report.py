@@ -145,7 +145,8 @@ def run_lines(state: State) -> list[str]:
     """What was counted in a run of which nothing but the events is known."""
     counts, pool = state.counts, state.device
     return [
-        f"{counts['step_finished']} steps, {state.num_generated} tokens generated for {state.num_arrived} requests; at "
+        f"{counts['step_finished']} steps, {state.num_generated} tokens generated for "
+        f"{state.num_arrived} request{'' if state.num_arrived == 1 else 's'}; at "
         f"most {state.most_sequences} sequences at once in {pool.most_used} of {pool.num_blocks} blocks.",
         f"{counts['sequence_forked']} forks, {counts['block_copied']} copies on write, "
         f"{counts['tokens found in cache']} tokens found in the prefix cache.",

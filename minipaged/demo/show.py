@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from rich.color import ColorSystem
 from rich.console import Console
 
 from minipaged.contracts import BlockAllocator
@@ -23,9 +24,9 @@ from minipaged.demo.recording import Recording
 from minipaged.demo.scenes import SCENES, YOURS, Outcome, Scene
 from minipaged.demo.stage import Stage
 from minipaged.demo.state import Timeline
-from minipaged.demo.terminal import Terminal, is_live
+from minipaged.demo.terminal import Terminal, color_system, is_live
 from minipaged.demo.ticker import LEFT_OUT, story
-from minipaged.demo.view import Caption, Decode, View
+from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Decode, View
 from minipaged.errors import InvalidRequest
 from minipaged.events import EngineStarted, from_json
 
@@ -170,7 +171,9 @@ def player(
     the terminal is drawn on. Afterwards the terminal is as it was, and the recording is written."""
     unicode = console.encoding.startswith("utf")
     live = live and _draws(console)
-    view = View(decode, color=not console.no_color, unicode=unicode or not live)
+    few = live and color_system(console) is ColorSystem.STANDARD
+    colors = () if console.no_color else BASIC_COLORS if few else COLORS
+    view = View(decode, colors, unicode=unicode or not live)
     with ExitStack() as stack:
         if recording:
             stack.callback(recording.save)

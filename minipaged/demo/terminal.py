@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Literal, TextIO
 
@@ -147,9 +148,10 @@ class Terminal:
         self._shown = []
 
     def _give_back(self) -> None:
-        self._output.write(LEAVE)
-        self._output.flush()
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
+        with suppress(OSError, termios.error):  # the terminal itself may have gone
+            self._output.write(LEAVE)
+            self._output.flush()
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)  # by way of __exit__

@@ -34,7 +34,9 @@ Line = list[Segment]
 Decode = Callable[[Sequence[int]], str]
 
 COLORS = (33, 166, 28, 127, 30, 160, 99, 130, 67, 162, 100, 65)
-"""Of the 256: neither light nor dark, and neighbours unlike. Terminals with 16 colours get the nearest of theirs."""
+"""Of the 256: neither light nor dark, and neighbours unlike."""
+BASIC_COLORS = (4, 3, 2, 5, 6, 1)
+"""Where there are 16: those that are not black, white or grey."""
 PLAIN = Style()
 BOLD = Style(bold=True)
 DIM = Style(dim=True)
@@ -109,7 +111,8 @@ class View:
     """Draws states. `decode` turns token ids into text (None: they are shown as numbers)."""
 
     decode: Decode | None = None
-    color: bool = True
+    colors: Sequence[int] = COLORS
+    """Taken in turn by the letters; empty: no colours."""
     unicode: bool = True
     questions: Mapping[str, str] = field(default_factory=dict)
     """The prompt of a request as a reader wants it: without the chat template around it."""
@@ -270,7 +273,10 @@ class View:
 
     def style(self, letter: str) -> Style:
         """The colour of a sequence."""
-        return _color(letter) if self.color else PLAIN
+        place = LETTERS.find(letter)
+        if place < 0 or not self.colors:
+            return PLAIN
+        return _color(self.colors[place % len(self.colors)])
 
     # --- Block tables and words -------------------------------------------------------------------
 
@@ -477,9 +483,8 @@ REVERSED_UNDERLINED = Style(reverse=True, bold=True, underline=True)
 
 
 @cache
-def _color(letter: str) -> Style:
-    place = LETTERS.find(letter)
-    return PLAIN if place < 0 else Style(color=f"color({COLORS[place % len(COLORS)]})")
+def _color(number: int) -> Style:
+    return Style(color=f"color({number})")
 
 
 def _rule(title: str, width: int) -> Line:

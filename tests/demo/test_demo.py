@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.color import ColorSystem
 
 from minipaged import InvalidRequest, InvariantViolation, SamplingParams
-from minipaged.demo import run_demo
+from minipaged.demo import replay, run_demo
+from minipaged.demo.player import Film, Player
 from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, compare
 from minipaged.demo.stage import Stage
+from minipaged.demo.state import Timeline
 from minipaged.demo.ticker import Topic, numbers
-from minipaged.events import StepFinished
+from minipaged.demo.view import Frame, View
+from minipaged.events import StepFinished, from_json
 from minipaged.llm import LLM, LoadedModel
 from minipaged.reference.block_allocator import BlockAllocator
 from tests.tiny_model import make_tiny_model
@@ -269,6 +275,134 @@ def test_llms_that_share_a_loaded_model_share_its_weights_and_nothing_else(tiny_
 )
 def test_runs_of_blocks_are_drawn_together(blocks: list[int], words: str) -> None:
     assert numbers(blocks) == words
+
+
+# --- What else may be asked for -------------------------------------------------------------------
+
+
+def test_every_run_in_the_json_has_its_events(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_demo(model=tiny_model, tier="reference", scene="preemption", json_output=True)
+    (scene,) = json.loads(capsys.readouterr().out)["scenes"]
+    for run in scene["runs"]:
+        timeline = Timeline(from_json(json.dumps(event)) for event in run["events"])
+        timeline.seek(len(timeline))
+        assert timeline.state.num_generated == run["generated_tokens"]
+        assert timeline.state.counts["block_copied"] == run["blocks_copied"]
+        assert timeline.state.most_sequences == run["most_sequences"]
+
+
+@pytest.mark.parametrize("scene", [None, "yours"])
+def test_ones_own_prompts_are_answered(tiny_model: Path, scene: str | None) -> None:
+    (outcome,) = run_demo(model=tiny_model, tier="reference", scene=scene, prompts=["What is a page?", "And a block?"])
+    assert [text.prompt for text in outcome.texts] == ["What is a page?", "And a block?"]
+    assert all(text.outputs[0] for text in outcome.texts)
+
+
+def test_ones_own_prompts_can_come_from_a_file(tiny_model: Path, tmp_path: Path) -> None:
+    asked = ["--scene", "yours", "--model", str(tiny_model), "--tier", "reference", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "minipaged.demo", *asked], input="one\ntwo\n\nthree\n", capture_output=True, text=True
+    )
+    (scene,) = json.loads(done.stdout)["scenes"]
+    assert [text["prompt"] for text in scene["texts"]] == ["one", "two"]
+
+
+def test_every_scene_can_be_cut_short(tiny_model: Path) -> None:
+    outcomes = run_demo(model=tiny_model, tier="reference", steps=3)
+    assert len(outcomes) == len(NAMES)
+    assert all(run.steps <= 3 for outcome in outcomes for run in outcome.runs)
+    preempted = outcomes[NAMES.index("preemption")]
+    assert preempted.holds  # as far as the runs went
+
+
+def test_several_scenes_can_be_chosen(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_demo(model=tiny_model, tier="reference", scene="beam-search,one-request", steps=2)
+    printed = capsys.readouterr().out
+    assert printed.index("1/2 Beam search") < printed.index("2/2 One request")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"speed": 0.0}, "speed is 0.0; it must be above 0"),
+        ({"speed": float("nan")}, "speed is nan"),
+        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"scene": "yours"}, "this scene needs prompts"),
+        ({"scene": "one-request", "prompts": ["a"]}, "prompts are for --scene yours"),
+        ({"record": Path("demo.gif")}, "must end in"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tiny_model: Path, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        run_demo(model=tiny_model, tier="reference", **asked)
+
+
+ARRIVED = '{"event":"request_arrived","request":"0","sequence":0,"prompt_token_ids":[1],"num_sequences":1}\n'
+STARTED = '{"event":"engine_started","num_blocks":4,"num_swap_blocks":0,"block_size":4,"max_model_len":16}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no events"),
+        (ARRIVED, "line 1: the first event of a run is engine_started"),
+        (STARTED + "{", "line 2: "),
+        (STARTED + '\n{"event":"what"}', "line 3: not an event"),
+        (STARTED + '{"event":"request_admitted","request":"7"}', "line 2: it does not follow from the events before"),
+        (
+            STARTED + ARRIVED + '{"event":"blocks_freed","sequence":0,"blocks":[3]}',
+            r"line 3: sequence 0 holds blocks \[\]",
+        ),
+    ],
+)
+def test_a_file_that_is_no_run_is_refused_with_the_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match=message):
+        replay(path)
+    with pytest.raises(InvalidRequest, match="cannot read"):
+        replay(tmp_path / "nothing.jsonl")
+
+
+def test_what_generate_wrote_can_be_replayed_with_words_or_without(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, film = tmp_path / "run.jsonl", tmp_path / "run.cast"
+    with path.open("w") as file:
+        llm = LLM(tiny_model, tier="reference", listeners=[lambda event: print(event.to_json(), file=file)])
+        llm.generate("paging", SamplingParams(n=2, max_tokens=8, seed=0))
+    replay(path, record=film)
+    assert "16 tokens generated for 1 request;" in capsys.readouterr().out
+    assert llm.tokenizer is not None
+    with_ids = film.read_text()
+    prompt = llm.tokenizer.encode("paging")
+    assert f"{prompt[0]}|{prompt[1]}|{prompt[2]}" in with_ids  # in the slots of the block table
+    replay(path, record=film, decode=llm.tokenizer.decode)
+    assert "p|a|g|i|n|g" in film.read_text()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("speed", [1.0, float("inf")])
+def test_drawing_takes_less_than_a_twentieth_of_the_engines_time(speed: float) -> None:
+    """All that the view adds is counted: following the events, telling them, drawing, and the escape sequences."""
+
+    class Canvas(Film):
+        pictures = 0
+
+        def now(self) -> float:
+            return time.perf_counter() if speed == float("inf") else super().now()
+
+        def show(self, frame: Frame) -> None:
+            self.pictures += 1
+            frame.ansi(ColorSystem.EIGHT_BIT)
+
+    stage = Stage(LoadedModel.load("smollm2-135m-instruct", dtype="float32"))
+    canvas = Canvas(120, 40)
+    player = Player(canvas, View(stage.tokenizer.decode), speed=speed)
+    for scene in SCENES[:3]:
+        scene.play(stage.played_by(player))
+    assert canvas.pictures > 10
+    assert player.drawing_seconds < 0.05 * player.engine_seconds
 
 
 @pytest.mark.model

@@ -6,16 +6,17 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.color import ColorSystem
+from rich.color import Color, ColorSystem
 
 from minipaged.demo import replay
 from minipaged.demo.player import Film, Player
 from minipaged.demo.recording import Recording
 from minipaged.demo.state import State, Timeline
-from minipaged.demo.view import Caption, Frame, Status, View
+from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Frame, Status, View
 from minipaged.events import (
     BlockCopied,
     EngineStarted,
@@ -82,7 +83,7 @@ class Frames:
         self.texts.append(frame.text())
 
 
-def drawn(events: list[Event], position: int, width: int, height: int, **options: bool) -> Frame:
+def drawn(events: list[Event], position: int, width: int, height: int, **options: Any) -> Frame:
     """The picture that a player shows when it has come that far."""
     frames = Frames()
     player = Player(Film(width, height), View(letters, **options), recording=frames, keys=True)  # type: ignore[arg-type]
@@ -113,7 +114,7 @@ def test_the_picture_after_an_event_is_the_one_that_was_looked_at(
 
 def test_without_colours_the_same_is_said_in_bold_dim_and_reverse(events: list[Event]) -> None:
     position = after(events, SwappedIn)
-    with_colours, without = (drawn(events, position, 80, 24, color=color) for color in (True, False))
+    with_colours, without = (drawn(events, position, 80, 24, colors=colors) for colors in (COLORS, ()))
     assert with_colours.text() == without.text()
     plain = "\n".join(without.ansi(ColorSystem.EIGHT_BIT))
     codes = {code for given in ESCAPE.findall(plain) for code in given.split(";")}
@@ -121,6 +122,22 @@ def test_without_colours_the_same_is_said_in_bold_dim_and_reverse(events: list[E
     assert "7" in codes
     assert "38;5;" in "\n".join(with_colours.ansi(ColorSystem.EIGHT_BIT))
     check_snapshot("no-color-80x24", plain.replace("\x1b", "␛"))
+
+
+def test_every_colour_is_seen_on_black_and_on_white() -> None:
+    """WCAG asks 3 : 1 of large or bold text."""
+
+    def luminance(red: int, green: int, blue: int) -> float:
+        linear = [
+            c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in (red / 255, green / 255, blue / 255)
+        ]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for number in COLORS:
+        own = luminance(*Color.from_ansi(number).get_truecolor())
+        assert (own + 0.05) / 0.05 > 3
+        assert 1.05 / (own + 0.05) > 3
+    assert not {0, 7, 8, 15} & set(BASIC_COLORS)  # black, white, grey
 
 
 def test_not_a_terminal_gets_lines(events: list[Event], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ from minipaged.events import (
 KEYS = "space pause   ← → step back, on   s next scene   q quit"
 
 SECONDS: dict[Topic, float] = {
-    "start": 1.0,
+    "start": 0.5,
     "step": 0.06,
     "arrive": 0.1,
     "join": 0.6,
@@ -171,7 +171,10 @@ class Player:
         self.view.questions = questions or {}
         self.caption = replace(self.caption, run=run, measured=())
         self._due = self._screen.now()
-        self._draw()
+        while timeline.at_end and self._run_engine():
+            pass  # until there is something to show
+        if not timeline.at_end:
+            self._forward()  # the sizes of everything
         self._wait(OPENING_SECONDS if paced else 0.0)
         while True:
             if self._paused:
@@ -261,9 +264,9 @@ class Player:
         """Show where we are until its time is over, or a key is pressed."""
         now = self._screen.now()
         self._due = max(self._due, now - FRAME_SECONDS) + seconds / self._speed
-        waiting = self._due > now
-        affordable = self.drawing_seconds <= DRAWING_SHARE * self.engine_seconds
-        if (waiting or affordable) and now - self._drawn >= FRAME_SECONDS:
+        left = self._due - now
+        affordable = left > 0 or self.drawing_seconds <= DRAWING_SHARE * self.engine_seconds
+        if left >= FRAME_SECONDS or (affordable and now - self._drawn >= FRAME_SECONDS):
             self._draw()
         while True:
             key = self._screen.key(max(0.0, self._due - self._screen.now()))

@@ -16,6 +16,7 @@ from minipaged.demo import replay
 from minipaged.demo.player import Film, Player
 from minipaged.demo.recording import Recording
 from minipaged.demo.state import State, Timeline
+from minipaged.demo.ticker import tell
 from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Frame, Status, View
 from minipaged.events import (
     BlockCopied,
@@ -267,10 +268,17 @@ def test_stepping_back_and_on_again_shows_the_same_pictures(events: list[Event])
     assert again == steps[there - 50 :]
 
 
-def test_every_event_has_its_sentence_or_changes_nothing_but_the_count(events: list[Event]) -> None:
+def test_who_steps_is_told_of_every_event(events: list[Event]) -> None:
     texts = play(events, *["right"] * (len(events) - 1), "space")
-    silent = {type(event).name for event, text in zip(events[1:], texts[1:], strict=False) if "step" not in text}
-    assert not silent
+    timeline = Timeline(events)
+    timeline.forward()
+    for text in texts[1 : len(events)]:
+        sentence = tell(timeline.state, timeline.next_event(), lambda token: letters([token]))
+        timeline.forward()
+        news = " ".join(text.split("what just happened")[1].split())
+        if sentence:
+            assert f"step {timeline.state.step} {sentence.text} space pause" in news.replace("─", "").replace("  ", " ")
+    assert timeline.at_end
 
 
 def test_playing_stops_where_something_happens_and_shows_it(events: list[Event]) -> None:

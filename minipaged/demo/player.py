@@ -168,7 +168,7 @@ class Player:
         """
         self._timeline, self._advance = timeline, advance
         self._notes, self._told, self._here = [], Counter(), None
-        self.view.questions = questions or {}
+        self.view.questions = {} if questions is None else questions  # may be filled as the run goes on
         self.caption = replace(self.caption, run=run, measured=())
         self._due = self._screen.now()
         while timeline.at_end and self._run_engine():

@@ -37,6 +37,14 @@ COLORS = (33, 166, 28, 127, 30, 160, 99, 130, 67, 162, 100, 65)
 """Of the 256: neither light nor dark, and neighbours unlike."""
 BASIC_COLORS = (4, 3, 2, 5, 6, 1)
 """Where there are 16: those that are not black, white or grey."""
+GLOSSARY = (
+    ("block", "room for the keys and values of a few tokens"),
+    ("block table", "the blocks of one sequence, in order; any will do"),
+    ("shared block", "in several tables, stored once; ×3: in three"),
+    ("copy-on-write", "who writes into a shared block gets a copy first"),
+    ("preemption", "when blocks run out, the latest request gives up its own"),
+)
+"""Shown while there is nothing else to show."""
 PLAIN = Style()
 BOLD = Style(bold=True)
 DIM = Style(dim=True)
@@ -288,7 +296,9 @@ class View:
         live = [s for queue in (state.running, state.waiting) for r in queue for s in r.sequences if s.letter]
         ended = [s for request in reversed(state.finished) for s in request.done if s.letter]
         room = rows - 1
-        if len(live) == 1 and room >= 4:
+        if not live and not ended:
+            lines += [[Segment(f" {term:<15}", BOLD), Segment(_beginning(text, width - 17))] for term, text in GLOSSARY]
+        elif len(live) == 1 and room >= 4:
             lines += self._one_table(state, live[0], width, room)
         elif not live and len(ended) == 1 and room >= 4:
             lines += self._one_table(state, ended[0], width, room)

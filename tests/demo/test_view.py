@@ -287,6 +287,31 @@ def test_playing_stops_where_something_happens_and_shows_it(events: list[Event])
         assert any(words in text for text in texts), words
 
 
+def test_a_question_is_shown_before_its_answer_also_when_it_arrives_later(events: list[Event]) -> None:
+    frames, questions = Frames(), dict[str, str]()
+    player = Player(Film(120, 40), View(letters), recording=frames)  # type: ignore[arg-type]
+    timeline = Timeline()
+
+    def advance() -> bool:
+        if not len(timeline):
+            questions["r1"] = "Who goes there?"
+            for event in events:
+                timeline.append(event)
+            return True
+        return False
+
+    player.play(timeline, advance, questions=questions)
+    assert any("Who goes there? → S" in text for text in frames.texts)
+
+
+def test_the_words_are_explained_before_anything_happens(events: list[Event]) -> None:
+    text = drawn(events, 1, 80, 24).text()
+    for word in ("block table", "shared block", "copy-on-write", "preemption"):
+        assert word in text
+    assert max(len(line) for line in text.split("\n")) <= 80
+    assert "…" not in text
+
+
 def test_what_was_preempted_is_seen_on_the_host(events: list[Event]) -> None:
     position = after(events, RequestPreempted) + 1
     text = drawn(events, position, 120, 40).text()

@@ -236,8 +236,6 @@ class BatchRow:
     """[num_query_tokens]; a pending token comes alone, and those of one batch come from the same samples."""
     first_position: int
     """The position of `token_ids[0]`: everything before it is in the KV cache already."""
-    slots: Sequence[int]
-    """[num_query_tokens]: where to write K and V of each token."""
     table: BlockTable
     """The sequence's own, to be read: its blocks cover positions 0 .. first_position + num_query_tokens - 1."""
     wants_logits: bool
@@ -247,6 +245,11 @@ class BatchRow:
     def context_len(self) -> int:
         """How many of the sequence's tokens have K and V after the pass."""
         return self.first_position + len(self.token_ids)
+
+    @property
+    def slots(self) -> Sequence[int]:
+        """[num_query_tokens]: where to write K and V of each token; to be read before the table is changed again."""
+        return self.table.slot_mapping(self.first_position, self.context_len)
 
 
 Batch = Sequence[BatchRow]

@@ -33,7 +33,6 @@ class ScheduledRequest:
                 BatchRow(
                     token_ids=sequence.query_tokens(start, stop),
                     first_position=start,
-                    slots=sequence.table.slot_mapping(start, stop),
                     table=sequence.table,
                     wants_logits=self.completes,
                 )

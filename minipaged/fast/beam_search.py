@@ -2,7 +2,7 @@
 
 A step has `beams * vocab` candidates, of which at most `max(2, 1 + number of EOS tokens) * beam_width` matter. They are
 found where the logits are, in one ranking over all beams, and come back in one copy, together with what tells whether
-the logits were sound. On those few the rules of `minipaged.reference.beam_search` are carried out: what has finished,
+the logits were sound. On those few the rules of `reference/beam_search.py` are carried out: what has finished,
 what goes on, whether the search is over.
 
 The engine steps a deep copy of a search. So a search holds no arrays: its parameters, a counter, and the scores of the

@@ -5,16 +5,17 @@ The twin of `reference/kv_cache.py`: the same blocks and slots, and the same cal
 - A block is laid out [layers, 2, kv_heads, block_size, head_dim]: still one piece of memory, so that copying it or
   swapping it is one copy; and the keys of one head lie next to each other, which is how attention reads them.
 - `kernels`: what moves the numbers is compiled, with Triton for a GPU (`gpu/`) and with numba for a CPU (`cpu/`).
-- On a GPU, swapping goes by a side stream, and the blocks that leave are first gathered into one piece on the device.
-  That takes microseconds, the link to the host milliseconds: while they are on their way, the next step already writes
-  into the blocks they came from. And runs of neighbours on the host are one copy each, because small copies do not
-  reach the speed of the link.
+- On a GPU, swapping goes by a side stream, and between the pool and the link blocks are gathered in one piece on the
+  device. To gather or scatter them takes microseconds, the link to the host milliseconds. So while blocks that leave
+  are on their way, the next step already writes into the places they came from; and blocks that return are on their way
+  while the step before is still computing, though their places may be in use by it. Runs of neighbours on the host are
+  one copy each, because small copies do not reach the speed of the link.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch import Tensor
 from minipaged.contracts import CopyPair
 
 STAGED_BYTES = 64 << 20
-"""Blocks that are gathered into one piece, on their way to the host or back."""
+"""What is gathered in one piece, on its way to the host or back. (The host does not wait for one piece before it queues
+the next, so that several may be there at once.)"""
 
 
 class KVCache:
@@ -72,7 +74,7 @@ class KVCache:
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             self.device_blocks = torch.zeros((num_blocks, *block_shape), dtype=dtype, device=self.device)
-            self.host_blocks = torch.zeros((num_swap_blocks, *block_shape), dtype=dtype, pin_memory=True)
+            self.host_blocks = torch.empty((num_swap_blocks, *block_shape), dtype=dtype, pin_memory=True)
         else:
             self.device_blocks = _untouched_zeros((num_blocks, *block_shape), dtype)
             self.host_blocks = _untouched_zeros((num_swap_blocks, *block_shape), dtype)
@@ -136,7 +138,10 @@ class KVCache:
         pairs = sorted(pairs, key=lambda pair: pair[1])  # neighbours on the host become one copy
         for piece in self._pieces(pairs):
             leaving = self.device_blocks[self._on_device([device for device, _ in piece])]  # [n, ...], one piece
-            with self._on_side_stream(leaving):
+            if self._side_stream:
+                self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
+                leaving.record_stream(self._side_stream)  # its memory is not given to others before the copy is done
+            with self._beside_computing():
                 for start, stop, host in _runs([host for _, host in piece]):
                     self.host_blocks[host : host + stop - start].copy_(leaving[start:stop], non_blocking=True)
 
@@ -146,12 +151,14 @@ class KVCache:
         if not pairs:
             return
         for piece in self._pieces(sorted(pairs)):
-            arriving = self.device_blocks.new_empty(len(piece), *self.device_blocks.shape[1:])
-            with self._on_side_stream(arriving):
+            with self._beside_computing():  # memory that is taken on the side stream has no use in the step in flight
+                arriving = self.device_blocks.new_empty(len(piece), *self.device_blocks.shape[1:])
                 for start, stop, host in _runs([host for host, _ in piece]):
                     arriving[start:stop].copy_(self.host_blocks[host : host + stop - start], non_blocking=True)
             if self._side_stream:
-                torch.cuda.current_stream(self.device).wait_stream(self._side_stream)
+                computing = torch.cuda.current_stream(self.device)
+                computing.wait_stream(self._side_stream)
+                arriving.record_stream(computing)  # its memory is not given to others before it is scattered
             self.device_blocks[self._on_device([device for _, device in piece])] = arriving
 
     def poison(self, blocks: Sequence[int]) -> None:
@@ -161,7 +168,7 @@ class KVCache:
             self.kernels.poison_blocks(self.device_blocks, self._on_device(list(blocks)))
 
     def _pieces(self, pairs: Sequence[CopyPair]) -> Iterable[Sequence[CopyPair]]:
-        """The pairs a few at a time: what is on its way takes up memory a second time."""
+        """The pairs a few at a time: what is on its way takes up memory a second time, until it has arrived."""
         count = max(1, STAGED_BYTES // self.block_bytes)
         return (pairs[start : start + count] for start in range(0, len(pairs), count))
 
@@ -175,13 +182,9 @@ class KVCache:
     def _on_device(self, numbers: Sequence[Any]) -> Tensor:
         return to_device(torch.tensor(numbers, dtype=torch.int64), self.device)
 
-    def _on_side_stream(self, staged: Tensor) -> Any:
-        """Whatever runs within it overlaps with the computing that follows. `staged`: what it reads or writes."""
-        if self._side_stream is None:
-            return nullcontext()
-        self._side_stream.wait_stream(torch.cuda.current_stream(self.device))
-        staged.record_stream(self._side_stream)  # its memory is not given to others before the copy is done
-        return torch.cuda.stream(self._side_stream)
+    def _beside_computing(self) -> AbstractContextManager[Any]:
+        """What is queued within it, by copies, does not wait for the computing that is queued already."""
+        return torch.cuda.stream(self._side_stream) if self._side_stream else nullcontext()
 
 
 def kernels_for(device: torch.device) -> ModuleType:

@@ -11,12 +11,13 @@ library's, everything is fused, because each pass over memory and each start of 
     gate, up = x through one matrix; silu(gate) × up                  one kernel
     x through down_proj
 
-A step's numbers (token ids, positions, slots, ...) go to the device as one tensor. The block tables are there already:
-only what changed since the last step follows them (`block_table.DeviceTables`).
+A step's numbers (token ids, positions, ...) go to the device as one tensor. The block tables are there already: only
+what changed since the last step follows them (`block_table.DeviceTables`), and slots are looked up in them there.
 
 On a GPU a step of decoding starts some 250 kernels, most of which run shorter than it takes to start one. So the whole
 step is captured once for each batch size as a CUDA graph and started as one. Between the sizes that are captured the
-batch is padded: slot -1 is not written, and a context of length 0 is not attended to.
+batch is padded: slot -1 is not written, and a context of length 0 is not attended to. A graph begins by moving its
+sequences to their next position by itself (`DecodeGraph`): while the same ones go on, the host sends nothing.
 
 Nothing in a step waits for the device, so that with asynchronous scheduling the next one can be launched while it runs.
 The tokens which that one is choosing never leave the device on their way into the next batch (`FlatBatch.token_ids`).
@@ -25,13 +26,15 @@ The tokens which that one is choosing never leave the device on their way into t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minipaged.contracts import Batch, BatchRow, BlockMoves, PendingToken, Runner, SampleFunction, SamplingInput
@@ -116,8 +119,8 @@ class Llama(Runner):
     ) -> None:
         """`weights`: ready (`Weights.of`), or tensors by transformers' names, of the cache's device and dtype.
 
-        Measures what preemption costs on this device; on a GPU, captures the steps of decoding. Both run the model, and
-        neither writes into the cache.
+        Measures what preemption costs on this device; on a GPU, captures the steps of decoding. Both run the model, the
+        first over blocks of the cache, which nobody may use yet.
         """
         self.config = config
         self.kv_cache = kv_cache
@@ -139,13 +142,17 @@ class Llama(Runner):
         if not batch:
             return torch.empty(0, self.config.vocab_size, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
         self.kernels.use_threads()
-        tokens = flatten(batch, self.tables.sync([cast("BlockTable", row.table) for row in batch]))
-        if tokens.max_query_len == 1 and (graph := self._graph_for(len(batch))):
-            return graph.run(tokens)
-        return self._compute(tokens.on(self.kv_cache.device))
+        rows = self.tables.sync([cast("BlockTable", row.table) for row in batch])
+        if (graph := self._graph_for(len(batch))) and all(len(row.token_ids) == 1 for row in batch):
+            return graph.run(batch, rows)
+        tokens = flatten(batch, rows).on(self.kv_cache.device)
+        slots = self.kernels.slot_mapping(
+            self.tables.tables, tokens.token_rows, tokens.positions, self.kv_cache.block_size
+        )
+        return self._compute(tokens, slots)
 
-    def _compute(self, tokens: FlatBatch) -> Tensor:
-        """All layers, and the logits [rows that want them, vocab_size]."""
+    def _compute(self, tokens: FlatBatch, slots: Tensor) -> Tensor:
+        """All layers, K and V going into `slots` [tokens], and the logits [rows that want them, vocab_size]."""
         eps, heads = self.config.rms_norm_eps, self.config.num_attention_heads
         kernels, weights = self.kernels, self.weights
         residual = weights.embedding[tokens.token_ids()]  # [tokens, hidden]
@@ -156,7 +163,7 @@ class Llama(Runner):
             qkv = layer.qkv(x)  # [tokens, (heads + 2 * kv_heads) * head_dim]
             keys, values = self.kv_cache.layer(i)
             q = kernels.rope_and_write(
-                qkv, self.cos, self.sin, tokens.positions, tokens.slots, keys, values, heads
+                qkv, self.cos, self.sin, tokens.positions, slots, keys, values, heads
             )  # [tokens, heads, head_dim]
             x = attend(
                 q,
@@ -180,11 +187,14 @@ class Llama(Runner):
         return logits
 
     def warm_up(self, sample: SampleFunction) -> None:
-        """Decode and sample one token that is written nowhere: what compiles on its first call does so now."""
-        table = BlockTable(self.kv_cache.block_size, BlockAllocator(self.kv_cache.num_blocks))
-        table.append(1)
-        logits = self.forward([BatchRow([0], 0, [-1], table, wants_logits=True)])
-        logits = torch.zeros_like(logits)  # what block 0 held may have made them NaN
+        """Run short prompts, and sample a token: what compiles on its first call does so now, and not in the middle of
+        serving. (On a GPU, prefill is compiled for several numbers of query tokens.) Nobody may use the cache yet."""
+        lengths = [1, 2, 4, 8, 16, 32, 64, 128] if self.kv_cache.device.type == "cuda" else [1]
+        most = min(len(self.cos), self.kv_cache.num_blocks * self.kv_cache.block_size)
+        for length in lengths[: max(1, bisect_right(lengths, most))]:
+            table = BlockTable(self.kv_cache.block_size, BlockAllocator(self.kv_cache.num_blocks))
+            table.append(length)
+            logits = self.forward([BatchRow([0] * length, 0, table, wants_logits=True)])
         for temperature in (0.0, 1.0):
             list(sample(logits, [SamplingInput(0, SamplingParams(temperature=temperature), [0], [], seed=0, stream=0)]))
 
@@ -209,49 +219,90 @@ class Llama(Runner):
     def _capture(self, max_num_seqs: int) -> None:
         """Capture a step of decoding for each batch size, the largest first: the others then share its memory."""
         sizes = sorted({min(size, max_num_seqs) for size in BATCH_SIZES})
-        chosen = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.kv_cache.device)
+        device = self.kv_cache.device
+        chosen = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # One stream for all: cuBLAS keeps scratch memory for each stream that it has ever run on.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         graphs: list[tuple[int, DecodeGraph]] = []
         for size in reversed(sizes):
             pool = graphs[0][1].graph.pool() if graphs else None
-            graphs.append((size, DecodeGraph(size, self._compute, chosen, pool)))
+            graphs.append((size, DecodeGraph(size, self, chosen, stream, pool)))
         self._graphs = dict(reversed(graphs))
 
 
 class DecodeGraph:
-    """One step of decoding `size` sequences, captured: new numbers are copied into `numbers`, then it is run again.
+    """One step of decoding `size` sequences, captured, so that the host starts all its kernels at once.
+
+    It begins by moving each sequence to its next position: slots and context lengths are found where the block tables
+    are (`advance_decode`). The numbers it works on stay where they are from one run to the next. So while the same
+    sequences go on, and their tokens are those that the device has just chosen, the host has nothing to send; and
+    otherwise three numbers a sequence.
 
     The tokens that the last step chose are copied into `chosen`, which all sizes share: [max_num_seqs] int64.
     """
 
-    def __init__(self, size: int, compute: Callable[[FlatBatch], Tensor], chosen: Tensor, pool: Any) -> None:
-        device = chosen.device
-        self._padding = np.zeros((5, size), np.int32)
-        self._padding[2] = -1  # slots: what pads the batch is written nowhere; a context of length 0 is not read
-        self.numbers = torch.from_numpy(self._padding).to(device)  # [5, size]
-        ids, positions, slots, rows, context_lens = self.numbers.unbind()
-        start = torch.arange(size + 1, dtype=torch.int32, device=device)
-        self._chosen = chosen
-        self._tokens = FlatBatch(ids, positions, slots, rows, context_lens, start, None, 1, chosen)
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side), torch.inference_mode():
-            compute(self._tokens)  # compiles every kernel: nothing may be compiled during the capture
-        torch.cuda.current_stream(device).wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(self.graph, pool=pool):
-            self.logits = compute(self._tokens)  # [size, vocab]
+    PADDING = -2
+    """A position that is never advanced. (-1 is where a sequence stands before its first token.)"""
 
-    def run(self, batch: FlatBatch) -> Tensor:
-        """The logits [rows that want them, vocab_size]; they are overwritten by the next run."""
+    def __init__(self, size: int, llama: Llama, chosen: Tensor, stream: torch.cuda.Stream, pool: Any) -> None:
+        device = chosen.device
+        self._padding = np.zeros((3, size), np.int32)
+        self._padding[2] = self.PADDING
+        self._held: NDArray[np.int32] | None = None  # what `numbers` holds; None: unknown
+        self.numbers = torch.from_numpy(self._padding).to(device)  # [3, size]: ids, rows, positions of the last run
+        ids, rows, positions = self.numbers.unbind()
+        slots, context_lens = torch.empty_like(self.numbers[:2]).unbind()  # [size] each
+        start = torch.arange(size + 1, dtype=torch.int32, device=device)
+        self._llama = llama
+        self._chosen = chosen
+        self._slots = slots
+        self._tokens = FlatBatch(ids, positions, rows, rows, context_lens, start, None, 1, chosen)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), torch.inference_mode():
+            self.step()  # compiles every kernel: nothing may be compiled during the capture
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        # What other threads do on the GPU meanwhile is no part of it, and may go on.
+        capture = torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        with torch.inference_mode(), capture:
+            self.logits = self.step()  # [size, vocab]
+
+    def step(self) -> Tensor:
+        """What is captured: one position further, then the logits [size, vocab_size]."""
+        llama, tokens = self._llama, self._tokens
+        llama.kernels.advance_decode(
+            llama.tables.tables,
+            tokens.rows,
+            tokens.positions,
+            self._slots,
+            tokens.context_lens,
+            llama.kv_cache.block_size,
+        )
+        return llama._compute(tokens, self._slots)
+
+    def run(self, batch: Batch, rows: Sequence[int]) -> Tensor:
+        """The logits [rows that want them, vocab_size]; they are overwritten by the next run.
+
+        Every row of the batch has one token; `rows`: where the device has their block tables.
+        """
+        count = len(batch)
         numbers = self._padding.copy()
-        for i, values in enumerate((batch.ids, batch.positions, batch.slots, batch.rows, batch.context_lens)):
-            numbers[i, : len(values)] = values
-        self.numbers.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
-        if batch.chosen is not None:
-            self._chosen[: len(batch.chosen)].copy_(batch.chosen)
+        numbers[0, :count] = [known_ids(row)[0] for row in batch]
+        numbers[1, :count] = rows
+        numbers[2, :count] = [row.first_position - 1 for row in batch]
+        held, self._held = self._held, None  # unknown, should this be cut short
+        if held is None or not np.array_equal(numbers, held):
+            self.numbers.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
+        if (chosen := chosen_tokens(batch)) is not None:
+            self._chosen[: len(chosen)].copy_(chosen)
         self.graph.replay()
-        every: Tensor = self.logits[: len(batch.ids)]
-        return every if batch.logit_rows is None else every[to_device(batch.logit_rows, every.device)]
+        numbers[2, :count] += 1  # as the device has done
+        self._held = numbers
+        every: Tensor = self.logits[:count]
+        if all(row.wants_logits for row in batch):
+            return every
+        wanted = torch.tensor([i for i, row in enumerate(batch) if row.wants_logits], dtype=torch.int32)
+        return every[to_device(wanted, every.device)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +311,8 @@ class FlatBatch:
 
     ids: Tensor  # [tokens]; a negative one, -1 - i, stands for chosen[i]
     positions: Tensor  # [tokens]
-    slots: Tensor  # [tokens]
-    rows: Tensor  # [seqs], of the device's block tables
+    token_rows: Tensor  # [tokens], of the device's block tables
+    rows: Tensor  # [seqs], of the same
     context_lens: Tensor  # [seqs]
     query_start: Tensor  # [seqs + 1]
     logit_rows: Tensor | None  # [rows that want logits], their last query tokens' places in [tokens]; None: all tokens
@@ -276,45 +327,50 @@ class FlatBatch:
 
     def on(self, device: torch.device) -> FlatBatch:
         """The same on a device, sent as one tensor."""
-        parts = [self.ids, self.positions, self.slots, self.rows, self.context_lens, self.query_start]
-        parts += [] if self.logit_rows is None else [self.logit_rows]
         if device.type == "cpu":
             return self
+        parts = [self.ids, self.positions, self.token_rows, self.rows, self.context_lens, self.query_start]
+        parts += [] if self.logit_rows is None else [self.logit_rows]
         whole = to_device(torch.cat(parts), device)
-        ids, positions, slots, rows, context_lens, query_start, *logit_rows = torch.split(whole, list(map(len, parts)))
+        ids, positions, token_rows, rows, context_lens, start, *logit_rows = torch.split(whole, list(map(len, parts)))
         last = logit_rows[0] if logit_rows else None
-        return FlatBatch(ids, positions, slots, rows, context_lens, query_start, last, self.max_query_len, self.chosen)
+        return FlatBatch(ids, positions, token_rows, rows, context_lens, start, last, self.max_query_len, self.chosen)
 
 
 def flatten(batch: Batch, rows: Sequence[int]) -> FlatBatch:
     """Lay the rows of a batch out one after another; `rows`: where the device has their block tables."""
     query_lens = np.array([len(row.token_ids) for row in batch], np.int32)  # [seqs]
     first = np.array([row.first_position for row in batch], np.int32)  # [seqs]
+    owners = np.array(rows, np.int32)  # [seqs]
     query_start = np.zeros(len(batch) + 1, np.int32)  # [seqs + 1]
     np.cumsum(query_lens, out=query_start[1:])
     wanted = [row.wants_logits for row in batch]
     every = len(query_lens) == query_start[-1] and all(wanted)
-    ids = np.fromiter(chain.from_iterable(_known_ids(row) for row in batch), np.int32, query_start[-1])
-    pending = (token for row in batch if isinstance(token := row.token_ids[0], PendingToken))
-    slots = np.fromiter(chain.from_iterable(row.slots for row in batch), np.int32, query_start[-1])
+    ids = np.fromiter(chain.from_iterable(known_ids(row) for row in batch), np.int32, query_start[-1])
     positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(first - query_start[:-1], query_lens)
     return FlatBatch(
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
-        slots=torch.from_numpy(slots),
-        rows=torch.tensor(rows, dtype=torch.int32),
+        token_rows=torch.from_numpy(np.repeat(owners, query_lens)),
+        rows=torch.from_numpy(owners),
         context_lens=torch.from_numpy(first + query_lens),
         query_start=torch.from_numpy(query_start),
         logit_rows=None if every else torch.from_numpy(query_start[1:][wanted] - 1),
         max_query_len=int(query_lens.max(initial=1)),
-        chosen=cast("Samples", one.samples).token_ids if (one := next(pending, None)) else None,
+        chosen=chosen_tokens(batch),
     )
 
 
-def _known_ids(row: BatchRow) -> Sequence[int]:
+def known_ids(row: BatchRow) -> Sequence[int]:
     """The ids of a row's tokens; of a pending one, the number that stands for it (see `FlatBatch.ids`)."""
     first = row.token_ids[0]
     return (-1 - first.index,) if isinstance(first, PendingToken) else cast("Sequence[int]", row.token_ids)
+
+
+def chosen_tokens(batch: Batch) -> Tensor | None:
+    """[samples] int64, on the device: where it finds the batch's pending tokens. None if it has none."""
+    pending = (token for row in batch if isinstance(token := row.token_ids[0], PendingToken))
+    return cast("Samples", one.samples).token_ids if (one := next(pending, None)) else None
 
 
 def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

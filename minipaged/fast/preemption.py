@@ -2,8 +2,8 @@
 
 The twin of `reference/preemption.py`: the same cost model, fed with what this device was measured to do.
 
-- Swapping goes out and in again by the link to the host. On a GPU swapping out runs on a side stream, beside the
-  computing, which waits only for what is swapped in (`kv_cache.py`); what is counted is how long the link is busy.
+- Swapping goes out and in again by the link to the host. On a GPU that runs on a side stream, beside the computing,
+  which waits only for what it is about to read (`kv_cache.py`); what is counted is how long the link is busy.
 - Recomputing is one prefill of all tokens, through the kernel that prompts go through: on a GPU that is hundreds of
   times the speed of the decoding that produced them.
 """
@@ -60,7 +60,8 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
 
 
 def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None = None) -> PreemptionCosts:
-    """Time this device's copies and its prefill, in a fraction of a second. The live cache is only read.
+    """Time this device's copies and its prefill, in a fraction of a second. Nobody may use the cache yet: the prompt is
+    written into its first blocks.
 
     `max_model_len`: the most tokens of a sequence that `forward` takes.
     """
@@ -95,14 +96,12 @@ def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_
 
 
 def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None) -> float:
-    """Tokens a second of a prompt that is written nowhere and attends to whatever is in the first blocks."""
+    """Tokens a second of a prompt in the first blocks."""
     most = kv_cache.num_blocks * kv_cache.block_size
     num_tokens = min(PROBE_TOKENS[kv_cache.device.type], most, max_model_len or most)
     table = BlockTable(kv_cache.block_size, BlockAllocator(kv_cache.num_blocks))
     table.append(num_tokens)
-    prompt = BatchRow(
-        token_ids=[0] * num_tokens, first_position=0, slots=[-1] * num_tokens, table=table, wants_logits=False
-    )
+    prompt = BatchRow([0] * num_tokens, first_position=0, table=table, wants_logits=False)
     forward([prompt])  # compiles what it needs
     return num_tokens / _seconds(kv_cache.device, lambda: forward([prompt]))
 

@@ -1,7 +1,7 @@
 """Choosing the next tokens of a whole batch at once, where the logits are.
 
-The rules are those of `minipaged.reference.sampling`, in the same order and with the same numbers drawn, so that a seed
-gives the same tokens on both tiers. What differs is the shape of the work. The logits of a batch are millions of
+The rules are those of `reference/sampling.py`, in the same order and with the same numbers drawn, so that a seed gives
+the same tokens on both tiers. What differs is the shape of the work. The logits of a batch are millions of
 numbers on a device, and what is wanted of them is a token and a log-probability a sequence. So
 
 - the parameters of all inputs go to the device in one copy, and all results come back in one;
@@ -254,7 +254,14 @@ def _draw_into(
         )
         given = (logits, row, peaks[row], temperature, least, top_k, share, distributions, uniforms)
         depth = max(distribution.depth(vocab) for distribution in piece)
-        token_ids[where] = draw(*given, depth=depth) if logits.is_cuda else cpu.draw(*given)
+        if not logits.is_cuda:
+            token_ids[where] = cpu.draw(*given)
+        elif depth > 0:
+            token_ids[where] = draw(*given, depth=depth)
+        else:
+            from minipaged.fast.gpu import sampling as gpu
+
+            token_ids[where] = gpu.draw(logits, row, peaks[row], temperature, least, distributions, uniforms)
 
 
 class _Distribution(NamedTuple):

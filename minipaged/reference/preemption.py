@@ -92,10 +92,17 @@ def _seconds_per_block(shape: tuple[int, int, int, int], num_blocks: int, dtype:
 def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object]) -> float:
     """Tokens a second of a short prompt that is written nowhere and attends to whatever is in the first blocks."""
     num_tokens = min(PROBE_TOKENS, kv_cache.num_blocks * kv_cache.block_size)
-    table = BlockTable(kv_cache.block_size, BlockAllocator(kv_cache.num_blocks))
+    table = ReadOnlyTable(kv_cache.block_size, BlockAllocator(kv_cache.num_blocks))
     table.append(num_tokens)
-    prompt = BatchRow([0] * num_tokens, first_position=0, slots=[-1] * num_tokens, table=table, wants_logits=False)
+    prompt = BatchRow([0] * num_tokens, first_position=0, table=table, wants_logits=False)
     return num_tokens / _seconds(lambda: forward([prompt]))
+
+
+class ReadOnlyTable(BlockTable):
+    """The table of a sequence whose keys and values are thrown away: its slots are padding, which is not written."""
+
+    def slot_mapping(self, start: int, stop: int) -> list[int]:
+        return [-1] * (stop - start)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from minipaged.contracts import BatchRow, BlockTable, PendingToken, SamplingInput, Tier
 from minipaged.fast.kv_cache import KVCache as FastCache
+from minipaged.fast.llama import DecodeGraph, FlatBatch, flatten
 from minipaged.fast.llama import Llama as FastLlama
 from minipaged.fast.llama import inverse_frequencies as fast_frequencies
 from minipaged.fast.sampling import Samples, sample
@@ -24,7 +25,7 @@ from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.reference.llama import inverse_frequencies as reference_frequencies
 from minipaged.tiers import fast_tier, reference_tier
-from tests.agreement.kernels import CPU, TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
+from tests.agreement.kernels import TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """|fast - reference| / |reference| over a row of logits: rounding piles up over the layers."""
@@ -108,8 +109,7 @@ class Sequence:
         for name, table in self.tables.items():
             cache = {"reference": twins.reference, "fast": twins.fast}[name].kv_cache
             cache.copy(table.append(num_tokens))
-            slots = table.slot_mapping(start, self.num_done)
-            rows[name] = BatchRow(self.token_ids[start : self.num_done], start, slots, table, wants_logits=True)
+            rows[name] = BatchRow(self.token_ids[start : self.num_done], start, table, wants_logits=True)
         return rows
 
 
@@ -139,7 +139,7 @@ def test_rows_that_want_no_logits_give_none(kernel_set: KernelSet) -> None:
         twins.begin(token_ids)
     rows = [sequence.next_rows(len(sequence.token_ids), twins)["fast"] for sequence in twins.sequences]
     logits = twins.fast.forward(rows)
-    silent = [BatchRow(row.token_ids, 0, row.slots, row.table, wants_logits=False) for row in rows]
+    silent = [BatchRow(row.token_ids, 0, row.table, wants_logits=False) for row in rows]
     assert twins.fast.forward(silent).shape == (0, 64)
     some = twins.fast.forward([silent[0], rows[1], silent[2]])
     torch.testing.assert_close(some, logits[1:2], rtol=1e-5, atol=1e-5)
@@ -180,32 +180,134 @@ def fast_samples(token_ids: list[int], device: torch.device) -> Samples:
     return samples
 
 
-def test_a_captured_step_finds_the_tokens_that_the_step_before_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logic of `DecodeGraph` where there is no GPU: what is written into which buffer before a replay."""
-    twins = Twins(CPU, torch.float32, config_of(), seed=2)
+@pytest.fixture
+def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, the logic of `DecodeGraph` all the same: a replay computes the step anew in its buffers."""
+    if TRITON.device.type == "cuda":
+        return
+
+    class Graph(MagicMock):
+        def replay(self) -> None:
+            self.decode.logits.copy_(self.decode.step())
+
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+
+
+def captured(twins: Twins) -> DecodeGraph:
+    """The graph for 4 sequences, ready to be replayed."""
+    twins.fast._capture(max_num_seqs=8)
+    assert list(twins.fast._graphs) == [1, 2, 4, 8]
+    graph = twins.fast._graphs[4]
+    if TRITON.device.type != "cuda":
+        for each in twins.fast._graphs.values():
+            each.graph.decode = each
+    return graph
+
+
+@pytest.mark.usefixtures("uncaptured")
+def test_a_captured_step_finds_the_tokens_that_the_step_before_chose() -> None:
+    twins = Twins(TRITON, torch.float32, config_of(), seed=2)
     for tokens in ([3, 1, 4, 1], [9, 2, 6, 5], [5, 8, 9, 7]):
         twins.begin(tokens)
     twins.run([3, 3, 3])
     rows = [sequence.next_rows(1, twins)["fast"] for sequence in twins.sequences]
     expected = twins.fast.forward(rows)
-
-    for name in ("Stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: MagicMock())
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    twins.fast._capture(max_num_seqs=8)
-    assert list(twins.fast._graphs) == [1, 2, 4, 8]
-    graph = twins.fast._graphs[4]
-    graph.graph.replay = lambda: graph.logits.copy_(twins.fast._compute(graph._tokens))
-
-    samples = fast_samples([5, 33, 1, 7], torch.device("cpu"))
+    captured(twins)
+    samples = fast_samples([5, 33, 1, 7], TRITON.device)
     pending = [replace(row, token_ids=[PendingToken(samples, i)]) for row, i in zip(rows, (2, 0, 3), strict=True)]
     torch.testing.assert_close(twins.fast.forward(rows), expected)
     torch.testing.assert_close(twins.fast.forward(pending), expected)
     some_known = [pending[0], rows[1], replace(rows[2], wants_logits=False)]
     torch.testing.assert_close(twins.fast.forward(some_known), expected[:2])
+
+
+@pytest.mark.usefixtures("uncaptured")
+def test_a_captured_step_moves_its_sequences_on_by_itself_and_is_told_of_every_other_change() -> None:
+    """Decoding of pending tokens, across blocks: nothing is sent. A sequence that goes, comes or stays behind is."""
+    twins = Twins(TRITON, torch.float32, config_of(), seed=3)
+    digits = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
+    for first in range(4):
+        twins.begin(digits[first:])
+    twins.run([2, 0, 5, 3])
+    graph = captured(twins)
+    sent: list[list[int]] = []
+    graph.numbers = SpiedCopy(graph.numbers, sent)  # type: ignore[assignment]
+
+    def step(*which: int, shuffled: bool = False) -> bool:
+        """Decode one token of each of these; whether anything had to be sent."""
+        sequences, before = [twins.sequences[i] for i in which], len(sent)
+        tokens = [sequence.token_ids[sequence.num_done] for sequence in sequences]
+        order = list(reversed(range(len(which)))) if shuffled else list(range(len(which)))
+        samples = fast_samples([tokens[i] for i in order], TRITON.device)
+        both = [sequence.next_rows(1, twins) for sequence in sequences]
+        pending = [
+            replace(rows["fast"], token_ids=[PendingToken(samples, order.index(i))]) for i, rows in enumerate(both)
+        ]
+        expected = twins.reference.forward([rows["reference"] for rows in both])
+        logits = twins.fast.forward(pending).cpu().numpy()
+        np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+        return len(sent) > before
+
+    assert step(0, 1, 2), "the first step: also that of a sequence without a token"
+    assert step(0, 2, 3), "another takes its place"
+    assert [step(0, 2, 3) for _ in range(3)] == [False] * 3, "the same ones go on"
+    assert step(0, 2, 3, shuffled=True), "their tokens lie in another order"
+    assert step(0, 3, 2), "they lie in another order themselves"
+
+
+@pytest.mark.usefixtures("uncaptured")
+def test_a_captured_step_that_was_cut_short_is_told_everything_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may have moved its sequences on already. (On a GPU, Ctrl-C right after the launch.)"""
+    twins = Twins(TRITON, torch.float32, config_of(), seed=4)
+    for tokens in ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]):
+        twins.begin(tokens)
+    twins.run([3, 3, 3])
+    graph = captured(twins)
+
+    def rows_of(sequences: list[Sequence]) -> list[BatchRow]:
+        return [sequence.next_rows(1, twins)["fast"] for sequence in sequences]
+
+    def pending(rows: list[BatchRow]) -> list[BatchRow]:
+        samples = fast_samples([int(row.token_ids[0]) for row in rows], TRITON.device)
+        return [replace(row, token_ids=[PendingToken(samples, i)]) for i, row in enumerate(rows)]
+
+    twins.fast.forward(pending(rows_of(twins.sequences)))
+    rows = rows_of(twins.sequences)
+    replay = graph.graph.replay
+
+    def cut_short() -> None:
+        replay()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph, "graph", MagicMock(replay=cut_short))
+        with pytest.raises(KeyboardInterrupt):
+            twins.fast.forward(pending(rows))
+    again = twins.fast.forward(pending(rows)).clone()
+    torch.testing.assert_close(again, twins.fast._compute(*plain(twins, rows)))
+
+
+def plain(twins: Twins, rows: list[BatchRow]) -> tuple[FlatBatch, torch.Tensor]:
+    """What the model computes from without a graph."""
+    tokens = flatten(rows, twins.fast.tables.sync([row.table for row in rows])).on(TRITON.device)  # type: ignore[misc]
+    tables = twins.fast.tables.tables
+    return tokens, TRITON.kernels.slot_mapping(tables, tokens.token_rows, tokens.positions, BLOCK_SIZE)
+
+
+class SpiedCopy:
+    """A tensor that notes what is copied into it."""
+
+    def __init__(self, tensor: torch.Tensor, sent: list[list[int]]) -> None:
+        self.tensor, self.sent = tensor, sent
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool) -> None:
+        self.sent.append(source.flatten().tolist())
+        self.tensor.copy_(source, non_blocking=non_blocking)
 
 
 ROPE_PARAMETERS = [

@@ -25,7 +25,7 @@ def test_both_have_the_same_cost_model(figures: tuple[float, float, int, float])
 
 @pytest.mark.parametrize("block_size", [1, 16, 256])
 @every_kernel_set
-def test_measuring_gives_a_devices_plausible_speeds_and_only_reads_the_cache(
+def test_measuring_gives_a_devices_plausible_speeds_and_copies_nothing_of_the_cache(
     kernel_set: KernelSet, block_size: int
 ) -> None:
     cache = KVCache(2, 80, block_size, 2, 64, device=kernel_set.device, kernels=kernel_set.kernels)
@@ -35,7 +35,6 @@ def test_measuring_gives_a_devices_plausible_speeds_and_only_reads_the_cache(
     assert 1e7 < costs.bytes_per_second < 1e13
     assert costs.block_bytes == cache.block_bytes
     for (prompt,) in asked:
-        assert set(prompt.slots) == {-1}, "written nowhere"
         assert len(prompt.table.blocks) * block_size >= len(prompt.token_ids) == len(prompt.slots)
     assert not cache.device_blocks.any()
 

@@ -120,7 +120,6 @@ class Sequence:
         return BatchRow(
             token_ids=self.token_ids[positions.start : positions.stop],
             first_position=positions.start,
-            slots=[self.block_table[p // block_size] * block_size + p % block_size for p in positions],
             table=table_of(self.block_table[: -(-positions.stop // block_size)], block_size, REFERENCE),
             wants_logits=wants_logits,
         )
@@ -234,9 +233,8 @@ def small_llama(
 
 def row(first_position: int, num_tokens: int, block_table: list[int], wants_logits: bool = True) -> BatchRow:
     positions = range(first_position, first_position + num_tokens)
-    slots = [block_table[p // 4] * 4 + p % 4 for p in positions]
     table = table_of(block_table, 4, REFERENCE)
-    return BatchRow([(7 * p) % 50 for p in positions], first_position, slots, table, wants_logits)
+    return BatchRow([(7 * p) % 50 for p in positions], first_position, table, wants_logits)
 
 
 def test_no_rows_that_want_logits_give_no_logits() -> None:
@@ -284,9 +282,9 @@ def test_weights_are_used_where_they_are_and_logits_computed_only_where_asked_fo
     assert peak < largest_weight / 4
 
 
-@pytest.mark.parametrize("slots", [[0, 40], [0, -2]])
-def test_a_slot_outside_the_cache_is_refused_before_anything_is_written(slots: list[int]) -> None:
+@pytest.mark.parametrize("block", [10, -1])
+def test_a_slot_outside_the_cache_is_refused_before_anything_is_written(block: int) -> None:
     llama = small_llama()
     with pytest.raises(IndexError, match="slot"):
-        llama.forward([BatchRow([1, 2], 0, slots, table_of([0], 4, REFERENCE), True)])
+        llama.forward([row(0, 5, [0, block])])
     assert not llama.kv_cache.device_blocks.any()

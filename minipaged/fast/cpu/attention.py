@@ -160,9 +160,8 @@ def exponential(x):
     """
     x = min(max(x, np.float32(-87.0)), np.float32(87.0))
     n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    r = (
-        x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    )  # ln 2 in two parts: its product with n is exact
+    # ln 2 in two parts: the first one's product with n is exact.
+    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
     p = np.float32(1.9875691500e-4)
     p = p * r + np.float32(1.3981999507e-3)
     p = p * r + np.float32(8.3334519073e-3)

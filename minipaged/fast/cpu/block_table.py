@@ -6,6 +6,7 @@ block is left over from its former owners and means nothing. Nothing here checks
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,14 +31,10 @@ def fork_tables(tables: Tensor, forks: Tensor) -> None:
         memory[child, :count] = memory[parent, :count]
 
 
-def slot_mapping(tables: Tensor, rows: Tensor, positions: Tensor, block_size: int, out: Tensor | None = None) -> Tensor:
+def slot_mapping(tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """The slots of n tokens: of position `positions[i]` in the sequence that owns row `rows[i]`.
 
-    tables: [num_rows, max_blocks] int32. rows, positions: [n] int32. Returns [n] int32, in `out` where that is given.
-    A position of -1 is padding: its slot is -1, and its row is not looked at.
+    tables: [num_rows, max_blocks] int32. rows, positions: [n] int32. Returns [n] int32.
     """
-    real = positions >= 0
-    within = positions.clamp(min=0)
-    blocks = tables[torch.where(real, rows, 0), within // block_size]  # [n]
-    slots = torch.where(real, blocks * block_size + within % block_size, -1)
-    return slots if out is None else out.copy_(slots)
+    logical, offset = np.divmod(positions.numpy(), np.int32(block_size))
+    return torch.from_numpy(tables.numpy()[rows.numpy(), logical] * np.int32(block_size) + offset)

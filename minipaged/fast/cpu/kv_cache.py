@@ -32,10 +32,9 @@ def rope_and_write(
 ) -> Tensor:
     """Rotate queries and keys by their positions' angles; write keys and values into their slots.
 
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values. cos, sin: float32
-    [max_positions, head_dim / 2].
-    positions, slots: [tokens] int32; slot -1 is padding and is not written. keys, values: one layer's views of the
-    cache, [num_blocks, kv_heads, block_size, head_dim]. Returns the rotated queries [tokens, heads, head_dim].
+    qkv: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values. cos, sin: [max_positions, head_dim / 2]
+    float32. positions, slots: [tokens] int32; slot -1 is padding and is not written. keys, values: one layer's views of
+    the cache, [num_blocks, kv_heads, block_size, head_dim]. Returns the rotated queries [tokens, heads, head_dim].
     """
     query = torch.empty(len(qkv), num_heads, keys.shape[3], dtype=qkv.dtype)
     _rope_and_write(

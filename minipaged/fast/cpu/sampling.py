@@ -8,6 +8,8 @@ each drawer holds: tokens for `top_k`, probability for `top_p`. The sums tell wh
 that one is sorted.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+
 from __future__ import annotations
 
 import math
@@ -113,7 +115,7 @@ def uniform(
 
 
 @njit(cache=True)
-def _uniform(seeds, streams, positions, numbers):  # type: ignore[no-untyped-def]
+def _uniform(seeds, streams, positions, numbers):
     for i in range(len(seeds)):
         k0, k1 = seeds[i] & WORD, seeds[i] >> HALF
         c0, c1, c2, c3 = positions[i], streams[i], ZERO, ZERO
@@ -126,7 +128,7 @@ def _uniform(seeds, streams, positions, numbers):  # type: ignore[no-untyped-def
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
-def _exp(x):  # type: ignore[no-untyped-def]
+def _exp(x):
     """exp(x) for x <= 0, within a bit or so of the last: 2**n * exp(r). A call into the C library is no vector code."""
     x = max(x, LOWEST)
     n = math.floor(x * LOG2_E + 0.5)
@@ -138,7 +140,7 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath={"contract"}, error_model="numpy")
-def _exp_single(x):  # type: ignore[no-untyped-def]
+def _exp_single(x):
     """exp(x) for a float32 x <= 0: twice as many to a vector as `_exp`, and fewer terms."""
     x = max(x, LOWEST_SINGLE)
     n = np.floor(x * SINGLE(LOG2_E) + SINGLE(0.5))
@@ -150,7 +152,7 @@ def _exp_single(x):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, cache=True, fastmath=REORDERED, error_model="numpy")
-def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):  # type: ignore[no-untyped-def]
+def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):
     for row in prange(len(logits)):
         token_ids[row] = _argmax(logits[row], bits[row], magnitude)
         peak = logits[row, token_ids[row]]
@@ -160,7 +162,7 @@ def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):  #
 
 
 @njit(cache=True)
-def _argmax(row, bits, magnitude):  # type: ignore[no-untyped-def]
+def _argmax(row, bits, magnitude):
     """The first of the largest, or the first NaN. Loops without a branch are faster than one that has some.
 
     Floats are compared as whole numbers of the same order (where the sign bit is set, the others are turned round), for
@@ -189,7 +191,7 @@ def _argmax(row, bits, magnitude):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=REORDERED, error_model="numpy")
-def _total(row, peak):  # type: ignore[no-untyped-def]
+def _total(row, peak):
     total = 0.0
     for token in range(len(row)):
         total += _exp(row[token] - peak)
@@ -197,7 +199,7 @@ def _total(row, peak):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=REORDERED, error_model="numpy")
-def _total_single(row, peak):  # type: ignore[no-untyped-def]
+def _total_single(row, peak):
     """In float32, of which the softmax of float32 logits has no more digits; added up in float64."""
     total = 0.0
     for token in range(len(row)):
@@ -206,9 +208,7 @@ def _total_single(row, peak):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
-def _draw(  # type: ignore[no-untyped-def]
-    logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms, token_ids
-):
+def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms, token_ids):
     for i in prange(len(rows)):
         begin = np.searchsorted(distributions, i, side="left")
         end = np.searchsorted(distributions, i, side="right")
@@ -221,7 +221,7 @@ def _draw(  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _distribution(row, peak, temperature, threshold, top_k, share):  # type: ignore[no-untyped-def]
+def _distribution(row, peak, temperature, threshold, top_k, share):
     """What to draw from: the tokens kept, by rising id, and the running sum of their weights."""
     scaled = np.empty(len(row))  # [vocab], the likeliest is 0
     token_ids = np.empty(len(row), np.int64)
@@ -245,7 +245,7 @@ def _distribution(row, peak, temperature, threshold, top_k, share):  # type: ign
 
 
 @njit(error_model="numpy")
-def _exps(scaled):  # type: ignore[no-untyped-def]
+def _exps(scaled):
     """[n]: a loop of its own, because one that also adds up in order cannot be made of vectors."""
     weights = np.empty(len(scaled))
     for i in range(len(scaled)):
@@ -254,7 +254,7 @@ def _exps(scaled):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _keep(scaled, token_ids, count, threshold):  # type: ignore[no-untyped-def]
+def _keep(scaled, token_ids, count, threshold):
     """Move those at or above the threshold to the front, in order; return how many they are."""
     kept = 0
     for i in range(count):
@@ -266,14 +266,14 @@ def _keep(scaled, token_ids, count, threshold):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always", error_model="numpy")
-def _drawer(scaled):  # type: ignore[no-untyped-def]
+def _drawer(scaled):
     """Which drawer a scaled logit is in: the lower the logit, the higher the number."""
     distance_bits = np.float64(0.0 - scaled).view(np.int64)
     return min(max((distance_bits >> DRAWER_SHIFT) - NEAREST, 0), DRAWERS - 1)
 
 
 @njit(error_model="numpy")
-def _largest_but(top_k, scaled):  # type: ignore[no-untyped-def]
+def _largest_but(top_k, scaled):
     """The `top_k`-th largest of `scaled` [vocab]."""
     tokens = np.zeros(DRAWERS, np.int64)
     for token in range(len(scaled)):
@@ -286,7 +286,7 @@ def _largest_but(top_k, scaled):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _lightest_kept(scaled, share):  # type: ignore[no-untyped-def]
+def _lightest_kept(scaled, share):
     """The least logit with which the tokens up to it have more than `share` of the probability."""
     weights = _exps(scaled)
     masses = np.zeros(DRAWERS)
@@ -310,7 +310,7 @@ def _lightest_kept(scaled, share):  # type: ignore[no-untyped-def]
 
 
 @njit(error_model="numpy")
-def _sorted_drawer(scaled, drawer):  # type: ignore[no-untyped-def]
+def _sorted_drawer(scaled, drawer):
     """What is in one drawer, in rising order."""
     inside = np.empty(len(scaled))
     count = 0

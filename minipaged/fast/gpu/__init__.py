@@ -1,12 +1,13 @@
 """The Triton kernels, each with the function that launches it: for CUDA tensors, or any with `TRITON_INTERPRET=1`."""
 
 from minipaged.fast.gpu.attention import paged_decode, paged_prefill
-from minipaged.fast.gpu.block_table import edit_tables, fork_tables, slot_mapping
+from minipaged.fast.gpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.fast.gpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
 from minipaged.fast.gpu.llama import add_rms_norm, linears, rms_norm, swiglu, use_threads
 
 __all__ = [
     "add_rms_norm",
+    "advance_decode",
     "copy_blocks",
     "edit_tables",
     "fork_tables",

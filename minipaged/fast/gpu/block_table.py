@@ -11,7 +11,7 @@ began a block:
     advance_decode   one token more for each sequence: position, slot and context length of the next step
 
 `advance_decode` is what lets a captured CUDA graph be replayed step after step: it reads and writes fixed buffers, so
-the host has nothing to send but the edits, one step in block_size for each sequence.
+that the host has nothing to send but the edits, one step in block_size for each sequence.
 
 Nothing here checks rows, positions or entries: a wrong one is the caller's fault and reads or overwrites other
 memory. Slots are int32, so a cache has fewer than 2**31 of them.
@@ -79,14 +79,13 @@ def _fork_tables(tables, forks, table_stride, PIECE: tl.constexpr):
     tl.store(tables + child * table_stride + logical, blocks, mask=mask)
 
 
-def slot_mapping(tables: Tensor, rows: Tensor, positions: Tensor, block_size: int, out: Tensor | None = None) -> Tensor:
+def slot_mapping(tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
     """The slots of n tokens: of position `positions[i]` in the sequence that owns row `rows[i]`.
 
-    tables: [num_rows, max_blocks] int32. rows, positions: [n] int32. Returns [n] int32, in `out` where that is given.
-    A position of -1 is padding: its slot is -1, and its row is not looked at.
+    tables: [num_rows, max_blocks] int32. rows, positions: [n] int32. Returns [n] int32.
     """
     n = len(positions)
-    slots = torch.empty_like(positions) if out is None else out
+    slots = torch.empty_like(positions)
     _slot_mapping[(triton.cdiv(n, LANES),)](
         tables, rows, positions, slots, n, tables.stride(0), BLOCK_SIZE=block_size, LANES=LANES, num_warps=4
     )
@@ -97,7 +96,7 @@ def slot_mapping(tables: Tensor, rows: Tensor, positions: Tensor, block_size: in
 def _slot_mapping(tables, rows, positions, slots, n, table_stride, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr):
     token = tl.program_id(0) * LANES + tl.arange(0, LANES)  # [LANES]
     mask = token < n
-    position = tl.load(positions + token, mask=mask, other=-1)
+    position = tl.load(positions + token, mask=mask, other=-1)  # -1: past the last one
     row = tl.load(rows + token, mask=mask, other=0)
     tl.store(slots + token, _slots(tables, table_stride, row, position, BLOCK_SIZE), mask=mask)
 
@@ -116,8 +115,9 @@ def advance_decode(
     """Move every sequence of a decoding batch to its next position.
 
     tables: [num_rows, max_blocks] int32, which has the block of that position already. rows: [n] int32. positions: [n]
-    int32, in place: one more, but negative ones (padding) stay. slots: [n] int32, written: that position's slot, -1 for
-    padding. context_lens: [n] int32, written: the number of tokens up to it, itself included; 0 for padding.
+    int32, in place: one more. -1 stands before the first token; what is less is padding, and stays. slots: [n] int32,
+    written: that position's slot, -1 for padding. context_lens: [n] int32, written: the number of tokens up to it,
+    itself included; 0 for padding.
     """
     n = len(positions)
     _advance_decode[(triton.cdiv(n, LANES),)](
@@ -132,8 +132,8 @@ def _advance_decode(
 ):
     sequence = tl.program_id(0) * LANES + tl.arange(0, LANES)  # [LANES]
     mask = sequence < n
-    position = tl.load(positions + sequence, mask=mask, other=-1)
-    position += (position >= 0).to(tl.int32)
+    position = tl.load(positions + sequence, mask=mask, other=-2)
+    position += (position >= -1).to(tl.int32)
     row = tl.load(rows + sequence, mask=mask, other=0)
     tl.store(positions + sequence, position, mask=mask)
     tl.store(slots + sequence, _slots(tables, table_stride, row, position, BLOCK_SIZE), mask=mask)

@@ -346,7 +346,11 @@ def demo(
             show.replay(replay, decode=decode, speed=speed, color=not no_color, record=record)
             return
         if scene == "trace":
-            _refuse_given(context, ("model", "tier", "seed"), "has no meaning with --scene trace, which runs no model")
+            _refuse_given(
+                context,
+                ("prompts", "model", "tier", "seed", "steps", "speed"),
+                "has no meaning with --scene trace, which runs no model",
+            )
             if trace is None:
                 raise InvalidRequest("--scene trace replays a file: name it with --trace FILE")
             play_trace(
@@ -356,6 +360,8 @@ def demo(
                 block_size=block_size,
                 num_blocks=num_blocks,
                 allocator=load_allocator(allocator) if allocator else None,
+                color=not no_color,
+                record=record,
                 json_output=json_output,
             )
             return

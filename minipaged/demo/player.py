@@ -138,6 +138,7 @@ class Player:
         """That the engine has run."""
         self.drawing_seconds = 0.0
         """That went into following events, telling and drawing them."""
+        self._picture_seconds = 0.0  # of it, for pictures alone
         self._screen = screen
         self._speed = speed
         self._recording = recording
@@ -265,7 +266,7 @@ class Player:
         now = self._screen.now()
         self._due = max(self._due, now - FRAME_SECONDS) + seconds / self._speed
         left = self._due - now
-        affordable = left > 0 or self.drawing_seconds <= DRAWING_SHARE * self.engine_seconds
+        affordable = left > 0 or self._picture_seconds <= DRAWING_SHARE * self.engine_seconds
         if left >= FRAME_SECONDS or (affordable and now - self._drawn >= FRAME_SECONDS):
             self._draw()
         while True:
@@ -318,7 +319,9 @@ class Player:
         self._drawn = self._screen.now()
         if self._recording:
             self._recording.add(self._drawn, frame)
-        self.drawing_seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._picture_seconds += seconds
+        self.drawing_seconds += seconds
 
     def _latest_notes(self) -> list[Note]:
         """The last few sentences that were worth a look; and that of the place where we are, if we stepped there."""

@@ -172,6 +172,20 @@ def test_stepping_on_at_the_end_of_what_has_happened_runs_the_engine(tiny_model:
     assert session.end() == 0
 
 
+def test_a_trace_is_shown_live_and_told_afterwards(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = "".join(f"{i / 10},{100 + 7 * i},{50 + i}\n" for i in range(60))
+    trace.write_text("time,context_tokens,generated_tokens\n" + rows)
+    session = Session("--scene", "trace", "--trace", str(trace), "--num-blocks", "100")
+    session.wait_for("A trace on a simulated machine")
+    session.press(" ")
+    session.wait_for(PAUSED)
+    session.press(" ")
+    assert session.end() == 0
+    session.check_terminal_is_as_it_was()
+    assert b"Served 60 requests" in session.raw.split(LEAVE.encode())[1]
+
+
 @pytest.mark.parametrize(("environment", "options"), [({"NO_COLOR": "1"}, []), ({}, ["--no-color"])])
 def test_no_colours_where_none_are_wanted(run_file: Path, environment: dict[str, str], options: list[str]) -> None:
     session = Session("--replay", str(run_file), "--speed", "50", *options, **environment)

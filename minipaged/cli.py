@@ -7,6 +7,7 @@ them: an error is one line on stderr and exit status 1 (2 for a wrong usage). He
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import sys
 import traceback
@@ -210,9 +211,13 @@ def _run(
 def _refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
     """Raise InvalidRequest if one of these options was given: an option that does nothing misleads."""
     for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
+        if _is_given(context, name):
             raise InvalidRequest(f"--{name.replace('_', '-')} {why}")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _early_stopping(value: str) -> Any:
@@ -292,27 +297,60 @@ def chat(
 @app.command()
 def demo(
     context: typer.Context,
-    scene: Annotated[str | None, typer.Option(help="Show only this scene.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(help="Your own, for --scene yours.")] = None,
+    scene: Annotated[
+        str | None, typer.Option(help="Show only this scene (or several: a,b); yours: your prompts.")
+    ] = None,
+    replay: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Show a run from its events.")] = None,
+    record: Annotated[Path | None, typer.Option(metavar="FILE", help="Record it as FILE.svg or FILE.cast.")] = None,
+    speed: Annotated[float, typer.Option(help="2 is twice as fast, inf as fast as can be.")] = 1.0,
+    steps: Annotated[int | None, typer.Option(help="Cut every run short after so many steps.")] = None,
     model: ModelOption = "smollm2-135m-instruct",
     tier: TierOption = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens a block, in every scene.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool, in every scene.")] = None,
     allocator: AllocatorOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="No colours, as with NO_COLOR.")] = False,
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print what was measured, and all events, as JSON.")
+    ] = False,
     trace: Annotated[Path | None, typer.Option(help="For --scene trace: CSV of times and token counts.")] = None,
     requests: Annotated[int, typer.Option(help="For --scene trace: how many to serve of them.")] = 2000,
     pace: Annotated[float, typer.Option(help="For --scene trace: 0.5 lets them come half as fast.")] = 1.0,
 ) -> None:
-    """Watch paging, sharing, copy-on-write, beam search, prefix caching and preemption on a real model."""
-    from minipaged.demo import run_demo
+    """Watch paging, sharing, copy-on-write, beam search, prefix caching and preemption on a real model.
+
+    In a terminal, live: space pauses, the arrows step back and on, s is the next scene, q quits. Elsewhere, in lines.
+    """
+    import minipaged.demo as show
     from minipaged.demo.trace_scene import play_trace
 
     if scene != "trace":
         _refuse_given(context, TRACE_OPTIONS, "has a meaning only with --scene trace")
     try:
+        if replay is not None:
+            others = (
+                "prompts",
+                "scene",
+                "steps",
+                "tier",
+                "block_size",
+                "num_blocks",
+                "allocator",
+                "seed",
+                "json_output",
+            )
+            _refuse_given(context, others, "does not go with --replay, which runs no engine")
+            decode = _decoder(model) if _is_given(context, "model") else None
+            show.replay(replay, decode=decode, speed=speed, color=not no_color, record=record)
+            return
         if scene == "trace":
-            _refuse_given(context, ("model", "tier", "seed"), "has no meaning with --scene trace, which runs no model")
+            _refuse_given(
+                context,
+                ("prompts", "model", "tier", "seed", "steps", "speed"),
+                "has no meaning with --scene trace, which runs no model",
+            )
             if trace is None:
                 raise InvalidRequest("--scene trace replays a file: name it with --trace FILE")
             play_trace(
@@ -322,21 +360,47 @@ def demo(
                 block_size=block_size,
                 num_blocks=num_blocks,
                 allocator=load_allocator(allocator) if allocator else None,
+                color=not no_color,
+                record=record,
                 json_output=json_output,
             )
             return
-        run_demo(
+        show.run_demo(
             scene=scene,
+            prompts=_ask_for_prompts() if scene == "yours" and not prompts else prompts or (),
             model=model,
             tier=tier,
             block_size=block_size,
             num_blocks=num_blocks,
             allocator=load_allocator(allocator) if allocator else None,
             seed=seed,
+            steps=steps,
+            speed=speed,
+            color=not no_color,
+            record=record,
             json_output=json_output,
         )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+def _ask_for_prompts() -> list[str]:
+    """One a line, from whoever types or from a file, up to an empty line."""
+    if sys.stdin.isatty():
+        print("one prompt a line; an empty line starts", file=sys.stderr)
+    lines = (line.strip() for line in sys.stdin)
+    return list(itertools.takewhile(bool, lines))
+
+
+def _decoder(model: str) -> Callable[[Sequence[int]], str]:
+    """What turns the token ids of this model into text: its tokenizer alone, without the weights."""
+    from minipaged.models import hub
+    from minipaged.models.tokenizer import Tokenizer
+
+    folder = hub.resolve(model)
+    if not (folder / "tokenizer.json").is_file():
+        raise InvalidRequest(f"--model: {folder} holds no tokenizer.json, which the words of a replay need")
+    return Tokenizer(folder).decode
 
 
 # --- model ----------------------------------------------------------------------------------------

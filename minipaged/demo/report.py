@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from minipaged.demo.measures import Measures
 from minipaged.demo.scenes import Outcome, Scene, TableRow, Text
 from minipaged.demo.stage import Stage
+from minipaged.demo.state import State
 
 WIDTH = 80
 INDENT = "  "
@@ -131,6 +132,30 @@ def closing(num_scenes: int, seconds: float) -> str:
     return f"{num_scenes} scene{'s' if num_scenes > 1 else ''}, {seconds:.0f} s."
 
 
+def summary(played: Iterable[tuple[Scene, Outcome]]) -> list[str]:
+    """What is left to read when the terminal is back: a heading and the findings of each scene."""
+    lines: list[str] = []
+    for scene, outcome in played:
+        lines += [f"{scene.title} ({scene.name})"]
+        lines += [wrapped for finding in outcome.findings for wrapped in _wrap("=> " + finding, hang=3)]
+    return lines
+
+
+def run_lines(state: State) -> list[str]:
+    """What was counted in a run of which nothing but the events is known."""
+    counts, pool = state.counts, state.device
+    return [
+        f"{counts['step_finished']} steps, {state.num_generated} tokens generated for "
+        f"{state.num_arrived} request{'' if state.num_arrived == 1 else 's'}; at "
+        f"most {state.most_sequences} sequences at once in {pool.most_used} of {pool.num_blocks} blocks.",
+        f"{counts['sequence_forked']} forks, {counts['block_copied']} copies on write, "
+        f"{counts['tokens found in cache']} tokens found in the prefix cache.",
+        f"Preempted {counts['preempted by swap']} times by swap ({counts['blocks swapped out']} blocks out, "
+        f"{counts['blocks swapped in']} in) and {counts['preempted by recompute']} times by recompute "
+        f"({counts['tokens recomputed']} tokens computed again).",
+    ]
+
+
 def _wrap(text: str, *, indent: str = INDENT, hang: int = 0, most_lines: int = 20) -> list[str]:
     """`text` in lines of at most WIDTH columns; what does not fit `most_lines` is cut off."""
     return textwrap.wrap(
@@ -147,10 +172,17 @@ def _wrap(text: str, *, indent: str = INDENT, hang: int = 0, most_lines: int = 2
 
 
 def document(stage: Stage, played: Iterable[tuple[Scene, Outcome]]) -> str:
-    """Everything as one JSON object. Times are in seconds, memory in bytes, shares between 0 and 1."""
-    scenes: list[dict[str, Any]] = [
-        {"name": scene.name, "title": scene.title, "watch": scene.watch, **asdict(outcome)} for scene, outcome in played
-    ]
+    """Everything as one JSON object, the events of each run (docs/events.md) included.
+
+    Times are in seconds, memory in bytes, shares between 0 and 1.
+    """
+    scenes: list[dict[str, Any]] = []
+    for scene, outcome in played:
+        fields = asdict(replace(outcome, events=()))
+        del fields["events"]
+        for run, events in zip(fields["runs"], outcome.events, strict=True):
+            run["events"] = [json.loads(event.to_json()) for event in events]
+        scenes.append({"name": scene.name, "title": scene.title, "watch": scene.watch, **fields})
     head = {
         "model": stage.model.folder.name,
         "tier": stage.model.wing.name,

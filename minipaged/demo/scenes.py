@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from minipaged.demo.measures import Measures
-from minipaged.demo.memory_map import SequenceMap
 from minipaged.demo.stage import Arrival, Run, Stage
+from minipaged.demo.state import LiveSequence
+from minipaged.errors import InvalidRequest
+from minipaged.events import Event
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, PreemptionMode, SamplingParams
 
@@ -78,6 +80,8 @@ class Outcome:
     """What the run proves, computed from it."""
     holds: bool = True
     """Whether they are what paging promises."""
+    events: tuple[list[Event], ...] = ()
+    """Of each run."""
     block_table: tuple[TableRow, ...] = ()
     """Of the first sequence, as it was at its end; only where the scene is about it."""
 
@@ -101,9 +105,10 @@ def one_request(stage: Stage) -> Outcome:
     run = stage.run(
         "one request",
         arrivals,
-        {"grow": 4},
+        {"join": 1, "grow": 4},
         block_size=size,
         num_blocks=stage.blocks_of(1024, size),
+        num_swap_blocks=0,
         enable_prefix_caching=False,
     )
     paged, contiguous = run.measures.paged, run.measures.contiguous
@@ -112,15 +117,15 @@ def one_request(stage: Stage) -> Outcome:
         f"Reserving {stage.max_model_len} slots wasted {percent(1 - contiguous.share_of_tokens)}; in the paper, "
         "earlier systems wasted 61.8 % to 79.6 % (Fig. 2)."
     )
-    table = block_table(stage, run.memory.sequences[0], size)
-    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], [finding], block_table=table)
+    table = block_table(stage, run.state.finished[0].done[0], size)
+    return outcome_of(arrivals, run, [finding], block_table=table)
 
 
-def block_table(stage: Stage, sequence: SequenceMap, block_size: int) -> tuple[TableRow, ...]:
+def block_table(stage: Stage, sequence: LiveSequence, block_size: int) -> tuple[TableRow, ...]:
     """The table that a sequence had at its end."""
-    words = [stage.tokenizer.decode([token]) for token in sequence.tokens[: sequence.last_filled]]
+    words = [stage.tokenizer.decode([token]) for token in sequence.tokens[: sequence.num_computed]]
     rows = []
-    for logical, physical in enumerate(sequence.last_table):
+    for logical, physical in enumerate(sequence.table):
         here = words[logical * block_size : (logical + 1) * block_size]
         rows.append(TableRow(logical, physical, len(here), tuple(here)))
     return tuple(rows)
@@ -147,7 +152,8 @@ def continuous_batch(stage: Stage) -> Outcome:
         arrivals,
         {"join": 8, "leave": 3, "preempt": 2, "return": 2},
         block_size=size,
-        num_blocks=stage.blocks_of(4096, size),
+        num_blocks=stage.blocks_of(1024, size),
+        num_swap_blocks=0,
         enable_prefix_caching=False,
     )
     measures = run.measures
@@ -156,7 +162,7 @@ def continuous_batch(stage: Stage) -> Outcome:
         f"{percent(measures.peak_blocks_used / measures.num_blocks)} of the pool; with {stage.max_model_len} slots "
         f"reserved for each it has room for {measures.contiguous_sequences}."
     )
-    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], [finding])
+    return outcome_of(arrivals, run, [finding])
 
 
 # --- Parallel sampling ----------------------------------------------------------------------------
@@ -172,11 +178,12 @@ def parallel_sampling(stage: Stage) -> Outcome:
         arrivals,
         {"fork": 1, "copy": 4},
         block_size=size,
-        num_blocks=stage.blocks_of(4096, size),
+        num_blocks=stage.blocks_of(1024, size),
+        num_swap_blocks=0,
         enable_prefix_caching=False,
     )
     finding = saved(run.measures, "6.1 % to 9.8 % for Alpaca, 16.2 % to 30.5 % for ShareGPT")
-    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], [finding])
+    return outcome_of(arrivals, run, [finding])
 
 
 def saved(measures: Measures, paper: str) -> str:
@@ -200,11 +207,12 @@ def beam_search(stage: Stage) -> Outcome:
         arrivals,
         {"fork": 1, "beams": 5, "copy": 2},
         block_size=size,
-        num_blocks=stage.blocks_of(4096, size),
+        num_blocks=stage.blocks_of(1024, size),
+        num_swap_blocks=0,
         enable_prefix_caching=False,
     )
     finding = saved(run.measures, "37.6 % to 55.2 % for Alpaca, 44.3 % to 66.3 % for ShareGPT")
-    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], [finding])
+    return outcome_of(arrivals, run, [finding])
 
 
 # --- A shared system prompt -----------------------------------------------------------------------
@@ -220,13 +228,14 @@ def shared_prompt(stage: Stage) -> Outcome:
         arrivals,
         {"prefix": 5},
         block_size=size,
-        num_blocks=stage.blocks_of(4096, size),
+        num_blocks=stage.blocks_of(1024, size),
+        num_swap_blocks=0,
         enable_prefix_caching=True,
     )
     prompts = sum(len(arrival.prompt) for arrival in arrivals)
     found = run.measures.prefix_cache_hit_tokens
     findings = [f"Of {prompts} prompt tokens {found} were found in the cache and {prompts - found} computed."]
-    return Outcome(texts_of(arrivals, run.outputs), run.story, [run.measures], findings, holds=found > 0)
+    return outcome_of(arrivals, run, findings, holds=found > 0)
 
 
 # --- Preemption -----------------------------------------------------------------------------------
@@ -248,6 +257,8 @@ def preemption(stage: Stage) -> Outcome:
             {"preempt": 3, "return": 3},
             block_size=size,
             num_blocks=num_blocks,
+            shown_as=name,
+            paced=num_blocks < ample,
             num_swap_blocks=ample,
             preemption=preemption,
             enable_prefix_caching=False,
@@ -259,8 +270,10 @@ def preemption(stage: Stage) -> Outcome:
     findings, holds = compare(plenty, [swap, recompute])
     story = [f"{small} blocks, preemption by swap:", *swap.story]
     story += [f"{small} blocks, preemption by recompute:", *recompute.story]
-    runs = [plenty.measures, swap.measures, recompute.measures]
-    return Outcome(texts_of(arrivals, plenty.outputs), story, runs, findings, holds)
+    runs = (plenty, swap, recompute)
+    texts = texts_of(arrivals, plenty.outputs)
+    measures, events = [run.measures for run in runs], tuple(run.events for run in runs)
+    return Outcome(texts, story, measures, findings, holds, events)
 
 
 def pool_sizes(arrivals: list[Arrival], num_tokens: int, block_size: int) -> tuple[int, int]:
@@ -293,9 +306,43 @@ def compare(reference: Run, others: list[Run]) -> tuple[list[str], bool]:
 def first_difference(expected: RequestOutput, actual: RequestOutput) -> int | None:
     """The place of the first token in which the two first outputs differ, None where they are the same."""
     a, b = expected.outputs[0].token_ids, actual.outputs[0].token_ids
+    if not (expected.finished and actual.finished):  # cut short: as far as both go
+        a, b = a[: len(b)], b[: len(a)]
     if a == b:
         return None
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+# --- The user's own prompts ------------------------------------------------------------------------
+
+
+def yours(stage: Stage) -> Outcome:
+    """Whatever prompts there are, sampled together."""
+    if not stage.prompts:
+        raise InvalidRequest('this scene needs prompts: minipaged demo --scene yours "My first prompt" "Another one"')
+    num_tokens = stage.tokens(64)
+    arrivals = [
+        stage.ask(
+            prompt, SamplingParams(temperature=0.8, top_p=0.9, seed=stage.seed + i, max_tokens=num_tokens), step=i
+        )
+        for i, prompt in enumerate(stage.prompts)
+    ]
+    size = stage.block_size_or(16)
+    run = stage.run(
+        "your prompts",
+        arrivals,
+        {"prefix": 3, "join": 8, "leave": 3, "preempt": 3, "return": 3},
+        block_size=size,
+        num_blocks=stage.blocks_of(1024, size),
+        num_swap_blocks=max(1, stage.blocks_of(1024, size) // 4),
+        enable_prefix_caching=True,
+    )
+    measures = run.measures
+    finding = (
+        f"{percent(measures.paged.share_of_tokens)} of the memory that paging took held tokens; of what contiguous "
+        f"reservation would have taken, {percent(measures.contiguous.share_of_tokens)}."
+    )
+    return outcome_of(arrivals, run, [finding])
 
 
 # --- All of them ----------------------------------------------------------------------------------
@@ -305,7 +352,21 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+def outcome_of(
+    arrivals: list[Arrival],
+    run: Run,
+    findings: list[str],
+    *,
+    holds: bool = True,
+    block_table: tuple[TableRow, ...] = (),
+) -> Outcome:
+    """Of a scene with a single run."""
+    texts = texts_of(arrivals, run.outputs)
+    return Outcome(texts, run.story, [run.measures], findings, holds, (run.events,), block_table)
+
+
 def texts_of(arrivals: list[Arrival], outputs: list[RequestOutput]) -> list[Text]:
+    """Prompts and outputs; of requests that never arrived, because the run was cut short, there is none."""
     return [
         Text(
             prompt=arrival.shown,
@@ -314,7 +375,7 @@ def texts_of(arrivals: list[Arrival], outputs: list[RequestOutput]) -> list[Text
             finish_reasons=tuple(completion.finish_reason for completion in output.outputs),
             scores=tuple(completion.score for completion in output.outputs),
         )
-        for arrival, output in zip(arrivals, outputs, strict=True)
+        for arrival, output in zip(arrivals, outputs, strict=False)
     ]
 
 
@@ -322,43 +383,52 @@ SCENES = (
     Scene(
         "one-request",
         "One request",
-        "Watch the block table grow: a block is taken only when the last one is full, so that never more than one "
-        "is partly empty (paper, section 4.3 and Fig. 6).",
+        "Watch the block table grow: a new block is taken only when the last one is full, so that at most one is "
+        "partly empty (paper, section 4.3, Fig. 6).",
         one_request,
     ),
     Scene(
         "continuous-batch",
         "A continuous batch",
-        "Watch requests join and leave between two steps, and the blocks of those that left go to others: no "
-        "sequence needs neighbouring blocks (section 4.3 and Fig. 7).",
+        "Watch requests join and leave between steps: the blocks of those that left go to others, and none needs "
+        "neighbouring blocks (section 4.3, Fig. 7).",
         continuous_batch,
     ),
     Scene(
         "parallel-sampling",
         "Parallel sampling, with copy-on-write",
-        "Watch four samples share the prompt's blocks; only its last block, where their first tokens differ, is "
-        "copied, once for each but the last to write (section 4.4 and Fig. 8).",
+        "Watch four samples share the prompt's blocks: only its last, half-filled block is copied, when they first "
+        "write into it (section 4.4, Fig. 8).",
         parallel_sampling,
     ),
     Scene(
         "beam-search",
         "Beam search",
         "Watch beams fork without copying what they share, and the blocks of dropped beams come free in the same "
-        "step (section 4.4 and Fig. 9).",
+        "step (section 4.4, Fig. 9).",
         beam_search,
     ),
     Scene(
         "shared-prompt",
         "A shared system prompt",
-        "Watch every request but the first find the system prompt already computed: its full blocks are in the "
-        "prefix cache (section 4.4 and Fig. 10).",
+        "Watch all requests but the first find the system prompt computed already: its full blocks are in the prefix "
+        "cache (section 4.4, Fig. 10).",
         shared_prompt,
     ),
     Scene(
         "preemption",
-        "A pool too small: preemption, both kinds",
-        "Watch the latest request lose its blocks when the pool runs out, and come back, swapped in or recomputed. "
-        "The tokens must be the same as with plenty of room (section 4.5 and Fig. 19).",
+        "A pool too small",
+        "Watch the latest request lose its blocks when the pool runs out, and come back later, by swapping or "
+        "recomputing, with the same text (section 4.5).",
         preemption,
     ),
 )
+
+YOURS = Scene(
+    "yours",
+    "Your prompts",
+    "Watch your prompts being answered together: each holds only the blocks that its words need, and takes another "
+    "when the last one is full.",
+    yours,
+)
+"""Not one of all: it needs prompts."""

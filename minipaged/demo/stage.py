@@ -1,7 +1,8 @@
 """Where the scenes are played: one loaded model, and for each run an engine of its own on top of it.
 
 The weights are loaded once. What differs from run to run is small: the block size, the pool, the way of preempting;
-so each run builds a new engine with an empty pool, feeds it requests as they arrive, and steps it to the end.
+so each run builds a new engine with an empty pool, feeds it requests as they arrive, and steps it to the end. Where
+there is a player, it decides when the next step is due.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minipaged.contracts import BlockAllocator
 from minipaged.demo.measures import Measures, measure
-from minipaged.demo.memory_map import MemoryMap
-from minipaged.demo.story import Story, Topic
+from minipaged.demo.player import Player
+from minipaged.demo.state import State, Timeline
+from minipaged.demo.ticker import Topic, story
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest, ModelError
+from minipaged.events import Event
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, SamplingParams
 
@@ -47,8 +50,50 @@ class Run:
     outputs: list[RequestOutput]
     """In order of arrival."""
     story: list[str]
-    memory: MemoryMap
+    events: list[Event]
+    state: State
+    """After the last event."""
     measures: Measures
+
+
+class Serving:
+    """An engine and the requests that are to arrive: served one step at a time (continuous batching).
+
+    `max_steps`: cancel what is unfinished after so many.
+    """
+
+    def __init__(self, engine: Engine, arrivals: Iterable[Arrival], max_steps: int | None = None) -> None:
+        self.questions: dict[str, str] = {}
+        """The prompts of those that have arrived, as a reader wants them."""
+        self.seconds = 0.0
+        """That the engine has taken."""
+        self._engine = engine
+        self._coming = deque(arrivals)
+        self._max_steps = max_steps
+        self._step = 0
+        self._outputs: dict[str, RequestOutput] = {}
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """Of the requests that have ended, in order of arrival."""
+        return [self._outputs[name] for name in self.questions if name in self._outputs]
+
+    def advance(self) -> bool:
+        """Add each request whose step has come, then run one step; False when there is nothing left to do."""
+        if self._step == self._max_steps:
+            self._coming.clear()
+            for name in self._engine.unfinished_requests:
+                self._engine.abort(name)
+        if not self._coming and not self._engine.has_unfinished_requests():
+            return False
+        started = time.perf_counter()
+        while self._coming and self._coming[0].step <= self._step:
+            arrival = self._coming.popleft()
+            self.questions[self._engine.add_request(arrival.prompt, arrival.params)] = arrival.shown
+        self._outputs |= {output.request_id: output for output in self._engine.step()}
+        self._step += 1
+        self.seconds += time.perf_counter() - started
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +105,11 @@ class Stage:
     block_size: int | None = None
     num_blocks: int | None = None
     allocator: Callable[[int], BlockAllocator] | None = None
+    max_steps: int | None = None
+    prompts: tuple[str, ...] = ()
+    """The user's own."""
+    player: Player | None = None
+    """Shows the runs; None: they are run without being watched."""
 
     @property
     def max_model_len(self) -> int:
@@ -79,12 +129,18 @@ class Stage:
         *,
         block_size: int,
         num_blocks: int,
+        shown_as: str = "",
+        paced: bool = True,
         **options: Any,
     ) -> Run:
-        """Serve the arrivals (in order of their steps) with an engine of these sizes. `options`: those of LLM."""
+        """Serve the arrivals (in order of their steps) with an engine of these sizes. `options`: those of LLM.
+
+        `topics`: what to tell of it in lines, and how often at most. `shown_as`: its name
+        on the screen, where a scene has several. `paced`: whether it is to be watched slowly.
+        """
         from minipaged.llm import LLM
 
-        story = Story(topics)
+        timeline, events = Timeline(), list[Event]()
         llm = LLM(
             self.model,
             block_size=block_size,
@@ -92,15 +148,28 @@ class Stage:
             max_model_len=self.max_model_len,
             allocator=self.allocator,
             async_scheduling=False,  # the story is told step by step
-            listeners=[story.on_event],
+            listeners=[events.append, timeline.append],
             **options,
         )
-        started = time.perf_counter()
-        outputs = serve(llm.engine, arrivals)
-        seconds = time.perf_counter() - started
-        slot_bytes = self.model.block_bytes(1)
-        measures = measure(name, llm.stats(), slot_bytes, story.most_sequences, seconds)
-        return Run(outputs, story.lines(), story.memory, measures)
+        serving = Serving(llm.engine, arrivals, self.max_steps)
+        if self.player:
+            self.player.play(timeline, serving.advance, run=shown_as, questions=serving.questions, paced=paced)
+        while serving.advance():
+            pass
+        timeline.seek(len(timeline))
+        state = timeline.state
+        measures = measure(name, llm.stats(), self.model.block_bytes(1), state.most_sequences, serving.seconds)
+        return Run(serving.outputs, story(events, topics), events, state, measures)
+
+    def played_by(self, player: Player | None) -> Stage:
+        """The same stage, watched by that player."""
+        return replace(self, player=player)
+
+    def warm_up(self) -> None:
+        """Compile whatever the tier compiles, which may take a while and be told on stderr."""
+        from minipaged.llm import LLM
+
+        LLM(self.model, num_blocks=8, block_size=16, num_swap_blocks=0)
 
     # --- Sizes ------------------------------------------------------------------------------------
 
@@ -140,17 +209,3 @@ class Stage:
 
     def _fit(self, prompt: list[int]) -> list[int]:
         return prompt[: self.max_model_len // 2]
-
-
-def serve(engine: Engine, arrivals: Iterable[Arrival]) -> list[RequestOutput]:
-    """Add each request when its step has come, and step the engine until all have ended (continuous batching)."""
-    coming, ids = deque(arrivals), list[str]()
-    outputs: dict[str, RequestOutput] = {}
-    step = 0
-    while coming or engine.has_unfinished_requests():
-        while coming and coming[0].step <= step:
-            arrival = coming.popleft()
-            ids.append(engine.add_request(arrival.prompt, arrival.params))
-        outputs |= {output.request_id: output for output in engine.step()}
-        step += 1
-    return [outputs[request_id] for request_id in ids]

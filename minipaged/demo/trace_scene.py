@@ -8,6 +8,7 @@ engine is the real one; what it runs on is `minipaged/simulated.py`.
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from minipaged.contracts import BlockAllocator
+from minipaged.demo.player import NextScene, Player, Quit
+from minipaged.demo.recording import Recording
+from minipaged.demo.show import make_console, player
+from minipaged.demo.state import Timeline
+from minipaged.demo.terminal import is_live
+from minipaged.demo.view import Caption
 from minipaged.errors import InvalidRequest
 from minipaged.traces import TraceReplay, TraceSummary, read_trace
 
@@ -22,6 +29,8 @@ WIDTH = 80
 BAR_CELLS = 20
 ROWS = 12
 """Lines printed while the trace runs."""
+END = object()
+"""Of the steps."""
 
 
 def play_trace(
@@ -32,9 +41,12 @@ def play_trace(
     block_size: int | None = None,
     num_blocks: int | None = None,
     allocator: Callable[[int], BlockAllocator] | None = None,
+    color: bool = True,
+    record: Path | None = None,
     json_output: bool = False,
 ) -> TraceSummary:
     """Replay the first `num_requests` of the trace and print what happens; `json_output`: only the summary, as JSON.
+    In a terminal it is shown live, and told afterwards.
 
     Raises InvalidRequest for a trace that cannot be read and for sizes out of range.
     """
@@ -55,11 +67,28 @@ def play_trace(
         print(json.dumps(asdict(replay.summary()), indent=2))
         return replay.summary()
     span = requests[-1].seconds / pace
-    print(*_opening(replay, len(requests), span), sep="\n", flush=True)
-    due, queue_at_last_arrival = 1, 0
-    for _ in replay:
+    due, queue_at_last_arrival, steps = 1, 0, iter(replay)
+
+    def advance() -> bool:
+        nonlocal queue_at_last_arrival
         if replay.num_coming:
             queue_at_last_arrival = replay.num_waiting
+        return next(steps, END) is not END
+
+    console = make_console(color=color)
+    if is_live(sys.stdout, console):
+        recording = Recording(record) if record else None
+        try:
+            with player(console, lambda token_ids: "", 1.0, recording) as one:
+                assert one is not None
+                _watch(one, replay, advance)
+        except (NextScene, Quit):
+            return replay.summary()
+    elif record:
+        raise InvalidRequest("--record with --scene trace records what is shown in a terminal, and this is none")
+    else:
+        print(*_opening(replay, len(requests), span), sep="\n", flush=True)
+    while advance():
         if replay.num_served + replay.num_refused >= due * len(requests) / ROWS:
             print(_row(replay), flush=True)
             due = (replay.num_served + replay.num_refused) * ROWS // len(requests) + 1
@@ -75,6 +104,15 @@ def play_trace(
             sep="\n",
         )
     return summary
+
+
+def _watch(one: Player, replay: TraceReplay, advance: Callable[[], bool]) -> None:
+    """Live, and as fast as the engine goes. The words are all the same, so none are shown."""
+    timeline = Timeline()
+    replay.engine.listeners.append(timeline.append)
+    watch = "Watch the pool: it fills until a block is missing, and then the latest to come is preempted (section 4.5)."
+    one.caption = Caption("A trace on a simulated machine", watch)
+    one.play(timeline, advance, paced=False)
 
 
 def _opening(replay: TraceReplay, num_requests: int, span: float) -> Iterator[str]:

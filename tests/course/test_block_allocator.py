@@ -17,7 +17,7 @@ from minipaged.course.assignment import Bench, Status, Submission, TestResult
 from minipaged.course.block_allocator import ASSIGNMENT
 from minipaged.course.formats import text
 from minipaged.course.grading import grade, run_test
-from minipaged.demo.memory_map import MemoryMap
+from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from tests.course.submissions import REFERENCE_SOURCE, RIGHT, right
@@ -134,11 +134,11 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
         "your allocator says  2 <--  1  0",
         "tables: A: [0]  B: [1]",
     )
-    memory = MemoryMap()
+    state = State()
     for event in result.failure.trace:
-        memory.on_event(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
-    assert [sequence.table for sequence in memory.sequences.values()] == [[0], [1]]
-    assert [memory.holders(block) for block in range(2)] == [1, 1]
+        state.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
+    assert [sequence.table for sequence in state.sequences.values()] == [[0], [1]]
+    assert [state.ref_count(block) for block in range(2)] == [1, 1]
     last = result.failure.trace[-1]
     assert isinstance(last, StepFailed)
     assert last.error.startswith("invariant 'exact-references' broken: ")

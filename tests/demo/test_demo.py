@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.color import ColorSystem
 
-from minipaged import BeamSearchParams, InvalidRequest, InvariantViolation, SamplingParams
-from minipaged.demo import run_demo
-from minipaged.demo.memory_map import MemoryMap
+from minipaged import InvalidRequest, InvariantViolation, SamplingParams
+from minipaged.demo import replay, run_demo
+from minipaged.demo.player import Film, Player
 from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, compare
 from minipaged.demo.stage import Stage
-from minipaged.demo.story import Topic, numbers
-from minipaged.events import StepFinished
+from minipaged.demo.state import Timeline
+from minipaged.demo.ticker import Topic, numbers
+from minipaged.demo.view import Frame, View
+from minipaged.events import StepFinished, from_json
 from minipaged.llm import LLM, LoadedModel
 from minipaged.reference.block_allocator import BlockAllocator
 from tests.tiny_model import make_tiny_model
@@ -148,7 +153,7 @@ def test_parallel_sampling_copies_the_prompts_last_block_for_all_but_one(played:
     outcome = played["parallel-sampling"]
     assert outcome.runs[0].blocks_copied == 3
     copies = [line for line in outcome.story if "copied to block" in line]
-    assert [f"which {holders} hold" in line for holders, line in zip((4, 3, 2), copies, strict=True)] == [True] * 3
+    assert [f"shared by {holders}:" in line for holders, line in zip((4, 3, 2), copies, strict=True)] == [True] * 3
     assert outcome.runs[0].share_saved > 0
     assert len(set(outcome.texts[0].token_ids)) == 4
 
@@ -164,7 +169,7 @@ def test_beam_search_drops_beams_and_gives_their_blocks_back_in_the_same_step(pl
 def test_all_but_the_first_request_find_the_shared_prompt_in_the_cache(played: dict[str, Outcome]) -> None:
     outcome = played["shared-prompt"]
     assert outcome.runs[0].prefix_cache_hit_tokens > 4 * 400
-    found = [line for line in outcome.story if "in the cache" in line]
+    found = [line for line in outcome.story if "in the prefix cache" in line]
     assert [line.split()[3] for line in found] == ["1", "2", "3", "4"]
 
 
@@ -251,30 +256,6 @@ def test_the_module_is_the_same_as_the_command(tiny_model: Path) -> None:
 # --- Its parts ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_the_memory_map_knows_every_table_and_reference_from_the_events_alone(
-    tiny_model: Path, preemption: str
-) -> None:
-    memory = MemoryMap()
-    options = {"num_blocks": 40, "block_size": 4, "num_swap_blocks": 40, "preemption": preemption}
-    llm = LLM(tiny_model, listeners=[memory.on_event], max_model_len=120, **options)  # type: ignore[arg-type]
-    prompt = [*range(40, 61)]
-    for i in range(3):
-        llm.engine.add_request([*prompt, i], SamplingParams(n=3, max_tokens=12, seed=i))
-    llm.engine.add_request(prompt, BeamSearchParams(beam_width=3, max_tokens=12))
-    while llm.engine.has_unfinished_requests():
-        llm.engine.step()
-        blocks, scheduler = llm.engine.blocks, llm.engine.scheduler
-        live = [s for request in (*scheduler.running, *scheduler.waiting) for s in request.sequences]
-        for sequence in live:
-            known = memory.sequences[sequence.sequence_id]
-            assert (known.table, known.num_filled) == (list(sequence.table.blocks), sequence.num_computed)
-            assert (known.tokens, known.swapped) == (sequence.tokens, sequence.swapped)
-        assert [memory.holders(b) for b in range(40)] == [blocks.allocator.ref_count(b) for b in range(40)]
-    stats = llm.stats()
-    assert (stats.preempted_by_swap if preemption == "swap" else stats.preempted_by_recompute) > 0
-
-
 def test_llms_that_share_a_loaded_model_share_its_weights_and_nothing_else(tiny_model: Path) -> None:
     loaded = LoadedModel.load(tiny_model)
     steps: list[StepFinished] = []
@@ -296,11 +277,140 @@ def test_runs_of_blocks_are_drawn_together(blocks: list[int], words: str) -> Non
     assert numbers(blocks) == words
 
 
+# --- What else may be asked for -------------------------------------------------------------------
+
+
+def test_every_run_in_the_json_has_its_events(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_demo(model=tiny_model, tier="reference", scene="preemption", json_output=True)
+    (scene,) = json.loads(capsys.readouterr().out)["scenes"]
+    for run in scene["runs"]:
+        timeline = Timeline(from_json(json.dumps(event)) for event in run["events"])
+        timeline.seek(len(timeline))
+        assert timeline.state.num_generated == run["generated_tokens"]
+        assert timeline.state.counts["block_copied"] == run["blocks_copied"]
+        assert timeline.state.most_sequences == run["most_sequences"]
+
+
+@pytest.mark.parametrize("scene", [None, "yours"])
+def test_ones_own_prompts_are_answered(tiny_model: Path, scene: str | None) -> None:
+    (outcome,) = run_demo(model=tiny_model, tier="reference", scene=scene, prompts=["What is a page?", "And a block?"])
+    assert [text.prompt for text in outcome.texts] == ["What is a page?", "And a block?"]
+    assert all(text.outputs[0] for text in outcome.texts)
+
+
+def test_ones_own_prompts_can_come_from_a_file(tiny_model: Path, tmp_path: Path) -> None:
+    asked = ["--scene", "yours", "--model", str(tiny_model), "--tier", "reference", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "minipaged.demo", *asked], input="one\ntwo\n\nthree\n", capture_output=True, text=True
+    )
+    (scene,) = json.loads(done.stdout)["scenes"]
+    assert [text["prompt"] for text in scene["texts"]] == ["one", "two"]
+
+
+def test_every_scene_can_be_cut_short(tiny_model: Path) -> None:
+    outcomes = run_demo(model=tiny_model, tier="reference", steps=3)
+    assert len(outcomes) == len(NAMES)
+    assert all(run.steps <= 3 for outcome in outcomes for run in outcome.runs)
+    preempted = outcomes[NAMES.index("preemption")]
+    assert preempted.holds  # as far as the runs went
+
+
+def test_several_scenes_can_be_chosen(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_demo(model=tiny_model, tier="reference", scene="beam-search,one-request", steps=2)
+    printed = capsys.readouterr().out
+    assert printed.index("1/2 Beam search") < printed.index("2/2 One request")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"speed": 0.0}, "speed is 0.0; it must be above 0"),
+        ({"speed": float("nan")}, "speed is nan"),
+        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"scene": "yours"}, "this scene needs prompts"),
+        ({"scene": "one-request", "prompts": ["a"]}, "prompts are for --scene yours"),
+        ({"record": Path("demo.gif")}, "must end in"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(tiny_model: Path, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        run_demo(model=tiny_model, tier="reference", **asked)
+
+
+ARRIVED = '{"event":"request_arrived","request":"0","sequence":0,"prompt_token_ids":[1],"num_sequences":1}\n'
+STARTED = '{"event":"engine_started","num_blocks":4,"num_swap_blocks":0,"block_size":4,"max_model_len":16}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no events"),
+        (ARRIVED, "line 1: the first event of a run is engine_started"),
+        (STARTED + "{", "line 2: "),
+        (STARTED + '\n{"event":"what"}', "line 3: not an event"),
+        (STARTED + '{"event":"request_admitted","request":"7"}', "line 2: it does not follow from the events before"),
+        (
+            STARTED + ARRIVED + '{"event":"blocks_freed","sequence":0,"blocks":[3]}',
+            r"line 3: sequence 0 holds blocks \[\]",
+        ),
+    ],
+)
+def test_a_file_that_is_no_run_is_refused_with_the_line(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(content)
+    with pytest.raises(InvalidRequest, match=message):
+        replay(path)
+    with pytest.raises(InvalidRequest, match="cannot read"):
+        replay(tmp_path / "nothing.jsonl")
+
+
+def test_what_generate_wrote_can_be_replayed_with_words_or_without(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, film = tmp_path / "run.jsonl", tmp_path / "run.cast"
+    with path.open("w") as file:
+        llm = LLM(tiny_model, tier="reference", listeners=[lambda event: print(event.to_json(), file=file)])
+        llm.generate("paging", SamplingParams(n=2, max_tokens=8, seed=0))
+    replay(path, record=film)
+    assert "16 tokens generated for 1 request;" in capsys.readouterr().out
+    assert llm.tokenizer is not None
+    with_ids = film.read_text()
+    prompt = llm.tokenizer.encode("paging")
+    assert f"{prompt[0]}|{prompt[1]}|{prompt[2]}" in with_ids  # in the slots of the block table
+    replay(path, record=film, decode=llm.tokenizer.decode)
+    assert "p|a|g|i|n|g" in film.read_text()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("speed", [1.0, float("inf")])
+def test_drawing_takes_less_than_a_twentieth_of_the_engines_time(speed: float) -> None:
+    """All that the view adds is counted: following the events, telling them, drawing, and the escape sequences."""
+
+    class Canvas(Film):
+        pictures = 0
+
+        def now(self) -> float:
+            return time.perf_counter() if speed == float("inf") else super().now()
+
+        def show(self, frame: Frame) -> None:
+            self.pictures += 1
+            frame.ansi(ColorSystem.EIGHT_BIT)
+
+    stage = Stage(LoadedModel.load("smollm2-135m-instruct", dtype="float32"))
+    canvas = Canvas(120, 40)
+    player = Player(canvas, View(stage.tokenizer.decode), speed=speed)
+    for scene in SCENES[:3]:
+        scene.play(stage.played_by(player))
+    assert canvas.pictures > 10
+    assert player.drawing_seconds < 0.05 * player.engine_seconds
+
+
 @pytest.mark.model
 def test_the_real_model_continues_lincoln_with_the_papers_block_table() -> None:
     (outcome,) = run_demo(scene="one-request", tier="reference")
     (text,) = outcome.texts
-    assert "tokens 0-6: logical blocks 0-1" in outcome.story[0]
+    assert "7 tokens into blocks 0-1" in outcome.story[0]
+    assert "token 8: logical block 2 -> physical block 2" in outcome.story[1]
     assert [row.tokens for row in outcome.block_table[:1]] == [("Four", " score", " and", " seven")]
     assert len(text.outputs[0].split()) >= 10
     assert outcome.runs[0].pool_bytes == 1024 * 46_080

@@ -1,0 +1,182 @@
+"""A recording of what was drawn: a moving picture (.svg) or a terminal session (.cast).
+
+- An SVG holds everything it needs and names no address. Each row of the screen is a strip of all that it ever showed,
+  one below the other, of which a window shows one; the strips jump at their times by CSS alone. Who has asked
+  for reduced motion sees one still picture.
+- A .cast is asciinema's format, version 2: JSON Lines of (seconds, "o", what is written to the terminal).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.color import Color, ColorSystem
+from rich.segment import Segment
+from rich.style import Style
+
+from minipaged.demo.view import BASIC_COLORS, COLORS, Frame, Line
+from minipaged.errors import InvalidRequest
+
+LONGEST_SECONDS = 4.0
+"""A picture stands for at most so long."""
+LAST_SECONDS = 3.0
+"""The last one stands for so long, before it all begins again."""
+SUFFIXES = (".svg", ".cast")
+
+SVG_SECONDS = 0.15
+"""The pictures of an SVG come no faster than that."""
+COLUMN, ROW = 8.4, 18
+"""Size of a character, in the units of the picture."""
+MARGIN = 10
+STYLE = """
+svg{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}
+text{fill:#d4d7dd;dominant-baseline:central;white-space:pre}rect{fill:#d4d7dd;height:16px}
+.p{fill:#16181d;height:100%}.b{font-weight:bold}.d{opacity:.55}.i{font-style:italic}.u{text-decoration:underline}
+.n{fill:#16181d;font-weight:bold}
+@media(prefers-color-scheme:light){text,rect{fill:#24272e}.p,.n{fill:#fbfbfa}}
+.s{animation-duration:DURATIONs;animation-iteration-count:infinite;animation-timing-function:step-end}
+@media(prefers-reduced-motion:reduce){.s{animation-play-state:paused;animation-delay:-STILLs}}
+"""
+
+
+@dataclass(slots=True)
+class Recording:
+    """Pictures and their times."""
+
+    path: Path
+    frames: list[tuple[float, Frame]] = field(default_factory=list)
+    _clock: float = 0.0
+    _last: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.path.suffix not in SUFFIXES:
+            raise InvalidRequest(f"--record is {self.path}; its name must end in {' or '.join(SUFFIXES)}")
+        try:
+            self.path.open("a", encoding="utf-8").close()  # better now than after the show
+        except OSError as error:
+            raise InvalidRequest(f"cannot write the recording to {self.path}: {error.strerror}") from None
+
+    def add(self, now: float, frame: Frame) -> None:
+        """A picture that was shown at this time. Long waits (for somebody who has paused) are made short."""
+        if self._last is not None:
+            self._clock += min(now - self._last, LONGEST_SECONDS)
+        self._last = now
+        if self.frames and self._clock - self.frames[-1][0] < 1e-3:
+            self.frames.pop()
+        self.frames.append((self._clock, frame))
+
+    def save(self) -> None:
+        """Write the file, in the format that its name asks for."""
+        if not self.frames:
+            return
+        with self.path.open("w", encoding="utf-8") as file:
+            (self._write_cast if self.path.suffix == ".cast" else self._write_svg)(file)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Columns and lines of the largest picture."""
+        frames = [frame for _, frame in self.frames]
+        return max(frame.width for frame in frames), max(len(frame.lines) for frame in frames)
+
+    # --- asciinema --------------------------------------------------------------------------------
+
+    def _write_cast(self, file: TextIO) -> None:
+        width, height = self.size
+        header = {"version": 2, "width": width, "height": height, "env": {"TERM": "xterm-256color"}}
+        print(json.dumps(header), file=file)
+        shown: list[str] = []
+        for at, frame in self.frames:
+            lines = frame.ansi(ColorSystem.EIGHT_BIT)
+            changed = [
+                f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
+                for row, line in enumerate(lines, start=1)
+                if row > len(shown) or shown[row - 1] != line
+            ]
+            start = "" if shown else "\x1b[?25l\x1b[2J"
+            print(json.dumps([round(at, 3), "o", start + "".join(changed)], ensure_ascii=False), file=file)
+            shown = lines
+        print(json.dumps([round(self.frames[-1][0] + LAST_SECONDS, 3), "o", "\x1b[?25h"]), file=file)
+
+    # --- SVG --------------------------------------------------------------------------------------
+
+    def _write_svg(self, file: TextIO) -> None:
+        columns, rows = self.size
+        ends = [at for at, _ in self.frames[1:]] + [float("inf")]
+        frames = [(at, frame) for (at, frame), end in zip(self.frames, ends, strict=True) if end - at >= SVG_SECONDS]
+        start, duration = frames[0][0], frames[-1][0] - frames[0][0] + LAST_SECONDS
+        strips = [
+            _strip(
+                row,
+                columns,
+                [((at - start) / duration, frame.lines[row] if row < len(frame.lines) else []) for at, frame in frames],
+            )
+            for row in range(rows)
+        ]
+        width, height = columns * COLUMN + 2 * MARGIN, rows * ROW + 2 * MARGIN
+        style = STYLE.replace("DURATION", f"{duration:.2f}").replace("STILL", f"{0.6 * duration:.2f}")
+        file.write(
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+            f'xml:space="preserve"><style>{style}{_color_classes()}</style>'
+            f'<rect class="p" width="100%" rx="8"/>\n{"".join(strips)}</svg>\n'
+        )
+
+
+def _strip(row: int, columns: int, lines: list[tuple[float, Line]]) -> str:
+    """All that one row ever showed, and when which of it is seen. `lines`: each from a moment between 0 and 1 on."""
+    places: dict[str, int] = {}
+    moments: list[tuple[float, int]] = []
+    for at, line in lines:
+        place = places.setdefault(_svg_line(line), len(places))
+        if not moments or moments[-1][1] != place:
+            moments.append((at, place))
+    if set(places) == {""}:
+        return ""
+    drawn = "".join(
+        f'<g transform="translate(0,{ROW * i + ROW // 2})">{line}</g>\n' for line, i in places.items() if line
+    )
+    window = f'<svg x="{MARGIN}" y="{MARGIN + row * ROW}" width="{columns * COLUMN:g}" height="{ROW}">'
+    if len(moments) == 1:
+        return f"{window}{drawn}</svg>\n"
+    jumps = "".join(f"{100 * at:.2f}%{{transform:translateY({-ROW * place}px)}}" for at, place in moments)
+    keyframes = f"<style>@keyframes k{row}{{{jumps}}}</style>"
+    return f'{keyframes}{window}<g class="s" style="animation-name:k{row}">{drawn}</g></svg>\n'
+
+
+def _svg_line(line: Line) -> str:
+    """The texts of one line, and the rectangles behind those in reverse."""
+    parts, column = [], 0
+    for text, style, _ in Segment.simplify(line):
+        parts.append(_svg_piece(text, style or Style(), column))
+        column += cell_len(text)
+    return "".join(parts)
+
+
+def _svg_piece(text: str, style: Style, column: int) -> str:
+    bare = text.strip(" ")
+    color = f"c{style.color.number}" if style.color is not None else ""
+    drawn = ""
+    if style.reverse:
+        drawn = f'<rect x="{column * COLUMN:.4g}" y="-8" width="{cell_len(text) * COLUMN:.4g}"{_class(color)}/>'
+    if not bare:
+        return drawn
+    start = column + cell_len(text[: len(text) - len(text.lstrip(" "))])
+    marks = {"b": style.bold and not style.reverse, "d": style.dim, "i": style.italic, "u": style.underline}
+    classes = _class("n" if style.reverse else color, *(mark for mark, given in marks.items() if given))
+    size = f'x="{start * COLUMN:.4g}" textLength="{cell_len(bare) * COLUMN:.4g}"'
+    return f"{drawn}<text {size}{classes}>{escape(bare, quote=False)}</text>"
+
+
+def _class(*names: str) -> str:
+    joined = " ".join(name for name in names if name)
+    return f' class="{joined}"' if joined else ""
+
+
+def _color_classes() -> str:
+    """The view's colours, by their numbers; said once."""
+    colors = {number: Color.from_ansi(number).get_truecolor().hex for number in (*COLORS, *BASIC_COLORS)}
+    return "".join(f".c{number}{{fill:{color}!important}}" for number, color in colors.items())

@@ -1,0 +1,598 @@
+"""The state of a run, folded from the engine's events alone.
+
+The engine is never asked: it says what happens, and whoever follows its events from the first on knows every queue,
+block table and reference count (paper, Figs. 6 and 8). So any run can be drawn, also one that was written to a file.
+
+- `State` is what the engine had after some number of events. `apply` follows one more.
+- `Timeline` holds the events of a run, which may still grow, and moves through them, forwards and back.
+
+A request is in one of three queues, as are its sequences:
+
+    waiting     new, or preempted and to be recomputed: its sequences hold nothing
+    running     its sequences hold device blocks
+    swapped     preempted, its sequences hold host blocks (section 4.5)
+
+An event costs no more than the blocks it names, however many sequences there are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from string import ascii_lowercase, ascii_uppercase
+from typing import Literal
+
+from minipaged.events import (
+    BeamFinished,
+    BlockCached,
+    BlockCopied,
+    BlockDeduplicated,
+    BlockEvicted,
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    PrefixReused,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    RequestRefused,
+    SequenceFinished,
+    SequenceForked,
+    StepFailed,
+    StepFinished,
+    StepStarted,
+    SwappedIn,
+    SwappedOut,
+    TokenGenerated,
+    TokensComputed,
+)
+
+LETTERS = ascii_uppercase + ascii_lowercase
+NO_LETTER = "*"
+"""For the sequences that hold blocks when all letters are taken."""
+KEPT_REQUESTS = 8
+"""How many finished requests are remembered, so that their texts can still be read."""
+NEARBY = 100
+"""Going far back leaves a copy of the state that many events before, for the next step back."""
+RECENT_STEPS = 20
+"""Over how many steps tokens per second are taken."""
+
+
+@dataclass(eq=False, slots=True)
+class LiveSequence:
+    """One sequence: its tokens, and where their keys and values are."""
+
+    number: int
+    request: LiveRequest
+    prompt: tuple[int, ...]
+    output: list[int] = field(default_factory=list)
+    letter: str = ""
+    """What it is called, from when it first holds blocks."""
+    table: list[int] = field(default_factory=list)
+    """Its blocks in logical order; once it has ended, those that it gave back."""
+    num_computed: int = 0
+    """Filled slots of the table."""
+    swapped: bool = False
+    """Whether `table` holds numbers of host blocks."""
+    ended: str | None = None
+    """The reason, once it has finished."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.output]
+
+
+@dataclass(eq=False, slots=True)
+class LiveRequest:
+    """One request and its sequences."""
+
+    name: str
+    order: int
+    """Of arrival."""
+    prompt: tuple[int, ...]
+    num_sequences: int
+    queue: Literal["waiting", "running", "swapped"] = "waiting"
+    sequences: list[LiveSequence] = field(default_factory=list)
+    """Those that go on."""
+    done: list[LiveSequence] = field(default_factory=list)
+    """Those that have ended, without the beams that were dropped."""
+    hypotheses: list[tuple[float, list[int]]] = field(default_factory=list)
+    """What a beam search has kept: score and output, best first."""
+    preempted: bool = False
+    """Whether it was preempted and is not back yet."""
+    joining: bool = False
+    """Whether it was just admitted for the first time, and has computed nothing."""
+
+
+@dataclass(slots=True)
+class Pool:
+    """The blocks of one memory: who holds each, and how full it is. Blocks that nobody holds are in no dict."""
+
+    num_blocks: int
+    holders: dict[int, list[int]] = field(default_factory=dict)
+    """Block -> the numbers of the sequences whose tables hold it."""
+    filled: dict[int, int] = field(default_factory=dict)
+    """Block -> its filled slots."""
+    num_filled: int = 0
+    """Filled slots of all held blocks."""
+    num_entries: int = 0
+    """Block-table entries: what would be held if nothing was shared."""
+    last_request: dict[int, str] = field(default_factory=dict)
+    """Block -> the request that gave it back last."""
+    most_used: int = 0
+    highest: int = -1
+    """The highest block ever held."""
+
+    def hold(self, block: int, sequence: LiveSequence, filled: int) -> None:
+        """One more table entry names the block."""
+        self.holders.setdefault(block, []).append(sequence.number)
+        self.num_entries += 1
+        self.highest = max(self.highest, block)
+        self.most_used = max(self.most_used, len(self.holders))
+        self.fill(block, filled)
+
+    def fill(self, block: int, filled: int) -> None:
+        """The block has so many filled slots now."""
+        self.num_filled += filled - self.filled.get(block, 0)
+        self.filled[block] = filled
+
+    def release(self, block: int, sequence: LiveSequence) -> None:
+        """One table entry less. Of the last holder of all, the name is kept."""
+        holders = self.holders[block]
+        holders.remove(sequence.number)
+        self.num_entries -= 1
+        if not holders:
+            del self.holders[block]
+            self.num_filled -= self.filled.pop(block)
+            self.last_request[block] = sequence.request.name
+
+    def copy(self) -> Pool:
+        return Pool(
+            self.num_blocks,
+            {block: [*holders] for block, holders in self.holders.items()},
+            dict(self.filled),
+            self.num_filled,
+            self.num_entries,
+            dict(self.last_request),
+            self.most_used,
+            self.highest,
+        )
+
+
+@dataclass(slots=True)
+class State:
+    """Everything that is known after some number of events."""
+
+    block_size: int = 1
+    max_model_len: int = 1
+    step: int = 0
+    device: Pool = field(default_factory=lambda: Pool(0))
+    host: Pool = field(default_factory=lambda: Pool(0))
+    cached: set[int] = field(default_factory=set)
+    """Device blocks that the prefix cache holds, beside the sequences that do."""
+    requests: dict[str, LiveRequest] = field(default_factory=dict)
+    sequences: dict[int, LiveSequence] = field(default_factory=dict)
+    waiting: list[LiveRequest] = field(default_factory=list)
+    """In order of arrival; those that are swapped out among them, as in the engine."""
+    running: list[LiveRequest] = field(default_factory=list)
+    num_swapped: int = 0
+    """How many of the waiting are swapped out."""
+    finished: deque[LiveRequest] = field(default_factory=lambda: deque(maxlen=KEPT_REQUESTS))
+    """The last few, which change no more."""
+    forks: list[tuple[LiveSequence, LiveSequence]] = field(default_factory=list)
+    """Parent and child, of this step."""
+    dropped: dict[int, tuple[LiveSequence, tuple[int, ...]]] = field(default_factory=dict)
+    """Beams dropped in this step, with the blocks that they gave back."""
+    contiguous_tokens: int = 0
+    """Tokens of all sequences on the device, each counted with its whole context: nothing is shared."""
+    num_on_device: int = 0
+    """Sequences that hold device blocks: a contiguous cache would have reserved room for each."""
+    num_arrived: int = 0
+    num_generated: int = 0
+    most_sequences: int = 0
+    """In the largest batch."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """How often each kind of event occurred, and how many blocks or tokens some were about."""
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    """Seconds of the last steps, and the tokens generated by then."""
+    letters: deque[str] = field(default_factory=lambda: deque(LETTERS))
+    """Those that are free. The one that was freed first is taken next, so that a letter seldom changes hands."""
+
+    # --- What can be read off ---------------------------------------------------------------------
+
+    def ref_count(self, block: int) -> int:
+        """Of a device block: table entries, and the prefix cache."""
+        return len(self.device.holders.get(block, ())) + (block in self.cached)
+
+    @property
+    def num_cached_only(self) -> int:
+        """Blocks that nobody but the prefix cache holds: they count as room."""
+        return len(self.cached) - sum(block in self.device.holders for block in self.cached)
+
+    @property
+    def num_free(self) -> int:
+        """Device blocks that nobody holds, the prefix cache included."""
+        return self.device.num_blocks - len(self.device.holders) - self.num_cached_only
+
+    @property
+    def swapped(self) -> list[LiveRequest]:
+        return [request for request in self.waiting if request.queue == "swapped"]
+
+    def tokens_per_second(self) -> float | None:
+        """Over the last steps; None before there are two."""
+        if len(self.recent) < 2:
+            return None
+        seconds = sum(seconds for seconds, _ in self.recent) - self.recent[0][0]
+        return (self.recent[-1][1] - self.recent[0][1]) / seconds if seconds > 0 else None
+
+    def _pool_of(self, sequence: LiveSequence) -> Pool:
+        return self.host if sequence.swapped else self.device
+
+    # --- One event more ---------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        """Follow one event. They must come in order, from the first. Raises LookupError or ValueError if they do not.
+
+        The first event of another run starts everything anew.
+        """
+        self.counts[event.name] += 1
+        match event:
+            case TokensComputed():
+                self._extend(self.sequences[event.sequence], event)
+            case TokenGenerated():
+                self.sequences[event.sequence].output.append(event.token_id)
+                self.num_generated += 1
+            case StepStarted():
+                self.step = event.step
+                self.forks, self.dropped = [], {}
+            case StepFinished():
+                self.most_sequences = max(self.most_sequences, event.num_sequences)
+                self.recent.append((event.seconds, self.num_generated))
+            case BlockCopied():
+                self._replace(event.sequence, event.logical_block, event.source, event.destination)
+            case BlocksFreed():
+                self._give_back(self.sequences[event.sequence], event.blocks)
+            case SequenceForked():
+                self._fork(event)
+            case SequenceFinished():
+                self._end(self.sequences[event.sequence], event.reason)
+            case BlockCached():
+                self.cached.add(event.block)
+            case BlockEvicted():
+                self.cached.remove(event.block)
+            case BlockDeduplicated():
+                self._replace(event.sequence, event.logical_block, event.own, event.cached)
+            case PrefixReused():
+                self._reuse(self.sequences[event.sequence], event)
+            case BeamFinished():
+                self._keep_hypothesis(event)
+            case _:
+                self._apply_to_request(event)
+
+    def _apply_to_request(self, event: Event) -> None:
+        match event:
+            case EngineStarted():
+                self.__init__()  # type: ignore[misc]
+                self.device, self.host = Pool(event.num_blocks), Pool(event.num_swap_blocks)
+                self.block_size, self.max_model_len = event.block_size, event.max_model_len
+                self.counts[event.name] += 1
+            case RequestArrived():
+                self._arrive(event)
+            case RequestAdmitted():
+                self._start(self.requests[event.request])
+                self.requests[event.request].joining = not self.requests[event.request].preempted
+            case RequestPreempted():
+                self._stop(self.requests[event.request])
+                self.counts[f"preempted by {event.mode}"] += 1
+            case SwappedOut():
+                self._move(event.request, event.pairs, to_host=True)
+                self.counts["blocks swapped out"] += len(event.pairs)
+            case SwappedIn():
+                self._move(event.request, event.pairs, to_host=False)
+                self._start(self.requests[event.request])
+                self.counts["blocks swapped in"] += len(event.pairs)
+            case RequestFinished():
+                self._finish(event.request)
+            case StepFailed():
+                for name in event.requests:
+                    self._recover(self.requests[name])
+            case RequestRefused():
+                pass
+
+    # --- Queues -----------------------------------------------------------------------------------
+
+    def _arrive(self, event: RequestArrived) -> None:
+        prompt = event.prompt_token_ids
+        request = LiveRequest(event.request, self.num_arrived, prompt, event.num_sequences)
+        sequence = LiveSequence(event.sequence, request, prompt)
+        request.sequences.append(sequence)
+        self.num_arrived += 1
+        self.requests[event.request] = request
+        self.sequences[event.sequence] = sequence
+        self.waiting.append(request)
+
+    def _start(self, request: LiveRequest) -> None:
+        _take(self.waiting, request)
+        insort(self.running, request, key=_order)
+        self.num_swapped -= request.queue == "swapped"
+        request.queue = "running"
+
+    def _stop(self, request: LiveRequest) -> None:
+        _take(self.running, request)
+        insort(self.waiting, request, key=_order)
+        request.queue = "waiting"
+        request.preempted = True
+
+    def _recover(self, request: LiveRequest) -> None:
+        """A step has failed: its blocks are gone, also those on the host."""
+        if request.queue == "running":
+            self._stop(request)
+        elif request.queue == "swapped":
+            self.num_swapped -= 1
+            request.queue = "waiting"
+
+    def _finish(self, name: str) -> None:
+        request = self.requests.pop(name)
+        _take(self.running if request.queue == "running" else self.waiting, request)
+        self.num_swapped -= request.queue == "swapped"
+        self.finished.append(request)
+
+    # --- Sequences --------------------------------------------------------------------------------
+
+    def _name(self, sequence: LiveSequence) -> None:
+        if not sequence.letter:
+            sequence.letter = self.letters.popleft() if self.letters else NO_LETTER
+
+    def _fork(self, event: SequenceForked) -> None:
+        parent = self.sequences[event.parent]
+        child = LiveSequence(event.child, parent.request, parent.prompt, [*parent.output], swapped=parent.swapped)
+        self._name(child)
+        self.sequences[event.child] = child
+        parent.request.sequences.append(child)
+        self._adopt(child, parent.table, parent.num_computed)
+        self.forks.append((parent, child))
+
+    def _keep_hypothesis(self, event: BeamFinished) -> None:
+        sequence = self.sequences[event.sequence]
+        kept = sequence.request.hypotheses
+        kept.append((event.score, [*sequence.output, event.token_id]))
+        kept.sort(key=lambda hypothesis: -hypothesis[0])
+        del kept[sequence.request.num_sequences :]
+
+    def _end(self, sequence: LiveSequence, reason: str) -> None:
+        """Its blocks are given back next, if it holds any; then nothing is left of it."""
+        sequence.ended = reason
+        if reason == "dropped":
+            self.dropped[sequence.number] = (sequence, ())
+        if not sequence.table:
+            self._forget(sequence)
+
+    def _forget(self, sequence: LiveSequence) -> None:
+        del self.sequences[sequence.number]
+        sequence.request.sequences.remove(sequence)
+        if sequence.ended != "dropped":
+            sequence.request.done.append(sequence)
+        if sequence.letter not in ("", NO_LETTER):
+            self.letters.append(sequence.letter)
+
+    # --- Block tables -----------------------------------------------------------------------------
+
+    def _extend(self, sequence: LiveSequence, event: TokensComputed) -> None:
+        self._name(sequence)
+        size, start = self.block_size, sequence.num_computed
+        if not sequence.table:
+            self.num_on_device += 1
+        self.contiguous_tokens += event.num_tokens - start
+        self.counts["tokens computed"] += event.num_tokens - start
+        self.counts["tokens recomputed"] += event.recomputed
+        sequence.table += event.new_blocks
+        sequence.num_computed = event.num_tokens
+        sequence.request.preempted = sequence.request.joining = False
+        for block in event.new_blocks:
+            self.device.hold(block, sequence, 0)
+        for logical in range(start // size, -(-event.num_tokens // size)):
+            self.device.fill(sequence.table[logical], min(size, event.num_tokens - logical * size))
+
+    def _reuse(self, sequence: LiveSequence, event: PrefixReused) -> None:
+        self._name(sequence)
+        self._adopt(sequence, list(event.blocks), len(event.blocks) * self.block_size)
+        if event.source == "cache":
+            self.counts["tokens found in cache"] += len(event.blocks) * self.block_size
+
+    def _adopt(self, sequence: LiveSequence, blocks: list[int], num_computed: int) -> None:
+        """An empty table begins with blocks that others hold, or the prefix cache."""
+        sequence.table, sequence.num_computed = [*blocks], num_computed
+        pool = self._pool_of(sequence)
+        for logical, block in enumerate(blocks):
+            pool.hold(block, sequence, min(self.block_size, num_computed - logical * self.block_size))
+        if blocks and not sequence.swapped:
+            self.num_on_device += 1
+            self.contiguous_tokens += num_computed
+
+    def _replace(self, number: int, logical: int, old: int, new: int) -> None:
+        """One entry of a table names another block with the same content."""
+        sequence = self.sequences[number]
+        if sequence.table[logical] != old:
+            raise ValueError(
+                f"entry {logical} of the table of sequence {number} is {sequence.table[logical]}, not {old}"
+            )
+        filled = self.device.filled[old]
+        self.device.release(old, sequence)
+        self.device.hold(new, sequence, filled)
+        sequence.table[logical] = new
+
+    def _give_back(self, sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
+        if sequence.table != list(blocks):
+            raise ValueError(f"sequence {sequence.number} holds blocks {sequence.table}, not {list(blocks)}")
+        pool = self._pool_of(sequence)
+        for block in blocks:
+            pool.release(block, sequence)
+        if not sequence.swapped:
+            self.num_on_device -= 1
+            self.contiguous_tokens -= sequence.num_computed
+        if sequence.number in self.dropped:
+            self.dropped[sequence.number] = (sequence, blocks)
+        if sequence.ended:
+            self._forget(sequence)
+        else:
+            sequence.table, sequence.num_computed, sequence.swapped = [], 0, False
+
+    def _move(self, name: str, pairs: Iterable[tuple[int, int]], *, to_host: bool) -> None:
+        """Relocate all tables of a request; a block that they share is moved once and stays shared."""
+        request, new = self.requests[name], dict(pairs)
+        source, target = (self.device, self.host) if to_host else (self.host, self.device)
+        for sequence in request.sequences:
+            filled = [
+                min(self.block_size, sequence.num_computed - i * self.block_size) for i in range(len(sequence.table))
+            ]
+            for block, slots in zip(sequence.table, filled, strict=True):
+                source.release(block, sequence)
+                target.hold(new[block], sequence, slots)
+            sequence.table = [new[block] for block in sequence.table]
+            sequence.swapped = to_host
+            if sequence.table:
+                self.num_on_device += -1 if to_host else 1
+                self.contiguous_tokens += -sequence.num_computed if to_host else sequence.num_computed
+        if to_host:
+            request.queue = "swapped"
+            self.num_swapped += 1
+        else:
+            request.preempted = False
+
+    # --- A copy to come back to -------------------------------------------------------------------
+
+    def copy(self) -> State:
+        """The same state, which later events do not change."""
+        requests: dict[str, LiveRequest] = {}
+        sequences: dict[int, LiveSequence] = {}
+        for name, old in self.requests.items():
+            new = LiveRequest(name, old.order, old.prompt, old.num_sequences, old.queue)
+            new.done, new.preempted, new.joining = [*old.done], old.preempted, old.joining
+            new.hypotheses = [*old.hypotheses]
+            new.sequences = [
+                LiveSequence(
+                    s.number, new, s.prompt, [*s.output], s.letter, [*s.table], s.num_computed, s.swapped, s.ended
+                )
+                for s in old.sequences
+            ]
+            sequences |= {sequence.number: sequence for sequence in new.sequences}
+            requests[name] = new
+
+        def same(sequence: LiveSequence) -> LiveSequence:
+            return sequences.get(sequence.number, sequence)  # one that has ended changes no more
+
+        return State(
+            self.block_size,
+            self.max_model_len,
+            self.step,
+            self.device.copy(),
+            self.host.copy(),
+            set(self.cached),
+            requests,
+            sequences,
+            [requests[request.name] for request in self.waiting],
+            [requests[request.name] for request in self.running],
+            self.num_swapped,
+            deque(self.finished, maxlen=KEPT_REQUESTS),
+            [(same(parent), same(child)) for parent, child in self.forks],
+            {number: (same(sequence), blocks) for number, (sequence, blocks) in self.dropped.items()},
+            self.contiguous_tokens,
+            self.num_on_device,
+            self.num_arrived,
+            self.num_generated,
+            self.most_sequences,
+            Counter(self.counts),
+            deque(self.recent, maxlen=RECENT_STEPS),
+            deque(self.letters),
+        )
+
+
+def _order(request: LiveRequest) -> int:
+    return request.order
+
+
+def _take(queue: list[LiveRequest], request: LiveRequest) -> None:
+    """Remove the request from a queue, which is in order of arrival."""
+    place = bisect_left(queue, request.order, key=_order)
+    if place == len(queue) or queue[place] is not request:
+        raise ValueError(f"request {request.name} is not where this event says")
+    del queue[place]
+
+
+def _at(copy: tuple[int, State]) -> int:
+    return copy[0]
+
+
+class Timeline:
+    """The events of a run, which may still grow, and the state after the first `position` of them.
+
+    A copy of the state is kept every `spacing` events, or fewer where a state is large: going back means going forward
+    from the last copy before. Of a very long run only the last `keep` events (at least) can be gone back to.
+    """
+
+    def __init__(self, events: Iterable[Event] = (), *, spacing: int = 1000, keep: int = 400_000) -> None:
+        self.state = State()
+        self.position = 0
+        self.first = 0
+        """The earliest position that can be gone back to."""
+        self._events = list(events)  # from `first` on
+        self._copies: list[tuple[int, State]] = [(0, State())]
+        self._spacing, self._keep = spacing, keep
+        self._next_copy = spacing
+
+    def __len__(self) -> int:
+        return self.first + len(self._events)
+
+    def append(self, event: Event) -> None:
+        """One more event at the end. It changes no state until the timeline moves on. (A listener of the engine.)"""
+        self._events.append(event)
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """Those that can be gone back to."""
+        return self._events
+
+    @property
+    def at_end(self) -> bool:
+        return self.position == len(self)
+
+    def next_event(self) -> Event:
+        """The event that `forward` will apply. Raises IndexError at the end."""
+        return self._events[self.position - self.first]
+
+    def forward(self) -> None:
+        """Apply one event. Raises IndexError at the end."""
+        self.state.apply(self.next_event())
+        self.position += 1
+        if self.position >= self._next_copy:
+            self._copies.append((self.position, self.state.copy()))
+            self._forget_old()
+            # A copy takes about as long as following a quarter as many events as it has blocks and sequences.
+            size = len(self.state.device.holders) + len(self.state.sequences)
+            self._next_copy = self.position + max(self._spacing, 4 * size)
+
+    def seek(self, position: int) -> None:
+        """Go to the state after so many events, forwards or back, as far as there are any."""
+        position = max(self.first, min(position, len(self)))
+        if position < self.position:
+            place = bisect_right(self._copies, position, key=_at)
+            self.position, state = self._copies[place - 1]
+            self.state = state.copy()
+            if position - self.position > 2 * NEARBY:  # the next step is likely to go back, too
+                self.seek(position - NEARBY)
+                self._copies.insert(place, (self.position, self.state.copy()))
+        while self.position < position:
+            self.forward()
+
+    def _forget_old(self) -> None:
+        if len(self._events) < 2 * self._keep:
+            return
+        wanted = min(len(self) - self._keep, self.position)
+        place = bisect_right(self._copies, wanted, key=_at) - 1
+        start = self._copies[place][0]
+        del self._events[: start - self.first]
+        del self._copies[:place]
+        self.first = start

@@ -1,0 +1,172 @@
+"""A terminal that is drawn on and listened to, and left exactly as it was found.
+
+Inside `with Terminal(...)` the alternate screen is shown, without a cursor, and keys are read as they are pressed.
+Whatever ends the block (the end of the show, an exception, Ctrl-C, a signal that asks to terminate, Ctrl-Z until the
+process goes on) puts everything back first. Only lines that have changed are written.
+
+Needs a POSIX terminal. `is_live` says whether there is one; where there is none, nothing here is used.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Literal, TextIO
+
+from rich.color import ColorSystem
+from rich.console import Console
+
+from minipaged.demo.view import Frame
+
+try:
+    import termios
+    import tty
+except ImportError:  # Windows
+    termios = tty = None  # type: ignore[assignment]
+
+Key = Literal["space", "right", "left", "s", "q", "resize", "other"]
+
+KEYS: dict[bytes, Key] = {
+    b" ": "space",
+    b"\x1b[C": "right",
+    b"\x1bOC": "right",
+    b"\x1b[D": "left",
+    b"\x1bOD": "left",
+    b"s": "s",
+    b"q": "q",
+    b"S": "s",
+    b"Q": "q",
+}
+ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
+"""The alternate screen, no cursor, no wrapping of long lines, all clear."""
+LEAVE = "\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
+RESIZE_SECONDS = 0.1
+"""How often the size is looked at while waiting for a key."""
+
+
+def is_live(output: TextIO, console: Console) -> bool:
+    """Whether pictures can be drawn over each other here, and keys be read."""
+    return termios is not None and output.isatty() and sys.stdin.isatty() and not console.is_dumb_terminal
+
+
+class Terminal:
+    """The screen and the keys of one terminal."""
+
+    def __init__(self, console: Console, output: TextIO | None = None) -> None:
+        self.colors = color_system(console)
+        self._output = output or sys.stdout
+        self._shown: list[str] = []
+        self._size = self.size()
+        self._pressed = b""
+        self._before: list[Any] = []
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> Terminal:
+        self._before = termios.tcgetattr(sys.stdin)
+        self._handlers = {
+            signal.SIGTERM: signal.signal(signal.SIGTERM, self._terminate),
+            signal.SIGHUP: signal.signal(signal.SIGHUP, self._terminate),
+            signal.SIGTSTP: signal.signal(signal.SIGTSTP, self._suspend),
+        }
+        self._take()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    # --- What a player needs of a screen ----------------------------------------------------------
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def size(self) -> tuple[int, int]:
+        """Columns and lines."""
+        try:
+            columns, lines = os.get_terminal_size(self._output.fileno())
+        except OSError:
+            return 80, 24
+        return columns or 80, lines or 24  # a terminal that does not know says nought
+
+    def show(self, frame: Frame) -> None:
+        """Draw a frame: the lines that differ from what is there."""
+        lines = frame.ansi(self.colors)
+        if self._size != self.size() or len(lines) != len(self._shown):
+            self._size, self._shown = self.size(), []
+        changed = [
+            f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
+            for row, line in enumerate(lines, start=1)
+            if row > len(self._shown) or self._shown[row - 1] != line
+        ]
+        if not self._shown:
+            changed.insert(0, "\x1b[2J")
+        self._output.write("".join(changed))
+        self._output.flush()
+        self._shown = lines
+
+    def key(self, seconds: float) -> Key | None:
+        """The next key, waiting for it at most so long; "resize" when the terminal has another size now."""
+        until = time.perf_counter() + seconds
+        while True:
+            if self._pressed:
+                return self._take_key()
+            if self.size() != self._size:
+                return "resize"
+            left = until - time.perf_counter()
+            if select.select([sys.stdin], [], [], max(0.0, min(left, RESIZE_SECONDS)))[0]:
+                self._pressed += os.read(sys.stdin.fileno(), 64)
+                if not self._pressed:  # whoever was typing has gone
+                    return "q"
+            elif left <= 0:
+                return None
+
+    # --- Inside -----------------------------------------------------------------------------------
+
+    def _take_key(self) -> Key:
+        """The first key of what was typed. An arrow is three bytes, which come together."""
+        for code in sorted(KEYS, key=len, reverse=True):
+            if self._pressed.startswith(code):
+                self._pressed = self._pressed[len(code) :]
+                return KEYS[code]
+        if self._pressed.startswith(b"\x1b"):  # another key that is several bytes long
+            self._pressed = b""
+        self._pressed = self._pressed[1:]
+        return "other"
+
+    def _take(self) -> None:
+        tty.setcbreak(sys.stdin, termios.TCSADRAIN)
+        self._output.write(ENTER)
+        self._output.flush()
+        self._shown = []
+
+    def _give_back(self) -> None:
+        with suppress(OSError, termios.error):  # the terminal itself may have gone
+            self._output.write(LEAVE)
+            self._output.flush()
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)  # by way of __exit__
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        self._give_back()
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)  # sleeps here until `fg`
+        signal.signal(signal.SIGTSTP, self._suspend)
+        self._before = termios.tcgetattr(sys.stdin)
+        self._take()
+        self._size = (0, 0)  # draw anew
+
+
+def color_system(console: Console) -> ColorSystem | None:
+    """The colours that this console has, as rich found out; None for no escape sequences at all."""
+    names = {"standard": ColorSystem.STANDARD, "256": ColorSystem.EIGHT_BIT, "truecolor": ColorSystem.TRUECOLOR}
+    return names.get(console.color_system or "", ColorSystem.STANDARD if console.is_terminal else None)

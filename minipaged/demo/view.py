@@ -1,0 +1,565 @@
+"""A state, drawn: the memory map of a run for a terminal of any size.
+
+    what it is, and what to watch for
+    device memory     a tile a block: its sequence's letter and colour, as much of it solid as slots are filled
+    block tables      a line a sequence: which block holds its logical block 0, 1, 2 ...; then its words
+    paged, contiguous the slots that are taken beside those that a contiguous cache would have reserved
+    queues            which requests run, wait, or are swapped out
+    what happened     the last sentences of the ticker
+    keys
+
+A tile's letter says whose block it is and `×3` that three hold it (its reference count). Nothing relies on colour
+alone, nor on the background: tiles are drawn in reverse, in colours that stand out from black and from white.
+
+`View.frame` makes a `Frame`, which rich can print, and which knows its lines as they are written to a terminal.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+
+from rich.cells import cell_len
+from rich.color import ColorSystem
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
+from rich.style import Style
+
+from minipaged.demo.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, Pool, State
+from minipaged.demo.ticker import Sentence
+
+Line = list[Segment]
+Decode = Callable[[Sequence[int]], str]
+
+COLORS = (33, 166, 28, 127, 30, 160, 99, 130, 67, 162, 100, 65)
+"""Of the 256: neither light nor dark, and neighbours unlike."""
+BASIC_COLORS = (4, 3, 2, 5, 6, 1)
+"""Where there are 16: those that are not black, white or grey."""
+GLOSSARY = (
+    ("block", "room for the keys and values of a few tokens"),
+    ("block table", "the blocks of one sequence, in order; any will do"),
+    ("shared block", "in several tables, stored once; ×3: in three"),
+    ("copy-on-write", "who writes into a shared block gets a copy first"),
+    ("preemption", "when blocks run out, the latest request gives up its own"),
+)
+"""Shown while there is nothing else to show."""
+PLAIN = Style()
+BOLD = Style(bold=True)
+DIM = Style(dim=True)
+BLOCKS_OF_EIGHT = "▁▂▃▄▅▆▇█"
+ASCII = str.maketrans(
+    {"─": "-", "│": "|", "·": ".", "×": "x", "→": ">", "←": "<", "▸": ">", "…": "~", "░": ":", "▪": "o", "█": "#"}
+)
+"""What to draw where the terminal's encoding has no such signs. (The eighths are all drawn as #.)"""
+ASCII |= dict.fromkeys(map(ord, BLOCKS_OF_EIGHT), "#")
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """What is told beside the state."""
+
+    title: str = ""
+    watch: str = ""
+    """One sentence: what to watch for."""
+    run: str = ""
+    """Which run of the scene it is."""
+    measured: tuple[str, ...] = ()
+    """In place of the ticker, when the scene is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A sentence of the ticker, and when it was said."""
+
+    position: int
+    """The number of events before it, its own included."""
+    step: int
+    sentence: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where the player is."""
+
+    position: int = 0
+    total: int = 0
+    paused: bool = False
+    keys: str = ""
+    """The line of keys; empty where there is nobody to press them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One screen: as many lines as it is high, each as wide as it is."""
+
+    width: int
+    lines: list[Line]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for line in self.lines:
+            yield from line
+            yield Segment.line()
+
+    def ansi(self, color_system: ColorSystem | None) -> list[str]:
+        """The lines with their escape sequences; None for no terminal: the text alone."""
+        return [
+            "".join((style or PLAIN).render(text, color_system=color_system) for text, style, _ in line)
+            for line in self.lines
+        ]
+
+    def text(self) -> str:
+        """The lines without any style."""
+        return "\n".join("".join(text for text, _, _ in line).rstrip() for line in self.lines)
+
+
+@dataclass(slots=True)
+class View:
+    """Draws states. `decode` turns token ids into text (None: they are shown as numbers)."""
+
+    decode: Decode | None = None
+    colors: Sequence[int] = COLORS
+    """Taken in turn by the letters; empty: no colours."""
+    unicode: bool = True
+    questions: Mapping[str, str] = field(default_factory=dict)
+    """The prompt of a request as a reader wants it: without the chat template around it."""
+    _words: Callable[[tuple[int, ...]], str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        decode = self.decode or (lambda tokens: "".join(f" {token}" for token in tokens))
+        self._words = lru_cache(maxsize=4096)(lambda tokens: _printable(decode(tokens)))
+
+    def word(self, token: int) -> str:
+        """The text of one token."""
+        return self._words((token,))
+
+    def frame(
+        self, state: State, width: int, height: int, caption: Caption, notes: Sequence[Note], status: Status
+    ) -> Frame:
+        """Draw the state. `notes`: the latest last."""
+        roomy = height >= 34
+        head = [self._title(state, width, caption, status), *_watch(caption, width, 3 if roomy else 2)]
+        keys = [[Segment(f" {status.keys}", DIM)]] if status.keys else []
+        bars = [_rule("memory taken", width), *self._bars(state, width)]
+        low = [*bars[0 if roomy else 1 :], *self._queues(state, width)]
+        news = self._news(caption, notes, width, 6 if roomy else 3)
+        room = height - len(head) - len(low) - len(news) - len(keys) - 2 * roomy
+        touched = notes[-1].sentence if notes else None
+        memory = self._memory(state, width, max(3, min(room - 4, round(room * 0.5))), touched)
+        tables = self._tables(state, width, room - len(memory))
+        blank: list[Line] = [[]] if roomy else []
+        tables += [[] for _ in range(room - len(memory) - len(tables))]
+        lines = [*head, *blank, *memory, *tables, *low, *blank, *news, *keys]
+        if len(lines) > height:  # a very low terminal: what happened and the keys are worth more than the rest
+            lines = [*lines[: max(0, height - len(news) - len(keys))], *news, *keys][:height]
+        if not self.unicode:
+            lines = [[Segment(_ascii(text), style) for text, style, _ in line] for line in lines]
+        lines = [Segment.adjust_line_length(line, width) for line in lines]
+        return Frame(width, lines)
+
+    # --- The head ---------------------------------------------------------------------------------
+
+    def _title(self, state: State, width: int, caption: Caption, status: Status) -> Line:
+        left = f" {caption.title}" + (f": {caption.run}" if caption.run else "")
+        speed = state.tokens_per_second()
+        right = f"step {state.step}  " + (f"{speed:.0f} tokens/s  " if speed else "")
+        right += "PAUSED " if status.paused else ""
+        if status.paused:
+            right += f"event {status.position}/{status.total} "
+        return _spread([Segment(left, BOLD)], [Segment(right, BOLD if status.paused else PLAIN)], width)
+
+    # --- Memory -----------------------------------------------------------------------------------
+
+    def _memory(self, state: State, width: int, rows: int, touched: Sentence | None) -> list[Line]:
+        """Header, tiles and legend in at most so many rows: the device's, and the host's beside them."""
+        pool, host = state.device, state.host
+        cached = [f"{state.num_cached_only} cached"] if state.cached else []
+        counts = ", ".join([f"{len(pool.holders)} held", *cached, f"{state.num_free} free"])
+        host_width = min(max(24, width // 4), width // 3) if host.num_blocks else 0
+        grid_width = width - host_width - (3 if host_width else 0)
+        title = f"device: {pool.num_blocks} blocks of {state.block_size} slots: {counts}"
+        if len(title) > grid_width - 4:
+            title = title.replace(" slots:", ":").removeprefix("device: ")
+        legend_rows = 1 if rows > 4 else 0
+        now = (set(touched.blocks), set(touched.host_blocks)) if touched else (set(), set())
+        tiles, legend = self._grid(state, pool, grid_width, rows - 1 - legend_rows, now[0])
+        lines: list[Line] = [_rule(title, grid_width), *tiles]
+        if host_width:
+            beside, _ = self._grid(state, host, host_width, len(tiles), now[1])
+            right = [_rule(f"host: {len(host.holders)} of {host.num_blocks} held", host_width), *beside]
+            right += [[] for _ in range(len(lines) - len(right))]
+            divider = Segment(" │ ", DIM)
+            lines = [
+                [*Segment.adjust_line_length(a, grid_width), divider, *b] for a, b in zip(lines, right, strict=True)
+            ]
+        if legend_rows:
+            lines.append([Segment(f" {legend}", DIM)])
+        return lines
+
+    def _grid(self, state: State, pool: Pool, width: int, rows: int, touched: set[int]) -> tuple[list[Line], str]:
+        """The blocks of one pool in at most so many rows, and what the signs mean."""
+        total, used = pool.num_blocks, pool.highest + 1
+        digits = len(str(total)) + 1
+        for tile in (16, 8, 4, 3, 2):
+            per_row = (width - digits) // (tile + 1)
+            cropped = [min(total, _round_up(used + per_row // 2, per_row))] if tile <= 4 else []
+            for shown in (total, *cropped):
+                more = shown < total
+                most = rows if tile <= 4 else rows * 3 // 5  # large tiles are pretty, but words are worth more
+                if per_row and -(-shown // per_row) + more <= most:
+                    lines = [
+                        [
+                            Segment(f"{first:>{digits}}", DIM),
+                            *self._tiles(state, pool, range(first, min(shown, first + per_row)), tile, touched),
+                        ]
+                        for first in range(0, shown, per_row)
+                    ]
+                    if more:
+                        text = f"{shown:>{digits}} to {total - 1} not used yet"
+                        lines.append([Segment(text[:width], DIM)])
+                    return lines, self._legend(state, tile)
+        per_cell = max(1, -(-total // max(1, width * rows)))
+        cells = [
+            self._cell(state, pool, range(first, min(total, first + per_cell))) for first in range(0, total, per_cell)
+        ]
+        lines = [_merged(cells[first : first + width]) for first in range(0, len(cells), width)]
+        if per_cell == 1:
+            return lines, "a letter is a block of that sequence, underlined: shared   ░ cached only   · free"
+        legend = f"a sign is {per_cell} blocks: a letter if all are that sequence's, "
+        legend += f"{BLOCKS_OF_EIGHT} by the share in use, · all free"
+        return lines, legend
+
+    def _legend(self, state: State, tile: int) -> str:
+        shared = "A×3" if tile > 2 else "A3"
+        parts = ["A·· partly filled", f"{shared} held by 3{' (cache counted)' if state.cached else ''}"]
+        parts += ["(c) cached only"] if state.cached else []
+        return "  ".join([*parts, "· free", "▸ just now"])
+
+    def _tiles(self, state: State, pool: Pool, blocks: Iterable[int], width: int, touched: set[int]) -> Line:
+        """A row of tiles, with a mark before those that the last sentence is about."""
+        line: Line = []
+        for block in blocks:
+            line.append(Segment("▸", BOLD) if block in touched else Segment(" ", DIM))
+            line += self._tile(state, pool, block, width)
+        return line
+
+    def _tile(self, state: State, pool: Pool, block: int, width: int) -> Line:
+        holders = pool.holders.get(block)
+        if not holders:
+            if pool is state.device and block in state.cached:
+                return [Segment("(c)".ljust(width)[:width], DIM)]
+            return [Segment("·".ljust(width), DIM)]
+        letter = state.sequences[holders[0]].letter
+        count = state.ref_count(block) if pool is state.device else len(holders)
+        text = letter
+        if count > 1:
+            text += f"×{count}" if width > 2 else str(count) if count < 10 else "+"
+            if len(text) > width:
+                text = f"{letter}×+"
+        filled = pool.filled[block]
+        solid = width if filled >= state.block_size else max(1, width * filled // state.block_size)
+        text = text.ljust(solid).ljust(width, "·")
+        style = self.style(letter)
+        tile = [Segment(text[:solid], style + REVERSED)]
+        if solid < width:
+            tile.append(Segment(text[solid:], style))
+        return tile
+
+    def _cell(self, state: State, pool: Pool, blocks: range) -> Segment:
+        """Several blocks as one sign."""
+        held = [block for block in blocks if block in pool.holders]
+        if not held:
+            cached = pool is state.device and any(block in state.cached for block in blocks)
+            return Segment("░" if cached else "·", DIM)
+        letters = {state.sequences[pool.holders[block][0]].letter for block in held}
+        if len(letters) == 1 and len(held) == len(blocks) and NO_LETTER not in letters:
+            letter = letters.pop()
+            shared = len(held) == 1 and len(pool.holders[held[0]]) > 1
+            return Segment(letter, self.style(letter) + (REVERSED_UNDERLINED if shared else REVERSED))
+        return Segment(BLOCKS_OF_EIGHT[-(-len(held) * 8 // len(blocks)) - 1], PLAIN)
+
+    def style(self, letter: str) -> Style:
+        """The colour of a sequence."""
+        place = LETTERS.find(letter)
+        if place < 0 or not self.colors:
+            return PLAIN
+        return _color(self.colors[place % len(self.colors)])
+
+    # --- Block tables and words -------------------------------------------------------------------
+
+    def _tables(self, state: State, width: int, rows: int) -> list[Line]:
+        size = state.block_size
+        lines = [_rule(f"block tables: entry i is the block that holds tokens {size}i to {size}i+{size - 1}", width)]
+        if size == 1:
+            lines = [_rule("block tables: entry i is the block that holds token i", width)]
+        live = [s for queue in (state.running, state.waiting) for r in queue for s in r.sequences if s.letter]
+        ended = [s for request in reversed(state.finished) for s in request.done if s.letter]
+        room = rows - 1
+        if not live and not ended:
+            lines += [[Segment(f" {term:<15}", BOLD), Segment(_beginning(text, width - 17))] for term, text in GLOSSARY]
+        elif len(live) == 1 and room >= 4:
+            lines += self._one_table(state, live[0], width, room)
+        elif not live and len(ended) == 1 and room >= 4:
+            lines += self._one_table(state, ended[0], width, room)
+        else:
+            each = max(1, min(5, room // max(1, len(live) or len(ended))))
+            shown = [*live, *ended][: max(0, room // each)]
+            if len(live) > len(shown):
+                shown = shown[:-1]
+            tables = [self._entries(state, sequence, width - 6 if each > 1 else width * 3 // 5) for sequence in shown]
+            widest = max((Segment.get_line_length(table) for table in tables), default=0)
+            for sequence, table in zip(shown, tables, strict=True):
+                lines += self._sequence(sequence, table, width, each, widest)
+            if len(live) > len(shown):
+                lines.append([Segment(f" … and {len(live) - len(shown)} more sequences", DIM)])
+        return lines[: max(0, rows)]
+
+    def _sequence(self, sequence: LiveSequence, table: Line, width: int, rows: int, widest: int) -> list[Line]:
+        """Table, and the words below it; beside it where there is but one row."""
+        head = [Segment(" "), Segment(f" {sequence.letter} ", self.style(sequence.letter) + REVERSED), Segment(" ")]
+        style = DIM if sequence.ended else PLAIN
+        if rows == 1:
+            words = self._text(sequence, width - 8 - widest)
+            return [[*head, *Segment.adjust_line_length(table, widest), Segment("  "), Segment(words, style)]]
+        most = rows - 1 - (rows > 3)  # and an empty line, where there is room
+        words = self._text(sequence, most * (width - 8))
+        wrapped = textwrap.wrap(words, width - 6)[-most:]
+        lines = [[*head, *table], *([Segment(f"     {line}", style)] for line in wrapped)]
+        return [*lines, *([] for _ in range(rows - len(lines)))]
+
+    def _entries(self, state: State, sequence: LiveSequence, width: int) -> Line:
+        """The table as the numbers of its blocks, each with its reference count and the last with its filled slots."""
+        size = state.block_size
+        if sequence.ended:
+            return [Segment(f"has ended: {len(sequence.table)} blocks given back", DIM)]
+        if not sequence.table:
+            return [Segment("no blocks: waits to be computed again", DIM)]
+        pool = state.host if sequence.swapped else state.device
+        items: list[Segment] = []
+        for block in sequence.table:
+            holders = pool.holders[block]
+            count = len(holders) if sequence.swapped else state.ref_count(block)
+            text = f" {block}×{count} " if count > 1 else f" {block} "
+            items.append(Segment(text, self.style(state.sequences[holders[0]].letter) + REVERSED))
+        filled = sequence.num_computed - (len(sequence.table) - 1) * size
+        line: Line = [Segment("on the host ", BOLD)] if sequence.swapped else []
+        tail = f"{filled} of {size} filled"
+        kept = _fitting(items, width - len(tail) - Segment.get_line_length(line))
+        for place, item in enumerate(items):
+            if place in kept:
+                line += [item, Segment(" ")]
+            elif place - 1 in kept:
+                line.append(Segment("… "))
+        return [*line, Segment(tail, DIM)]
+
+    def _text(self, sequence: LiveSequence, width: int) -> str:
+        """The end of its text, the question before it."""
+        kept = sequence.output[-max(40, width // 2) :]
+        cut = len(kept) < len(sequence.output)
+        text = self._words(tuple(kept)).strip()
+        question = self.questions.get(sequence.request.name, "")
+        if not question and not sequence.output:
+            question = self._words(tuple(sequence.prompt[-60:])).strip()
+        room = max(0, width - 3 - cell_len(text))
+        if question and not cut and room > 12:
+            return f"{_beginning(question, min(room, max(24, width // 3)) if text else room)} → {text}".rstrip(" →")
+        return _end(text, width)
+
+    def _one_table(self, state: State, sequence: LiveSequence, width: int, rows: int) -> list[Line]:
+        """With a single sequence there is room to draw its table as in Fig. 6, tokens included."""
+        size, style = state.block_size, self.style(sequence.letter)
+        words = "its words" if self.decode else "its token ids"
+        lines: list[Line] = [[Segment(f"   logical    block   filled   refs   {words}", DIM)]]
+        pool = state.host if sequence.swapped else state.device
+        tokens = sequence.tokens
+        first = max(0, len(sequence.table) - (rows - 1))
+        if first:
+            first += 1
+            lines.append([Segment(f"         0 to {first - 1} are full, and out of sight", DIM)])
+        for logical, block in list(enumerate(sequence.table))[first:]:
+            here = tokens[logical * size : min((logical + 1) * size, sequence.num_computed)]
+            slots = "|".join(self.word(token).strip(" ") for token in here) + "|·" * (size - len(here))
+            count = "-" if sequence.ended else str(state.ref_count(block) if pool is state.device else 1)
+            lines.append(
+                [
+                    Segment(f"{logical:>10}    "),
+                    Segment(f"{block:>4} ", style + REVERSED),
+                    Segment(f"{f'{len(here)}/{size}':>9}{count:>7}   "),
+                    Segment(_beginning(slots, width - 38), style if not sequence.ended else DIM),
+                ]
+            )
+        return lines
+
+    # --- Bars and queues --------------------------------------------------------------------------
+
+    def _bars(self, state: State, width: int) -> list[Line]:
+        """Slots taken now: with paging, and with a contiguous cache that reserves the longest for every sequence."""
+        pool, size = state.device, state.block_size
+        slots = max(1, pool.num_blocks * size)
+        held = len(pool.holders) * size
+        reserved = state.num_on_device * state.max_model_len
+        share = f"{100 * pool.num_filled / held:.0f} % of them filled" if held else "nothing taken"
+        fits = slots // state.max_model_len
+        paged = f"{held} of {slots} slots taken, {share}"
+        others = f"{state.num_on_device} × {state.max_model_len} slots reserved, of which {fits} fit"
+        bar = max(10, width - 14 - max(len(paged), len(others)) - 2)
+        cached = state.num_cached_only * size
+        return [
+            self._bar(
+                "paged", [("█", pool.num_filled), ("░", held - pool.num_filled), ("▪", cached)], slots, bar, paged
+            ),
+            self._bar(
+                "contiguous",
+                [("█", state.contiguous_tokens), ("░", reserved - state.contiguous_tokens)],
+                slots,
+                bar,
+                others,
+            ),
+        ]
+
+    def _bar(self, label: str, parts: list[tuple[str, int]], total: int, width: int, text: str) -> Line:
+        line = [Segment(f" {label:<11}")]
+        ends, taken = 0, 0
+        for sign, amount in parts:
+            taken += amount
+            end = min(width, max(ends + (amount > 0), round(width * taken / total)))
+            line.append(Segment(sign * (end - ends), DIM if sign == "▪" else PLAIN))
+            ends = end
+        line.append(Segment("·" * (width - ends), DIM))
+        line.append(Segment("▸ " if taken > total else "  ", BOLD))
+        line.append(Segment(text))
+        return line
+
+    def _queues(self, state: State, width: int) -> list[Line]:
+        line = [Segment(" ")]
+        waiting = [request for request in state.waiting if request.queue == "waiting"][:30]
+        queues = (
+            ("running", state.running, len(state.running)),
+            ("waiting", waiting, len(state.waiting) - state.num_swapped),
+            ("swapped", state.swapped if state.num_swapped else [], state.num_swapped),
+        )
+        for label, requests, number in queues:
+            if label == "swapped" and not state.host.num_blocks:
+                continue
+            line.append(Segment(f"{label} {number}: ", BOLD if number else DIM))
+            room = width // 3 - len(label) - 8
+            for shown, request in enumerate(requests):
+                parts = self._request(request)
+                room -= sum(len(text) for text, _, _ in parts) + 1
+                if room < 0:
+                    line.append(Segment(f"+{number - shown} "))
+                    break
+                line += [*parts, Segment(" ")]
+            line.append(Segment("  "))
+        return [line]
+
+    def _request(self, request: LiveRequest) -> Line:
+        """Its letters, or its id before it has any."""
+        letters = [s.letter for s in request.sequences if s.letter]
+        return [Segment(letter, self.style(letter) + BOLD) for letter in letters] or [Segment(request.name)]
+
+    # --- The ticker -------------------------------------------------------------------------------
+
+    def _news(self, caption: Caption, notes: Sequence[Note], width: int, rows: int) -> list[Line]:
+        if caption.measured:
+            lines: list[Line] = [_rule("measured", width)]
+            for text in caption.measured:
+                lines += [
+                    [Segment(part, BOLD)]
+                    for part in textwrap.wrap(text, width - 2, initial_indent=" ", subsequent_indent="   ")
+                ]
+            return lines + [[] for _ in range(rows + 1 - len(lines))]
+        lines = []
+        for note in reversed(notes):
+            head = f" step {note.step}  "
+            latest = note is notes[-1]
+            wrapped = textwrap.wrap(
+                note.sentence.text, width - 1, initial_indent=head, subsequent_indent=" " * len(head)
+            )
+            if len(lines) + len(wrapped) > rows:
+                if latest:
+                    lines = [[Segment(part, BOLD)] for part in wrapped[:rows]]
+                break
+            lines = [[Segment(part, BOLD if latest else DIM)] for part in wrapped] + lines
+        lines = [[] for _ in range(rows - len(lines))] + lines
+        return [_rule("what just happened", width), *lines]
+
+
+# --- Pieces of lines ------------------------------------------------------------------------------
+
+REVERSED = Style(reverse=True, bold=True)
+REVERSED_UNDERLINED = Style(reverse=True, bold=True, underline=True)
+
+
+@cache
+def _color(number: int) -> Style:
+    return Style(color=f"color({number})")
+
+
+def _rule(title: str, width: int) -> Line:
+    return [
+        Segment("── ", DIM),
+        Segment(title[: width - 4], BOLD),
+        Segment(" " + "─" * max(0, width - 4 - len(title)), DIM),
+    ]
+
+
+def _watch(caption: Caption, width: int, rows: int) -> list[Line]:
+    wrapped = textwrap.wrap(caption.watch, width - 2, max_lines=rows, placeholder=" …")
+    return [[Segment(" " + line, Style(italic=True))] for line in wrapped]
+
+
+def _spread(left: Line, right: Line, width: int) -> Line:
+    """One at the left edge, the other at the right one, which is cut last."""
+    room = max(0, width - Segment.get_line_length(right) - 1)
+    return [*Segment.adjust_line_length(left, room), Segment(" "), *right]
+
+
+def _merged(cells: list[Segment]) -> Line:
+    """Neighbours of one style as one piece: thousands of cells are a few hundred."""
+    return list(Segment.simplify(cells))
+
+
+def _fitting(items: list[Segment], width: int) -> set[int]:
+    """Which items to show: all, or as many of the first and last as fit."""
+    if sum(len(item.text) + 1 for item in items) <= width:
+        return set(range(len(items)))
+    kept: set[int] = set()
+    room = width - 2
+    for place in (len(items) - 1, len(items) - 2, *range(len(items) - 2)):
+        room -= len(items[place].text) + 1
+        if room < 0:
+            break
+        kept.add(place)
+    return kept
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // max(1, multiple)) * multiple
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
+
+
+def _ascii(text: str) -> str:
+    return text.translate(ASCII).encode("ascii", "replace").decode()
+
+
+def _beginning(text: str, width: int) -> str:
+    """As much of the text as fits, cut at its end."""
+    if cell_len(text) <= width:
+        return text
+    while text and cell_len(text) > width - 1:
+        text = text[: -max(1, (cell_len(text) - width) // 2)]
+    return text + "…" if width > 0 else ""
+
+
+def _end(text: str, width: int) -> str:
+    """As much of the text as fits, cut at its beginning."""
+    if cell_len(text) <= width:
+        return text
+    while text and cell_len(text) > width - 1:
+        text = text[max(1, (cell_len(text) - width) // 2) :]
+    return "…" + text if width > 0 else ""

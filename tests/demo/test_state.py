@@ -1,0 +1,227 @@
+"""The view's state is a fold over events: any prefix of them gives what the engine really had, forwards and back."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from minipaged.demo.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, Pool, State, Timeline
+from minipaged.demo.ticker import tell
+from minipaged.events import Event, TokensComputed, from_json
+from tests.engine.test_events import ahead
+from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
+from tests.workloads import Run, random_workload
+
+SEEDS = range(0, 240, 40)
+
+
+def summary(state: State) -> dict[str, Any]:
+    """Everything in a state that an engine can be asked for."""
+    return {
+        "step": state.step,
+        "waiting": [request.name for request in state.waiting],
+        "running": [request.name for request in state.running],
+        "swapped": [request.name for request in state.swapped],
+        "sequences": {
+            number: (s.request.name, s.tokens, s.table, s.num_computed, s.swapped)
+            for number, s in sorted(state.sequences.items())
+        },
+        "cached": state.cached,
+        "ref counts": {block: n for block in range(state.device.num_blocks) if (n := state.ref_count(block))},
+        "host ref counts": {block: len(holders) for block, holders in sorted(state.host.holders.items())},
+        "filled": state.device.filled,
+        "room": state.num_free + state.num_cached_only,
+        "contiguous": (state.num_on_device, state.contiguous_tokens),
+    }
+
+
+def engine_summary(run: Run, step: int) -> dict[str, Any]:
+    """The same, from the engine."""
+    scheduler, blocks = run.engine.scheduler, run.engine.blocks
+    live = [(r, s) for r in (*scheduler.waiting, *scheduler.running) for s in r.sequences]
+    filled: Counter[int] = Counter()
+    for request in scheduler.running:
+        for block, slots in request.filled_slots(blocks.block_size).items():
+            filled[block] = max(filled[block], slots)
+    pools = [
+        {b: n for b in range(pool.num_blocks) if (n := pool.ref_count(b))} if pool else {}
+        for pool in (blocks.allocator, blocks.host_allocator)
+    ]
+    on_device = [s.num_computed for _, s in live if s.table.blocks and not s.swapped]
+    return {
+        "step": step,
+        "waiting": [request.request_id for request in scheduler.waiting],
+        "running": [request.request_id for request in scheduler.running],
+        "swapped": [request.request_id for request in scheduler.waiting if request.state.value == "swapped"],
+        "sequences": {
+            s.sequence_id: (r.request_id, list(s.tokens), list(s.table.blocks), s.num_computed, s.swapped)
+            for r, s in sorted(live, key=lambda pair: pair[1].sequence_id)
+        },
+        "cached": set(blocks.prefix_cache.blocks if blocks.prefix_cache else ()),
+        "ref counts": pools[0],
+        "host ref counts": pools[1],
+        "filled": dict(filled),
+        "room": blocks.num_available,
+        "contiguous": (len(on_device), sum(on_device)),
+    }
+
+
+def check_invariants(state: State, event: Event) -> None:
+    """Those that can be seen in a state after any event, also in the middle of a step."""
+    for pool, host in ((state.device, False), (state.host, True)):
+        entries = Counter(block for s in state.sequences.values() if s.swapped == host for block in s.table)
+        assert {block: len(holders) for block, holders in pool.holders.items()} == entries, "exact-references"
+        assert pool.num_entries == entries.total()
+        assert pool.num_filled == sum(pool.filled.values())
+        assert pool.filled.keys() == entries.keys()
+    held = state.device.holders.keys() | state.cached
+    assert state.num_free + len(held) == state.device.num_blocks, "conservation"
+    if isinstance(event, TokensComputed):
+        table, size = state.sequences[event.sequence].table, state.block_size
+        for block in {table[(event.num_tokens - 1) // size], *event.new_blocks}:
+            assert state.ref_count(block) == 1, "exclusive-write"
+    for sequence in state.sequences.values():
+        assert len(sequence.table) == -(-sequence.num_computed // state.block_size), "content"
+        assert sequence.num_computed <= len(sequence.tokens) + 1  # a step may run ahead by one token
+    letters = [s.letter for s in state.sequences.values() if s.letter not in ("", NO_LETTER)]
+    assert len(letters) == len(set(letters))
+    assert len(state.finished) <= KEPT_REQUESTS
+    assert state.num_swapped == len(state.swapped)
+
+
+def follow(run: Run, timeline: Timeline) -> dict[int, dict[str, Any]]:
+    """Run to the end. Every prefix is checked for the invariants; returns what the engine had after some of them."""
+    run.engine.listeners.append(timeline.append)
+    known: dict[int, dict[str, Any]] = {}
+    for now in range(1000):
+        try:
+            goes_on = run.advance(now)
+        except Fault:
+            goes_on = True
+        while not timeline.at_end:
+            event = timeline.next_event()
+            tell(timeline.state, event)
+            timeline.forward()
+            check_invariants(timeline.state, event)
+        if not len(timeline):
+            continue  # nothing has arrived, and the engine has told nobody of its sizes
+        known[len(timeline)] = engine_summary(run, timeline.state.step)
+        assert summary(timeline.state) == known[len(timeline)]
+        if not goes_on:
+            break
+    return known
+
+
+def check_any_prefix(run: Run, seed: int) -> None:
+    timeline = Timeline(spacing=random.Random(seed).choice([1, 7, 50, 10_000]))
+    known = follow(run, timeline)
+    places = list(known)
+    random.Random(seed).shuffle(places)
+    for place in places:
+        timeline.seek(place)
+        assert summary(timeline.state) == known[place]
+
+
+@pytest.mark.parametrize("first", SEEDS)
+def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(first: int) -> None:
+    for seed in range(first, first + 40):
+        workload = random_workload(seed)
+        try:
+            check_any_prefix(Run(workload), seed)
+            check_any_prefix(Run(ahead(workload)), seed)
+        except Exception as error:
+            error.add_note(f"in workload {seed}")
+            raise
+
+
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+@pytest.mark.parametrize("part", ["allocate", "copy_on_write", "swap out", "forward", "sample"])
+def test_any_prefix_is_right_where_a_step_failed(part: str, workload: Any) -> None:
+    for number in range(1, 60, 9):
+        check_any_prefix(wired(workload, Fuse(part, number)), number)
+
+
+def whole(state: State) -> dict[str, Any]:
+    """All of a state, in plain data that can be compared."""
+
+    def sequence(s: LiveSequence) -> tuple[Any, ...]:
+        return (s.number, s.request.name, s.tokens, s.letter, s.table, s.num_computed, s.swapped, s.ended)
+
+    def request(r: Any) -> tuple[Any, ...]:
+        sequences = [sequence(s) for s in (*r.sequences, *r.done)]
+        return (r.name, r.order, r.queue, sequences, r.hypotheses, r.preempted, r.joining)
+
+    def pool(p: Pool) -> tuple[Any, ...]:
+        return (p.holders, p.filled, p.num_filled, p.num_entries, p.last_request, p.most_used, p.highest)
+
+    return summary(state) | {
+        "requests": [request(r) for r in state.requests.values()],
+        "finished": [request(r) for r in state.finished],
+        "queues": [[request(r) for r in queue] for queue in (state.waiting, state.running)],
+        "pools": [pool(state.device), pool(state.host)],
+        "this step": [
+            [(sequence(a), sequence(b)) for a, b in state.forks],
+            [(sequence(s), blocks) for s, blocks in state.dropped.values()],
+        ],
+        "counts": state.counts,
+        "others": (state.num_arrived, state.num_generated, state.most_sequences, list(state.letters)),
+        "recent": list(state.recent),
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_state_that_was_gone_back_to_is_the_state_that_was_there(seed: int) -> None:
+    """Nothing of a copy is shared with what goes on."""
+    run = Run(random_workload(seed), listeners=[(heard := []).append])
+    run.to_the_end()
+    timeline, there = Timeline(heard, spacing=20), []
+    while not timeline.at_end:
+        there.append(deepcopy(whole(timeline.state)))
+        timeline.forward()
+    for place in sorted(range(len(heard)), key=lambda place: place * 7919 % len(heard)):
+        timeline.seek(place)
+        assert whole(timeline.state) == there[place]
+
+
+def test_of_a_long_run_the_last_events_can_be_gone_back_to() -> None:
+    run = Run(random_workload(1), listeners=[(heard := []).append])
+    run.to_the_end()
+    timeline, plain = Timeline(spacing=5, keep=30), Timeline()
+    for event in heard:
+        timeline.append(event)
+        plain.append(event)
+        timeline.seek(len(timeline))
+    assert 0 < timeline.first <= len(heard) - 30
+    for place in (len(heard) - 30, timeline.first, 0):
+        timeline.seek(place)
+        plain.seek(max(place, timeline.first))
+        assert timeline.position == plain.position
+        assert whole(timeline.state) == whole(plain.state)
+
+
+def test_another_run_in_the_same_file_starts_anew() -> None:
+    runs: list[list[Event]] = []
+    for seed in (2, 3):
+        runs.append([])
+        Run(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
+    both, second = Timeline([*runs[0], *runs[1]]), Timeline(runs[1])
+    both.seek(len(both))
+    second.seek(len(second))
+    assert whole(both.state) == whole(second.state)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event":"token_generated","request":"0","sequence":7,"token_id":1,"logprob":0}',
+        '{"event":"request_admitted","request":"0"}',
+        '{"event":"block_evicted","block":3}',
+    ],
+)
+def test_an_event_of_something_that_never_came_is_refused(line: str) -> None:
+    with pytest.raises((LookupError, ValueError)):
+        State().apply(from_json(line))

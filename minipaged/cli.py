@@ -1,4 +1,4 @@
-"""The command line: `minipaged demo | generate | model`.
+"""The command line: `minipaged demo | generate | model | trace`.
 
 Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams) and leaves checking to
 them: an error is one line on stderr and exit status 1 (2 for a wrong usage). Heavy imports wait until they are needed.
@@ -282,6 +282,56 @@ def demo(
         )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+# --- trace ----------------------------------------------------------------------------------------
+
+
+@app.command()
+def trace(
+    events: Annotated[Path, typer.Argument(help="What `minipaged generate --events` wrote.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", show_default=False)],
+    title: Annotated[str, typer.Option(help="What the page is called; else the name of the file of events.")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="Show the words of this model's tokens; else their numbers are shown.")
+    ] = None,
+) -> None:
+    """Make a page that steps through a run, to be opened in a browser or sent to somebody. It needs nothing else."""
+    from minipaged.stepper.page import as_data, page, words_of
+
+    run = _read_events(events)
+    words = None
+    if model:
+        from minipaged.models import hub
+        from minipaged.models.tokenizer import Tokenizer
+
+        words = words_of(run, Tokenizer(hub.resolve(model)).decode)
+    data = as_data(title or events.name, run, words=words)
+    try:
+        output.write_text(page(data), encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"cannot write the page to {output}: {error.strerror}") from None
+    print(f"{output}: {len(run)} steps")
+
+
+def _read_events(path: Path) -> list[Event]:
+    """The events of a JSON Lines file. Raises InvalidRequest, naming the line that is none."""
+    from minipaged.events import from_json
+
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise InvalidRequest(f"cannot read events from {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{path} is not text; write events with: minipaged generate ... --events FILE") from None
+    events = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                events.append(from_json(line))
+            except ValueError as error:
+                raise InvalidRequest(f"{path}, line {number}: {error}") from None
+    return events
 
 
 # --- model ----------------------------------------------------------------------------------------

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from playwright.sync_api import Browser
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
 
+from tests.browser import chromium
 from tests.tiny_model import make_tiny_model
 
 
@@ -25,3 +28,10 @@ def pytest_report_header() -> str:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a Llama with random weights that runs in milliseconds."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium, or a skipped test."""
+    with chromium() as found:
+        yield found

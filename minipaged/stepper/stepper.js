@@ -262,7 +262,7 @@ dt{color:var(--dim)}dd{margin:0}
 `;
 
   class PagedStepper extends HTMLElement {
-    static fold = (events, n) => new Fold(events).at(n);
+    static Fold = Fold;
 
     connectedCallback() {
       if (this.shadowRoot) return;

@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from playwright.sync_api import Browser
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
 
-from tests.browser import chromium
 from tests.tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 def pytest_report_header() -> str:
@@ -33,5 +35,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """Chromium, or a skipped test."""
+    from tests.browser import chromium  # Playwright is not everywhere where tests run
+
     with chromium() as found:
         yield found

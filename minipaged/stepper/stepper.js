@@ -278,11 +278,16 @@ dt{color:var(--dim)}dd{margin:0}
         }
       }
       this.build();
+      this.go(this.linked() ?? 1);
+      addEventListener("hashchange", () => this.go(this.linked() ?? this.n));
+      this.closest("details")?.addEventListener("toggle", () => this.go(this.n)); // what is folded cannot be scrolled
+    }
+    /** The step of `?step=n#id`, if that is for this stepper; without an id it is for the first of the page. */
+    linked() {
       const wanted = new URLSearchParams(location.search).get("step");
       const steppers = [...document.querySelectorAll("paged-stepper")];
-      const named = steppers.find((s) => `#${s.id}` === location.hash);
-      const mine = wanted !== null && (named ?? steppers[0]) === this;
-      this.go(mine ? Number.parseInt(wanted, 10) || 1 : 1);
+      const named = steppers.find((s) => s.id && `#${s.id}` === location.hash);
+      return wanted !== null && (named ?? steppers[0]) === this ? Number.parseInt(wanted, 10) || 1 : null;
     }
     disconnectedCallback() { this.pause(); }
 
@@ -354,7 +359,7 @@ dt{color:var(--dim)}dd{margin:0}
       this.number.textContent = `${n} / ${this.events.length}`;
       this.link.href = `?step=${n}${this.id ? `#${this.id}` : ""}`;
       this.link.setAttribute("aria-label", `Link to step ${n}`);
-      const quoted = (token) => this.data.words ? `“${this.word(token)}”` : this.word(token);
+      const quoted = (token) => this.data.words ? `“${this.word(token).trim()}”` : this.word(token);
       this.say.textContent = sentences[event.event]?.(event, before, after, quoted) ?? event.event;
       this.drawState(before, after);
       if (this.data.functions.length) this.drawCode(n - 1);

@@ -45,4 +45,4 @@ docs-serve: docs
 	touch $@ .venv/base
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info

@@ -316,10 +316,10 @@ dt{color:var(--dim)}dd{margin:0}
       const title = this.data.title || "A run of the engine, step by step";
       root.append(make("style", {}, STYLE),
         make("div", {class: "all", role: "group", "aria-label": title}, bar, this.say, this.cols));
-      // A key counts only when it is pressed inside; the slider moves by itself.
+      // A key counts only when it is pressed inside.
       root.addEventListener("keydown", (key) => {
         const to = {ArrowLeft: this.n - 1, ArrowRight: this.n + 1, Home: 1, End: this.events.length}[key.key];
-        if (to === undefined || key.target === this.slider || key.altKey || key.ctrlKey || key.metaKey) return;
+        if (to === undefined || key.altKey || key.ctrlKey || key.metaKey) return;
         key.preventDefault();
         this.pause();
         this.go(to);

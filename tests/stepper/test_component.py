@@ -22,8 +22,8 @@ from tests.workloads import Run, random_workload
 
 JS_STATES = """(text) => {
   const events = JSON.parse(text);
-  const fold = new (customElements.get("paged-stepper").Fold)(events);
-  const look = (n) => {
+  const {Fold} = customElements.get("paged-stepper");
+  const look = (fold) => (n) => {
     const state = fold.at(n);
     const sequences = [...state.sequences].map(([id, s]) => [id, {
       request: s.done ? "" : s.request, tokens: s.tokens, table: s.table, num_computed: s.filled, swapped: s.swapped,
@@ -32,9 +32,9 @@ JS_STATES = """(text) => {
       cached: [...state.cached.keys()].sort((a, b) => a - b)};
   };
   const steps = events.map((_, i) => i + 1);
-  return JSON.stringify([steps.map(look), steps.reverse().map(look).reverse()]);
+  return JSON.stringify([steps.map(look(new Fold(events))), steps.reverse().map(look(new Fold(events))).reverse()]);
 }"""
-"""Forward, and back over the states that were kept on the way."""
+"""Forward; and back from the end, over the states that were kept on the way there."""
 
 
 def python_states(events: list[Event]) -> list[dict[str, Any]]:

@@ -54,6 +54,19 @@ def test_the_line_lit_for_a_copy_is_where_the_reference_is_given_up() -> None:
     assert function["source"][line - function["first"]].strip() == "self._ref_counts[block] -= 1"
 
 
+def test_a_step_shows_only_what_ran_since_the_step_before() -> None:
+    run, _ = two_samples()
+    data = run.data()
+    started = next(i for i, event in enumerate(run.events) if event.name == "step_started")
+    tokens = [i for i, event in enumerate(run.events) if event.name == "token_generated"]
+    assert tokens[1] == tokens[0] + 1  # both samples' first tokens come from one loop
+    for index, expected in [
+        (started, ["Engine.add_request", "Engine._launch"]),
+        (tokens[1], ["Engine._commit_samples"]),
+    ]:
+        assert [data["functions"][number]["name"] for number, _ in data["traces"][data["trace_of"][index]]] == expected
+
+
 def test_the_line_lit_is_one_that_ran() -> None:
     data = two_samples()[0].data()
     for trace, lit in zip(data["trace_of"], data["current"], strict=True):

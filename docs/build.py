@@ -1,8 +1,8 @@
 """Gather the pages of the site in build/docs, from where `mkdocs.yml` takes them: python -m docs.build
 
-- The pages of docs/. They are read on the repository too, so their links go to files. What such a link leads to
-  outside docs/ is looked up here: a tutorial is its page, a module of minipaged its place in the API, anything else is
-  copied along.
+- The pages of docs/, and the handouts of assignments/. They are read on the repository too, so their links go to files.
+  What such a link leads to is looked up here: a tutorial is its page, a module of minipaged its place in the API, and
+  what is no page is copied along.
 - The tutorials of tutorials/. Each is run, cell by cell, and becomes a page with what its cells put out, and a notebook
   to download. An error in a cell, a failed assert among them, ends the build.
 - The stepper, and in place of `<!-- run FILE.py -->` in a page the recording that this file, run now, calls `run`.
@@ -29,10 +29,12 @@ RUN = re.compile(r"<!-- run (?P<file>\S+\.py) -->")
 def main() -> None:
     shutil.rmtree(STAGE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", STAGE, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    for page in STAGE.rglob("*.md"):
-        place = page.relative_to(STAGE)
-        text = with_links_into_the_site(page.read_text(), ROOT / "docs" / place, place)
-        page.write_text(RUN.sub(lambda run, folder=ROOT / "docs" / place.parent: recorded(folder / run["file"]), text))
+    for source in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "assignments").rglob("*.md")]:
+        place = place_of(source.relative_to(ROOT))
+        text = with_links_into_the_site(source.read_text(), source, place)
+        text = RUN.sub(lambda run, folder=source.parent: recorded(folder / run["file"]), text)
+        (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
+        (STAGE / place).write_text(text)
     (STAGE / "assets").mkdir(exist_ok=True)
     shutil.copy(ROOT / "minipaged" / "stepper" / "stepper.js", STAGE / "assets")
     (STAGE / "tutorials").mkdir()
@@ -61,18 +63,23 @@ def with_links_into_the_site(text: str, source: Path, page: Path) -> str:
     return LINK.sub(lambda link: _moved(link, source, page), text)
 
 
+def place_of(path: Path) -> Path:
+    """Where a file of the repository is on the site: a page, or a file copied along."""
+    if path.parts[0] == "docs":
+        return path.relative_to("docs")
+    if path.parts[0] == "assignments" and path.suffix == ".md":
+        return path
+    return path.with_suffix(".md") if path.parts[0] == "tutorials" else "files" / path
+
+
 def _moved(link: re.Match[str], source: Path, page: Path) -> str:
     target = (source.parent / link["target"]).resolve()
     path = target.relative_to(ROOT)
-    if path.parts[0] == "docs":
-        place = path.relative_to("docs")
-    elif path.parts[0] == "tutorials":
-        place = path.with_suffix(".md")
-    elif path.parts[0] == "minipaged" and path.suffix == ".py":
+    if path.parts[0] == "minipaged" and path.suffix == ".py":
         name = [link["text"].strip("`")] if link["text"].startswith("`") else []
         return f"[{link['text']}][{'.'.join([*path.with_suffix('').parts, *name])}]"
-    else:
-        place = "files" / path
+    place = place_of(path)
+    if place.parts[0] == "files":
         (STAGE / place.parent).mkdir(parents=True, exist_ok=True)
         shutil.copy(target, STAGE / place)
     return f"[{link['text']}]({Path(os.path.relpath(place, page.parent)).as_posix()}{link['anchor'] or ''})"

@@ -1,4 +1,4 @@
-"""The command line: `minipaged demo | generate | model | trace`.
+"""The command line: `minipaged demo | generate | trace | chat | model | grade | grade-tests | course`.
 
 Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams) and leaves checking to
 them: an error is one line on stderr and exit status 1 (2 for a wrong usage). Heavy imports wait until they are needed.
@@ -36,6 +36,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The models that minipaged knows by name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+course_app = typer.Typer(help="For instructors.", no_args_is_help=True)
+app.add_typer(course_app, name="course")
 
 ModelOption = Annotated[str, typer.Option(help="A known name, a folder, a .gguf file, or a hub id.")]
 TierOption = Annotated[str, typer.Option(help="reference, fast, or auto.")]
@@ -68,6 +70,7 @@ SAMPLING_OPTIONS = (
     *PENALTIES,
 )
 BEAM_OPTIONS = ("length_penalty", "early_stopping")
+TRACE_OPTIONS = ("trace", "requests", "pace")
 
 # --- generate -------------------------------------------------------------------------------------
 
@@ -252,11 +255,43 @@ def _open_for_writing(path: Path) -> Any:
         raise InvalidRequest(f"cannot write events to {path}: {error.strerror}") from None
 
 
+# --- chat -----------------------------------------------------------------------------------------
+
+
+@app.command()
+def chat(
+    model: ModelOption = "smollm2-135m-instruct",
+    tier: TierOption = "auto",
+    system: Annotated[str | None, typer.Option(help="What the model is told before the first question.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.2,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this sum of probabilities.")] = 0.9,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
+    block_size: BlockSizeOption = 16,
+    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; else for the model's context.")] = None,
+) -> None:
+    """Talk to a chat model, a line a question; below each answer the KV blocks, and what was found in the cache."""
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    from minipaged.chat import run_chat
+    from minipaged.llm import LLM
+
+    llm = LLM(
+        model,
+        tier=tier,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_swap_blocks=0,
+        max_num_seqs=1,  # so that the pool is no larger than the longest conversation
+    )
+    raise typer.Exit(run_chat(llm, params, system))
+
+
 # --- demo -----------------------------------------------------------------------------------------
 
 
 @app.command()
 def demo(
+    context: typer.Context,
     scene: Annotated[str | None, typer.Option(help="Show only this scene.")] = None,
     model: ModelOption = "smollm2-135m-instruct",
     tier: TierOption = "auto",
@@ -265,11 +300,31 @@ def demo(
     allocator: AllocatorOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
     json_output: Annotated[bool, typer.Option("--json", help="Print what was measured as JSON.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="For --scene trace: CSV of times and token counts.")] = None,
+    requests: Annotated[int, typer.Option(help="For --scene trace: how many to serve of them.")] = 2000,
+    pace: Annotated[float, typer.Option(help="For --scene trace: 0.5 lets them come half as fast.")] = 1.0,
 ) -> None:
     """Watch paging, sharing, copy-on-write, beam search, prefix caching and preemption on a real model."""
     from minipaged.demo import run_demo
+    from minipaged.demo.trace_scene import play_trace
 
+    if scene != "trace":
+        _refuse_given(context, TRACE_OPTIONS, "has a meaning only with --scene trace")
     try:
+        if scene == "trace":
+            _refuse_given(context, ("model", "tier", "seed"), "has no meaning with --scene trace, which runs no model")
+            if trace is None:
+                raise InvalidRequest("--scene trace replays a file: name it with --trace FILE")
+            play_trace(
+                trace,
+                num_requests=requests,
+                pace=pace,
+                block_size=block_size,
+                num_blocks=num_blocks,
+                allocator=load_allocator(allocator) if allocator else None,
+                json_output=json_output,
+            )
+            return
         run_demo(
             scene=scene,
             model=model,
@@ -368,6 +423,98 @@ def model_where(name: Annotated[str, typer.Argument(help="A known model.")] = "s
         print(f"{name} has not been fetched; run: minipaged model fetch {name}", file=sys.stderr)
         raise typer.Exit(1)
     print(folder)
+
+
+# --- The course -----------------------------------------------------------------------------------
+
+FormatOption = Annotated[
+    str, typer.Option("--format", help="terminal, json, gradescope, prairielearn, or junit.", show_default=True)
+]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Write the result here, and again after every test.")
+]
+
+
+@app.command("grade")
+def grade_command(
+    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    submission: Annotated[str, typer.Argument(metavar="FILE.py[:Class]", show_default=False)],
+    seed: Annotated[int, typer.Option(help="The same seed gives the same score and counterexamples.")] = 0,
+    form: FormatOption = "terminal",
+    output: OutputOption = None,
+    counterexamples: Annotated[
+        Path | None, typer.Option(help="Keep the failures' scripts and traces in this folder.")
+    ] = Path("counterexamples"),
+    model: Annotated[str, typer.Option(help="The real model to grade on.")] = "smollm2-135m-instruct",
+    no_model: Annotated[bool, typer.Option("--no-model", help="Leave out the tests on the real model.")] = False,
+    carried: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="ASSIGNMENT=FILE.py", help="Use your own part of an earlier assignment."),
+    ] = None,
+    call_seconds: Annotated[float | None, typer.Option(help="Time limit of one call, else the assignment's.")] = None,
+    test_seconds: Annotated[float | None, typer.Option(help="Time limit of one test, else the assignment's.")] = None,
+) -> None:
+    """Grade your own part: exit status 0 for full marks, 1 for less, 2 when it cannot be graded."""
+    from minipaged.course.assignment import CannotBeGraded
+    from minipaged.course.commands import Report, run_grade
+
+    try:
+        report = Report(form, output, counterexamples)
+    except CannotBeGraded as error:
+        raise _exit_2(error) from None
+    raise typer.Exit(
+        run_grade(
+            assignment,
+            submission,
+            report,
+            seed=seed,
+            model=None if no_model else model,
+            carried=carried or (),
+            call_seconds=call_seconds,
+            test_seconds=test_seconds,
+        )
+    )
+
+
+@app.command("grade-tests")
+def grade_tests_command(
+    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    tests: Annotated[str, typer.Argument(metavar="TEST_FILE.py", show_default=False)],
+    form: FormatOption = "terminal",
+    output: OutputOption = None,
+) -> None:
+    """Grade your own tests: they pass on a right part, and find the bug in each of many wrong ones."""
+    from minipaged.course.assignment import CannotBeGraded
+    from minipaged.course.commands import Report, run_grade_tests
+
+    try:
+        report = Report(form, output)
+    except CannotBeGraded as error:
+        raise _exit_2(error) from None
+    raise typer.Exit(run_grade_tests(assignment, tests, report))
+
+
+@course_app.command("autograder")
+def course_autograder(
+    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The zip to write.")] = Path("autograder.zip"),
+    seed: Annotated[int, typer.Option(help="The seed that all submissions are graded with.")] = 0,
+    no_model: Annotated[bool, typer.Option("--no-model", help="Leave out the tests on the real model.")] = False,
+) -> None:
+    """Write a zip that Gradescope takes as an autograder."""
+    from minipaged.course.assignment import CannotBeGraded
+    from minipaged.course.autograder import write_autograder
+
+    try:
+        write_autograder(assignment, output, seed=seed, with_model=not no_model)
+    except CannotBeGraded as error:
+        raise _exit_2(error) from None
+    print(output)
+
+
+def _exit_2(error: MinipagedError) -> typer.Exit:
+    print(f"error: {error}", file=sys.stderr)
+    return typer.Exit(2)
 
 
 # --- A student's allocator ------------------------------------------------------------------------

@@ -37,7 +37,7 @@ Logits = Any
 class BlockAllocator(ABC):
     """Hands out the physical blocks of one pool. A block is a number in `range(num_blocks)`.
 
-    A block is *free* (reference count 0) or *held* (1 or more)::
+    A block is *free* (reference count 0) or *held* (1 or more):
 
         free --allocate--> held, 1 --share--> held, 2 ... --free--> held, 1 --free--> free
 
@@ -248,7 +248,7 @@ class BatchRow:
 
     @property
     def slots(self) -> Sequence[int]:
-        """[num_query_tokens]: where to write K and V of each token."""
+        """[num_query_tokens]: where to write K and V of each token; to be read before the table is changed again."""
         return self.table.slot_mapping(self.first_position, self.context_len)
 
 

@@ -85,8 +85,10 @@ class LLM:
         loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, tier, device, dtype)
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
-        if not 0 < memory_utilization <= 1:
-            raise InvalidRequest(f"memory_utilization is {memory_utilization}; it must be above 0 and at most 1")
+        if not isinstance(memory_utilization, int | float) or not 0 < memory_utilization <= 1:
+            raise InvalidRequest(
+                f"memory_utilization is {memory_utilization!r}; it must be a number above 0 and at most 1"
+            )
         context = self.model_config.max_position_embeddings
         if max_model_len is not None and max_model_len > context:
             raise InvalidRequest(f"max_model_len is {max_model_len}; this model was made for at most {context} tokens")
@@ -94,8 +96,14 @@ class LLM:
             sizes = (max_num_seqs, max_num_batched_tokens)
             num_blocks = self._blocks_that_fit(block_size, memory_utilization, *sizes)
         if num_swap_blocks is None:
-            room = int(_free_host_bytes() / 2 / loaded.block_bytes(max(1, block_size)))
+            # At most half of what is free. Memory that a GPU is to read is reserved in powers of two: up to twice this.
+            share = 2 if loaded.wing.device == "cpu" else 4
+            room = int(_free_host_bytes() / share / loaded.block_bytes(max(1, block_size)))
             num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
+        if allocator is not None and not callable(allocator):
+            raise InvalidRequest(
+                f"allocator is {allocator!r}; it must be a class (or a function) that makes allocators"
+            )
         self.config = EngineConfig(
             num_blocks=num_blocks,
             max_model_len=min(context, num_blocks * block_size) if max_model_len is None else max_model_len,
@@ -206,7 +214,7 @@ class LLM:
                 text = prompt if isinstance(prompt, str) else None
                 ids.append(self.engine.add_request(self._tokens(prompt), item, prompt=text))
             wanted = set(ids)
-            with _interrupt_between_steps() as interrupted, self._progress_bar(len(ids), progress):
+            with interrupt_between_steps() as interrupted, self._progress_bar(len(ids), progress):
                 while not outputs.keys() >= wanted:
                     if interrupted():
                         raise KeyboardInterrupt
@@ -334,10 +342,13 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 @contextmanager
-def _interrupt_between_steps() -> Iterator[Callable[[], bool]]:
+def interrupt_between_steps(
+    notice: str = "finishing the step; Ctrl-C again stops at once",
+) -> Iterator[Callable[[], bool]]:
     """Let a first Ctrl-C wait for the end of the step, so that no change of a table is cut in half; a second one acts.
 
-    Gives a function that tells whether there was one. Does nothing outside the main thread, where no signal arrives.
+    Gives a function that tells whether there was one. `notice`: what to tell the user then, if anything. Does nothing
+    outside the main thread, where no signal arrives.
     """
     seen: list[int] = []
 
@@ -345,7 +356,8 @@ def _interrupt_between_steps() -> Iterator[Callable[[], bool]]:
         if seen:
             raise KeyboardInterrupt
         seen.append(number)
-        print("\nfinishing the step; Ctrl-C again stops at once", file=sys.stderr)
+        if notice:
+            print(f"\n{notice}", file=sys.stderr)
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

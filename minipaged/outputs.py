@@ -29,7 +29,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times in seconds on the clock of `time.perf_counter`."""
+    """Times in seconds on the engine's clock: that of `time.perf_counter`, unless the engine was given another."""
 
     arrival_time: float
     first_scheduled_time: float | None

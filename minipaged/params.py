@@ -57,7 +57,8 @@ class SamplingParams:
     min_p: float = 0.0
     """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
     seed: int | None = None
-    """The same seed gives the same tokens, whatever else runs and on either tier. None: drawn by the engine."""
+    """The same seed gives the same tokens, whatever else runs and on either tier, up to the rounding of the logits.
+    None: the engine draws one, another for each request."""
     stop: str | Sequence[str] = ()
     """Strings that end a sequence; they are cut off its text. None is taken for none."""
     stop_token_ids: Sequence[int] = ()
@@ -185,6 +186,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         sizes = ("num_blocks", "max_model_len", "vocab_size", "max_num_seqs", "max_num_batched_tokens")
         _take_integers(self, "block_size", "num_swap_blocks", "seed", *sizes)
+        for name in ("enable_prefix_caching", "async_scheduling", "debug"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), f"{name} is {value!r}; it must be True or False")
         _require(1 <= self.block_size <= 256, f"block_size is {self.block_size}; it must be between 1 and 256")
         for name in sizes:
             value = getattr(self, name)

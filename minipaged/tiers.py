@@ -5,6 +5,7 @@ Everything above asks here for a tier's parts, and for the weights and the runne
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
@@ -205,6 +206,8 @@ class FastWing(Wing):
         from minipaged.fast.kv_cache import KVCache
         from minipaged.fast.llama import Llama
 
+        if self.device == "cuda":
+            give_back_unused()
         try:
             cache = KVCache(
                 config.num_hidden_layers,
@@ -216,8 +219,8 @@ class FastWing(Wing):
                 getattr(torch, self.dtype),
                 self.device,
             )
-            if self.device == "cpu" and not kernels_are_compiled():
-                print("compiling the kernels for this processor, once: about 20 seconds", file=sys.stderr)
+            if self.device == "cpu" and not kernels_are_compiled(cache.dtype):
+                print(f"compiling the {self.dtype} kernels for this processor, once: about 20 seconds", file=sys.stderr)
             llama = Llama(
                 config,
                 weights,
@@ -227,8 +230,10 @@ class FastWing(Wing):
             )
             llama.warm_up(self.tier.sample)
             return llama
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(str(error)) from None
+        except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):  # the latter: pinned memory
+                raise MemoryError(str(error)) from None
+            raise
 
     def free_device_bytes(self, config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         import torch
@@ -237,12 +242,22 @@ class FastWing(Wing):
             return None
         from minipaged.fast.llama import BATCH_SIZES
 
+        give_back_unused()
+
         # What a step needs beside the cache: each captured step's logits, a batch's activations (a few tensors of the
         # widest layer are alive at once), and the scratch space of sampling, of swapping and of the libraries.
         item = self.ITEM_BYTES[self.dtype]
         logits = sum(size for size in BATCH_SIZES if size <= max_num_seqs) * config.vocab_size * item
         activations = 4 * max_num_batched_tokens * 2 * config.intermediate_size * item
         return int(torch.cuda.mem_get_info()[0] - logits - activations - SCRATCH_BYTES)
+
+
+def give_back_unused() -> None:
+    """Let the GPU have back what a former model held: torch keeps freed memory, and Python what refers to itself."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def reference_tier() -> Tier:

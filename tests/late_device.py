@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from minipaged.contracts import Batch, BeamStep, BlockMoves, PendingToken, Sampled, SamplingInput, Tier
+from minipaged.course.content_runner import ContentRunner
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.sampling import sample
-from tests.fake_model import ContentRunner
 from tests.workloads import REFERENCE
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
-from benchmarks.gpu import checks, harness
-from benchmarks.gpu.__main__ import first_line, judge, line_of, main
-from benchmarks.gpu.engine import Workload, share_covered
+from benchmarks.gpu import checks, harness, page
+from benchmarks.gpu.__main__ import line_of, main, put_beside
+from benchmarks.gpu.engine import Workload, drain, share_covered, workload
+from benchmarks.gpu.targets import GOALS, first_line, judge, verdicts
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
 
 DRY_RUN = harness.Setting(
@@ -156,18 +160,257 @@ def test_jobs_past_the_budget_are_skipped_and_say_so() -> None:
     assert "seconds were spent" in rows[0]["reason"]
 
 
-def test_a_share_is_of_the_ceiling_and_a_target_is_met_or_missed() -> None:
-    timing = harness.Timing(2e-3, 1e-3, 3e-3, "graph")
-    row = timing.row(4e9, "GB/s", "copy") | {"target": {"share": 0.6}, "peers": {"A": timing.row(2e9, "GB/s", "copy")}}
+TIMING = harness.Timing(2e-3, 1e-3, 3e-3, "graph")
+
+
+def test_a_figure_has_its_share_of_the_ceiling_its_ratio_to_each_peer_and_what_was_aimed_at() -> None:
+    peers = {"A": TIMING.row(2e9, "GB/s", "copy"), "B": "missing (b)"}
+    row = TIMING.row(4e9, "GB/s", "copy") | {"name": "write", "peers": peers}
     judge(row, {"copy": 4e12})
-    assert (row["rate"], row["share"], row["met"]) == (2e12, 0.5, {"share": False})
-    assert row["peers"]["A"]["share"] == 0.25
-    line = " ".join(line_of(row | {"name": "A kernel"}).split())
-    assert line == "A kernel 2000.0 GB/s 2000.0 us 50.0% of copy MISSED: share; A 1000.0 GB/s"
-    fast = {"seconds": 10e-6, "target": {"seconds": 15e-6}}
+    assert (row["rate"], row["share"]) == (2e12, 0.5)
+    assert (row["target"], row["met"]) == ({"share": 0.8}, {"share": False})
+    assert (row["peers"]["A"]["share"], row["ratios"]) == (0.25, {"A": 2.0})
+    line = " ".join(line_of(row).split())
+    assert line == "write 2000.0 GB/s 2000.0 us 50.0% of copy MISSED: share; A 1000.0 GB/s (2.00 x)"
+    fast: harness.Row = {"name": "decode 1 x 1024 D128 group 4", "seconds": 10e-6}
     judge(fast, {})
     assert fast["met"] == {"seconds": True}
     assert first_line("one\ntwo") == "one"
+
+
+def test_a_decode_is_judged_by_its_rate_and_beside_flashinfer_where_that_is_there() -> None:
+    name = "decode 32 x 2048 D128 group 4"
+    for peer, met in (
+        (TIMING.row(7.8e9, "GB/s", "copy"), {"rate": True, "x FlashInfer": True}),  # 3.8 and 3.9 TB/s: 0.97
+        (TIMING.row(8.2e9, "GB/s", "copy"), {"rate": True, "x FlashInfer": False}),
+        ("missing (flashinfer)", {"rate": True}),
+    ):
+        row = TIMING.row(7.6e9, "GB/s", "copy") | {"name": name, "status": "ok", "peers": {"FlashInfer": peer}}
+        judge(row, {})
+        assert row["met"] == met
+    told = next(v for v in verdicts([row]) if v.goal.figure == "x FlashInfer")
+    assert (told.measured, told.where, told.verdict) == ("not yet measured", "missing (flashinfer)", "open")
+
+
+def test_other_engines_stand_beside_ours_on_the_same_model() -> None:
+    rows: list[harness.Row] = [{"name": f"{model}: minipaged", "tokens_per_second": 900.0} for model in "AB"]
+    ok = {"status": "ok", "tokens_per_second": 300.0}
+    assert put_beside({"name": "B: transformers generate"} | ok, rows) is rows[1]
+    assert put_beside({"name": "B: transformers generate_batch", "status": "failed", "error": "no"}, rows) is rows[1]
+    assert put_beside({"name": "C: transformers generate"} | ok, rows) is None
+    assert put_beside({"name": "write"} | ok, rows) is None
+    judge(rows[1], {})
+    assert rows[1]["ratios"] == {"generate": 3.0}
+    assert rows[1]["peers"]["generate_batch"] == "no"
+    assert "peers" not in rows[0]
+
+
+def test_every_goal_is_about_rows_that_a_run_has() -> None:
+    from benchmarks.gpu import engine, kernels
+
+    setting = harness.Setting(torch.device("cpu"), tiny=False, quick=False, seed=0)
+    jobs = kernels.kernel_timings(setting)
+    for model in engine.MODELS:
+        jobs += engine.engine_jobs(model, setting)
+    for goal in GOALS:
+        about = [job.name for job in jobs if goal.about({"name": job.name})]
+        assert about, goal
+        assert not any("again" in name for name in about)
+    assert len({job.name for job in jobs}) == len(jobs)
+
+
+def test_the_workload_is_nano_vllms() -> None:
+    """Its README counts 133,966 tokens out."""
+    work = workload("SmolLM2-135M", harness.Setting(torch.device("cpu"), tiny=False, quick=False, seed=5))
+    assert (sum(map(len, work.prompts)), sum(work.wanted)) == (142_827, 133_966)
+
+
+def test_a_peer_that_is_stopped_is_given_all_tokens_that_it_made() -> None:
+    """One request is finished and fetched, one finished after that, one is under way, one waits to be resumed."""
+
+    def request(tokens: int, finished: bool = False) -> SimpleNamespace:
+        result = SimpleNamespace(generated_tokens=[0] * tokens, is_finished=lambda: finished)
+        return SimpleNamespace(to_generation_output=lambda: result, result=result)
+
+    results = [request(1000, finished=True).result, None, request(200, finished=True).result]
+    added: list[int] = []
+
+    def get_result(timeout: float) -> Any:
+        if timeout:  # while time is running
+            time.sleep(0.06)
+        return results.pop(0) if results else None
+
+    scheduler = SimpleNamespace(active_requests={"c": request(30)}, waiting_requests={"d": request(4)})
+    manager = SimpleNamespace(
+        add_request=lambda prompt, max_new_tokens: added.append(max_new_tokens),
+        get_result=get_result,
+        is_running=lambda: True,
+        batch_processor=SimpleNamespace(scheduler=scheduler),
+    )
+    found = drain(manager, [([1], n) for n in (1000, 200, 30, 40)], limit=0.1)
+    assert (found["tokens"], found["finished"]) == (1234, 2)
+    assert added == [1000, 200, 30, 40]
+
+
+# --- The page --------------------------------------------------------------------------------------
+
+
+def synthetic_run(**changes: Any) -> dict[str, Any]:
+    """What a run could look like on a card that does not exist; no figure in it was measured."""
+    ceilings = {"copy": 4e12, "matmul": 8e14, "device to host": 5e10, "host to device": 5e10}
+    rows: list[dict[str, Any]] = []
+    for name, rate in ceilings.items():
+        unit = "TFLOP/s" if name == "matmul" else "GB/s"
+        rows.append({"section": "ceilings", "name": name, "rate": rate, "seconds": 1e-3, "unit": unit, "ceiling": name})
+    for name, peer in (("decode 32 x 2048 D128 group 4", 3.9e12), ("decode 128 x 8192 D128 group 4", 3.5e12)):
+        row = TIMING.row(2e-3 * 3.7e12, "GB/s", "copy") | harness.work(3e10, 7.4e9)
+        peers = {"FlashInfer": TIMING.row(2e-3 * peer, "GB/s", "copy"), "conch": "missing (conch)"}
+        rows.append({"section": "kernels", "name": name, "peers": peers} | row)
+    rows.append({"section": "kernels", "name": "write"} | TIMING.row(2e-3 * 3e12, "GB/s", "copy"))
+    for row in rows:
+        row["status"] = "ok"
+        judge(row, ceilings)
+    rows.append({"section": "kernels", "name": "swiglu", "status": "failed", "error": "AssertionError: <wrong>\nmore"})
+    rows.append({"section": "engine, A", "name": "A: minipaged", "status": "skipped", "reason": "no time was left"})
+    machine = {
+        "card": "No Such Card", "multiprocessors": 1, "cuda": "0.0", "cores": 1, "python": "3.0",
+        "versions": {"torch": "0.0", "flashinfer-python": "missing"}, "date": "2000-01-01T00:00:00+00:00",
+    }  # fmt: skip
+    run = {"command": "python -m benchmarks.gpu", "machine": machine, "seed": 1, "dry_run": False, "quick": False}
+    return run | {"rows": rows} | changes
+
+
+@pytest.fixture
+def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where pages of made-up runs go: never into the project's own."""
+    monkeypatch.setattr(page, "DOCS", tmp_path / "docs")
+    (tmp_path / "docs").mkdir()
+    return tmp_path / "docs"
+
+
+def file_of(run: dict[str, Any], folder: Path, name: str = "run.json") -> str:
+    (folder / name).write_text(json.dumps(run))
+    return str(folder / name)
+
+
+def test_without_a_run_the_page_shows_targets_and_that_nothing_is_measured(docs: Path) -> None:
+    assert page.main([]) == 0
+    text = (docs / "gpu.md").read_text()
+    assert text.count("| not yet measured |") == len(GOALS)
+    assert "≥ 3.6 TB/s of keys and values" in text
+    assert "≤ 15 µs" in text
+    assert "≥ 90% of one large pinned copy" in text
+    assert "roofline" not in text
+    assert not (docs / "assets").exists()
+
+
+def test_the_page_has_card_versions_command_verdicts_peers_and_failures(docs: Path, tmp_path: Path) -> None:
+    assert page.main([file_of(synthetic_run(), tmp_path)]) == 0
+    text = (docs / "gpu.md").read_text()
+    assert "No Such Card" in text
+    assert "torch 0.0, flashinfer-python missing" in text
+    assert "`python -m benchmarks.gpu`, 2000-01-01T00:00:00+00:00, seed 1: run.json" in text
+    worst = "| 0.949 x FlashInfer | decode 32 x 2048 D128 group 4 | MISSED |"  # the other is 1.06
+    assert f"| ≥ 0.95 x FlashInfer {worst}" in text
+    assert "| ≥ 3.6 TB/s of keys and values | 3.70 TB/s | decode 32 x 2048 D128 group 4 | met |" in text
+    assert "| ≥ 80% of copy | 75.0% of copy | write | MISSED |" in text
+    assert "| decode 32 x 2048 D128 group 4 | 3.70 TB/s | 2,000.0 µs | 92.5% of copy | FlashInfer 0.95 x |" in text
+    assert "FlashInfer: 1 of 2 measurements, 1.06 x (decode 128 x 8192 D128 group 4)" in text
+    assert "- conch: missing (conch) (decode 32 x 2048 D128 group 4)" in text
+    assert "- kernels, swiglu: AssertionError: <wrong>" in text
+    assert "- engine, A, A: minipaged: no time was left" in text
+
+
+def test_the_roofline_is_one_svg_that_needs_nothing_else_and_has_a_dark_side(docs: Path, tmp_path: Path) -> None:
+    assert page.main([file_of(synthetic_run(), tmp_path)]) == 0
+    drawn = (docs / "assets" / "roofline.svg").read_text()
+    root = ElementTree.fromstring(drawn)
+    svg = "{http://www.w3.org/2000/svg}"
+    texts = [text.text or "" for text in root.iter(f"{svg}text")]
+    assert "prefers-color-scheme: dark" in drawn
+    assert "http" not in drawn.replace("http://www.w3.org/2000/svg", "")
+    assert len(list(root.iter(f"{svg}circle"))) == 1  # the other decode lies upon it; write has no operations
+    assert "roof: copy 4.00 TB/s, matrix product 800 TFLOP/s" in texts
+    assert "1  decode 32 x 2048 D128 group 4: 15 TFLOP/s" in texts
+    (circle,) = root.iter(f"{svg}circle")
+    slope = next(path for path in root.iter(f"{svg}path") if path.attrib["class"] == "roof")
+    (x0, y0), (x1, y1) = ([float(n) for n in re.findall(r"[\d.]+", p)[:2]] for p in slope.attrib["d"][1:].split("L"))
+    x, y = float(circle.attrib["cx"]), float(circle.attrib["cy"])
+    assert x0 < x < x1
+    roof = y0 + (x - x0) / (x1 - x0) * (y1 - y0)
+    assert roof < y < roof + 10  # just below it: 92.5 % of the copy
+    assert page.main([]) == 0
+    assert not (docs / "assets" / "roofline.svg").exists()  # with the run its picture goes
+
+
+def test_what_is_written_by_hand_stays(docs: Path, tmp_path: Path) -> None:
+    assert page.main([]) == 0
+    file = docs / "gpu.md"
+    file.write_text("By hand.\n" + file.read_text().replace("Nothing is measured yet.", "Because of the cold."))
+    assert page.main([file_of(synthetic_run(), tmp_path)]) == 0
+    once = file.read_text()
+    assert once.startswith("By hand.\n# ")
+    assert "Because of the cold." in once
+    assert "not run on a GPU" not in once
+    assert page.main([file_of(synthetic_run(), tmp_path)]) == 0
+    assert file.read_text() == once
+    file.write_text("All of it anew.")
+    assert page.main([]) == 2
+    assert file.read_text() == "All of it anew."
+
+
+def test_parts_of_a_run_are_put_together_and_the_later_figure_counts(docs: Path, tmp_path: Path) -> None:
+    first, second = synthetic_run(), synthetic_run(command="python -m benchmarks.gpu --timings-only")
+    first["rows"].append({"section": "test suites", "name": "pytest", "status": "failed", "error": "3 failed"})
+    second["rows"][-3]["rate"], second["rows"][-3]["share"] = 3.6e12, 0.9
+    assert page.main([file_of(first, tmp_path, "a.json"), file_of(second, tmp_path, "b.json")]) == 0
+    text = (docs / "gpu.md").read_text()
+    assert "| ≥ 80% of copy | 90.0% of copy | write | met |" in text
+    assert "- test suites, pytest: 3 failed" in text
+    assert "seed 1: a.json" in text
+    assert "seed 1: b.json" in text
+
+
+def test_the_projects_own_page_is_what_the_command_makes_of_the_runs_that_it_names(docs: Path) -> None:
+    own = Path(__file__).parents[1] / "docs" / "gpu.md"
+    named = re.findall(r"seed \d+: (\S+\.json)$", own.read_text(), flags=re.MULTILINE)
+    (docs / "gpu.md").write_text(own.read_text())
+    assert page.main([str(own.parents[1] / "benchmarks" / "results" / name) for name in named]) == 0
+    assert (docs / "gpu.md").read_text() == own.read_text()
+    assert (own.parent / "assets" / "roofline.svg").exists() == (docs / "assets" / "roofline.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dry_run": True}, "is a dry run: nothing in it was measured"),
+        ({"quick": True}, "is a quick run"),
+        ({"machine": {"card": "Another", "versions": {}}}, "card differs"),
+        ({"rows": None, "command": None}, None),
+    ],
+)
+def test_what_was_not_measured_or_not_together_is_refused(
+    change: dict[str, Any], reason: str | None, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = synthetic_run(**change)
+    if reason is None:
+        run, reason = {"a": 1}, "is no run of `python -m benchmarks.gpu`"
+    files = [file_of(synthetic_run(), tmp_path), file_of(run, tmp_path, "other.json")]
+    assert page.main(files) == 2
+    assert reason in capsys.readouterr().err
+    assert not (docs / "gpu.md").exists()
+
+
+def test_a_real_dry_run_is_refused(docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "kernel_checks", lambda setting: [])
+    monkeypatch.setattr(checks, "model_checks", lambda setting: [])
+    file = tmp_path / "run.json"
+    assert main(["--tiny", "--checks-only", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["command"] == f"python -m benchmarks.gpu --tiny --checks-only --json {file}"
+    assert page.main([str(file)]) == 2
+
+
+# --- Figures ---------------------------------------------------------------------------------------
 
 
 def test_the_floor_counts_all_weights_each_step_and_the_tokens_that_each_query_sees() -> None:

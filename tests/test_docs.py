@@ -12,7 +12,9 @@ from minipaged.events import EVENT_TYPES
 from tests.source import definitions
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "assignments").glob("*/*.md")]
+)
 
 
 def test_the_schema_of_events_names_every_event_with_every_field_in_order() -> None:

@@ -1,34 +1,36 @@
-"""Random workloads for the engine, and what each of their requests must produce.
-
-What is expected comes from the simplest serving there is: one request at a time, all tokens at hand, no cache.
-"""
+"""The tiers as the tests run them, and the random workloads that the project's tests share with its grader."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from minipaged import contracts
 from minipaged.contracts import BeamStep, Sampled, SamplingInput, Tier
-from minipaged.engine.engine import Engine, Listener
-from minipaged.errors import InvalidRequest
-from minipaged.events import Event, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
-from minipaged.outputs import RequestOutput
-from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
-from minipaged.reference.beam_search import BeamSearch
-from minipaged.reference.block_allocator import BlockAllocator
-from minipaged.reference.block_table import BlockTable
-from minipaged.reference.sampling import sample
-from minipaged.tiers import fast_tier
-from tests.fake_model import ContentRunner, fake_logits
+from minipaged.course.workloads import (
+    Run,
+    Workload,
+    WorkloadRequest,
+    letters,
+    random_workload,
+    run_workload,
+)
+from minipaged.tiers import fast_tier, reference_tier
 
-REFERENCE = Tier("reference", BlockAllocator, BlockTable, BeamSearch, sample)
+__all__ = [
+    "FAST",
+    "REFERENCE",
+    "TIERS",
+    "Run",
+    "Workload",
+    "WorkloadRequest",
+    "letters",
+    "random_workload",
+    "run_workload",
+]
 
+REFERENCE = reference_tier()
 
 _fast = fast_tier()
 
@@ -49,247 +51,3 @@ FAST = Tier("fast", _fast.block_allocator, _fast.block_table, FastBeamSearch, fa
 
 TIERS = {tier.name: tier for tier in [REFERENCE, FAST]}
 """One test, every tier: the tests of what both wings have to do are run over all of these."""
-
-
-@dataclass(frozen=True)
-class WorkloadRequest:
-    arrives: int
-    """The step before which it is added."""
-    prompt: tuple[int, ...]
-    params: SamplingParams | BeamSearchParams
-    cancelled: int | None = None
-    """The step before which it is cancelled."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    config: EngineConfig
-    requests: tuple[WorkloadRequest, ...]
-    swap_is_cheap: bool
-
-
-def random_workload(seed: int) -> Workload:
-    """Small pools, shared prefixes, every policy: the corners where block managers go wrong."""
-    r = random.Random(seed)
-    block_size = r.choice([1, 2, 3, 4, 4, 8, 16])
-    vocab_size = r.choice([5, 11, 37])
-    requests = _random_requests(r, vocab_size)
-    config = EngineConfig(
-        num_blocks=max(1, round(r.choice([0.7, 1.0, 1.0, 1.0, 1.2, 1.6]) * _largest_need(requests, block_size))),
-        num_swap_blocks=(num_swap_blocks := r.choice([0, r.randint(1, 8), r.randint(8, 64)])),
-        block_size=block_size,
-        max_model_len=r.choice([16, 40, 64]),
-        vocab_size=vocab_size,
-        preemption=r.choice(["swap", "recompute", "auto"]) if num_swap_blocks else r.choice(["recompute", "auto"]),
-        enable_prefix_caching=r.random() < 0.7,
-        max_num_seqs=r.choice([4, 8, 64, 64]),
-        max_num_batched_tokens=r.choice([4, 5, 8, 16, 64, 2048]),
-        eos_token_ids=r.choice([(), (2,), (2, 3)]),
-        seed=seed,
-        debug=True,
-    )
-    return Workload(config, tuple(requests), swap_is_cheap=r.random() < 0.5)
-
-
-def _largest_need(requests: list[WorkloadRequest], block_size: int) -> int:
-    """Blocks that the most demanding request could come to hold: a pool of about that size gets crowded."""
-
-    def need(request: WorkloadRequest) -> int:
-        params = request.params
-        num_sequences = params.beam_width if isinstance(params, BeamSearchParams) else params.n
-        shared = len(request.prompt) // block_size
-        each = -(-(len(request.prompt) + (params.max_tokens or 16) - 1) // block_size)
-        return shared + num_sequences * (each - shared)
-
-    return max(need(request) for request in requests)
-
-
-def _random_requests(r: random.Random, vocab_size: int) -> list[WorkloadRequest]:
-    stems = [tuple(r.randrange(vocab_size) for _ in range(r.randint(1, 24))) for _ in range(2)]
-    requests: list[WorkloadRequest] = []
-    for _ in range(r.randint(1, 10)):
-        prompt = r.choice([(), *stems])[: r.randint(0, 24)]
-        prompt += tuple(r.randrange(vocab_size) for _ in range(r.randint(0 if prompt else 1, 6)))
-        max_tokens = r.randint(1, 24)
-        params: SamplingParams | BeamSearchParams
-        if r.random() < 0.25:
-            params = BeamSearchParams(
-                beam_width=r.randint(1, 4),
-                max_tokens=max_tokens,
-                length_penalty=r.choice([0.0, 1.0, 2.0]),
-                early_stopping=r.choice([True, False, "never"]),
-                ignore_eos=r.random() < 0.3,
-            )
-        else:
-            params = SamplingParams(
-                n=r.choice([1, 1, 1, 2, 3, 4]),
-                temperature=r.choice([0.0, 0.7, 1.0]),
-                top_p=r.choice([1.0, 0.9]),
-                top_k=r.choice([0, 3]),
-                seed=r.randrange(2**32),
-                max_tokens=max_tokens,
-                min_tokens=r.choice([0, 0, min(3, max_tokens)]),
-                ignore_eos=r.random() < 0.5,
-                stop_token_ids=r.choice([(), (1,)]),
-                stop=r.choice(["", "", letters([r.randrange(vocab_size) for _ in range(r.randint(1, 2))])]) or (),
-                presence_penalty=r.choice([0.0, 0.0, 0.5]),
-                repetition_penalty=r.choice([1.0, 1.0, 1.3]),
-                logprobs=r.choice([None, None, 2]),
-            )
-        arrives = r.choice([0, 0, 0, r.randint(0, 20)])
-        cancelled = arrives + r.randint(0, 16) if r.random() < 0.15 else None
-        requests.append(WorkloadRequest(arrives, prompt, params, cancelled))
-    return requests
-
-
-@dataclass
-class Run:
-    """One workload on one engine."""
-
-    workload: Workload
-    tier: Tier = REFERENCE
-    make_runner: Callable[..., ContentRunner] = ContentRunner
-    allocator: Callable[[int], contracts.BlockAllocator] | None = None
-    listeners: Sequence[Listener] = ()
-    outputs: dict[str, RequestOutput] = field(default_factory=dict)
-    refused: set[str] = field(default_factory=set)
-    happened: Counter[str] = field(default_factory=Counter)
-    """What the workload brought about, counted: tests make sure that all of it comes about."""
-
-    def __post_init__(self) -> None:
-        config = self.workload.config
-        self.runner = self.make_runner(
-            config.num_blocks,
-            config.num_swap_blocks,
-            config.block_size,
-            config.vocab_size,
-            self.workload.swap_is_cheap,
-        )
-        self.engine = Engine(
-            config, self.tier, self.runner, allocator=self.allocator, decode=letters, listeners=self.listeners
-        )
-        self.engine.listeners.append(self._count)
-        self.runner.engine = self.engine
-        self._prompt_lengths: dict[int, int] = {}
-
-    def to_the_end(self, max_steps: int = 5000) -> None:
-        """Drive the engine until every request has ended; liveness fails after `max_steps`."""
-        for now in range(max_steps):
-            if not self.advance(now):
-                return
-        raise AssertionError(f"liveness: requests are unfinished after {max_steps} steps")
-
-    def advance(self, now: int) -> bool:
-        """Add and cancel what is due before step `now`, then run that step. False when all is done."""
-        for name, request in self.named_requests():
-            if request.arrives == now:
-                try:
-                    self.engine.add_request(request.prompt, request.params, request_id=name)
-                except InvalidRequest:
-                    self.refused.add(name)
-            if request.cancelled == now:
-                queues = self.engine.scheduler.waiting + self.engine.scheduler.running
-                self.happened.update(f"cancelled while {r.state.value}" for r in queues if r.request_id == name)
-                if self._is_in_flight(name):
-                    self.happened["cancelled while in flight"] += 1
-                self.engine.abort(name)
-        for output in self.engine.step():
-            self.outputs[output.request_id] = output
-        self.engine.check_invariants()
-        return self.engine.has_unfinished_requests() or any(r.arrives > now for r in self.workload.requests)
-
-    def _is_in_flight(self, name: str) -> bool:
-        step = self.engine._in_flight
-        return step is not None and any(part.request.request_id == name for part in step.plan.scheduled)
-
-    def _count(self, event: Event) -> None:
-        match event:
-            case RequestArrived():
-                self._prompt_lengths[event.sequence] = len(event.prompt_token_ids)
-            case TokensComputed() if event.num_tokens < self._prompt_lengths.get(event.sequence, 0):
-                self.happened["prompt computed in chunks"] += 1
-            case RequestPreempted():
-                self.happened[f"preempted by {event.mode}"] += 1
-            case PrefixReused():
-                self.happened[f"prefix reused from {event.source}"] += 1
-            case _ if event.name in ("request_refused", "block_copied", "block_evicted", "block_deduplicated"):
-                self.happened[event.name.replace("_", " ")] += 1
-
-    def named_requests(self) -> list[tuple[str, WorkloadRequest]]:
-        return [(f"r{i}", request) for i, request in enumerate(self.workload.requests)]
-
-    def check_outputs(self) -> None:
-        """Every request produced what it would have produced alone; a cancelled one, a beginning of it."""
-        for name, request in self.named_requests():
-            if name in self.refused:
-                continue
-            output = self.outputs[name]
-            expected = expected_tokens(request, self.workload.config)
-            if output.finished:
-                assert [list(o.token_ids) for o in output.outputs] == expected, name
-                for completion in output.outputs:
-                    stop = completion.stop_reason if isinstance(completion.stop_reason, str) else ""
-                    assert completion.text + stop == letters(completion.token_ids), name
-            elif isinstance(request.params, SamplingParams):
-                for partial in output.outputs:
-                    assert list(partial.token_ids) == expected[partial.index][: len(partial.token_ids)], name
-
-    def check_nothing_leaked(self) -> None:
-        """All blocks are free or only cached, and the queues are empty."""
-        blocks = self.engine.blocks
-        assert blocks.num_available == blocks.allocator.num_blocks
-        assert blocks.host_allocator is None or blocks.host_allocator.num_free == blocks.host_allocator.num_blocks
-        assert not self.engine.scheduler.running
-        assert not self.engine.scheduler.waiting
-
-
-def letters(token_ids: Sequence[int]) -> str:
-    """A tokenizer of sorts: one letter a token."""
-    return "".join(chr(ord("A") + token) for token in token_ids)
-
-
-def expected_tokens(request: WorkloadRequest, config: EngineConfig) -> list[list[int]]:
-    """The outputs of one request, served alone by a loop without any cache."""
-    params = request.params
-    most = min(params.max_tokens or config.max_model_len, config.max_model_len - len(request.prompt))
-    eos = () if params.ignore_eos else config.eos_token_ids
-
-    def logits(output: list[int]) -> np.ndarray:
-        return fake_logits([*request.prompt, *output], config.vocab_size)[None]
-
-    if isinstance(params, BeamSearchParams):
-        search = BeamSearch(params, len(request.prompt), len(request.prompt) + most, eos)
-        beams: list[tuple[list[int], float]] = [([], 0.0)]
-        ranked: list[tuple[float, list[int]]] = []
-        while beams:
-            rows = np.concatenate([logits(tokens) for tokens, _ in beams])
-            step = search.step(rows, list(range(len(beams))), [logprob for _, logprob in beams])
-            ranked += [(score, [*beams[move.parent][0], move.token_id]) for move, score in step.finished]
-            beams = [([*beams[m.parent][0], m.token_id], m.cumulative_logprob) for m in step.survivors]
-        return [tokens for _, tokens in sorted(ranked, key=lambda r: -r[0])[: params.beam_width]]
-
-    outputs = []
-    assert params.seed is not None
-    for stream in range(params.n):
-        output: list[int] = []
-        while len(output) < most:
-            forbidden = (*params.stop_token_ids, *eos) if len(output) < params.min_tokens else ()
-            [chosen] = sample(
-                logits(output),
-                [SamplingInput(0, params, request.prompt, output, params.seed, stream, tuple(set(forbidden)))],
-            )
-            output.append(chosen.token_id)
-            ended = chosen.token_id in (*params.stop_token_ids, *eos) or letters(output).endswith(tuple(params.stop))
-            if ended and len(output) >= params.min_tokens:
-                break
-        outputs.append(output)
-    return outputs
-
-
-def run_workload(seed: int, tier: Tier = REFERENCE) -> Run:
-    """Run the workload of one seed and check everything there is to check."""
-    run = Run(random_workload(seed), tier)
-    run.to_the_end()
-    run.check_outputs()
-    run.check_nothing_leaked()
-    return run

@@ -6,7 +6,9 @@
 Each part (a *section*) runs in a process of its own, with a budget of seconds: the table below. So a kernel that hangs
 or breaks the GPU's context costs its own job, and the section goes on behind it in a new process. Whatever is found is
 in the JSON file at once. All of it takes up to eight minutes; where the checks leave no time for the last measurements,
-run the two halves one by one. The exit status is 1 if a check failed, or a measurement of ours.
+run the two halves one by one. The last thing printed is the short table of what was aimed at (`targets.py`);
+`python -m benchmarks.gpu.page` makes docs/gpu.md of the files. The exit status is 1 if a check failed, or a measurement
+of ours.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import platform
 import random
 import re
 import selectors
+import shlex
 import subprocess
 import sys
 import time
@@ -32,6 +36,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.harness import DeviceLost, Job, Row, Setting, run_jobs
+from benchmarks.gpu.targets import first_line, judge, verdicts
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -44,6 +49,7 @@ SECONDS = {
     "engine, SmolLM2-135M": 75,
     "engine, Llama-3.2-1B": 75,
     "engine, Llama-3.1-8B": 90,
+    "tuning": 30,
 }
 """The sections, in order, with the seconds after which no further job of one is begun. (A section seldom needs all.)"""
 
@@ -60,6 +66,7 @@ Triton's interpreter. It shows that everything works; it measures nothing."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
     if not torch.cuda.is_available():
         if not options.tiny:
@@ -72,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.section:  # one of our own processes
         return work(options, setting)
-    return measure(options, setting)
+    return measure(options, setting, arguments)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Check and measure the GPU kernels.")
     parts = parser.add_mutually_exclusive_group()
     parts.add_argument("--checks-only", action="store_true", help="no measurements")
@@ -83,9 +90,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer shapes, fewer and shorter requests")
     parser.add_argument("--tiny", action="store_true", help="a dry run with tiny sizes; needs no GPU, measures nothing")
     parser.add_argument("--seed", type=int, help="repeat the inputs of a run that printed this seed")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="default: benchmarks/results/gpu-<card>[-checks|-timings].json"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/gpu-<card>-<time>.json")
     parser.add_argument("--section", choices=SECONDS, help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=0, help=argparse.SUPPRESS)
@@ -105,6 +110,7 @@ def jobs_of(section: str, setting: Setting) -> list[Job]:
         "test suites": checks.suite_checks,
         "ceilings": kernels.ceilings,
         "kernels": kernels.kernel_timings,
+        "tuning": kernels.tuning,
     }
     if section in make:
         return make[section](setting)
@@ -130,8 +136,8 @@ def work(options: argparse.Namespace, setting: Setting) -> int:
 
 def rows_of(section: str, setting: Setting, seconds: float) -> Iterator[Row]:
     """The results of a section's jobs, one by one, however many processes it takes."""
-    if setting.tiny:  # imports would cost more than the jobs
-        yield from run_jobs(section, jobs_of(section, setting), setting, seconds)
+    if setting.tiny:  # imports would cost more than the jobs; and how long it takes says nothing, so it may
+        yield from run_jobs(section, jobs_of(section, setting), setting, math.inf)
         return
     deadline, done = time.monotonic() + seconds, 0
     names: list[str] = []
@@ -180,27 +186,35 @@ def lines_before(process: subprocess.Popen[bytes], deadline: float) -> Iterator[
 # --- All sections ------------------------------------------------------------------------------------
 
 
-def measure(options: argparse.Namespace, setting: Setting) -> int:
+def measure(options: argparse.Namespace, setting: Setting, arguments: Sequence[str]) -> int:
     names = list(SECONDS)
     sections = names[:NUM_CHECKS] if options.checks_only else names[NUM_CHECKS:] if options.timings_only else names
     if setting.tiny:  # in which all models are the same
-        sections = [name for name in sections if name not in names[-2:]]
+        sections = [name for name in sections if name not in ("engine, Llama-3.2-1B", "engine, Llama-3.1-8B")]
     print(f"seed {setting.seed}" + (" (dry run: tiny sizes, times mean nothing)" if setting.tiny else ""), flush=True)
-    report: dict[str, Any] = {"machine": describe_machine(setting), "seed": setting.seed, "rows": []}
-    report["dry_run"], report["quick"] = setting.tiny, setting.quick
-    part = "-checks" if options.checks_only else "-timings" if options.timings_only else ""
-    file = options.json or (None if setting.tiny else RESULTS / f"gpu-{slug(report['machine']['card'])}{part}.json")
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.gpu", *arguments]),
+        "machine": describe_machine(setting),
+        "seed": setting.seed,
+        "dry_run": setting.tiny,
+        "quick": setting.quick,
+        "rows": [],
+    }
+    now = re.sub(r"\D", "", report["machine"]["date"][:16])  # each run is kept
+    file = options.json or (None if setting.tiny else RESULTS / f"gpu-{slug(report['machine']['card'])}-{now}.json")
     began = time.monotonic()
     ceilings: dict[str, float] = {}
     for section in sections:
         left = ALL_SECONDS - (time.monotonic() - began)
-        if left <= 0:
+        if left <= 0 and not setting.tiny:
             add(report, {"section": section, "name": section, "status": "skipped", "reason": "no time was left"}, file)
             continue
         for row in rows_of(section, setting, min(SECONDS[section], left)):
             if section == "ceilings" and isinstance(row.get("rate"), float):
                 ceilings[row["ceiling"]] = row["rate"]
             judge(row, ceilings)
+            if (beside := put_beside(row, report["rows"])) is not None:
+                judge(beside, ceilings)
             add(report, row, file)
     report["run_seconds"] = round(time.monotonic() - began, 1)
     save(report, file)
@@ -208,15 +222,15 @@ def measure(options: argparse.Namespace, setting: Setting) -> int:
     return int(any(row["status"] == "failed" for row in report["rows"] if "transformers" not in row["name"]))
 
 
-def judge(row: Row, ceilings: dict[str, float]) -> None:
-    """Add each figure's share of its ceiling, and whether what was aimed at is reached."""
-    for figures in (row, *(peer for peer in row.get("peers", {}).values() if isinstance(peer, dict))):
-        if isinstance(figures.get("rate"), float) and figures.get("ceiling") in ceilings:
-            figures["share"] = figures["rate"] / ceilings[figures["ceiling"]]
-    for what, aim in row.get("target", {}).items():
-        if isinstance(row.get(what), float):
-            reached = row[what] <= aim if what == "seconds" else row[what] >= aim
-            row.setdefault("met", {})[what] = reached
+def put_beside(row: Row, rows: list[Row]) -> Row | None:
+    """What another engine did, to the peers of ours on the same model: that row."""
+    model, _, peer = row["name"].partition(": transformers ")
+    mine = next((other for other in rows if peer and other["name"] == f"{model}: minipaged"), None)
+    if mine is not None:
+        figures = {name: row[name] for name in ("tokens_per_second", "seconds", "batch", "finished") if name in row}
+        said = str(row.get("reason") or row.get("error", row["status"]))
+        mine.setdefault("peers", {})[peer] = figures if row["status"] == "ok" else said
+    return mine
 
 
 def add(report: dict[str, Any], row: Row, file: Path | None) -> None:
@@ -297,15 +311,18 @@ def print_table(report: dict[str, Any]) -> None:
         print(line_of(row))
     for name, reason in unavailable(measured).items():
         print(f"{name}: {reason}")
+    if measured:
+        print("\nwhat was aimed at on an H200, and the row that is worst off:")
+    for found in verdicts(measured) if measured else []:
+        aim = f"{found.goal.what}: {found.goal.say_aim()}"
+        print(f"{found.verdict:7}{aim:108} {found.measured}{f' ({found.where})' if found.where else ''}")
 
 
 def line_of(row: Row) -> str:
     """What it is, its rate and time, their share of the ceiling, whether that is what was aimed at, and the peers."""
     parts = [f"{row['name']:40}"]
-    if "tokens_per_second" in row:
-        parts.append(f"{row['tokens_per_second']:9.0f} tokens/s")
-    elif "rate" in row:
-        parts.append(rate_of(row))
+    if "tokens_per_second" in row or "rate" in row:
+        parts.append(speed_of(row))
     if "seconds" in row:
         parts.append(f"{row['seconds'] * 1e6:8.1f} us" if row["seconds"] < 1 else f"{row['seconds']:8.2f} s ")
     if "share" in row:
@@ -315,16 +332,17 @@ def line_of(row: Row) -> str:
     if "met" in row:
         missed = [what for what, reached in row["met"].items() if not reached]
         parts.append(f"MISSED: {', '.join(missed)}" if missed else "met")
-    peers = [(name, peer) for name, peer in row.get("peers", {}).items() if isinstance(peer, dict)]
-    return " ".join(parts) + "".join(f"; {name} {rate_of(peer).strip()}" for name, peer in peers)
+    for name, peer in row.get("peers", {}).items():
+        if isinstance(peer, dict):
+            ratio = f" ({row['ratios'][name]:.2f} x)" if name in row.get("ratios", {}) else ""
+            parts.append(f"; {name} {speed_of(peer).strip()}{ratio}")
+    return " ".join(parts).replace(" ;", ";")
 
 
-def rate_of(row: Row) -> str:
+def speed_of(row: Row) -> str:
+    if "tokens_per_second" in row:
+        return f"{row['tokens_per_second']:9.0f} tokens/s"
     return f"{row['rate'] / (1e12 if row['unit'] == 'TFLOP/s' else 1e9):9.1f} {row['unit']:7}"
-
-
-def first_line(text: str) -> str:
-    return text.partition("\n")[0][:160]
 
 
 def unavailable(rows: list[Row]) -> dict[str, str]:

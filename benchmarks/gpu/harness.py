@@ -138,6 +138,11 @@ class Timing:
         return vars(self) | {"rate": amount / self.seconds, "unit": unit, "ceiling": ceiling}
 
 
+def work(operations: float, moved: float) -> Row:
+    """What one call has to do: floating-point operations, and bytes to and from memory, each once. For the roofline."""
+    return {"operations": float(operations), "bytes": float(moved)}
+
+
 ROUNDS = 11
 ROUND_SECONDS = 2e-3
 """What one round should take: starting a graph costs some microseconds, which must not count."""

@@ -15,13 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.harness import Job, Row, Setting, num_inputs, time_calls, wall_seconds
+from benchmarks.gpu.harness import Job, Row, Setting, num_inputs, time_calls, wall_seconds, work
 from minipaged.fast import gpu
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
 from minipaged.fast.kv_cache import KVCache
@@ -62,37 +63,66 @@ def link_ceiling(setting: Setting, out: bool) -> Row:
 
 
 def kernel_timings(setting: Setting) -> list[Job]:
-    jobs = [
-        *(Job(f"decode {shape}", partial(time_decode, shape, setting)) for shape in decode_shapes(setting)),
-        *(Job(f"prefill {shape}", partial(time_prefill, shape, setting)) for shape in prefill_shapes(setting)),
-    ]
+    """Those that take next to no time first; last what compiles for long: should time run out, little is lost."""
     others: dict[str, Callable[[Setting], Row]] = {
         "rope_and_write": time_rope_and_write,
         "write": time_write,
         "copy of 256 blocks of 2 MB": partial(time_copy, blocks=256, layers=32, kv_heads=8, head_dim=128),
         "copy of 1024 blocks of 0.4 MB": partial(time_copy, blocks=1024, layers=30, kv_heads=3, head_dim=64),
-        "swap out, blocks of 0.5 MB": partial(time_swap, layers=8, out=True),
-        "swap in, blocks of 0.5 MB": partial(time_swap, layers=8, out=False),
-        "swap out, blocks of 2 MB": partial(time_swap, layers=32, out=True),
-        "swap in, blocks of 2 MB": partial(time_swap, layers=32, out=False),
-        "swap out, blocks of 2 MB, scattered": partial(time_swap, layers=32, out=True, scattered=True),
+        **{
+            f"swap {'out' if out else 'in'}, blocks of {size}{', scattered' if scattered else ''}": partial(
+                time_swap, layers=layers, out=out, scattered=scattered
+            )
+            for layers, size in ((8, "0.5 MB"), (32, "2 MB"))
+            for scattered in (False, True)
+            for out in (True, False)
+        },
         "rms_norm, 8192 tokens": partial(time_norm, added=False),
         "add_rms_norm, 8192 tokens": partial(time_norm, added=True),
         "swiglu, 8192 tokens": time_swiglu,
         "argmax_logsumexp, 256 rows": time_argmax,
         "advance_decode, 256 sequences": time_advance,
     }
-    jobs += [Job(name, partial(time, setting)) for name, time in others.items()]
-    # Last, and at one shape each, because compiling takes this peer longer than all else together.
+    # At one shape each, because compiling takes this peer longer than all else together.
     compiled: dict[str, Peer] = {"FlexAttention, contiguous": flex}
-    decode, prefill = decode_shapes(setting)[0], prefill_shapes(setting)[0]
-    if not setting.tiny:
-        decode, prefill = Shape(32, 2048, 8, 4, 128), Shape(4, 4096, 8, 4, 128)
+    decode, prefill = usual_shapes(setting)
     return [
-        *jobs,
+        *(Job(name, partial(time, setting)) for name, time in others.items()),
+        *(Job(f"prefill {shape}", partial(time_prefill, shape, setting)) for shape in prefill_shapes(setting)),
+        *(Job(f"decode {shape}", partial(time_decode, shape, setting)) for shape in decode_shapes(setting)),
+        Job("mixed batch", partial(time_mixed, setting)),
         Job(f"decode {decode}, again", partial(time_decode, decode, setting, compiled)),
         Job(f"prefill {prefill}, again", partial(time_prefill, prefill, setting, compiled)),
     ]
+
+
+def tuning(setting: Setting) -> list[Job]:
+    """The choices of `gpu/attention.py` beside others, at one shape: docs/tuning.md has what to expect of each."""
+    decode, prefill = usual_shapes(setting)
+    narrow = Shape(prefill.seqs, prefill.context, prefill.kv_heads, prefill.group, 16 if setting.tiny else 64)
+    per_sm = {f"{n} programs a multiprocessor": {"PROGRAMS_PER_SM": n} for n in (1, 3, 4)}
+    tiles = {f"tiles of {n} keys": {"TILE": n} for n in (32, 128)}
+    stages = {f"{n} stages": {"num_stages": n} for n in (3, 4)}
+    wide = {"tiles of 128 keys, 4 stages": {"TILE": 128, "num_stages": 4}}
+    trials: list[tuple[str, Callable[..., Row], Shape, dict[str, dict[str, int]]]] = [
+        ("decode", time_decode, decode, per_sm | tiles | stages),
+        ("prefill", time_prefill, prefill, wide | stages),
+        ("prefill", time_prefill, narrow, wide | stages),
+    ]
+    return [
+        Job(
+            f"{what} {shape}, tuning",
+            partial(time, shape, setting, {name: partial(changed, changes) for name, changes in others.items()}),
+        )
+        for what, time, shape, others in trials
+    ]
+
+
+def usual_shapes(setting: Setting) -> tuple[Shape, Shape]:
+    """For decode and prefill, where one shape has to do."""
+    if setting.tiny:
+        return decode_shapes(setting)[0], prefill_shapes(setting)[0]
+    return Shape(32, 2048, 8, 4, 128), Shape(4, 4096, 8, 4, 128)
 
 
 # --- Attention -------------------------------------------------------------------------------------
@@ -177,20 +207,12 @@ def time_decode(shape: Shape, setting: Setting, peers: dict[str, Peer] | None = 
     kv_bytes = 2 * shape.seqs * shape.context * shape.kv_heads * shape.head_dim * setting.half.itemsize
     inputs = make_inputs(shape, setting, 1, num_inputs(kv_bytes, setting))
 
-    def ours(given: Inputs) -> Callable[[], Tensor]:
-        return lambda: attention.paged_decode(
-            given.query, given.keys, given.values, given.tables, given.rows, given.context_lens, shape.scale
-        )
-
-    def timed(make: Callable[[Inputs], Callable[[], Any]]) -> Row:
+    def timed(make: Peer) -> Row:
         return time_calls([make(given) for given in inputs], setting).row(kv_bytes, "GB/s", "copy")
 
-    target = {}
-    if shape.seqs >= 32 and shape.context >= 2048 and shape.head_dim == 128:
-        target = {"target": {"rate": 3.6e12}}
-    elif shape == Shape(1, 1024, 8, 4, 128):
-        target = {"target": {"seconds": 15e-6}}
-    return timed(ours) | target | {"peers": beside(peers or DECODE_PEERS, timed, ours(inputs[0])(), inputs[0])}
+    operations = 4 * shape.seqs * shape.context * shape.heads * shape.head_dim
+    found = timed(ours) | work(operations, kv_bytes + 2 * inputs[0].query.nbytes)
+    return found | {"peers": beside(peers or DECODE_PEERS, timed, ours(inputs[0])(), inputs[0])}
 
 
 def time_prefill(shape: Shape, setting: Setting, peers: dict[str, Peer] | None = None) -> Row:
@@ -198,42 +220,103 @@ def time_prefill(shape: Shape, setting: Setting, peers: dict[str, Peer] | None =
     inputs = make_inputs(shape, setting, shape.context, 1)
     seen = shape.context * (shape.context + 1) / 2
     operations = 4 * shape.seqs * shape.heads * shape.head_dim * seen
-    starts = torch.arange(shape.seqs + 1, dtype=torch.int32, device=setting.device) * shape.context
 
-    def ours(given: Inputs) -> Callable[[], Tensor]:
-        return lambda: attention.paged_prefill(
-            given.query, given.keys, given.values, given.tables, given.rows, starts, given.context_lens, shape.scale,
-            max_query_len=shape.context,
-        )  # fmt: skip
-
-    def timed(make: Callable[[Inputs], Callable[[], Any]]) -> Row:
+    def timed(make: Peer) -> Row:
         return time_calls([make(given) for given in inputs], setting).row(operations, "TFLOP/s", "matmul")
 
-    target = {"rate": {128: 400e12, 64: 330e12}.get(shape.head_dim, 0.0)} if shape.context >= 4096 else None
-    row = timed(ours) | {"peers": beside(peers or PREFILL_PEERS, timed, ours(inputs[0])(), inputs[0])}
-    return row | ({"target": target} if target else {})
+    kv_bytes = 2 * shape.seqs * shape.context * shape.kv_heads * shape.head_dim * setting.half.itemsize
+    found = timed(ours) | work(operations, kv_bytes + 2 * inputs[0].query.nbytes)
+    return found | {"peers": beside(peers or PREFILL_PEERS, timed, ours(inputs[0])(), inputs[0])}
+
+
+def time_mixed(setting: Setting) -> Row:
+    """What a server does all the time: sequences that decode, and a chunk of somebody's prompt, in one batch.
+
+    As it is, all of them go through the prefill kernel; beside it, the decoding ones through the decode kernel.
+    """
+    shape, chunk = (Shape(3, 40, 1, 2, 16), 20) if setting.tiny else (Shape(33, 4096, 8, 4, 128), 2048)
+    (given,) = make_inputs(shape, setting, 1, 1)
+    alone = shape.seqs - 1  # one query token each; the last sequence has the chunk
+    query = torch.randn(alone + chunk, shape.heads, shape.head_dim, device=setting.device).to(setting.half)
+    starts = torch.arange(shape.seqs + 1, dtype=torch.int32, device=setting.device)
+    starts[-1] = len(query)
+    last_start = starts[alone:] - alone
+    cache, rows, lens = (given.keys, given.values, given.tables), given.rows, given.context_lens
+
+    def together() -> Tensor:
+        return attention.paged_prefill(query, *cache, rows, starts, lens, shape.scale, max_query_len=chunk)
+
+    out = torch.empty_like(query)
+
+    def apart() -> Tensor:
+        attention.paged_decode(query[:alone], *cache, rows[:alone], lens[:alone], shape.scale, out=out[:alone])
+        attention.paged_prefill(
+            query[alone:], *cache, rows[alone:], last_start, lens[alone:], shape.scale,
+            max_query_len=chunk, out=out[alone:],
+        )  # fmt: skip
+        return out
+
+    check_same(apart(), together())
+    seen = alone * shape.context + sum(range(shape.context - chunk + 1, shape.context + 1))
+    operations = 4 * shape.heads * shape.head_dim * seen
+
+    def timed(call: Callable[[], Tensor]) -> Row:
+        return time_calls([call], setting).row(operations, "TFLOP/s", "matmul")
+
+    return timed(together) | {"peers": {"decoding sequences apart": timed(apart)}}
+
+
+def ours(given: Inputs) -> Callable[[], Tensor]:
+    """The decode kernel for one query token a sequence, the prefill kernel for the whole prompts."""
+    shape, cache = given.shape, (given.keys, given.values, given.tables, given.rows)
+    if len(given.query) == shape.seqs:
+        return lambda: attention.paged_decode(given.query, *cache, given.context_lens, shape.scale)
+    starts = torch.arange(shape.seqs + 1, dtype=torch.int32, device=given.query.device) * shape.context
+    return lambda: attention.paged_prefill(
+        given.query, *cache, starts, given.context_lens, shape.scale, max_query_len=shape.context
+    )
+
+
+def changed(changes: dict[str, int], given: Inputs) -> Callable[[], Tensor]:
+    """Ours, but for some of the choices: constants of `gpu/attention.py`, or what its `_shape` returns."""
+    call, shape = ours(given), attention._shape
+    constants = {name: value for name, value in changes.items() if hasattr(attention, name)}
+    others = {name: value for name, value in changes.items() if name not in constants}
+
+    def call_changed() -> Tensor:
+        replaced: dict[str, Any] = constants | {"_shape": lambda *what: shape(*what) | others}
+        with patch.multiple(attention, **replaced):
+            return call()
+
+    return call_changed
 
 
 Peer = Callable[[Inputs], Callable[[], Any]]
 """Prepares whatever is not to be timed. What it returns computes the attention, or raises ModuleNotFoundError."""
 
 
-def beside(peers: dict[str, Peer], timed: Callable[[Peer], Row], ours: Tensor, given: Inputs) -> dict[str, Row | str]:
+def beside(
+    peers: dict[str, Peer], timed: Callable[[Peer], Row], expected: Tensor, given: Inputs
+) -> dict[str, Row | str]:
     """Each peer's time; or that it is missing, or why it would not. One that computes something else is not timed."""
     found: dict[str, Row | str] = {}
     for name, peer in peers.items():
         try:
             result = peer(given)()
-            result = result.reshape(ours.shape) if result.numel() == ours.numel() else result
-            error = float((result.double() - ours.double()).norm() / ours.double().norm())
-            if not error < 0.02:
-                raise ArithmeticError(f"its result differs from ours by {error:.3g}")
+            result = result.reshape(expected.shape) if result.numel() == expected.numel() else result
+            check_same(result, expected)
             found[name] = timed(peer)
         except ModuleNotFoundError as missing:
             found[name] = f"missing ({missing.name})"
         except Exception as error:  # whatever it is, it is said
             found[name] = f"failed: {type(error).__name__}: {str(error)[:300]}"
     return found
+
+
+def check_same(result: Tensor, ours: Tensor) -> None:
+    error = float((result.double() - ours.double()).norm() / ours.double().norm())
+    if not error < 0.02:
+        raise ArithmeticError(f"its result differs from ours by {error:.3g}")
 
 
 def sdpa(backend: SDPBackend, given: Inputs) -> Callable[[], Tensor]:
@@ -266,7 +349,7 @@ def flashinfer_decode(given: Inputs) -> Callable[[], Tensor]:
     flashinfer = importlib.import_module("flashinfer")
     shape, device = given.shape, given.query.device
     workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
-    # Its own advice: from four query heads a key/value head on, multiply with the tensor cores.
+    # Its documentation: the tensor cores pay for large groups. Without them it has no kernel for every group.
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=shape.group >= 3)
     blocks = given.tables.shape[1]
     starts = torch.arange(shape.seqs + 1, dtype=torch.int32, device=device) * blocks
@@ -299,13 +382,19 @@ def flash_attention_3() -> Any:
     return importlib.import_module(found[0] if found else names[0])
 
 
-def fa3_decode(given: Inputs) -> Callable[[], Tensor]:
-    """Its cache is [num_blocks, block_size, kv_heads, head_dim], in any strides: ours, seen so."""
+def fa3_decode(paged: bool, given: Inputs) -> Callable[[], Tensor]:
+    """Its cache is [num_blocks, block_size, kv_heads, head_dim], in any strides: ours, seen so.
+
+    The wheel `fa3-fwd` is built without paging (FLASHATTENTION_DISABLE_PAGEDKV) and says so; hence gathered, too.
+    """
     module, query = flash_attention_3(), given.query[:, None]  # [seqs, 1, heads, head_dim]
-    keys, values = given.keys.transpose(1, 2), given.values.transpose(1, 2)
-    return lambda: module.flash_attn_with_kvcache(
-        query, keys, values, cache_seqlens=given.context_lens, page_table=given.tables
-    )
+    if paged:
+        keys, values = given.keys.transpose(1, 2), given.values.transpose(1, 2)
+        return lambda: module.flash_attn_with_kvcache(
+            query, keys, values, cache_seqlens=given.context_lens, page_table=given.tables
+        )
+    keys, values = (tensor.transpose(1, 2).contiguous() for tensor in given.contiguous()[1:])
+    return lambda: module.flash_attn_with_kvcache(query, keys, values, cache_seqlens=given.context_lens)
 
 
 def fa3_prefill(given: Inputs) -> Callable[[], Tensor]:
@@ -334,18 +423,31 @@ def fa2_prefill(given: Inputs) -> Callable[[], Tensor]:
 
 
 def conch_decode(given: Inputs) -> Callable[[], Tensor]:
-    """Its cache is [num_blocks, block_size, kv_heads, head_dim] in one piece: ours is laid out anew, blocks stay."""
+    """Its cache is [num_blocks, block_size, kv_heads, head_dim], in any strides: ours, seen so."""
     module = importlib.import_module("conch.ops.attention.paged_attention")
-    keys, values = given.keys.transpose(1, 2).contiguous(), given.values.transpose(1, 2).contiguous()
+    keys, values = given.keys.transpose(1, 2), given.values.transpose(1, 2)
     return lambda: module.paged_attention(
         given.query, keys, values, given.tables, given.context_lens, scale=given.shape.scale
     )
 
 
+def conch_prefill(given: Inputs) -> Callable[[], Tensor]:
+    module = importlib.import_module("conch.ops.attention.varlen_attention")
+    shape = given.shape
+    keys, values = given.keys.transpose(1, 2), given.values.transpose(1, 2)
+    starts = torch.arange(shape.seqs + 1, dtype=torch.int32, device=given.query.device) * shape.context
+    return lambda: module.varlen_attention(
+        given.query, keys, values, starts, shape.context, given.context_lens, shape.context, given.tables,
+        causal=True, scale=shape.scale,
+    )  # fmt: skip
+
+
 DECODE_PEERS: dict[str, Peer] = {
     "SDPA flash, contiguous": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "SDPA cuDNN, contiguous": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
     "FlashInfer": flashinfer_decode,
-    "FlashAttention 3": fa3_decode,
+    "FlashAttention 3": partial(fa3_decode, True),
+    "FlashAttention 3, contiguous": partial(fa3_decode, False),
     "FlashAttention 2, contiguous": fa2_decode,
     "conch": conch_decode,
 }
@@ -355,6 +457,7 @@ PREFILL_PEERS: dict[str, Peer] = {
     "FlashInfer": flashinfer_prefill,
     "FlashAttention 3, contiguous": fa3_prefill,
     "FlashAttention 2, contiguous": fa2_prefill,
+    "conch": conch_prefill,
 }
 
 
@@ -377,18 +480,27 @@ def time_rope_and_write(setting: Setting) -> Row:
         out = torch.empty(tokens, heads, dim, device=setting.device, dtype=setting.half)
         keys, values, slots = empty_cache(setting)
         calls.append(partial(kv_cache.rope_and_write, qkv, cos, sin, positions, slots, keys, values, heads, out=out))
-    return time_calls(calls, setting).row(moved, "GB/s", "copy") | {"target": {"share": 0.8}}
+    operations = 3 * tokens * (heads + kv_heads) * dim  # two multiplications and an addition for each element
+    return time_calls(calls, setting).row(moved, "GB/s", "copy") | work(operations, moved)
 
 
 def time_write(setting: Setting) -> Row:
     tokens, _, kv_heads, dim = written_tokens(setting)
     moved = 4 * tokens * kv_heads * dim * setting.half.itemsize
-    calls = []
+    inputs = []
     for _ in range(num_inputs(moved, setting)):
         k, v = torch.randn(2, tokens, kv_heads, dim, device=setting.device).to(setting.half)
-        keys, values, slots = empty_cache(setting)
-        calls.append(partial(kv_cache.write, slots, k, v, keys, values))
-    return time_calls(calls, setting).row(moved, "GB/s", "copy") | {"target": {"share": 0.8}}
+        inputs.append((k, v, *empty_cache(setting)))
+
+    def plain(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        keys[blocks, :, offsets], values[blocks, :, offsets] = k, v
+
+    def timed(write: Callable[..., None]) -> Row:
+        return time_calls([partial(write, *given) for given in inputs], setting).row(moved, "GB/s", "copy")
+
+    mine = timed(lambda k, v, keys, values, slots: kv_cache.write(slots, k, v, keys, values))
+    return mine | {"peers": {"torch, indexed": timed(plain)}}
 
 
 def empty_cache(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
@@ -407,9 +519,15 @@ def time_copy(setting: Setting, *, blocks: int, layers: int, kv_heads: int, head
     size = (2 * blocks, layers, 2, kv_heads, BLOCK_SIZE, head_dim)
     cache = torch.randn(size, device=setting.device, dtype=setting.half)
     pairs = torch.randperm(2 * blocks, device=setting.device).int().view(blocks, 2)
-    call = partial(kv_cache.copy_blocks, cache, pairs)
     moved = cache.numel() * cache.element_size()  # half of it is read, half of it written
-    return time_calls([call], setting).row(moved, "GB/s", "copy") | {"target": {"share": 0.8}}
+
+    def plain() -> None:
+        cache[pairs[:, 1]] = cache[pairs[:, 0]]
+
+    def timed(call: Callable[[], None]) -> Row:
+        return time_calls([call], setting).row(moved, "GB/s", "copy")
+
+    return timed(partial(kv_cache.copy_blocks, cache, pairs)) | {"peers": {"torch, indexed": timed(plain)}}
 
 
 def time_swap(setting: Setting, *, layers: int, out: bool, scattered: bool = False) -> Row:
@@ -430,7 +548,7 @@ def time_swap(setting: Setting, *, layers: int, out: bool, scattered: bool = Fal
     seconds, ceiling = rounds[len(rounds) // 2], "device to host" if out else "host to device"
     return {
         "seconds": seconds, "least": rounds[0], "most": rounds[-1], "how": "host's clock",
-        "rate": blocks * cache.block_bytes / seconds, "unit": "GB/s", "ceiling": ceiling, "target": {"share": 0.9},
+        "rate": blocks * cache.block_bytes / seconds, "unit": "GB/s", "ceiling": ceiling,
     }  # fmt: skip
 
 
@@ -447,7 +565,8 @@ def time_norm(setting: Setting, *, added: bool) -> Row:
         x, other = torch.randn(2, tokens, hidden, device=setting.device).to(setting.half)
         call = partial(llama.add_rms_norm, x, other, weight, 1e-5) if added else None
         calls.append(call or partial(llama.rms_norm, x, weight, 1e-5, out=other))
-    return time_calls(calls, setting).row(moved, "GB/s", "copy")
+    operations = (5 if added else 4) * tokens * hidden  # (add,) square, sum up, times the scale, times the weight
+    return time_calls(calls, setting).row(moved, "GB/s", "copy") | work(operations, moved)
 
 
 def time_swiglu(setting: Setting) -> Row:
@@ -455,7 +574,8 @@ def time_swiglu(setting: Setting) -> Row:
     gate_up = torch.randn(tokens, 2 * width, device=setting.device).to(setting.half)
     out = torch.empty(tokens, width, device=setting.device, dtype=setting.half)
     moved = 3 * tokens * width * setting.half.itemsize
-    return time_calls([partial(llama.swiglu, gate_up, out=out)], setting).row(moved, "GB/s", "copy")
+    found = time_calls([partial(llama.swiglu, gate_up, out=out)], setting).row(moved, "GB/s", "copy")
+    return found | work(5 * tokens * width, moved)  # negate, exp, add, divide, multiply
 
 
 def time_argmax(setting: Setting) -> Row:
@@ -465,7 +585,7 @@ def time_argmax(setting: Setting) -> Row:
         torch.randn(rows, vocab, device=setting.device).to(setting.half) for _ in range(num_inputs(size, setting))
     ]
     calls = [partial(sampling.argmax_logsumexp, logits) for logits in inputs]
-    return time_calls(calls, setting).row(size, "GB/s", "copy")
+    return time_calls(calls, setting).row(size, "GB/s", "copy") | work(4 * rows * vocab, size)  # compare, -, exp, +
 
 
 def time_advance(setting: Setting) -> Row:

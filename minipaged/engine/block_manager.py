@@ -93,16 +93,18 @@ class BlockManager:
         each = self.blocks_for(num_prompt_tokens + request.max_output_tokens - 1)
         return shared + request.num_sequences * (each - shared)
 
-    def blocks_needed(self, work: Iterable[tuple[Sequence, int]]) -> int:
-        """Blocks to take so that each sequence can run so many more tokens, copies on write included."""
-        needed = 0
-        writers: Counter[tuple[BlockAllocator, int]] = Counter()
-        for sequence, num_tokens in work:
-            table = sequence.table
-            needed += table.blocks_needed(num_tokens)
-            if num_tokens and table.num_tokens % self.block_size:
-                writers[self._pool_of(sequence), table.blocks[-1]] += 1
-        # Where every holder of a block writes into it, the last one finds itself alone and needs no copy.
+    def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
+        """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
+        needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
+        if len(work) < 2:
+            return needed
+        # Only siblings share blocks that are not full. Where every holder of one writes into it, the last finds itself
+        # alone and needs no copy.
+        writers = Counter(
+            (self._pool_of(sequence), sequence.table.blocks[-1])
+            for sequence, num_tokens in work
+            if num_tokens and sequence.table.num_tokens % self.block_size
+        )
         return needed - sum(
             holders > 1 and pool.ref_count(block) == holders for (pool, block), holders in writers.items()
         )
@@ -118,7 +120,7 @@ class BlockManager:
         available = self.num_available
         if request.state is RequestState.SWAPPED:  # its blocks, and what its next step adds
             needed = len(request.filled_slots(self.block_size))
-            needed += self.blocks_needed((s, s.num_remaining) for s in request.sequences)
+            needed += self.blocks_needed([(s, s.num_remaining) for s in request.sequences])
         else:
             needed = 0
             for i, sequence in enumerate(request.sequences):
@@ -171,9 +173,9 @@ class BlockManager:
         table, held = sequence.table, len(sequence.table.blocks)
         start = table.num_tokens
         self._make_room(table.blocks_needed(num_tokens))
-        holders = self.allocator.ref_count(table.blocks[-1]) if held else 0
         for source, destination in table.append(num_tokens):
             self.moves.copy.append((source, destination))
+            holders = self.allocator.ref_count(source) + 1  # before the copy
             self._emit(BlockCopied(sequence.sequence_id, held - 1, source, destination, holders))
         recomputed = max(0, min(sequence.most_computed, table.num_tokens) - start)
         sequence.most_computed = max(sequence.most_computed, table.num_tokens)

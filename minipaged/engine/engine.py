@@ -70,7 +70,8 @@ class Engine:
 
     `allocator` is a class (or function) that makes the pools' allocators, in place of the tier's own; `decode` turns
     token ids into text and is needed for stop strings and for the text of outputs. Listeners get every event, in order,
-    after the step (or call) that caused it; they may call the engine's methods.
+    after the step (or call) that caused it; they may call the engine's methods. `clock`: what all times are told by, in
+    seconds; a simulation has one of its own.
     """
 
     def __init__(
@@ -82,12 +83,14 @@ class Engine:
         allocator: Callable[[int], BlockAllocator] | None = None,
         decode: Decode | None = None,
         listeners: ListLike[Listener] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.stats = Stats()
         self._tier = tier
         self._runner = runner
         self._decode = decode
+        self._clock = clock
         self.listeners: list[Listener] = [self.stats.on_event, *listeners]
         self._events: deque[Event] = deque()
         self._delivering = False
@@ -223,7 +226,7 @@ class Engine:
 
     def _launch(self, ahead: list[ScheduledRequest] | None = None) -> LaunchedStep:
         """Schedule a step and hand it to the device, without looking at what it chooses."""
-        started = time.perf_counter()
+        started = self._clock()
         self._step += 1
         self._emit(StepStarted(self._step))
         plan = self.scheduler.schedule(ahead)
@@ -241,7 +244,8 @@ class Engine:
         sample_indices: dict[Request, range] = {}
         for scheduled in plan.scheduled:
             if scheduled.completes:
-                rows |= {sequence: len(rows) + i for i, (sequence, _) in enumerate(scheduled.work)}
+                for sequence, _ in scheduled.work:
+                    rows[sequence] = len(rows)
                 if scheduled.request.beam_search is None:
                     first = len(inputs)
                     inputs += self._sampling_inputs(scheduled, rows)
@@ -289,7 +293,7 @@ class Engine:
 
     def _finish_step(self, step: LaunchedStep) -> None:
         """Seconds are counted once, though steps overlap: from the launch, or the commit of the step before."""
-        now = time.perf_counter()
+        now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
         self._emit(StepFinished(step.number, len(step.batch), step.plan.num_query_tokens, seconds))
 
@@ -352,7 +356,7 @@ class Engine:
             sequences = [parent, *children]
             request.sequences.extend(children)
             request.prompt_computed = True
-            request.first_token_time = time.perf_counter()
+            request.first_token_time = self._clock()
         for sequence, choice in zip(sequences, sampled, strict=True):
             if sequence.finish_reason is not None:
                 continue
@@ -407,7 +411,7 @@ class Engine:
             self._emit(BeamFinished(request.request_id, parent.sequence_id, move.token_id, score))
         if not request.prompt_computed:
             request.prompt_computed = True
-            request.first_token_time = time.perf_counter()
+            request.first_token_time = self._clock()
         for beam in beams:
             if beam not in survivors:
                 self._end_sequence(request, beam, "dropped")
@@ -462,7 +466,7 @@ class Engine:
         del self._requests[request.request_id]
         request.state = RequestState.FINISHED
         self._emit(RequestFinished(request.request_id, reason))
-        self._outputs.append(make_output(request, self._decode, finished=reason == "finished"))
+        self._outputs.append(make_output(request, self._decode, self._clock(), finished=reason == "finished"))
 
     def _eos_token_ids(self, params: SamplingParams | BeamSearchParams) -> tuple[int, ...]:
         """The tokens that end a sequence with these parameters because the model says so."""
@@ -494,7 +498,7 @@ class Engine:
             request_id=request_id,
             order=order,
             arrival_step=self._step,
-            arrival_time=time.perf_counter(),
+            arrival_time=self._clock(),
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
             params=params,

@@ -27,8 +27,8 @@ def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:
             continue
         if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < config.vocab_size:
             raise InvalidRequest(
-                f"prompt token {position} is {token!r}; the tokens of this model are the numbers 0 to "
-                f"{config.vocab_size - 1}"
+                f"prompt token {position} is {token!r}, of type {type(token).__name__}; the tokens of this model are "
+                f"the whole numbers 0 to {config.vocab_size - 1}"
             )
 
 

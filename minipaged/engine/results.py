@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 
@@ -12,7 +11,7 @@ from minipaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from minipaged.params import BeamSearchParams, SamplingParams
 
 
-def make_output(request: Request, decode: Decode | None, *, finished: bool) -> RequestOutput:
+def make_output(request: Request, decode: Decode | None, finished_time: float, *, finished: bool) -> RequestOutput:
     """The output of a request all of whose sequences have ended; `finished` is False when it was aborted."""
     outputs = _beam_outputs(request, decode) if request.beam_search else _sample_outputs(request, decode)
     return RequestOutput(
@@ -26,7 +25,7 @@ def make_output(request: Request, decode: Decode | None, *, finished: bool) -> R
             arrival_time=request.arrival_time,
             first_scheduled_time=request.first_scheduled_time,
             first_token_time=request.first_token_time,
-            finished_time=time.perf_counter(),
+            finished_time=finished_time,
             num_preemptions=request.num_preemptions,
         ),
     )

@@ -74,15 +74,15 @@ class Scheduler:
 
     def _blocks_short(self, assigned: list[ScheduledRequest]) -> int:
         """How many blocks are missing to run this; 0 or less if none."""
-        work = [item for scheduled in assigned for item in scheduled.work]
-        return self._blocks.blocks_needed(work) - self._blocks.num_available
+        needed = sum(self._blocks.blocks_needed(scheduled.work) for scheduled in assigned)
+        return needed - self._blocks.num_available
 
     # --- 1. Tokens for those that run -------------------------------------------------------------
 
     def _assign(self, requests: list[Request], budget: int) -> list[ScheduledRequest]:
         """Share `budget` query tokens among the requests, those that decode first."""
         assigned: list[ScheduledRequest] = []
-        for request in sorted(requests, key=lambda r: any(s.num_remaining > 1 for s in r.sequences)):
+        for request in sorted(requests, key=Request.is_behind):
             scheduled = self._assign_one(request, budget)
             if scheduled.work:
                 assigned.append(scheduled)
@@ -100,12 +100,12 @@ class Scheduler:
                 self._blocks.begin(request, sequence)
             if sequence.num_remaining > 1:
                 break
-        behind = [s for s in request.sequences if s.num_remaining > 1]
-        if len(behind) <= 1 and sum(s.num_remaining for s in request.sequences) <= budget:
-            work = [(s, s.num_remaining) for s in request.sequences if s.num_remaining]
+        work = [(sequence, n) for sequence in request.sequences if (n := sequence.num_remaining)]
+        behind = [(sequence, n) for sequence, n in work if n > 1]
+        if len(behind) <= 1 and sum(n for _, n in work) <= budget:
             return ScheduledRequest(request, work, completes=True)
-        work = [(s, min(s.num_remaining - 1, budget)) for s in behind[:1] if budget > 0]
-        return ScheduledRequest(request, work, completes=False)
+        chunk = [(sequence, min(n - 1, budget)) for sequence, n in behind[:1] if budget > 0]
+        return ScheduledRequest(request, chunk, completes=False)
 
     def _take_blocks(self, scheduled: ScheduledRequest) -> None:
         for sequence, num_tokens in scheduled.work:
@@ -157,6 +157,8 @@ class Scheduler:
     # --- 3. Admission -----------------------------------------------------------------------------
 
     def _admit(self, plan: Plan) -> None:
+        if not self.waiting:
+            return
         budget = self._max_tokens - plan.num_query_tokens
         room = self.max_sequences - sum(r.num_sequences for r in self.running)
         while self.waiting and budget > 0:

@@ -126,6 +126,10 @@ class Request:
             return len(self.sequences)
         return self.params.beam_width if isinstance(self.params, BeamSearchParams) else self.params.n
 
+    def is_behind(self) -> bool:
+        """Whether one of its sequences has more to run than its latest token: prompts, and what was dropped."""
+        return any(sequence.num_remaining > 1 for sequence in self.sequences)
+
     def ends_by_length(self, sequence: Sequence) -> bool:
         """Whether the sequence's next token is its last, whichever it is."""
         return len(sequence.output_token_ids) + 1 >= self.max_output_tokens

@@ -68,14 +68,16 @@ class BlockTable(contracts.BlockTable):
     def blocks_needed(self, num_new_tokens: int) -> int:
         if num_new_tokens < 0:
             raise ValueError(f"cannot append {num_new_tokens} tokens")
-        beyond = num_new_tokens - self._room()  # tokens that the last block has no slots for
+        room = len(self._blocks) * self.block_size - self._num_tokens  # slots of the last block that are not filled
+        beyond = num_new_tokens - room
         new = -(-beyond // self.block_size) if beyond > 0 else 0
-        return new + self._writes_into_shared_block(num_new_tokens)
+        return new + self._writes_into_shared_block(num_new_tokens, room)
 
     def append(self, num_new_tokens: int) -> list[CopyPair]:
         copies: list[CopyPair] = []
         if needed := self.blocks_needed(num_new_tokens):
-            copied = self._writes_into_shared_block(num_new_tokens)
+            room = len(self._blocks) * self.block_size - self._num_tokens
+            copied = self._writes_into_shared_block(num_new_tokens, room)
             new = self._allocator.allocate_many(needed - copied)
             if copied:
                 source = self._blocks[-1]
@@ -149,13 +151,9 @@ class BlockTable(contracts.BlockTable):
         self._blocks[logical_block] = block
         self.changed_from = min(self.changed_from, logical_block)
 
-    def _room(self) -> int:
-        """Slots of the last block that are not filled."""
-        return len(self._blocks) * self.block_size - self._num_tokens
-
-    def _writes_into_shared_block(self, num_new_tokens: int) -> bool:
-        """Whether the next tokens go into a last block that is partly filled and held by others too."""
-        return num_new_tokens > 0 and self._room() > 0 and self._allocator.ref_count(self._blocks[-1]) > 1
+    def _writes_into_shared_block(self, num_new_tokens: int, room: int) -> bool:
+        """Whether the next tokens go into a last block that has `room` left and is held by others too."""
+        return num_new_tokens > 0 and room > 0 and self._allocator.ref_count(self._blocks[-1]) > 1
 
 
 class Kernels(Protocol):

@@ -26,7 +26,8 @@ from torch import Tensor
 from minipaged.contracts import CopyPair
 
 STAGED_BYTES = 64 << 20
-"""Blocks that are gathered into one piece, on their way to the host or back."""
+"""What is gathered in one piece, on its way to the host or back. (The host does not wait for one piece before it queues
+the next, so that several may be there at once.)"""
 
 
 class KVCache:
@@ -73,7 +74,7 @@ class KVCache:
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             self.device_blocks = torch.zeros((num_blocks, *block_shape), dtype=dtype, device=self.device)
-            self.host_blocks = torch.zeros((num_swap_blocks, *block_shape), dtype=dtype, pin_memory=True)
+            self.host_blocks = torch.empty((num_swap_blocks, *block_shape), dtype=dtype, pin_memory=True)
         else:
             self.device_blocks = _untouched_zeros((num_blocks, *block_shape), dtype)
             self.host_blocks = _untouched_zeros((num_swap_blocks, *block_shape), dtype)
@@ -167,7 +168,7 @@ class KVCache:
             self.kernels.poison_blocks(self.device_blocks, self._on_device(list(blocks)))
 
     def _pieces(self, pairs: Sequence[CopyPair]) -> Iterable[Sequence[CopyPair]]:
-        """The pairs a few at a time: what is on its way takes up memory a second time."""
+        """The pairs a few at a time: what is on its way takes up memory a second time, until it has arrived."""
         count = max(1, STAGED_BYTES // self.block_bytes)
         return (pairs[start : start + count] for start in range(0, len(pairs), count))
 

@@ -26,6 +26,7 @@ The tokens which that one is choosing never leave the device on their way into t
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -186,10 +187,14 @@ class Llama(Runner):
         return logits
 
     def warm_up(self, sample: SampleFunction) -> None:
-        """Decode and sample one token: what compiles on its first call does so now. Nobody may use the cache yet."""
-        table = BlockTable(self.kv_cache.block_size, BlockAllocator(self.kv_cache.num_blocks))
-        table.append(1)
-        logits = self.forward([BatchRow([0], 0, table, wants_logits=True)])
+        """Run short prompts, and sample a token: what compiles on its first call does so now, and not in the middle of
+        serving. (On a GPU, prefill is compiled for several numbers of query tokens.) Nobody may use the cache yet."""
+        lengths = [1, 2, 4, 8, 16, 32, 64, 128] if self.kv_cache.device.type == "cuda" else [1]
+        most = min(len(self.cos), self.kv_cache.num_blocks * self.kv_cache.block_size)
+        for length in lengths[: max(1, bisect_right(lengths, most))]:
+            table = BlockTable(self.kv_cache.block_size, BlockAllocator(self.kv_cache.num_blocks))
+            table.append(length)
+            logits = self.forward([BatchRow([0] * length, 0, table, wants_logits=True)])
         for temperature in (0.0, 1.0):
             list(sample(logits, [SamplingInput(0, SamplingParams(temperature=temperature), [0], [], seed=0, stream=0)]))
 
@@ -214,11 +219,14 @@ class Llama(Runner):
     def _capture(self, max_num_seqs: int) -> None:
         """Capture a step of decoding for each batch size, the largest first: the others then share its memory."""
         sizes = sorted({min(size, max_num_seqs) for size in BATCH_SIZES})
-        chosen = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.kv_cache.device)
+        device = self.kv_cache.device
+        chosen = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        # One stream for all: cuBLAS keeps scratch memory for each stream that it has ever run on.
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         graphs: list[tuple[int, DecodeGraph]] = []
         for size in reversed(sizes):
             pool = graphs[0][1].graph.pool() if graphs else None
-            graphs.append((size, DecodeGraph(size, self, chosen, pool)))
+            graphs.append((size, DecodeGraph(size, self, chosen, stream, pool)))
         self._graphs = dict(reversed(graphs))
 
 
@@ -236,7 +244,7 @@ class DecodeGraph:
     PADDING = -2
     """A position that is never advanced. (-1 is where a sequence stands before its first token.)"""
 
-    def __init__(self, size: int, llama: Llama, chosen: Tensor, pool: Any) -> None:
+    def __init__(self, size: int, llama: Llama, chosen: Tensor, stream: torch.cuda.Stream, pool: Any) -> None:
         device = chosen.device
         self._padding = np.zeros((3, size), np.int32)
         self._padding[2] = self.PADDING
@@ -249,13 +257,14 @@ class DecodeGraph:
         self._chosen = chosen
         self._slots = slots
         self._tokens = FlatBatch(ids, positions, rows, rows, context_lens, start, None, 1, chosen)
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side), torch.inference_mode():
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream), torch.inference_mode():
             self.step()  # compiles every kernel: nothing may be compiled during the capture
-        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.current_stream(device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode(), torch.cuda.graph(self.graph, pool=pool):
+        # What other threads do on the GPU meanwhile is no part of it, and may go on.
+        capture = torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        with torch.inference_mode(), capture:
             self.logits = self.step()  # [size, vocab]
 
     def step(self) -> Tensor:
@@ -281,8 +290,8 @@ class DecodeGraph:
         numbers[0, :count] = [known_ids(row)[0] for row in batch]
         numbers[1, :count] = rows
         numbers[2, :count] = [row.first_position - 1 for row in batch]
-        if self._held is None or not np.array_equal(numbers, self._held):
-            self._held = None  # should the copy not be made
+        held, self._held = self._held, None  # unknown, should this be cut short
+        if held is None or not np.array_equal(numbers, held):
             self.numbers.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
         if (chosen := chosen_tokens(batch)) is not None:
             self._chosen[: len(chosen)].copy_(chosen)

@@ -254,7 +254,14 @@ def _draw_into(
         )
         given = (logits, row, peaks[row], temperature, least, top_k, share, distributions, uniforms)
         depth = max(distribution.depth(vocab) for distribution in piece)
-        token_ids[where] = draw(*given, depth=depth) if logits.is_cuda else cpu.draw(*given)
+        if not logits.is_cuda:
+            token_ids[where] = cpu.draw(*given)
+        elif depth > 0:
+            token_ids[where] = draw(*given, depth=depth)
+        else:
+            from minipaged.fast.gpu import sampling as gpu
+
+            token_ids[where] = gpu.draw(logits, row, peaks[row], temperature, least, distributions, uniforms)
 
 
 class _Distribution(NamedTuple):

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from minipaged.contracts import BatchRow, BlockTable, PendingToken, SamplingInput, Tier
 from minipaged.fast.kv_cache import KVCache as FastCache
-from minipaged.fast.llama import DecodeGraph
+from minipaged.fast.llama import DecodeGraph, FlatBatch, flatten
 from minipaged.fast.llama import Llama as FastLlama
 from minipaged.fast.llama import inverse_frequencies as fast_frequencies
 from minipaged.fast.sampling import Samples, sample
@@ -193,7 +193,7 @@ def uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("Stream", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, lambda device: MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **options: nullcontext())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
 
@@ -258,6 +258,45 @@ def test_a_captured_step_moves_its_sequences_on_by_itself_and_is_told_of_every_o
     assert [step(0, 2, 3) for _ in range(3)] == [False] * 3, "the same ones go on"
     assert step(0, 2, 3, shuffled=True), "their tokens lie in another order"
     assert step(0, 3, 2), "they lie in another order themselves"
+
+
+@pytest.mark.usefixtures("uncaptured")
+def test_a_captured_step_that_was_cut_short_is_told_everything_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may have moved its sequences on already. (On a GPU, Ctrl-C right after the launch.)"""
+    twins = Twins(TRITON, torch.float32, config_of(), seed=4)
+    for tokens in ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3], [5, 8, 9, 7, 9]):
+        twins.begin(tokens)
+    twins.run([3, 3, 3])
+    graph = captured(twins)
+
+    def rows_of(sequences: list[Sequence]) -> list[BatchRow]:
+        return [sequence.next_rows(1, twins)["fast"] for sequence in sequences]
+
+    def pending(rows: list[BatchRow]) -> list[BatchRow]:
+        samples = fast_samples([int(row.token_ids[0]) for row in rows], TRITON.device)
+        return [replace(row, token_ids=[PendingToken(samples, i)]) for i, row in enumerate(rows)]
+
+    twins.fast.forward(pending(rows_of(twins.sequences)))
+    rows = rows_of(twins.sequences)
+    replay = graph.graph.replay
+
+    def cut_short() -> None:
+        replay()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graph, "graph", MagicMock(replay=cut_short))
+        with pytest.raises(KeyboardInterrupt):
+            twins.fast.forward(pending(rows))
+    again = twins.fast.forward(pending(rows)).clone()
+    torch.testing.assert_close(again, twins.fast._compute(*plain(twins, rows)))
+
+
+def plain(twins: Twins, rows: list[BatchRow]) -> tuple[FlatBatch, torch.Tensor]:
+    """What the model computes from without a graph."""
+    tokens = flatten(rows, twins.fast.tables.sync([row.table for row in rows])).on(TRITON.device)  # type: ignore[misc]
+    tables = twins.fast.tables.tables
+    return tokens, TRITON.kernels.slot_mapping(tables, tokens.token_rows, tokens.positions, BLOCK_SIZE)
 
 
 class SpiedCopy:

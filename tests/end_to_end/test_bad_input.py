@@ -97,10 +97,10 @@ def options(settings: dict[str, Any]) -> list[str]:
 BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "no text": ("", "the prompt is empty"),
     "no tokens": ([[]], "the prompt is empty"),
-    "a token past the vocabulary": ([3, 128], "prompt token 1 is 128; .* 0 to 127"),
-    "a negative token": ([3, 4, -1], "prompt token 2 is -1; .* 0 to 127"),
+    "a token past the vocabulary": ([3, 128], "prompt token 1 is 128, .* 0 to 127"),
+    "a negative token": ([3, 4, -1], "prompt token 2 is -1, .* 0 to 127"),
     "a fraction": ([3.0], "prompt token 0 is 3.0; .* 0 to 127"),
-    "text among tokens": ([3, "a"], "prompt token 1 is 'a'; .* 0 to 127"),
+    "text among tokens": ([3, "a"], "prompt token 1 is 'a', .* 0 to 127"),
     "half a character": ("\ud800", "UTF-8"),
     "longer than max_model_len": ([3] * 100, "100 tokens.* max_model_len is 100; shorten"),
     "longer than the whole pool": ([3] * 60, "needs 15 blocks of 4 tokens.* the whole pool has 10; .*num_blocks"),
@@ -287,7 +287,17 @@ def test_sampling_params_out_of_range_are_refused_when_made(params: dict[str, An
         Sampling(**params)
 
 
-@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS.values(), ids=BAD_SETTINGS)
+WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
+    "a share in words": ({"memory_utilization": "half"}, "memory_utilization is 'half'; .* a number above 0"),
+    "an allocator that makes none": ({"allocator": object()}, "allocator is <object .*; it must be a class"),
+    "yes for True": ({"async_scheduling": "yes"}, "async_scheduling is 'yes'; it must be True or False"),
+}
+"""What only Python lets through."""
+
+IN_PYTHON = BAD_SETTINGS | WRONG_TYPES
+
+
+@pytest.mark.parametrize(("settings", "message"), IN_PYTHON.values(), ids=IN_PYTHON)
 def test_settings_out_of_range_are_refused_when_the_llm_is_made(
     small_llama: Path, settings: dict[str, Any], message: str
 ):

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from minipaged.contracts import BlockMoves
+from minipaged.course.content_runner import ContentRunner
 from minipaged.engine import block_manager
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.prefix_cache import PrefixCache
@@ -18,7 +19,6 @@ from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvariantViolation
 from minipaged.reference.block_table import BlockTable
-from tests.fake_model import ContentRunner
 from tests.workloads import Run, random_workload, run_workload
 
 WORKLOADS = 2000

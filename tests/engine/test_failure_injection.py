@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from minipaged.contracts import Batch, BlockMoves, Logits, Sampled, SamplingInput
+from minipaged.course.content_runner import ContentRunner
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.sampling import sample
-from tests.fake_model import ContentRunner
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, letters, random_workload
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.contracts import Logits, Sampled, SamplingInput
+from minipaged.course.content_runner import ContentRunner
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest
@@ -19,7 +20,6 @@ from minipaged.events import Event, RequestPreempted, RequestRefused
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.sampling import sample
-from tests.fake_model import ContentRunner
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest
 
 CONFIG = EngineConfig(num_blocks=8, block_size=4, max_model_len=40, vocab_size=20, max_num_seqs=4, debug=True)
@@ -74,12 +74,12 @@ class Bench:
     ("prompt", "params", "message"),
     [
         ([], SamplingParams(), "the prompt is empty; give it at least one token"),
-        ([1, 20], SamplingParams(), "prompt token 1 is 20; .*numbers 0 to 19"),
-        ([-1], SamplingParams(), "prompt token 0 is -1; .*numbers 0 to 19"),
-        ([True], SamplingParams(), "prompt token 0 is True; .*numbers 0 to 19"),
-        ([1.0], SamplingParams(), "prompt token 0 is 1.0; .*numbers 0 to 19"),
-        ([1, None], SamplingParams(), "prompt token 1 is None; .*numbers 0 to 19"),
-        ("hi", SamplingParams(), "prompt token 0 is 'h'; .*numbers 0 to 19"),
+        ([1, 20], SamplingParams(), "prompt token 1 is 20, .*numbers 0 to 19"),
+        ([-1], SamplingParams(), "prompt token 0 is -1, .*numbers 0 to 19"),
+        ([True], SamplingParams(), "prompt token 0 is True, of type bool; .*numbers 0 to 19"),
+        ([1.0], SamplingParams(), "prompt token 0 is 1.0, of type float; .*numbers 0 to 19"),
+        ([1, None], SamplingParams(), "prompt token 1 is None, .*numbers 0 to 19"),
+        ("hi", SamplingParams(), "prompt token 0 is 'h', of type str; .*numbers 0 to 19"),
         (
             [1] * 40,
             SamplingParams(),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from minipaged.contracts import Batch
+from minipaged.course.content_runner import ContentRunner
 from minipaged.engine.block_manager import AllocStatus
 from minipaged.engine.engine import Engine
 from minipaged.engine.sequence import RequestState
@@ -15,7 +16,6 @@ from minipaged.errors import InvalidRequest
 from minipaged.events import BlocksFreed, Event, RequestPreempted, SequenceFinished, StepStarted, SwappedOut
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
-from tests.fake_model import ContentRunner
 from tests.workloads import REFERENCE
 
 

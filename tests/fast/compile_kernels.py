@@ -5,10 +5,10 @@
     python -m tests.fast.compile_kernels --arch 90 --sass prefill-bf16-d128-g4    print the machine code of one
 
 Each kernel is compiled with the very arguments its launcher would give it, then read back with the tools in Triton's
-own wheel. One JSON object a line: registers a thread, bytes of shared memory, spills (loads and stores of local
-memory, where registers go that do not fit), which tensor-core instructions there are, and how many accesses to global
-memory are as wide as can be. Interpreting (TRITON_INTERPRET=1) and compiling exclude each other in one process, so the
-tests run this in one of its own.
+own wheel. One JSON object a line: registers a thread, bytes of shared memory, how many programs a multiprocessor holds
+with that, spills (loads and stores of local memory, where registers go that do not fit), which tensor-core instructions
+there are, and how many accesses to global memory are as wide as can be. Interpreting (TRITON_INTERPRET=1) and compiling
+exclude each other in one process, so the tests run this in one of its own.
 
 A kernel is added by adding an `Entry` to `entries()`.
 """
@@ -70,6 +70,7 @@ def entries(arch: int) -> Iterator[Entry]:
     yield from cache_entries(arch)
     yield from model_entries(arch)
     if arch == 90:  # a few instructions each, which are the same everywhere
+        yield from draw_entries()
         yield from small_entries()
 
 
@@ -99,7 +100,9 @@ ATTENTION = (
     (torch.bfloat16, 128, 4, 16),  # Llama 3 8B
     (torch.float16, 128, 8, 1),  # as many heads as Llama 3 70B has for each key/value head; the smallest block
     (torch.bfloat16, 256, 4, 16),  # the widest head
+    (torch.bfloat16, 256, 32, 16),  # with as many heads as any model has for each key/value head
     (torch.float32, 64, 3, 16),
+    (torch.float32, 256, 4, 16),
 )
 
 
@@ -230,6 +233,19 @@ def model_entries(arch: int) -> Iterator[Entry]:
             )
 
 
+def draw_entries() -> Iterator[Entry]:
+    """Sums in float64: they leave nothing of the type of the logits."""
+    each = {"rows": "*i64", "peaks": "*fp64", "temperatures": "*fp64", "min_logprobs": "*fp64", "totals": "*fp64"}
+    options = {"VOCAB": 128256, "TILE": sampling.DRAW_TILE, "num_warps": 4, "enable_fp_fusion": False}
+    for dtype in (torch.bfloat16, torch.float32):
+        logits = {"logits": POINTER[dtype], **each, "logits_stride": "i32"}
+        yield Entry(f"tile-totals-{NAME[dtype]}", sampling._tile_totals, logits, options)
+        drawn = {"distributions": "*i64", "uniforms": "*fp64", "token_ids": "*i64"}
+        tiles = triton.cdiv(128256, sampling.DRAW_TILE)
+        constants = options | {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)}
+        yield Entry(f"draw-{NAME[dtype]}", sampling._draw, logits | drawn, constants)
+
+
 def small_entries() -> Iterator[Entry]:
     def integers(*names: str) -> dict[str, str]:
         return dict.fromkeys(names, "*i32") | {"n": "i32", "table_stride": "i32"}
@@ -303,6 +319,9 @@ def report(entry: Entry, arch: int) -> dict[str, Any]:
         "spills": opcodes.count("LDL") + opcodes.count("STL"),
         "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "shared_bytes": kernel.metadata.shared,
+        "programs_an_sm": programs_an_sm(
+            int(re.findall(r"REG:(\d+)", usage)[0]), kernel.metadata.shared, kernel.metadata.num_warps
+        ),
         "instructions": len(opcodes),
         "tensor_cores": [name for name in TENSOR_CORES if name in opcodes],
         "tensor_cores_needed": entry.tensor_cores,
@@ -311,6 +330,16 @@ def report(entry: Entry, arch: int) -> dict[str, Any]:
         "stores": accesses("STG", code),
         "wide_needed": sorted(entry.wide) if arch == 90 else [],
     }
+
+
+def programs_an_sm(registers: int, shared_bytes: int, warps: int) -> int:
+    """How many programs a multiprocessor of sm_90 or sm_100 holds at once.
+
+    It has 65,536 registers, given out to warps in lots of 8 a thread; 228 KB of shared memory, of which 1 KB a program
+    is the system's; and room for 64 warps (CUDA C++ Programming Guide, technical specifications).
+    """
+    registers_a_warp = 32 * 8 * -(-registers // 8)
+    return min(65_536 // (registers_a_warp * warps), 228 * 1024 // (shared_bytes + 1024), 64 // warps)
 
 
 def _output_of(tool: str, *arguments: str) -> str:

@@ -71,6 +71,15 @@ def test_shared_memory_suffices(reports: list[Report]) -> None:
     assert names([report for report in reports if report["shared_bytes"] > SHARED_MEMORY[report["arch"]]]) == []
 
 
+def test_as_many_programs_of_a_decode_as_are_planned_fit_at_once(reports: list[Report]) -> None:
+    """`PROGRAMS_PER_SM` of minipaged/fast/gpu/attention.py, which plans with as many splits."""
+    if reports[0]["arch"] == 80:
+        pytest.skip("the chips it stands for have very different multiprocessors")
+    decodes = [report for report in reports if report["kernel"].startswith("decode")]
+    assert decodes
+    assert names([report for report in decodes if report["programs_an_sm"] < 2]) == []
+
+
 def test_matrices_are_multiplied_on_the_tensor_cores(reports: list[Report]) -> None:
     needed = [report for report in reports if report["tensor_cores_needed"]]
     assert needed

@@ -1,7 +1,8 @@
-"""The random numbers are the reference's bit for bit; greedy choice is NumPy's argmax, bad rows included."""
+"""Greedy choice is NumPy's argmax, bad rows included; a token is drawn where the reference draws it."""
 
 from __future__ import annotations
 
+import math
 import os
 
 import numpy as np
@@ -14,7 +15,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 from minipaged.fast.gpu import sampling as gpu
-from minipaged.fast.gpu.sampling import argmax_logsumexp
+from minipaged.fast.gpu.sampling import argmax_logsumexp, draw
+from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -82,3 +84,62 @@ def test_a_row_that_holds_nan_or_infinity_says_so_and_its_neighbours_do_not_care
     assert peaks[1] == float("inf")
     assert torch.isnan(peaks[2])
     assert peaks[3] == -float("inf")
+
+
+# --- Drawing ----------------------------------------------------------------------------------------
+
+
+def drawn(
+    logits: torch.Tensor, temperatures: list[float], min_ps: list[float], uniforms: list[float], *, of: list[int]
+) -> list[int]:
+    """What `draw` draws with the numbers `uniforms` from rows `of` of the logits, each row with its parameters."""
+    n = len(logits)
+    least = [math.log(min_p) if min_p > 0 else -math.inf for min_p in min_ps]
+    doubles = [torch.tensor(values, dtype=torch.float64, device=DEVICE) for values in (temperatures, least, uniforms)]
+    peaks = logits.double().amax(1).to(DEVICE)
+    rows, distributions = (torch.tensor(values, device=DEVICE) for values in (list(range(n)), of))
+    tokens = draw(logits.to(DEVICE), rows, peaks, doubles[0], doubles[1], distributions, doubles[2])
+    assert tokens.dtype == torch.int64
+    found: list[int] = tokens.tolist()
+    return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    vocab=st.sampled_from([1, 2, 259, gpu.DRAW_TILE - 1, gpu.DRAW_TILE, gpu.DRAW_TILE + 1, 3 * gpu.DRAW_TILE + 7]),
+    dtype=st.sampled_from([*DTYPES, torch.float64]),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_a_draw_is_the_references(vocab: int, dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
+    """Any temperature, with and without `min_p`, several draws from one row, tokens ruled out."""
+    logits = random_logits(3, vocab, dtype, seed)
+    if vocab > 2:
+        logits[1, data.draw(st.integers(0, vocab - 2)) :] = -float("inf")
+        logits[1, 0] = 0
+    temperatures = data.draw(st.tuples(*[st.sampled_from([0.05, 0.7, 1.0, 30.0])] * 3))
+    min_ps = data.draw(st.tuples(*[st.sampled_from([0.0, 0.02, 1.0])] * 3))
+    of = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    numbers = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 1 - 2**-53])
+    uniforms = data.draw(st.lists(numbers, min_size=len(of), max_size=len(of)))
+
+    found = drawn(logits, list(temperatures), list(min_ps), uniforms, of=of)
+
+    for token, row, u in zip(found, of, uniforms, strict=True):
+        params = SamplingParams(temperature=temperatures[row], min_p=min_ps[row])
+        chances = reference.distribution(logits[row].double().numpy(), params)
+        reached = np.zeros(vocab + 1)  # the running sum before each token, and at the end
+        reached[chances.token_ids + 1] = chances.cumulative
+        reached = np.maximum.accumulate(reached)
+        target, rounding = u * reached[-1], 1e-12 * reached[-1]
+        assert token in chances.token_ids
+        assert reached[token] - rounding <= target <= reached[token + 1] + rounding
+        if min(abs(target - reached[token]), abs(target - reached[token + 1])) > rounding:
+            assert token == chances.at(u)
+
+
+def test_a_token_of_no_weight_is_never_drawn_and_a_row_without_any_does_no_harm():
+    logits = torch.full((2, 2 * gpu.DRAW_TILE), -float("inf"))
+    logits[0, 100] = logits[0, gpu.DRAW_TILE + 5] = 2.0
+    found = drawn(logits, [1.0, 1.0], [0.0, 0.0], [0.0, 0.499, 0.5, 1 - 2**-53, 0.3], of=[0, 0, 0, 0, 1])
+    assert found == [100, 100, gpu.DRAW_TILE + 5, gpu.DRAW_TILE + 5, 0]

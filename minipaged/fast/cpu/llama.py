@@ -17,7 +17,6 @@ So every matrix is kept twice, as rows and laid out for oneDNN: memory for speed
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numba
 import numpy as np
@@ -33,9 +32,11 @@ FEW = 1
 """Up to so many tokens the compiled loop is the faster one."""
 
 
-def kernels_are_compiled() -> bool:
-    """Whether numba has compiled this file before, on this machine, and will find the result."""
-    return bool(_multiply.stats.cache_path and list(Path(_multiply.stats.cache_path).glob("llama._multiply*.nbi")))
+def kernels_are_compiled(dtype: torch.dtype) -> bool:
+    """Whether numba has compiled this file for tensors of this type before, and will find the result."""
+    stored = numba.from_dtype(as_array(torch.empty(0, dtype=dtype)).dtype)
+    compiled = _multiply._cache._cache_file._load_index()  # keys: (types of the arguments, processor, ...)
+    return any(stored in (getattr(argument, "dtype", None) for argument in types) for types, *_ in compiled)
 
 
 def use_threads() -> None:

@@ -245,10 +245,11 @@ def _decode_kernel(
             q, m, l, o, keys + kv_at, values + kv_at, block, first, end, row,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
-    if whole < end:
-        last_seen = tl.full([ROWS], end - 1, tl.int32)
+    # A loop of one turn, so that its loads go through shared memory too: in registers they would be the kernel's peak.
+    last_seen = tl.full([ROWS], end - 1, tl.int32)
+    for first in tl.range(whole, end, TILE, num_stages=2):
         m, l, o = _attend(  # noqa: E741
-            q, m, l, o, keys + kv_at, values + kv_at, last_block, whole, end, last_seen,
+            q, m, l, o, keys + kv_at, values + kv_at, last_block, first, end, last_seen,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
         )  # fmt: skip
     o = o / l[:, None]
@@ -535,11 +536,11 @@ def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int) -> dict[str
     """
     if dtype == torch.float32:  # no tensor cores: products are sums of single multiplications, which take registers
         return {"TILE": 16, "num_warps": 4 if dim <= 64 else 8, "num_stages": 5 if dim <= 128 else 3}
-    crowded = rows >= 64 and (dim > 128 or not _multiplies_from_shared_memory(capability))
+    crowded = dim > 128 or (rows >= 64 and not _multiplies_from_shared_memory(capability))
     return {
         "TILE": 32 if crowded else 64,
-        "num_warps": 8 if rows >= 128 or crowded or dim > 128 else 4,
-        "num_stages": 5 if dim <= 128 else 3,
+        "num_warps": 8 if rows >= 128 or (crowded and rows >= 64) else 4,
+        "num_stages": 3 if dim > 128 and rows >= 64 else 5,
     }
 
 
@@ -555,11 +556,9 @@ def prefill_options(
     dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, max_query_len: int
 ) -> dict[str, Any]:
     """What the prefill kernel is compiled for. More rows fetch K and V less often; fewer leave none of them idle."""
-    most = 128
-    if dtype == torch.float32:
-        most = 32
-    elif _padded(head_dim) > 128 and not _multiplies_from_shared_memory(capability):
-        most = 64
+    most = 32 if dtype == torch.float32 else 128
+    if _padded(head_dim) > 128 and not _multiplies_from_shared_memory(capability):
+        most //= 2
     rows = max(MIN_ROWS.value, min(most, triton.next_power_of_2(max_query_len * group)))
     return _options(dtype, head_dim, group, block_size, capability, rows)
 

@@ -49,7 +49,7 @@ def rope_and_write(
 
     qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], rows may be strided: query, key, value of each token, as one
     matrix product makes them. cos, sin: [max_positions, head_dim / 2] float32, contiguous. positions: [tokens] int32 or
-    int64; -1 (padding) turns by the angles of position 0. slots: [tokens] int32 or int64; -1: nothing is written.
+    int64; a negative one (padding) turns as position 0 does. slots: [tokens] int32 or int64; -1: nothing is written.
     keys, values: [num_blocks, kv_heads, block_size, head_dim], strided alike, head_dim contiguous and even.
     Returns the rotated query [tokens, num_heads, head_dim], in `out` (contiguous) where that is given.
     """

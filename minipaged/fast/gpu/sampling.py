@@ -1,8 +1,11 @@
 """Choosing tokens without bringing the logits to the host: [rows, vocab] stay, a few numbers a row come back.
 
     argmax_logsumexp   greedy decoding: the likeliest token of each row, and what its log-probability takes
+    draw               a token by temperature, with or without `min_p`
 
-Drawing a token needs no kernel of its own: `fast/sampling.py` does it with torch's operations over all rows.
+`top_k` and `top_p` need the logits in order, and are torch's operations over all rows (`fast/sampling.py`). Drawing
+without them could be as well, but that is some 17 passes over float64 copies of the logits; `draw` reads them once, and
+one tile of each row a second time.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -13,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+DRAW_TILE = 2048
+"""Logits of one program of `draw`: with four warps, 16 weights in float64 a thread."""
 
 TILE = 4096
 """Logits of one program. A row of 128k logits is 32 programs, so that even a single row is read by many multiprocessors
@@ -82,6 +88,91 @@ def _row_peaks(
     tl.store(token_ids + row, tl.load(tile_tokens + row * TILES + first))
     tl.store(peaks + row, peak)
     tl.store(log_totals + row, tl.log(tl.sum(tile_total * tl.exp(tile_peak - peak), axis=0)))
+
+
+def draw(
+    logits: Tensor,
+    rows: Tensor,
+    peaks: Tensor,
+    temperatures: Tensor,
+    min_logprobs: Tensor,
+    distributions: Tensor,
+    uniforms: Tensor,
+) -> Tensor:
+    """Draw tokens. Distribution i is row rows[i] of `logits`, at its temperature, without what `min_p` cuts off.
+
+    logits: [rows, vocab], any float, rows may be strided. Of each distribution, [n]: rows int64, peaks float64 (the
+    largest logit), temperatures float64, min_logprobs float64 (log of `min_p`, -inf for none). Of each draw, [m]:
+    distributions int64 (which one), uniforms float64 in [0, 1). Returns [m] int64: the first token at which the sum of
+    weights exceeds its share of the whole. All sums are in float64, as the reference's are.
+    """
+    vocab = logits.shape[1]
+    tiles = triton.cdiv(vocab, DRAW_TILE)
+    given = (logits, rows, peaks, temperatures, min_logprobs)
+    totals = torch.empty(len(rows), tiles, dtype=torch.float64, device=logits.device)
+    _tile_totals[len(rows), tiles](
+        *given, totals, logits.stride(0), VOCAB=vocab, TILE=DRAW_TILE, num_warps=4, enable_fp_fusion=False
+    )
+    token_ids = torch.empty(len(distributions), dtype=torch.int64, device=logits.device)
+    _draw[(len(distributions),)](
+        *given, totals, distributions, uniforms, token_ids, logits.stride(0), VOCAB=vocab, TILE=DRAW_TILE,
+        TILES=tiles, WIDTH=triton.next_power_of_2(tiles), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return token_ids
+
+
+# The numbers of a batch are pieces of one buffer, at addresses that differ from step to step (see `kv_cache.py`).
+@triton.jit(do_not_specialize=["rows", "peaks", "temperatures", "min_logprobs"])
+def _tile_totals(
+    logits, rows, peaks, temperatures, min_logprobs, totals, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
+    """Program (distribution, tile): the sum of the tile's weights."""
+    i = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    weight = _weights(i, tile, logits, rows, peaks, temperatures, min_logprobs, logits_stride, VOCAB, TILE)
+    tl.store(totals + i * tl.num_programs(1) + tile, tl.sum(weight, axis=0))
+
+
+@triton.jit
+def _weights(
+    i, tile, logits, rows, peaks, temperatures, min_logprobs, logits_stride, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
+    """The weights [TILE] of a tile's tokens, next to the likeliest token's 1; 0 for those cut off, and past the end."""
+    token = tile * TILE + tl.arange(0, TILE)  # [TILE]
+    row = logits + tl.load(rows + i) * logits_stride
+    x = tl.load(row + token, mask=token < VOCAB, other=-float("inf")).to(tl.float64)
+    scaled = (x - tl.load(peaks + i)) / tl.load(temperatures + i)
+    return tl.where((token < VOCAB) & (scaled >= tl.load(min_logprobs + i)), tl.exp(scaled), 0.0)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "peaks", "temperatures", "min_logprobs", "distributions", "uniforms"],
+)
+def _draw(
+    logits, rows, peaks, temperatures, min_logprobs, totals, distributions, uniforms, token_ids, logits_stride,
+    VOCAB: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program draw: first the tile in which the sum of weights exceeds the target, then the token within it."""
+    number = tl.program_id(0).to(tl.int64)
+    i = tl.load(distributions + number)
+    tile = tl.arange(0, WIDTH)  # [WIDTH]
+    total = tl.load(totals + i * TILES + tile, mask=tile < TILES, other=0.0)
+    reached = tl.cumsum(total, axis=0)
+    target = tl.load(uniforms + number) * tl.max(reached, axis=0)
+    chosen = _first_beyond(reached, total, target, tile)
+    before = tl.max(tl.where(tile < chosen, reached, 0.0), axis=0)
+    weight = _weights(i, chosen, logits, rows, peaks, temperatures, min_logprobs, logits_stride, VOCAB, TILE)
+    within = _first_beyond(before + tl.cumsum(weight, axis=0), weight, target, tl.arange(0, TILE))
+    tl.store(token_ids + number, (chosen * TILE + within).to(tl.int64))
+
+
+@triton.jit
+def _first_beyond(reached, weight, target, index):
+    """The first index of some weight where `reached` is beyond the target. Where rounding lets none be: the last one
+    of some weight; 0 if none has any, which is a row that is refused later."""
+    first = tl.min(tl.where((reached > target) & (weight > 0), index, 2**31 - 1), axis=0)
+    last = tl.max(tl.where(weight > 0, index, 0), axis=0)
+    return tl.where(first == 2**31 - 1, last, first)
 
 
 @triton.jit

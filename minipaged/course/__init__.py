@@ -1,0 +1,47 @@
+"""The course: students swap in their own parts, and learn from what fails. `minipaged grade ASSIGNMENT FILE.py`.
+
+assignment.py       what an assignment is: tests, points, invariants; what a grade is
+grading.py          one submission through the tests of one assignment, in order
+isolation.py        the grader's end of the process in which student code runs
+worker.py, wire.py  the other end, and what travels between them
+search.py           looking for a counterexample, with Hypothesis
+block_allocator.py  assignment 1; each assignment is a file like it
+student_tests.py    the students' own tests, graded by the seeded bugs (mutants) that they find
+formats.py          results for terminals, Gradescope, PrairieLearn and JUnit
+autograder.py       the zip that Gradescope wants
+content_runner.py   a model without weights that checks every read
+workloads.py        random workloads on it, and what they must produce
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from minipaged.course.assignment import Assignment
+
+ASSIGNMENTS = ("block-allocator",)
+"""In the order of the course. The file of each has its name, with underscores."""
+
+
+def find_assignment(name: str) -> Assignment:
+    """The assignment called `name`, or the `ASSIGNMENT` of an instructor's own file. Raises CannotBeGraded."""
+    from minipaged.course.assignment import Assignment, CannotBeGraded, needs_hypothesis
+
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise CannotBeGraded(f"there is no file {name} with an assignment")
+        with needs_hypothesis():
+            assignment = runpy.run_path(name).get("ASSIGNMENT")
+        if not isinstance(assignment, Assignment):
+            raise CannotBeGraded(f"{name} has no ASSIGNMENT; see docs/instructors.md")
+        return assignment
+    if name not in ASSIGNMENTS:
+        raise CannotBeGraded(f"there is no assignment {name!r}; choose one of {', '.join(ASSIGNMENTS)}")
+    with needs_hypothesis():
+        found: Assignment = importlib.import_module(f"minipaged.course.{name.replace('-', '_')}").ASSIGNMENT
+    return found

@@ -1,0 +1,541 @@
+"""A student's block allocator, call by call, beside a model of a right one.
+
+A `Session` makes one allocator in the worker and then calls it. After every call it compares the answer, `num_free` and
+the reference counts with a dict of who holds what. It keeps a diary in three forms, which make the failure that it
+raises: the calls as lines of Python (a script that fails by itself), the blocks as a drawing, and the same as events,
+where every holder of a block is a sequence with a table of one block, named A, B, C, ...:
+
+    allocate         a request arrives; its table gets the block
+    share            the holder's sequence forks
+    copy_on_write    the holder that shared last writes: its table gets a copy, or keeps the block when it is alone
+    free             the holder that shared last ends
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from minipaged.course.assignment import Bench, Failed, Failure
+from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, StudentError
+from minipaged.errors import BlockNotAllocated, Invariant, OutOfBlocks
+from minipaged.events import (
+    BlockCopied,
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    SequenceFinished,
+    SequenceForked,
+    StepFailed,
+    StepFinished,
+    StepStarted,
+    TokensComputed,
+)
+
+BLOCK_SIZE = 16
+ALL_CHECKED = 12
+"""Pools up to this size have all reference counts checked after each call, larger ones those that the call names."""
+DRAWN = 8
+"""Blocks in a drawing, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A held block: the `pick`-th (modulo how many there are), in the order in which they were handed out."""
+
+    pick: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """What the call with this label returned, whether it is held now or not."""
+
+    label: int
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that may be no block at all."""
+
+    number: int
+
+
+Operand = Held | Variable | Number | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A method, and the block that it is called with."""
+
+    method: str
+    operand: Operand = None
+    label: int | None = None
+    """What later calls name its result by; None where none does."""
+
+
+@dataclass(slots=True)
+class _Table:
+    """One holder of a block."""
+
+    name: str
+    sequence: int
+    request: str
+    block: int
+    num_tokens: int = 1
+
+
+class Session:
+    """One allocator of the student's and what it ought to say. Every method raises Failed and Misbehaviour."""
+
+    def __init__(self, bench: Bench, num_blocks: int, part: tuple[Handle, str] | None = None) -> None:
+        self._bench = bench
+        self._module, self._name = part or bench.part
+        self.num_blocks = num_blocks
+        self._tables: list[_Table] = []
+        self._variables: list[tuple[str, int]] = []
+        """Name and value of what was returned, in order."""
+        self._labelled: dict[int, tuple[str, int]] = {}
+        self._lines: list[str] = []
+        self._events: list[Event] = [EngineStarted(num_blocks, 0, BLOCK_SIZE, BLOCK_SIZE * max(1, num_blocks))]
+        self._step = 0
+        self._num_tables = 0
+        self._observed: dict[int, Any] = {}
+        self._observed_free: Any = None
+        self._made = f"{self._name}({num_blocks})"
+        bench.process.forget()
+        seed = bench.seed if "random" in bench.submission.path.read_text(errors="replace") else None
+        self._seed = seed
+        [made] = self._ask([(self._module, self._name, (num_blocks,))], seed=bench.seed)
+        self._make(made)
+
+    def _make(self, made: Outcome) -> None:
+        line = f"allocator = {self._made}"
+        if self.num_blocks < 1:
+            if isinstance(made, Raised) and isinstance(made.error, ValueError):
+                return
+            self._lines += _must_raise("ValueError", self._made, "a pool needs at least 1 block")
+            if isinstance(made, Raised) and _is_unwritten(made.error):
+                self._raised("", made.error, self._made)
+            self._fail(Invariant.CONSERVATION, f"{self._made} {_said(made)}; it has to raise ValueError")
+        self._lines.append(line)
+        if isinstance(made, Raised):
+            self._raised("", made.error, self._made)
+        if not isinstance(made, Handle):
+            self._fail(Invariant.CONSERVATION, f"{self._made} gave {made!r}, no allocator")
+        self._allocator = made
+        [num_blocks] = self._ask([(made, "num_blocks", None)])
+        if isinstance(num_blocks, Raised):
+            self._lines.append("allocator.num_blocks")
+            self._raised("num_blocks", num_blocks.error, "num_blocks")
+        if num_blocks != self.num_blocks or isinstance(num_blocks, bool):
+            self._lines.append(
+                f'assert allocator.num_blocks == {self.num_blocks}, f"num_blocks is {{allocator.num_blocks}}"'
+            )
+            self._fail(Invariant.CONSERVATION, f"num_blocks is {num_blocks!r}; it should be {self.num_blocks}")
+        everything = range(self.num_blocks)
+        self._check_state(self._ask(self._looks(everything)), everything, self._made, refused=False)
+
+    # --- Calls ------------------------------------------------------------------------------------
+
+    def run(self, calls: Sequence[Call]) -> None:
+        """Make the calls that make sense: one without a block to name is left out."""
+        for call in calls:
+            self.call(call)
+
+    def call(self, call: Call) -> None:
+        """One call, and everything compared."""
+        method, (name, block) = call.method, self._resolve(call.operand)
+        if method != "allocate" and block is None:
+            return
+        self._step += 1
+        self._events.append(StepStarted(self._step))
+        shown = f"allocator.{method}({name})"
+        args = () if block is None else (block,)
+        looks = self._to_look_at(block)
+        answers = self._ask([(self._allocator, method, args), *self._looks(looks)], shown)
+        answer, state = answers[0], answers[1:]
+        expected = self._expected_error(method, block)
+        if expected:
+            error, why = expected
+            self._lines += _must_raise(error.__name__, shown, why)
+            if isinstance(answer, Raised) and not isinstance(answer.error, error):
+                self._raised(method, answer.error, shown, f"; it has to raise {error.__name__}: {why}")
+            if not isinstance(answer, Raised):
+                invariant = Invariant.CONSERVATION if method in ("allocate", "free") else Invariant.EXACT_REFERENCES
+                self._observe(state, looks)
+                self._fail(invariant, f"{shown} {_said(answer)}; it has to raise {error.__name__}: {why}")
+            self._check_state(state, looks, shown, refused=True)
+        else:
+            self._carry_out(method, name, block, shown, answer, state, looks)
+            if call.label is not None:
+                self._labelled[call.label] = self._variables[-1]
+        self._events.append(StepFinished(self._step, 1, 1, 0.0))
+
+    def _carry_out(
+        self,
+        method: str,
+        name: str,
+        block: int | None,
+        shown: str,
+        answer: Outcome,
+        state: list[Any],
+        looks: Sequence[int],
+    ) -> None:
+        """A call that has to succeed."""
+        returns = method in ("allocate", "copy_on_write")
+        variable = _variable_name(len(self._variables))
+        self._lines.append(f"{variable} = {shown}" if returns else shown)
+        if isinstance(answer, Raised):
+            if isinstance(answer.error, OutOfBlocks):
+                free = self.num_blocks - len(self._counts())
+                self._observe(state, looks)
+                if method == "copy_on_write" and block is not None and self._counts()[block] == 1:
+                    self._fail(
+                        Invariant.EXCLUSIVE_WRITE,
+                        f"{shown} raised OutOfBlocks, but block {block} has one holder, which needs no copy",
+                    )
+                self._fail(Invariant.CONSERVATION, f"{shown} raised OutOfBlocks, but {free} blocks are free")
+            self._raised(method, answer.error, shown)
+        if method == "allocate":
+            self._check_new_block(answer, variable, shown, state, looks)
+            self._variables.append((variable, answer))
+            self._add_table(answer)
+        elif method == "share":
+            assert block is not None
+            self._fork(block)
+        elif method == "free":
+            assert block is not None
+            self._end(block)
+        elif method == "copy_on_write":
+            assert block is not None
+            if self._counts()[block] == 1:
+                if answer != block or isinstance(answer, bool):
+                    self._lines.append(f'assert {variable} == {name}, f"got block {{{variable}}}"')
+                    self._observe(state, looks)
+                    self._fail(
+                        Invariant.EXCLUSIVE_WRITE,
+                        f"{shown} {_said(answer)}; block {block} has one holder, which may write to it as it is",
+                    )
+            elif answer == block:
+                self._lines.append(f'assert {variable} != {name}, f"got block {{{variable}}} again"')
+                self._observe(state, looks)
+                holders = self._counts()[block]
+                self._fail(
+                    Invariant.EXCLUSIVE_WRITE,
+                    f"{shown} returned block {block} itself, but {holders} hold it: a write would change what the "
+                    "others read",
+                )
+            else:
+                self._check_new_block(answer, variable, shown, state, looks)
+            self._variables.append((variable, answer))
+            self._write(block, answer)
+        new = [answer] if returns and answer not in looks else []
+        if new:
+            state = [*state, *self._ask(self._looks(new)[1:])]
+        self._check_state(state, [*looks, *new], shown, refused=False)
+
+    def _check_new_block(
+        self, answer: Outcome, variable: str, shown: str, state: list[Any], looks: Sequence[int]
+    ) -> None:
+        if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < self.num_blocks:
+            self._lines.append(f'assert {variable} in range({self.num_blocks}), f"got block {{{variable}}}"')
+            self._observe(state, looks)
+            self._fail(Invariant.CONSERVATION, f"{shown} {_said(answer)}; blocks are 0 to {self.num_blocks - 1}")
+        if held := [table.name for table in self._tables if table.block == answer]:
+            others = [one for one, value in self._variables if value == answer]
+            self._lines.append(
+                f'assert {variable} != {others[-1] if others else answer}, f"got block {{{variable}}}, which is held"'
+            )
+            self._observe(state, looks)
+            self._fail(
+                Invariant.EXCLUSIVE_WRITE, f"{shown} returned block {answer}, which {', '.join(held)} still hold"
+            )
+
+    # --- What is right ----------------------------------------------------------------------------
+
+    def _counts(self) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for table in self._tables:
+            counts[table.block] = counts.get(table.block, 0) + 1
+        return counts
+
+    def _expected_error(self, method: str, block: int | None) -> tuple[type[Exception], str] | None:
+        counts = self._counts()
+        if block is not None and not 0 <= block < self.num_blocks:
+            return BlockNotAllocated, f"the pool has blocks 0 to {self.num_blocks - 1}"
+        if method == "ref_count":
+            return None
+        if block is not None and block not in counts:
+            return BlockNotAllocated, f"nobody holds block {block}"
+        full = len(counts) == self.num_blocks
+        copies = method == "copy_on_write" and block is not None and counts[block] > 1
+        if full and (method == "allocate" or copies):
+            return OutOfBlocks, "no block is free"
+        return None
+
+    def is_full(self) -> bool:
+        return len(self._counts()) == self.num_blocks
+
+    def is_shared(self, operand: Operand) -> bool:
+        block = self._resolve(operand)[1]
+        return block is not None and self._counts().get(block, 0) > 1
+
+    def _resolve(self, operand: Operand) -> tuple[str, int | None]:
+        """The block as a script names it, and its number. (None: there is no such block.)"""
+        match operand:
+            case None:
+                return "", None
+            case Number(number):
+                return str(number), number
+            case Variable(label):
+                return self._labelled.get(label, ("", None))
+            case Held(pick):
+                held = list(self._counts())
+                if not held:
+                    return "", None
+                block = held[pick % len(held)]
+                return next((name for name, value in reversed(self._variables) if value == block), str(block)), block
+
+    # --- Looking at the state ---------------------------------------------------------------------
+
+    def _to_look_at(self, block: int | None) -> Sequence[int]:
+        if self.num_blocks <= ALL_CHECKED:
+            return range(self.num_blocks)
+        return [block] if block is not None and 0 <= block < self.num_blocks else []
+
+    def _looks(self, blocks: Sequence[int]) -> list[tuple[Handle, str, Sequence[Any] | None]]:
+        looks: list[tuple[Handle, str, Sequence[Any] | None]] = [(self._allocator, "num_free", None)]
+        return looks + [(self._allocator, "ref_count", (block,)) for block in blocks]
+
+    def _observe(self, state: Sequence[Any], blocks: Sequence[int]) -> None:
+        self._observed_free = state[0]
+        self._observed.update(zip(blocks, state[1:], strict=True))
+
+    def _check_state(self, state: Sequence[Any], blocks: Sequence[int], shown: str, *, refused: bool) -> None:
+        self._observe(state, blocks)
+        counts = self._counts()
+        num_free = self.num_blocks - len(counts)
+        says, number = "was refused, but changed something" if refused else "", state[0]
+        if isinstance(number, Raised):
+            self._lines.append("allocator.num_free")
+            self._raised("num_free", number.error, f"after {shown}, num_free")
+        if number != num_free or isinstance(number, bool):
+            self._lines.append(f'assert allocator.num_free == {num_free}, f"num_free is {{allocator.num_free}}"')
+            self._fail(
+                Invariant.ATOMIC_FAILURE if refused else Invariant.CONSERVATION,
+                f"{shown} {says}: num_free is {number!r}; it should be {num_free}"
+                if refused
+                else f"after {shown} num_free is {number!r}; it should be {num_free}",
+            )
+        for block, count in zip(blocks, state[1:], strict=True):
+            right = counts.get(block, 0)
+            name = next((name for name, value in reversed(self._variables) if value == block), str(block))
+            if isinstance(count, Raised):
+                self._lines.append(f"allocator.ref_count({name})")
+                self._raised("ref_count", count.error, f"after {shown}, ref_count({block})", f"; it is {right}")
+            if count != right or isinstance(count, bool):
+                shown_count = f"ref_count({name}) is {{allocator.ref_count({name})}}"
+                self._lines.append(f'assert allocator.ref_count({name}) == {right}, f"{shown_count}"')
+                self._fail(
+                    Invariant.ATOMIC_FAILURE if refused else Invariant.EXACT_REFERENCES,
+                    f"{shown} {says}: ref_count({block}) is {count!r}; it should be {right}"
+                    if refused
+                    else f"after {shown} ref_count({block}) is {count!r}; it should be {right}",
+                )
+
+    # --- The diary --------------------------------------------------------------------------------
+
+    def _add_table(self, block: int) -> None:
+        table = _Table(_table_name(self._num_tables), self._num_tables, _table_name(self._num_tables), block)
+        self._num_tables += 1
+        self._tables.append(table)
+        self._events += [
+            RequestArrived(table.request, table.sequence, (0,), 1),
+            RequestAdmitted(table.request),
+            TokensComputed(table.sequence, 1, (block,), 0),
+        ]
+
+    def _last_holder(self, block: int) -> _Table:
+        return next(table for table in reversed(self._tables) if table.block == block)
+
+    def _fork(self, block: int) -> None:
+        parent = self._last_holder(block)
+        child = _Table(_table_name(self._num_tables), self._num_tables, parent.request, block, parent.num_tokens)
+        self._num_tables += 1
+        self._tables.append(child)
+        self._events.append(SequenceForked(parent.request, parent.sequence, child.sequence))
+
+    def _end(self, block: int) -> None:
+        table = self._last_holder(block)
+        self._tables.remove(table)
+        self._events += [
+            SequenceFinished(table.request, table.sequence, "length"),
+            BlocksFreed(table.sequence, (block,)),
+        ]
+        if not any(other.request == table.request for other in self._tables):
+            self._events.append(RequestFinished(table.request, "finished"))
+
+    def _write(self, block: int, target: int) -> None:
+        table = self._last_holder(block)
+        if target != block:
+            holders = self._counts()[block]
+            self._events.append(BlockCopied(table.sequence, 0, block, target, holders))
+            table.block = target
+        table.num_tokens = min(table.num_tokens + 1, BLOCK_SIZE)
+        self._events.append(TokensComputed(table.sequence, table.num_tokens, (), 0))
+
+    # --- Failing ----------------------------------------------------------------------------------
+
+    def _ask(self, calls: list[Any], shown: str = "", seed: int | None = None) -> list[Outcome]:
+        try:
+            return self._bench.process.batch(calls, seed=seed)
+        except Misbehaviour as misbehaviour:
+            if shown or not self._lines:
+                self._lines.append(shown or f"allocator = {self._made}")
+            message = f"{shown or self._made}: {misbehaviour.message}"
+            misbehaviour.failure = replace(self._failure(None, message), verdict=misbehaviour.verdict)
+            raise
+
+    def _raised(self, method: str, error: Exception, shown: str, instead: str = "") -> NoReturn:
+        if isinstance(error, StudentError) and _is_unwritten(error):
+            where = f" ({error.places[-1].partition(' in ')[0]})" if error.places else ""
+            what = method or "__init__"
+            self._fail(None, f"{what} is not written yet{where}: replace its `raise NotImplementedError`")
+        described = str(error) if isinstance(error, StudentError) else f"{type(error).__name__}: {error}"
+        self._fail(None, f"{shown} raised {described}{instead}")
+
+    def _fail(self, invariant: Invariant | None, message: str) -> NoReturn:
+        raise Failed(self._failure(invariant, message))
+
+    def _failure(self, invariant: Invariant | None, message: str) -> Failure:
+        children = [event.request for event in self._events if isinstance(event, SequenceForked)]
+        trace = [
+            replace(event, num_sequences=1 + children.count(event.request))
+            if isinstance(event, RequestArrived)
+            else event
+            for event in self._events
+        ]
+        broken = f"invariant '{invariant}' broken: {message}" if invariant else message
+        trace.append(StepFailed(self._step, broken, ()))
+        return Failure(message, invariant, self._draw(), self._script(invariant, message), tuple(trace))
+
+    def _draw(self) -> tuple[str, ...]:
+        counts = self._counts()
+        wrong = [block for block, value in self._observed.items() if value != counts.get(block, 0)]
+        shown = sorted([*wrong, *(block for block in range(self.num_blocks) if block not in wrong)][:DRAWN])
+        if not shown:
+            return ()
+        rows = [
+            ["block", *map(str, shown), "num_free"],
+            ["held by", *(" ".join(t.name for t in self._tables if t.block == block) or "-" for block in shown), ""],
+            [
+                "ref_count should be",
+                *(str(counts.get(block, 0)) for block in shown),
+                str(self.num_blocks - len(counts)),
+            ],
+            [
+                "your allocator says",
+                *(_observed(self._observed.get(block), counts.get(block, 0)) for block in shown),
+                _observed(self._observed_free, self.num_blocks - len(counts)),
+            ],
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if tables := "  ".join(f"{table.name}: [{table.block}]" for table in self._tables[:DRAWN]):
+            lines.append(f"tables: {tables}")
+        if len(shown) < self.num_blocks:
+            lines.append(f"(the pool has {self.num_blocks} blocks)")
+        return tuple(lines)
+
+    def _script(self, invariant: Invariant | None, message: str) -> str:
+        path = self._bench.submission.path
+        name, stem = self._name, path.stem
+        body = "\n".join(self._lines)
+        imported = f"from {stem} import {name}" if stem.isidentifier() else f'{name} = __import__("{stem}").{name}'
+        errors = [error for error in ("BlockNotAllocated", "OutOfBlocks") if error in body]
+        imports = [f"from minipaged import {', '.join(errors)}"] if errors else []
+        comments = [
+            f"# {line}" for line in (str(invariant or "not as the contract says"), *textwrap.wrap(message, 110))
+        ]
+        seeding = ["import random", "", f"random.seed({self._seed})"] if self._seed is not None else []
+        alarm = ["import signal", "", "signal.alarm(10)  # it may not return"] if "did not end" in message else []
+        return "\n".join(
+            [
+                *comments,
+                "import sys",
+                "",
+                f'sys.path[:0] = [{json.dumps(str(path.parent))}, "."]  # where {path.name} lies',
+                *imports,
+                imported,
+                *seeding,
+                *alarm,
+                "",
+                body,
+                "",
+            ]
+        )
+
+
+def _must_raise(error: str, shown: str, why: str) -> list[str]:
+    return [
+        "try:",
+        f"    {shown}",
+        f"except {error}:",
+        "    pass",
+        "else:",
+        f'    raise AssertionError("{shown} has to raise {error}: {why}")',
+    ]
+
+
+def _is_unwritten(error: Exception) -> bool:
+    return isinstance(error, StudentError) and error.kind == "NotImplementedError"
+
+
+def _said(answer: Outcome) -> str:
+    if isinstance(answer, Raised):
+        return f"raised {answer.error}"
+    if isinstance(answer, Handle):
+        return f"returned an object of type {answer.kind}"
+    return f"returned {answer!r}"
+
+
+def _observed(value: Any, right: int) -> str:
+    if value is None:
+        return "?"
+    shown = "raises" if isinstance(value, Raised) else value.kind if isinstance(value, Handle) else repr(value)
+    return shown if value == right and not isinstance(value, bool) else f"{shown} <--"
+
+
+def _variable_name(number: int) -> str:
+    return chr(ord("a") + number % 26) + (str(number // 26) if number >= 26 else "")
+
+
+def _table_name(number: int) -> str:
+    return chr(ord("A") + number % 26) + (str(number // 26) if number >= 26 else "")
+
+
+def shorten(calls: list[Call], fails: Callable[[list[Call]], bool]) -> None:
+    """Look for fewer of the calls that still fail; `fails` is told of each try, the last that fails is the shortest.
+
+    Leaves out half of them, then quarters, and so on down to single ones, as long as what is left still fails. `fails`
+    cuts off the calls after the one that failed.
+    """
+    if not fails(calls):
+        return
+    size, trials = len(calls), 250
+    while size >= 1 and trials > 0:
+        start = 0
+        while start < len(calls) and trials > 0:
+            rest = calls[:start] + calls[start + size :]
+            trials -= 1
+            if fails(rest):
+                calls = rest
+            else:
+                start += size
+        size = min(size, len(calls)) // 2

@@ -1,0 +1,132 @@
+"""A runner without a model: what a step would cost on a machine that is not here, and a clock that shows it.
+
+The engine, its scheduler, its block tables and allocators are the real ones. Only what carries a plan out is replaced:
+`SimulatedRunner` computes nothing. It counts the bytes and the operations of each step and moves its clock on by the
+seconds that a machine of stated speeds would need for them. So thousands of requests are served in seconds, and memory
+can be studied at the scale of the paper's evaluation (section 6) on any laptop.
+
+The cost of a step is the simplest that tells prefill from decode, a roofline:
+
+    seconds = seconds_per_step + max(bytes / memory speed, operations / arithmetic speed)
+    bytes        the weights once, and the K/V of every row's whole context
+    operations   flops_per_token for each query token
+
+Decoding waits for memory: a step of 1 row and one of 30 cost nearly the same, which is why batching pays. A prefill
+waits for arithmetic. Left out are the operations of attention itself (a few percent at contexts of 2,000 tokens) and
+whatever a machine does at the same time; a swap is paid in full, before the step that it makes room for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from minipaged import tiers
+from minipaged.contracts import Batch, BlockMoves, Logits, Runner, Sampled, SamplingInput, Tier
+
+TOKEN = 0
+"""The token that is always chosen: a simulation knows how long a text is, not what it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One accelerator serving one model: the sizes and speeds that costs are computed from."""
+
+    name: str
+    weight_bytes: float
+    """Read once a step."""
+    kv_bytes_per_token: int
+    """K and V of one token in all layers."""
+    kv_memory_bytes: int
+    """What is left for the KV cache beside the weights."""
+    max_model_len: int
+    """Longest sequence that the model was made for, in tokens."""
+    flops_per_token: float
+    """Two for each parameter: a multiplication and an addition."""
+    memory_bytes_per_second: float
+    flops_per_second: float
+    link_bytes_per_second: float
+    """Between device and host, one way."""
+    seconds_per_copy: float
+    """What starting one copy costs, however small it is."""
+    copies_per_block: int
+    """1 where a block is one piece of memory; 2 x layers where each layer has a pool of keys and one of values."""
+    seconds_per_step: float
+    """What every step costs beside: scheduling, launching, sampling."""
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks of `block_size` tokens that the KV memory holds."""
+        return self.kv_memory_bytes // (block_size * self.kv_bytes_per_token)
+
+    def step_seconds(self, num_query_tokens: int, num_context_tokens: int) -> float:
+        """One forward pass; `num_context_tokens`: the context lengths of all rows together."""
+        num_bytes = self.weight_bytes + num_context_tokens * self.kv_bytes_per_token
+        memory = num_bytes / self.memory_bytes_per_second
+        arithmetic = num_query_tokens * self.flops_per_token / self.flops_per_second
+        return self.seconds_per_step + max(memory, arithmetic)
+
+    def carry_seconds(self, num_blocks: int, block_size: int) -> float:
+        """Copying blocks between device and host, one way."""
+        starts = num_blocks * self.copies_per_block * self.seconds_per_copy
+        return starts + num_blocks * block_size * self.kv_bytes_per_token / self.link_bytes_per_second
+
+
+OPT_13B_ON_AN_A100 = Machine(
+    name="OPT-13B on an A100 of 40 GB",
+    weight_bytes=26e9,  # 13 billion parameters in 16 bits
+    kv_bytes_per_token=2 * 40 * 5120 * 2,  # K and V, layers, hidden size, bytes: the paper's 800 KB (section 3)
+    kv_memory_bytes=12 << 30,  # Table 1
+    max_model_len=2048,
+    flops_per_token=26e9,
+    memory_bytes_per_second=0.8 * 1.555e12,  # assumed: four fifths of the data sheet's
+    flops_per_second=0.5 * 312e12,  # assumed: half of the data sheet's, which gives a prefill of 6,000 tokens a second
+    link_bytes_per_second=12e9,  # assumed, over PCIe
+    seconds_per_copy=2e-6,  # assumed
+    copies_per_block=2 * 40,
+    seconds_per_step=5e-3,  # assumed
+)
+"""The smallest setting of the paper's evaluation (section 6.1, Table 1). What is assumed says so."""
+
+
+class SimulatedRunner(Runner):
+    """Runs plans by moving its clock, which is what an engine's `clock` wants: `Engine(..., clock=runner.clock)`."""
+
+    def __init__(self, machine: Machine, block_size: int) -> None:
+        self.machine = machine
+        self.block_size = block_size
+        self.now = 0.0
+        """Seconds since the simulation began."""
+
+    def clock(self) -> float:
+        return self.now
+
+    def move(self, moves: BlockMoves) -> None:
+        if moves.swap_out or moves.swap_in:
+            self.now += self.machine.carry_seconds(len(moves.swap_out) + len(moves.swap_in), self.block_size)
+        copied = 2 * len(moves.copy) * self.block_size * self.machine.kv_bytes_per_token  # read and written
+        self.now += copied / self.machine.memory_bytes_per_second
+
+    def forward(self, batch: Batch) -> Logits:
+        num_query_tokens = num_context_tokens = 0
+        for row in batch:
+            num_query_tokens += len(row.token_ids)
+            num_context_tokens += row.first_position + len(row.token_ids)
+        self.now += self.machine.step_seconds(num_query_tokens, num_context_tokens)
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        return 2 * self.machine.carry_seconds(num_blocks, self.block_size)
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        return num_tokens * self.machine.flops_per_token / self.machine.flops_per_second
+
+
+def simulated_tier() -> Tier:
+    """The reference tier's block allocator and block table, and a choice of tokens that asks for no logits."""
+    return replace(tiers.reference_tier(), name="simulated", sample=_sample)
+
+
+_CHOSEN = Sampled(TOKEN, logprob=0.0, top_logprobs=None)
+
+
+def _sample(logits: Logits, inputs: Sequence[SamplingInput]) -> list[Sampled]:
+    return [_CHOSEN] * len(inputs)

@@ -1,0 +1,361 @@
+"""Traces: when requests of a real service arrived and how long they were, served again on a simulated machine.
+
+A trace says nothing of what was asked, only (time, context tokens, generated tokens) for each request. That is all that
+memory management depends on when nothing is shared: `TraceReplay` gives the requests to a real `Engine` at their times,
+on the clock of a `SimulatedRunner`, and lets each generate exactly as many tokens as the trace says. Prefix caching is
+off, because a trace does not tell which requests had a beginning in common.
+
+Everything is counted in simulated seconds and nothing is drawn at random: the same trace gives the same run, event for
+event.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+from minipaged.contracts import BlockAllocator
+from minipaged.engine.engine import Engine, Listener
+from minipaged.engine.stats import Stats
+from minipaged.errors import InvalidRequest
+from minipaged.params import EngineConfig, PreemptionMode, SamplingParams
+from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
+
+# --- Reading --------------------------------------------------------------------------------------
+
+HEADERS = (
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    ("time", "context_tokens", "generated_tokens"),
+)
+"""The columns that a trace must have: those of the Azure LLM inference traces (Patel et al., ISCA 2024), whose times
+are dates, or plain ones, whose times are seconds."""
+MOST_TOKENS = 10**9
+"""More than any request has: a number above it is a mistake in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One line of a trace."""
+
+    seconds: float
+    """When it arrived, counted from the first request of the trace."""
+    context_tokens: int
+    generated_tokens: int
+
+
+def read_trace(path: Path) -> list[TraceRequest]:
+    """The requests of a CSV file, in order of arrival. Raises InvalidRequest, naming the line and what is wrong."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return _parse(file, str(path))
+    except OSError as error:
+        raise InvalidRequest(f"cannot read the trace {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest(f"{path} is not a text file; a trace is a CSV file with a header line") from None
+
+
+def _parse(lines: Iterable[str], name: str) -> list[TraceRequest]:
+    expected = " or ".join(",".join(header) for header in HEADERS)
+    reader = csv.DictReader(lines, strict=True)
+    found: list[TraceRequest] = []
+    try:
+        given = reader.fieldnames
+        if given is None:
+            raise InvalidRequest(f"{name} is empty; a trace is a CSV file whose first line is {expected}")
+        header = next((header for header in HEADERS if set(header) <= set(given)), None)
+        if header is None:
+            raise InvalidRequest(f"{name}, line 1: the columns are {','.join(given)}; a trace has {expected}")
+        for row in reader:
+            where = f"{name}, line {reader.reader.line_num}"
+            time, context, generated = (_Cell(where, column, row[column]) for column in header)
+            found.append(TraceRequest(time.seconds(), context.tokens(), generated.tokens()))
+    except csv.Error as error:
+        raise InvalidRequest(f"{name}, line {reader.reader.line_num}: not valid CSV: {error}") from None
+    if not found:
+        raise InvalidRequest(f"{name} has a header and no requests; give it a line for each request")
+    found.sort(key=lambda request: request.seconds)
+    first = found[0].seconds
+    return [TraceRequest(r.seconds - first, r.context_tokens, r.generated_tokens) for r in found]
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One value of the file, and how it reads as a time or as a number of tokens."""
+
+    where: str
+    column: str
+    text: str | None
+    """None where the line is too short."""
+
+    def seconds(self) -> float:
+        """Of a date: since 1970, taken for UTC where it has no time zone. Digits after microseconds are dropped."""
+        text = self._present()
+        if self.column == HEADERS[0][0]:
+            try:
+                when = datetime.fromisoformat(text)
+                return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
+            except (ValueError, OverflowError):
+                self._refuse("a date and a time, as in 2023-11-16 18:15:46.6805900")
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if not 0 <= seconds < math.inf:
+            self._refuse("seconds, 0 or more")
+        return seconds
+
+    def tokens(self) -> int:
+        text = self._present()
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+        if not 1 <= number <= MOST_TOKENS:
+            self._refuse(f"a whole number of tokens, 1 to {MOST_TOKENS:,}")
+        return number
+
+    def _present(self) -> str:
+        if self.text is None:
+            raise InvalidRequest(f"{self.where}: {self.column} is missing; every line needs all three columns")
+        return self.text.strip()
+
+    def _refuse(self, expected: str) -> NoReturn:
+        raise InvalidRequest(f"{self.where}: {self.column} is {self.text!r}; it must be {expected}")
+
+
+# --- Serving --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Of a list of times, in seconds; all 0 where there is none."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Percentiles:
+        """The p-th percentile is the smallest value that p % of the values do not exceed."""
+        ordered = sorted(values)
+        if not ordered:
+            return cls(0, 0, 0, 0)
+        p50, p90, p99 = (ordered[math.ceil(len(ordered) * p / 100) - 1] for p in (50, 90, 99))
+        return cls(math.fsum(ordered) / len(ordered), p50, p90, p99)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """What a replay came to so far. Seconds are simulated; means are over steps."""
+
+    served: int
+    refused_too_long: int
+    """Context and output together exceed `max_model_len`."""
+    refused_too_large: int
+    """They fit `max_model_len` and not the pool."""
+    seconds: float
+    steps: int
+    generated_tokens: int
+    num_blocks: int
+    mean_blocks_used: float
+    peak_blocks_used: int
+    paged_share_of_tokens: float
+    """Of the slots taken, the share that held a token (paper, Fig. 2). The rest is internal fragmentation."""
+    contiguous_share_of_tokens: float
+    """The same if every sequence had reserved `max_model_len` slots. The rest is two kinds of waste:"""
+    contiguous_share_reserved: float
+    """Slots for tokens that came later."""
+    contiguous_share_internal: float
+    """Slots for tokens that never came."""
+    mean_running: float
+    """Requests in a batch."""
+    peak_running: int
+    contiguous_requests: int
+    """Requests that the same memory could hold with `max_model_len` slots each."""
+    mean_waiting: float
+    """Requests that wait, the preempted among them."""
+    peak_waiting: int
+    preempted_by_swap: int
+    preempted_by_recompute: int
+    blocks_swapped_out: int
+    tokens_recomputed: int
+    latency: Percentiles
+    """From arrival to the last token."""
+    first_token: Percentiles
+    """From arrival to the first token."""
+    normalized_latency: Percentiles
+    """Latency / generated tokens of each request, in seconds a token: the paper's measure of serving (section 6.1)."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+
+class TraceReplay:
+    """A trace on a real engine with a simulated machine. Iterate over it to run it, a step each time:
+
+        replay = TraceReplay(read_trace(Path("trace.csv")))
+        for _ in replay:
+            ...  # draw replay.engine, if you like
+        print(replay.summary())
+
+    `num_blocks`: None for what the machine's memory holds; `num_swap_blocks`: None for as many again on the host.
+    `pace`: how many seconds of the trace pass in a simulated one; 0.5 lets requests come half as fast. Requests that
+    `max_model_len` (None: the machine's) or the pool can never hold are refused and counted; all others end.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[TraceRequest],
+        machine: Machine = OPT_13B_ON_AN_A100,
+        *,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        num_swap_blocks: int | None = None,
+        preemption: PreemptionMode = "auto",
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        max_model_len: int | None = None,
+        pace: float = 1.0,
+        allocator: Callable[[int], BlockAllocator] | None = None,
+        listeners: Sequence[Listener] = (),
+        debug: bool = False,
+    ) -> None:
+        if not 0 < pace < math.inf:
+            raise InvalidRequest(
+                f"pace is {pace}; it must be a number above 0 (1 is as fast as the trace was recorded)"
+            )
+        if num_blocks is None:
+            num_blocks = machine.num_blocks(max(1, block_size))
+        max_model_len = machine.max_model_len if max_model_len is None else max_model_len
+        config = EngineConfig(
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            vocab_size=max(1, max_model_len),  # the prompts are 0, 1, 2, ...
+            block_size=block_size,
+            num_swap_blocks=num_blocks if num_swap_blocks is None else num_swap_blocks,
+            preemption=preemption,
+            enable_prefix_caching=False,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            debug=debug,
+        )
+        self.machine = machine
+        self.runner = SimulatedRunner(machine, block_size)
+        self.engine = Engine(
+            config,
+            simulated_tier(),
+            self.runner,
+            allocator=allocator,
+            listeners=listeners,
+            clock=self.runner.clock,
+        )
+        self._pace = pace
+        self._coming = deque(sorted(requests, key=lambda request: request.seconds))
+        self._arrived: dict[str, float] = {}
+        self._refused_too_long = self._refused_too_large = 0
+        self._latency: list[float] = []
+        self._first_token: list[float] = []
+        self._normalized: list[float] = []
+        self._running_steps = self._peak_running = 0
+        self._waiting_steps = self._peak_waiting = 0
+
+    def __iter__(self) -> Iterator[None]:
+        """Run until every request has ended, one step at a time."""
+        engine, runner = self.engine, self.runner
+        while self._coming or engine.has_unfinished_requests():
+            if not engine.has_unfinished_requests():  # nothing to do before the next one arrives
+                runner.now = max(runner.now, self._arrival(self._coming[0]))
+            while self._coming and self._arrival(self._coming[0]) <= runner.now:
+                self._add(self._coming.popleft())
+            if not engine.has_unfinished_requests():
+                continue  # all of them were refused
+            for output in engine.step():
+                arrived, metrics = self._arrived.pop(output.request_id), output.metrics
+                assert metrics.first_token_time is not None
+                self._latency.append(metrics.finished_time - arrived)
+                self._first_token.append(metrics.first_token_time - arrived)
+                self._normalized.append(self._latency[-1] / len(output.outputs[0].token_ids))
+            self._note_queues()
+            yield
+
+    @property
+    def num_coming(self) -> int:
+        """Requests that have yet to arrive."""
+        return len(self._coming)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait now, the preempted among them."""
+        return len(self.engine.scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.engine.scheduler.running)
+
+    @property
+    def num_served(self) -> int:
+        return len(self._latency)
+
+    @property
+    def num_refused(self) -> int:
+        return self._refused_too_long + self._refused_too_large
+
+    def _arrival(self, request: TraceRequest) -> float:
+        return request.seconds / self._pace
+
+    def _add(self, request: TraceRequest) -> None:
+        """Let it wait in the engine, or refuse it. An engine would cut its output short at `max_model_len`."""
+        if request.context_tokens + request.generated_tokens > self.engine.config.max_model_len:
+            self._refused_too_long += 1
+            return
+        params = SamplingParams(max_tokens=request.generated_tokens, ignore_eos=True)
+        try:
+            request_id = self.engine.add_request(range(request.context_tokens), params)
+        except InvalidRequest:
+            self._refused_too_large += 1
+        else:
+            self._arrived[request_id] = self._arrival(request)
+
+    def _note_queues(self) -> None:
+        self._running_steps += self.num_running
+        self._waiting_steps += self.num_waiting
+        self._peak_running = max(self._peak_running, self.num_running)
+        self._peak_waiting = max(self._peak_waiting, self.num_waiting)
+
+    def summary(self) -> TraceSummary:
+        """Of the steps run so far."""
+        stats: Stats = self.engine.stats
+        config, steps, contiguous = self.engine.config, max(1, stats.steps), stats.contiguous
+        taken = max(1, contiguous.taken)
+        return TraceSummary(
+            served=self.num_served,
+            refused_too_long=self._refused_too_long,
+            refused_too_large=self._refused_too_large,
+            seconds=self.runner.now,
+            steps=stats.steps,
+            generated_tokens=stats.generated_tokens,
+            num_blocks=config.num_blocks,
+            mean_blocks_used=stats.block_steps / steps,
+            peak_blocks_used=stats.peak_blocks_used,
+            paged_share_of_tokens=stats.paged.share_of_tokens(),
+            contiguous_share_of_tokens=contiguous.share_of_tokens(),
+            contiguous_share_reserved=contiguous.reserved / taken,
+            contiguous_share_internal=contiguous.internal_fragmentation / taken,
+            mean_running=self._running_steps / steps,
+            peak_running=self._peak_running,
+            contiguous_requests=config.num_blocks * config.block_size // config.max_model_len,
+            mean_waiting=self._waiting_steps / steps,
+            peak_waiting=self._peak_waiting,
+            preempted_by_swap=stats.preempted_by_swap,
+            preempted_by_recompute=stats.preempted_by_recompute,
+            blocks_swapped_out=stats.blocks_swapped_out,
+            tokens_recomputed=stats.tokens_recomputed,
+            latency=Percentiles.of(self._latency),
+            first_token=Percentiles.of(self._first_token),
+            normalized_latency=Percentiles.of(self._normalized),
+        )

@@ -1,0 +1,148 @@
+"""What students hand in, as sources: right ones however unusual, and hostile ones."""
+
+from __future__ import annotations
+
+import inspect
+
+from minipaged.tiers import reference_tier
+
+REFERENCE_SOURCE = inspect.getsource(inspect.getmodule(reference_tier().block_allocator))  # type: ignore[arg-type]
+
+COMMON = """
+from minipaged import BlockNotAllocated, OutOfBlocks
+
+
+class Common:
+    def __init__(self, num_blocks):
+        if num_blocks < 1:
+            raise ValueError(num_blocks)
+        self.num_blocks = num_blocks
+        self.counts = {}
+        self.start()
+
+    def share(self, block):
+        self.held(block)
+        self.counts[block] += 1
+
+    def free(self, block):
+        self.held(block)
+        self.counts[block] -= 1
+        if not self.counts[block]:
+            del self.counts[block]
+            self.put(block)
+
+    def ref_count(self, block):
+        if not 0 <= block < self.num_blocks:
+            raise BlockNotAllocated(block)
+        return self.counts.get(block, 0)
+
+    def allocate(self):
+        if len(self.counts) == self.num_blocks:
+            raise OutOfBlocks
+        block = self.take()
+        self.counts[block] = 1
+        return block
+
+    def copy_on_write(self, block):
+        self.held(block)
+        if self.counts[block] == 1:
+            return block
+        copy = self.allocate()
+        self.counts[block] -= 1
+        return copy
+
+    def held(self, block):
+        if block not in self.counts:
+            raise BlockNotAllocated(block)
+
+    @property
+    def num_free(self):
+        return self.num_blocks - len(self.counts)
+"""
+
+RIGHT = {
+    "linked list": """
+class Mine(Common):
+    def start(self):
+        self.next, self.head = [*range(1, self.num_blocks), None], 0
+
+    def take(self):
+        block, self.head = self.head, self.next[self.head]
+        return block
+
+    def put(self, block):
+        self.next[block], self.head = self.head, block
+""",
+    "bitmap": """
+class Mine(Common):
+    def start(self):
+        self.bits = (1 << self.num_blocks) - 1
+
+    def take(self):
+        lowest = self.bits & -self.bits
+        self.bits ^= lowest
+        return lowest.bit_length() - 1
+
+    def put(self, block):
+        self.bits |= 1 << block
+""",
+    "heap": """
+import heapq
+
+
+class Mine(Common):
+    def start(self):
+        self.heap = [-block for block in range(self.num_blocks)]
+        heapq.heapify(self.heap)
+
+    def take(self):
+        return -heapq.heappop(self.heap)
+
+    def put(self, block):
+        heapq.heappush(self.heap, -block)
+""",
+    "random order": """
+import random
+
+
+class Mine(Common):
+    def start(self):
+        self.pool = set(range(self.num_blocks))
+
+    def take(self):
+        block = random.choice(sorted(self.pool))
+        self.pool.remove(block)
+        return block
+
+    def put(self, block):
+        self.pool.add(block)
+""",
+    "numpy": """
+import numpy as np
+
+
+class Mine(Common):
+    def start(self):
+        self.is_free = np.ones(self.num_blocks, bool)
+
+    def take(self):
+        block = np.flatnonzero(self.is_free)[-1]  # an int64
+        self.is_free[block] = False
+        return block
+
+    def put(self, block):
+        self.is_free[block] = True
+""",
+}
+
+
+def right(name: str) -> str:
+    return COMMON + RIGHT[name]
+
+
+def hostile(in_allocate: str = "", at_import: str = "") -> str:
+    """The reference, which is right, with something else that it does."""
+    marker = "def allocate(self) -> int:\n"
+    body = "".join(f"        {line}\n" for line in in_allocate.splitlines())
+    assert REFERENCE_SOURCE.count(marker) == 1
+    return REFERENCE_SOURCE.replace(marker, marker + body) + "\n" + at_import

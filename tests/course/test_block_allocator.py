@@ -1,0 +1,215 @@
+"""Assignment 1: the starter fails with a helpful message, right ones get full marks, every seeded bug is caught."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import minipaged
+from minipaged.course import block_allocator, search
+from minipaged.course.allocator_mutants import MUTANTS, Mutant
+from minipaged.course.assignment import Bench, Status, Submission, TestResult
+from minipaged.course.block_allocator import ASSIGNMENT
+from minipaged.course.formats import text
+from minipaged.course.grading import grade, run_test
+from minipaged.demo.memory_map import MemoryMap
+from minipaged.events import StepFailed, from_json
+from minipaged.llm import LoadedModel
+from tests.course.submissions import REFERENCE_SOURCE, RIGHT, right
+
+ROOT = Path(minipaged.__file__).parent.parent
+STARTER = ROOT / "assignments" / "1_block_allocator" / "starter.py"
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for these tests, and faster."""
+    monkeypatch.setattr(block_allocator, "TRACED_WORKLOADS", 5)
+    monkeypatch.setattr(search, "EXAMPLES", 50)
+    monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 5)
+
+
+def submit(source: str, folder: Path, name: str | None = None) -> Submission:
+    path = folder / "mine.py"
+    path.write_text(source)
+    return Submission(path, name)
+
+
+def first_failure(submission: Submission, seed: int = 0) -> TestResult | None:
+    """Of the tests in order, without the real model."""
+    for test in ASSIGNMENT.tests:
+        if test.stage != "model":
+            with Bench(ASSIGNMENT, submission, seed) as bench:
+                result = run_test(test, bench)
+            if result.status is not Status.PASSED:
+                return result
+    return None
+
+
+def result_of(name: str, submission: Submission, seed: int = 0) -> TestResult:
+    """Of the test of that name alone."""
+    [test] = [test for test in ASSIGNMENT.tests if test.name == name]
+    with Bench(ASSIGNMENT, submission, seed) as bench:
+        return run_test(test, bench)
+
+
+def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = folder / "counterexample.py"
+    path.write_text(script)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=30, check=False
+    )
+
+
+def test_the_points_sum_to_100() -> None:
+    assert ASSIGNMENT.max_score == 100
+
+
+def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
+    result = grade(ASSIGNMENT, Submission(STARTER), model=None)
+    assert result.score == 0
+    assert not result.full_marks
+    statuses = [one.status for one in result.results]
+    assert statuses == [Status.FAILED] * 7 + [Status.SKIPPED, Status.NOT_GRADED]
+    for one in result.results[:7]:
+        assert one.message == "__init__ is not written yet (starter.py:18): replace its `raise NotImplementedError`"
+    assert text(result).count("fails like 'a new pool'") == 6
+
+
+@pytest.mark.model
+def test_the_reference_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path))
+    assert text(result).count("100 of 100") == 1
+    assert result.full_marks
+    assert result.performance is not None
+    assert 0.2 < result.performance.index < 5
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_but_unusual_allocators_get_full_marks(name: str, tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(right(name), tmp_path, "Mine"), model=None)
+    assert result.full_marks, text(result)
+    assert (result.score, result.max_score) == (90, 90)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(mutant: Mutant, tmp_path: Path) -> None:
+    result = first_failure(submit(mutant.source(), tmp_path))
+    assert result is not None
+    assert result.failure is not None
+    assert result.failure.script is not None
+    ran = run_script(result.failure.script, tmp_path)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "Error" in ran.stderr or "OutOfBlocks" in ran.stderr
+    calls = result.failure.script.count("allocator.")
+    assert calls <= 12, "the shortest sequence of calls is short"
+    (tmp_path / "mine.py").write_text(REFERENCE_SOURCE)
+    fixed = run_script(result.failure.script, tmp_path)
+    assert fixed.returncode == 0, "the script fails with a right allocator too:\n" + fixed.stderr
+
+
+def test_at_least_25_bugs_are_seeded_each_another() -> None:
+    assert len(MUTANTS) >= 25
+    assert len({mutant.name for mutant in MUTANTS}) == len({mutant.source() for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def mutant(name: str) -> Mutant:
+    return next(mutant for mutant in MUTANTS if mutant.name == name)
+
+
+def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
+    result = first_failure(submit(mutant("copy-keeps-the-reference").source(), tmp_path))
+    assert result is not None
+    assert result.failure is not None
+    assert result.failure.drawing == (
+        "block                0      1  num_free",
+        "held by              A      B",
+        "ref_count should be  1      1  0",
+        "your allocator says  2 <--  1  0",
+        "tables: A: [0]  B: [1]",
+    )
+    memory = MemoryMap()
+    for event in result.failure.trace:
+        memory.on_event(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
+    assert [sequence.table for sequence in memory.sequences.values()] == [[0], [1]]
+    assert [memory.holders(block) for block in range(2)] == [1, 1]
+    last = result.failure.trace[-1]
+    assert isinstance(last, StepFailed)
+    assert last.error.startswith("invariant 'exact-references' broken: ")
+
+
+def test_the_same_seed_gives_the_same_score_and_the_same_counterexamples(tmp_path: Path) -> None:
+    submission = submit(mutant("third-holder-cannot-leave").source(), tmp_path)
+    first, again, other = (result_of("reference counts", submission, seed) for seed in (1, 1, 2))
+    assert first.failure is not None
+    assert first == again
+    assert other.failure is not None
+
+
+def test_a_random_allocator_is_repeatable_too(tmp_path: Path) -> None:
+    """One that hands a block out twice now and then, by chance."""
+    source = right("random order").replace(
+        "self.pool.remove(block)", "random.random() < 0.5 or self.pool.remove(block)"
+    )
+    submission = submit(source, tmp_path, "Mine")
+    first, again = (result_of("allocate and free", submission, seed=3) for _ in range(2))
+    assert first.failure is not None
+    assert first == again
+    assert first.failure.script is not None
+    assert "random.seed(3)" in first.failure.script
+    assert run_script(first.failure.script, tmp_path).returncode == 1
+
+
+def test_a_failed_test_caps_the_score(tmp_path: Path) -> None:
+    """A bug that only the last property finds costs more than its points."""
+    source = mutant("copy-gives-up-first").source()
+    result = grade(ASSIGNMENT, submit(source, tmp_path), model=None)
+    failed = [one.test.name for one in result.results if one.status is Status.FAILED]
+    assert failed == ["a call that raises changes nothing", "long runs in large pools"]
+    assert (result.score, result.capped) == (60, False)
+    result.assignment = replace(ASSIGNMENT, cap=50)
+    assert (result.score, result.capped) == (50, True)
+
+
+LATE = """
+class Late(BlockAllocator):
+    def __init__(self, num_blocks):
+        super().__init__(num_blocks)
+        self.calls = 0
+    def share(self, block):
+        self.calls += 1
+        if self.calls != 40: super().share(block)
+"""
+
+
+def test_a_bug_that_shows_after_many_calls_is_found_and_shortened(tmp_path: Path) -> None:
+    submission = submit(REFERENCE_SOURCE + LATE, tmp_path, "Late")
+    result = result_of("long runs in large pools", submission)
+    assert result.failure is not None
+    assert result.failure.script is not None
+    assert result.failure.script.count("\nallocator.share") == 40, "exactly as many as it takes"
+    assert run_script(result.failure.script, tmp_path).returncode == 1
+
+
+def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -> None:
+    submission = submit(mutant("share-stops-at-two").source(), tmp_path)
+    result = result_of("the engine, on a small model", submission)
+    assert result.failure is not None
+    assert result.failure.script is not None
+    assert run_script(result.failure.script, tmp_path).returncode == 1
+
+
+def test_the_model_test_fails_for_a_wrong_allocator(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = LoadedModel.load
+    monkeypatch.setattr(LoadedModel, "load", lambda model, tier: load(tiny_model, tier))
+    for source, status in ((REFERENCE_SOURCE, Status.PASSED), (mutant("never-copies").source(), Status.FAILED)):
+        result = result_of("SmolLM2", submit(source, tmp_path))
+        assert result.status is status, result.message

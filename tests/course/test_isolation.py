@@ -1,0 +1,266 @@
+"""Hostile submissions: each is a right allocator that does something else besides. None passes; each is told why."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from minipaged.course import find_assignment
+from minipaged.course.assignment import Bench, CannotBeGraded, Status, Submission, TestResult
+from minipaged.course.grading import grade, run_test
+from minipaged.course.isolation import Limits, Raised, Result, StudentError, Verdict, WorkerProcess
+from minipaged.errors import BlockNotAllocated
+from tests.course.submissions import REFERENCE_SOURCE, hostile
+
+LIMITS = Limits(processes=None, call_seconds=1.0, test_seconds=20.0, memory_bytes=300 << 20)
+ASSIGNMENT = replace(find_assignment("block-allocator"), limits=LIMITS)
+ALLOCATE_AND_FREE = next(test for test in ASSIGNMENT.tests if test.name == "allocate and free")
+
+
+def result_of(source: str, folder: Path) -> TestResult:
+    """One test's verdict on a submission."""
+    path = folder / "mine.py"
+    path.write_text(source)
+    with Bench(ASSIGNMENT, Submission(path), seed=0) as bench:
+        return run_test(ALLOCATE_AND_FREE, bench)
+
+
+def test_what_is_made_hostile_passes_without_it(tmp_path: Path) -> None:
+    assert result_of(hostile(), tmp_path).status is Status.PASSED
+
+
+FORGE = """
+import json, os
+for fd in range(3, 20):
+    for message in (b"passed\\n", json.dumps({"token": "0", "ok": [{"ok": 0}] * 9}).encode() + b"\\n"):
+        try:
+            os.write(fd, message)
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "verdict"),
+    [
+        pytest.param(hostile("while True: pass"), Verdict.TIMED_OUT, id="endless loop"),
+        pytest.param(hostile("import time; time.sleep(100)"), Verdict.TIMED_OUT, id="sleeps"),
+        pytest.param(hostile("import os; os._exit(0)"), Verdict.ENDED, id="exits with status 0"),
+        pytest.param(hostile("import os; os.abort()"), Verdict.ENDED, id="aborts"),
+        pytest.param(hostile("import os; os.closerange(3, 100)"), Verdict.ENDED, id="closes the channel"),
+        pytest.param(
+            hostile("if self.num_free == 1:\n    for _ in range(10**6): print('passed')"),
+            Verdict.FLOODED_OUTPUT,
+            id="prints by the million",
+        ),
+        pytest.param(
+            hostile(
+                at_import="import threading, time; threading.Thread(target=time.sleep, args=(99,), daemon=True).start()"
+            ),
+            Verdict.LEFT_THREADS,
+            id="leaves threads running",
+        ),
+        pytest.param(
+            hostile(at_import="BlockAllocator.__del__ = lambda self: 1 / 0"), Verdict.RAISED_IN_DEL, id="raises in del"
+        ),
+        pytest.param(
+            hostile("import random; random.random = lambda: 0.5"), Verdict.TAMPERED, id="replaces random.random"
+        ),
+        pytest.param(
+            hostile("import random; random.Random.choice = lambda self, items: items[0]"),
+            Verdict.TAMPERED,
+            id="replaces a method of random.Random",
+        ),
+        pytest.param(
+            hostile("import minipaged.errors as e; e.OutOfBlocks = Exception"), Verdict.TAMPERED, id="replaces an error"
+        ),
+        pytest.param(
+            hostile("from minipaged.contracts import BlockAllocator as B; B.allocate_many = None"),
+            Verdict.TAMPERED,
+            id="replaces a method of the contract",
+        ),
+        pytest.param(
+            hostile("import minipaged.course.wire as w; w.encode = lambda value, other: 0"),
+            Verdict.TAMPERED,
+            id="replaces the encoder",
+        ),
+        pytest.param(
+            hostile(at_import="import sys; sys.unraisablehook = print; BlockAllocator.__del__ = lambda self: 1 / 0"),
+            Verdict.TAMPERED,
+            id="hides what it raises in del",
+        ),
+        pytest.param(
+            hostile("import sys; open(sys.modules['minipaged'].__path__[0] + '/course/grading.py').read()"),
+            Verdict.FORBIDDEN,
+            id="reads the grader",
+        ),
+        pytest.param(
+            hostile("try:\n    import minipaged.reference.block_table\nexcept Exception:\n    pass"),
+            Verdict.FORBIDDEN,
+            id="imports the reference, and hides the error",
+        ),
+        pytest.param(hostile("import os; os.listdir('/')"), Verdict.FORBIDDEN, id="looks around"),
+        pytest.param(hostile("open('/etc/passwd').read()"), Verdict.FORBIDDEN, id="reads other files"),
+        pytest.param(hostile("open('/proc/%d/environ' % __import__('os').getppid())"), Verdict.FORBIDDEN, id="spies"),
+        pytest.param(hostile("open('/tmp/hello', 'w')"), Verdict.FORBIDDEN, id="writes elsewhere"),
+        pytest.param(hostile("import subprocess; subprocess.run(['ls'])"), Verdict.FORBIDDEN, id="starts a program"),
+        pytest.param(hostile("import os\nif os.fork() == 0: os._exit(0)"), Verdict.FORBIDDEN, id="forks"),
+        pytest.param(hostile("import os; os.kill(os.getppid(), 9)"), Verdict.FORBIDDEN, id="kills the grader"),
+        pytest.param(
+            hostile("import socket; socket.create_connection(('127.0.0.1', 1), 1)"), Verdict.FORBIDDEN, id="connects"
+        ),
+        pytest.param(hostile(FORGE), Verdict.FORGED_MESSAGE, id="forges answers"),
+    ],
+)
+def test_a_hostile_submission_gets_its_verdict_and_never_a_pass(source: str, verdict: Verdict, tmp_path: Path) -> None:
+    started = time.monotonic()
+    result = result_of(source, tmp_path)
+    assert result.status is Status.FAILED
+    assert result.failure is not None
+    assert result.failure.verdict == verdict, result.message
+    assert time.monotonic() - started < 15
+
+
+def test_a_call_that_does_not_return_has_a_short_script_that_does_not_either(tmp_path: Path) -> None:
+    result = result_of(hostile("while self.num_free == 0: pass"), tmp_path)
+    assert result.failure is not None
+    assert result.failure.verdict == Verdict.TIMED_OUT
+    assert result.failure.script is not None
+    assert result.failure.script.count("allocator.allocate()\n") == 2, (
+        "one takes the only block, the next waits for ever"
+    )
+    script = tmp_path / "counterexample.py"
+    script.write_text(result.failure.script.replace("signal.alarm(10)", "signal.alarm(2)"))
+    assert subprocess.run([sys.executable, script], check=False).returncode == -signal.SIGALRM
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        pytest.param(hostile("raise SystemExit(0)"), "raised SystemExit", id="SystemExit"),
+        pytest.param(hostile("raise KeyboardInterrupt"), "raised KeyboardInterrupt", id="KeyboardInterrupt"),
+        pytest.param(hostile("return self.allocate()"), "RecursionError", id="recursion"),
+        pytest.param(hostile("self.hoard = [bytes(1 << 20) for _ in range(1000)]"), "MemoryError", id="memory bomb"),
+        pytest.param(hostile("open('big', 'wb').write(bytes(100 << 20))"), "File too large", id="fills the disk"),
+        pytest.param(
+            hostile("return type('Any', (int,), {'__eq__': lambda *_: True, '__hash__': int.__hash__})(0)"),
+            "returned an object of type Any",
+            id="equal to everything",
+        ),
+        pytest.param(hostile("return True"), "returned True", id="a bool"),
+        pytest.param(hostile("return '0'"), "returned '0'", id="a text"),
+        pytest.param(hostile("return float('nan')"), "returned nan", id="not a number"),
+        pytest.param(hostile("return 10 ** 5000"), "returned an object of type int", id="a number of 5000 digits"),
+    ],
+)
+def test_what_a_call_raises_or_returns_fails_the_test_and_is_told(source: str, message: str, tmp_path: Path) -> None:
+    result = result_of(source, tmp_path)
+    assert result.status is Status.FAILED
+    assert message in result.message
+
+
+@pytest.mark.parametrize(
+    ("at_import", "message"),
+    [
+        ("import os; os._exit(0)", "ended"),
+        ("raise SystemExit(0)", "SystemExit"),
+        ("from minipaged.reference.block_allocator import BlockAllocator", "forbidden: .*holds the answer"),
+        ("import time; time.sleep(100)", "timed-out"),
+        ("def broken(:", r"SyntaxError: .*mine.py:\d+"),
+        ("1 / 0", r"ZeroDivisionError: division by zero \(mine.py:\d+ in <module>\)"),
+        ("import nowhere_to_be_found", "ModuleNotFoundError"),
+    ],
+)
+def test_a_file_that_does_not_load_cannot_be_graded(
+    at_import: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WorkerProcess.load, "__kwdefaults__", {"within": 1.0})
+    path = tmp_path / "mine.py"
+    path.write_text(hostile(at_import=at_import))
+    with pytest.raises(CannotBeGraded, match=rf"mine.py does not load: .*{message}"):
+        grade(ASSIGNMENT, Submission(path), model=None)
+
+
+def test_a_submission_is_alone_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_GRADER", "42")
+    path = tmp_path / "mine.py"
+    path.write_text("import os\ndef look():\n    return dict(os.environ), os.listdir(), os.getcwd()\n")
+    with WorkerProcess(Limits()) as process:
+        environment, files, folder = process.load(path, "mine").module.call("look")
+        assert "SECRET_OF_THE_GRADER" not in environment
+        assert files == ["mine.py"]
+        process.finish()
+    assert not Path(folder).exists()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process._process.pid, 0)
+
+
+def test_objects_stay_in_the_worker_and_errors_of_the_contract_come_back_as_themselves(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(REFERENCE_SOURCE)
+    with WorkerProcess(Limits()) as process:
+        loaded = process.load(path, "mine")
+        allocator = loaded.module.call("BlockAllocator", 2)
+        first, second, count, missing = process.batch(
+            [
+                (allocator, "allocate", ()),
+                (allocator, "share", (Result(0),)),
+                (allocator, "ref_count", (Result(0),)),
+                (allocator, "nothing", ()),
+            ]
+        )
+        assert (first, second, count) == (0, None, 2)
+        assert isinstance(missing, Raised)
+        with pytest.raises(BlockNotAllocated, match="block 1 is free"):
+            allocator.call("free", 1)
+        with pytest.raises(StudentError, match="TypeError"):
+            allocator.call("free", "text")
+        process.finish()
+
+
+class Host:
+    """An object of the grader's that student code may use."""
+
+    OFFERED = ("double", "fail", "size")
+    size = property(lambda self: 7)
+
+    def double(self, value: object) -> object:
+        return [value, value]
+
+    def fail(self) -> None:
+        raise BlockNotAllocated("not here")
+
+    def secret(self) -> str:
+        return "never offered"
+
+
+def test_student_code_can_call_objects_of_the_grader_but_only_what_is_offered(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("""
+import numpy as np
+from minipaged import BlockNotAllocated
+class Part:
+    def __init__(self, host): self.host = host
+    def use(self):
+        try: self.host.fail()
+        except BlockNotAllocated as error: told = str(error)
+        return self.host.double((1, np.arange(3))), self.host.size, told, self.host
+    def pry(self): return self.host.secret()
+""")
+    host = Host()
+    with WorkerProcess(Limits()) as process:
+        part = process.load(path, "mine").module.call("Part", host)
+        [[one, array], again], size, told, same = part.call("use")
+        assert (one, array.tolist(), size, told) == (1, [0, 1, 2], 7, "not here")
+        assert again[0] == 1
+        assert same is host
+        with pytest.raises(StudentError, match="AttributeError: secret"):
+            part.call("pry")
+        process.finish()

@@ -224,6 +224,7 @@ def test_the_page_of_a_tutorial_shows_what_its_cells_put_out(tmp_path: Path) -> 
         ("[x](events.md#a)", "[x](events.md#a)"),
         ("[x](https://example.org/a)", "[x](https://example.org/a)"),
         ("[x](../tutorials/01_contiguous_memory.py)", "[x](tutorials/01_contiguous_memory.md)"),
+        ("[x](../assignments/1_block_allocator/handout.md)", "[x](assignments/1_block_allocator/handout.md)"),
         ("[x](../minipaged/reference/block_table.py)", "[x][minipaged.reference.block_table]"),
         (
             "[`BlockTable.append`](../minipaged/reference/block_table.py)",

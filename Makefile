@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint fuzz bench clean
+.PHONY: demo test lint fuzz bench docs docs-serve clean
 
 demo: .venv/base
 	$(BIN)/minipaged demo
@@ -22,6 +22,13 @@ bench: .venv/test
 	$(BIN)/python -m benchmarks.reference
 	$(BIN)/python -m benchmarks.fast
 
+docs: .venv/test
+	$(BIN)/python -m docs.build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "minipaged needs Python 3.11 or newer; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
@@ -38,4 +45,4 @@ bench: .venv/test
 	touch $@ .venv/base
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv build site *.egg-info

@@ -1,4 +1,4 @@
-"""The command line: `minipaged demo | generate | chat | model | grade | grade-tests | course`.
+"""The command line: `minipaged demo | generate | trace | chat | model | grade | grade-tests | course`.
 
 Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams) and leaves checking to
 them: an error is one line on stderr and exit status 1 (2 for a wrong usage). Heavy imports wait until they are needed.
@@ -399,8 +399,34 @@ def _decoder(model: str) -> Callable[[Sequence[int]], str]:
 
     folder = hub.resolve(model)
     if not (folder / "tokenizer.json").is_file():
-        raise InvalidRequest(f"--model: {folder} holds no tokenizer.json, which the words of a replay need")
+        raise InvalidRequest(f"--model: {folder} holds no tokenizer.json, which the words of a run need")
     return Tokenizer(folder).decode
+
+
+# --- trace ----------------------------------------------------------------------------------------
+
+
+@app.command()
+def trace(
+    events: Annotated[Path, typer.Argument(help="What `minipaged generate --events` wrote.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", show_default=False)],
+    title: Annotated[str, typer.Option(help="What the page is called; else the name of the file of events.")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="Show the words of this model's tokens; else their numbers are shown.")
+    ] = None,
+) -> None:
+    """Make a page that steps through a run, to be opened in a browser or sent to somebody. It needs nothing else."""
+    from minipaged.demo.show import read_run
+    from minipaged.stepper.page import as_data, page, words_of
+
+    run = read_run(events).events
+    words = words_of(run, _decoder(model)) if model else None
+    data = as_data(title or events.name, run, words=words)
+    try:
+        output.write_text(page(data), encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest(f"cannot write the page to {output}: {error.strerror}") from None
+    print(f"{output}: {len(run)} steps")
 
 
 # --- model ----------------------------------------------------------------------------------------

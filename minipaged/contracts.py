@@ -37,7 +37,7 @@ Logits = Any
 class BlockAllocator(ABC):
     """Hands out the physical blocks of one pool. A block is a number in `range(num_blocks)`.
 
-    A block is *free* (reference count 0) or *held* (1 or more)::
+    A block is *free* (reference count 0) or *held* (1 or more):
 
         free --allocate--> held, 1 --share--> held, 2 ... --free--> held, 1 --free--> free
 

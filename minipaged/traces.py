@@ -196,7 +196,7 @@ class TraceSummary:
 
 
 class TraceReplay:
-    """A trace on a real engine with a simulated machine. Iterate over it to run it, a step each time::
+    """A trace on a real engine with a simulated machine. Iterate over it to run it, a step each time:
 
         replay = TraceReplay(read_trace(Path("trace.csv")))
         for _ in replay:

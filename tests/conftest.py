@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
 
 from tests.tiny_model import make_tiny_model
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 
 def pytest_report_header() -> str:
@@ -25,3 +30,12 @@ def pytest_report_header() -> str:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a Llama with random weights that runs in milliseconds."""
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium, or a skipped test."""
+    from tests.browser import chromium  # Playwright is not everywhere where tests run
+
+    with chromium() as found:
+        yield found

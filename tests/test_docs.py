@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minipaged.events import EVENT_TYPES
+from tests.source import definitions
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
@@ -42,3 +43,17 @@ def test_the_command_lines_of_the_readme_are_understood() -> None:
         assert shown.exit_code == 0, line
         for option in (word for word in words if word.startswith("--")):
             assert option in shown.output, f"{option} in: {line}"
+
+
+CODE_LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\(\.\./(?P<file>minipaged/[\w/]+\.py)\)")
+"""A link in docs/ that names something in a file."""
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_what_the_docs_name_is_in_the_file_that_they_link(page: Path) -> None:
+    for name, file in CODE_LINK.findall(page.read_text()):
+        assert name in definitions(ROOT / file), f"{name} in {file}"
+
+
+def test_the_map_of_the_paper_names_functions() -> None:
+    assert len(CODE_LINK.findall((ROOT / "docs" / "paper.md").read_text())) > 30

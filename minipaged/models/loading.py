@@ -1,6 +1,6 @@
 """Reads a checkpoint folder: `config.json` and the weights in safetensors files.
 
-A safetensors file is a table of contents and then raw bytes::
+A safetensors file is a table of contents and then raw bytes:
 
     8 bytes          length N of the header, little endian
     N bytes          JSON: {name: {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [begin, end]}, ...}

@@ -1,7 +1,7 @@
 """Beam search: keep the `beam_width` likeliest sequences instead of one (paper, section 4.4 and Fig. 9).
 
 Every step continues each running beam by every token, ranks all these candidates together, and keeps the best. This
-file decides; the engine moves the blocks::
+file decides; the engine moves the blocks:
 
     before a step            the step decides              after it
     beam 0  [A][B][C ]       0 goes on with two tokens     beam 0  [A][B][C ]   the table of 0

@@ -4,7 +4,7 @@ Paper, section 4.2: KV memory is cut into blocks of equal size, handed out one a
 no memory is reserved for tokens that may never come. Section 4.4: several sequences may hold one block; a reference
 count says how many, and a block is copied only when one of several holders wants to write to it.
 
-A block is *free* (count 0) or *held* (count 1 or more)::
+A block is *free* (count 0) or *held* (count 1 or more):
 
     free --allocate--> held by 1 --share--> held by 2 ... --free--> held by 1 --free--> free
 

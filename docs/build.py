@@ -1,0 +1,148 @@
+"""Gather the pages of the site in build/docs, from where `mkdocs.yml` takes them: python -m docs.build
+
+- The pages of docs/, and the handouts of assignments/. They are read on the repository too, so their links go to files.
+  What such a link leads to is looked up here: a tutorial is its page, a module of minipaged its place in the API, and
+  what is no page is copied along.
+- The tutorials of tutorials/. Each is run, cell by cell, and becomes a page with what its cells put out, and a notebook
+  to download. An error in a cell, a failed assert among them, ends the build.
+- The stepper, and in place of `<!-- run FILE.py -->` in a page the recording that this file, run now, calls `run`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from minipaged.stepper.page import element
+
+ROOT = Path(__file__).parent.parent
+STAGE = ROOT / "build" / "docs"
+LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+RUN = re.compile(r"<!-- run (?P<file>\S+\.py) -->")
+
+
+def main() -> None:
+    shutil.rmtree(STAGE, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", STAGE, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    for source in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "assignments").rglob("*.md")]:
+        place = place_of(source.relative_to(ROOT))
+        text = with_links_into_the_site(source.read_text(), source, place)
+        text = RUN.sub(lambda run, folder=source.parent: recorded(folder / run["file"]), text)
+        (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
+        (STAGE / place).write_text(text)
+    (STAGE / "assets").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "minipaged" / "stepper" / "stepper.js", STAGE / "assets")
+    (STAGE / "tutorials").mkdir()
+    for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
+        print(f"running tutorials/{script.name}", flush=True)
+        notebook, page = run_tutorial(script)
+        (STAGE / "tutorials" / f"{script.stem}.ipynb").write_text(notebook)
+        (STAGE / "tutorials" / f"{script.stem}.md").write_text(page)
+
+
+def recorded(script: Path) -> str:
+    """The stepper of the recording that the script makes."""
+    print(f"running {script.relative_to(ROOT)}", flush=True)
+    recording = runpy.run_path(str(script))["run"]
+    return element(recording.data(), id=script.stem)
+
+
+# --- Links ----------------------------------------------------------------------------------------
+
+
+def with_links_into_the_site(text: str, source: Path, page: Path) -> str:
+    """The text, its links to files changed to where the same thing is on the site.
+
+    `source` is the file that the text is from; `page` is its page, as a path in the site.
+    """
+    return LINK.sub(lambda link: _moved(link, source, page), text)
+
+
+def place_of(path: Path) -> Path:
+    """Where a file of the repository is on the site: a page, or a file copied along."""
+    if path.parts[0] == "docs":
+        return path.relative_to("docs")
+    if path.parts[0] == "assignments" and path.suffix == ".md":
+        return path
+    return path.with_suffix(".md") if path.parts[0] == "tutorials" else "files" / path
+
+
+def _moved(link: re.Match[str], source: Path, page: Path) -> str:
+    target = (source.parent / link["target"]).resolve()
+    path = target.relative_to(ROOT)
+    if path.parts[0] == "minipaged" and path.suffix == ".py":
+        name = [link["text"].strip("`")] if link["text"].startswith("`") else []
+        return f"[{link['text']}][{'.'.join([*path.with_suffix('').parts, *name])}]"
+    place = place_of(path)
+    if place.parts[0] == "files":
+        (STAGE / place.parent).mkdir(parents=True, exist_ok=True)
+        shutil.copy(target, STAGE / place)
+    return f"[{link['text']}]({Path(os.path.relpath(place, page.parent)).as_posix()}{link['anchor'] or ''})"
+
+
+# --- Tutorials ------------------------------------------------------------------------------------
+
+
+def run_tutorial(script: Path) -> tuple[str, str]:
+    """Run one tutorial: its notebook, without outputs, and its page. Raises nbclient's CellExecutionError."""
+    import jupytext
+    from nbclient import NotebookClient
+    from traitlets.config import Config
+
+    notebook = jupytext.read(script)
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    for cell in notebook.cells:
+        if "solution" in cell.metadata.get("tags", ()):
+            cell.metadata["jupyter"] = {"source_hidden": True}
+    download: str = jupytext.writes(notebook, fmt="ipynb")
+    config = Config(KernelManager={"transport": "ipc"})  # no port is opened
+    # In the root of the tree, whose minipaged is then the one that is imported.
+    NotebookClient(notebook, config=config, timeout=120, resources={"metadata": {"path": str(ROOT)}}).execute()
+    return download, as_markdown(notebook.cells, script)
+
+
+def as_markdown(cells: list[Any], script: Path) -> str:
+    title, *rest = cells
+    parts = [
+        "---\nhide: [toc]\n---",  # steppers want the room
+        title.source,
+        f"[This page as a notebook]({script.stem}.ipynb){{ download }} · the page is what the notebook put out, and "
+        "every `assert` in it held when the page was made.",
+    ]
+    steppers = 0
+    for cell in rest:
+        if cell.cell_type == "markdown":
+            parts.append(with_links_into_the_site(cell.source, script, Path("tutorials") / script.name))
+            continue
+        shown = [f"```python\n{cell.source}\n```"]
+        for output in cell.outputs:
+            stepper = output.get("data", {}).get("application/vnd.minipaged.run+json")
+            if stepper:
+                steppers += 1
+            shown.append(_as_html(output, f"stepper-{steppers}"))
+        if "solution" in cell.metadata.get("tags", ()):
+            inside = "\n\n".join(shown)
+            shown = [f'<details class="solution" markdown="1"><summary>A solution</summary>\n\n{inside}\n\n</details>']
+        parts += shown
+    return "\n\n".join(parts) + "\n"
+
+
+def _as_html(output: Any, name: str) -> str:
+    """One output of a cell, as a page shows it."""
+    if output.output_type == "stream":
+        return f"```text\n{output.text.rstrip()}\n```"
+    data = output.data
+    if "application/vnd.minipaged.run+json" in data:
+        return element(data["application/vnd.minipaged.run+json"], id=name)
+    if "text/html" in data:
+        return f'<div class="picture">{data["text/html"]}</div>'
+    return f"```text\n{data['text/plain']}\n```"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

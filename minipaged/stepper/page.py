@@ -1,0 +1,95 @@
+"""The page: a run as data, as an element to put into another page, and as a page that needs nothing else.
+
+The page holds the web component (`stepper.js`) and the run as JSON; it asks for nothing on the network, so that it can
+be sent to somebody and opened from a file.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from minipaged.errors import InvalidRequest
+from minipaged.events import BeamFinished, EngineStarted, Event, RequestArrived, TokenGenerated
+
+STEPPER = Path(__file__).with_name("stepper.js")
+NO_CODE: dict[str, Any] = {"functions": [], "traces": [], "trace_of": [], "current": []}
+
+
+def as_data(
+    title: str,
+    events: Iterable[Event],
+    *,
+    words: Mapping[int, str] | None = None,
+    code: Mapping[str, Any] = NO_CODE,
+) -> dict[str, Any]:
+    """What `stepper.js` is fed with. `words`: the text of tokens; `code`: the lines that ran, from a recording.
+
+    Raises InvalidRequest unless the events begin where the engine does: they could not be followed.
+    """
+    events = list(events)
+    if not events:
+        raise InvalidRequest("the run has no events; write some with: minipaged generate ... --events run.jsonl")
+    if not isinstance(events[0], EngineStarted) or any(isinstance(event, EngineStarted) for event in events[1:]):
+        raise InvalidRequest(
+            "a run is followed from its one engine_started event, the first; this is a piece of a run, or several"
+        )
+    return {
+        "title": title,
+        "events": [{"event": event.name, **asdict(event)} for event in events],
+        "words": words,
+        **code,
+    }
+
+
+def words_of(events: Iterable[Event], decode: Callable[[list[int]], str]) -> dict[int, str]:
+    """The text of every token that the events name."""
+    tokens: set[int] = set()
+    for event in events:
+        if isinstance(event, RequestArrived):
+            tokens.update(event.prompt_token_ids)
+        elif isinstance(event, TokenGenerated | BeamFinished):
+            tokens.add(event.token_id)
+    return {token: decode([token]) for token in sorted(tokens)}
+
+
+def element(data: Mapping[str, Any], *, id: str = "", with_script: bool = False) -> str:
+    """The stepper as a piece of HTML. The page around it brings `stepper.js`, unless `with_script`."""
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no text may end the script element
+    script = f"<script>{STEPPER.read_text(encoding='utf-8')}</script>" if with_script else ""
+    name = f' id="{html.escape(id)}"' if id else ""
+    return (
+        f'<div class="stepper"><paged-stepper{name}>'
+        f'<script type="application/json">{text}</script></paged-stepper>{script}</div>'
+    )
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """A whole page around one stepper."""
+    title = html.escape(data["title"] or "A run of minipaged, step by step")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ max-width: 80rem; margin: 0 auto; padding: 1rem; font-family: system-ui, sans-serif; }}
+h1 {{ font-size: 1.4rem; }}
+</style>
+</head>
+<body>
+<main>
+<h1>{title}</h1>
+<p>Step with the buttons or the slider, or with the arrow keys once the stepper has the focus.</p>
+{element(data, with_script=True)}
+</main>
+</body>
+</html>
+"""

@@ -1,0 +1,210 @@
+"""The recorder: the events of one engine, and which lines of its source ran before each of them.
+
+Nothing is told twice: the events are the engine's own (docs/events.md), caught where it emits them, and the lines are
+those that Python ran, read from the files that it ran them from. So a page made from a recording cannot show code that
+does something else.
+
+Watched are the functions in WATCHED, where block tables, counts and queues change. One line of each step is *the* line:
+the last that ran in the function that the event is about (TELLING), its return statements left out; where that function
+did not run since the event before, the last line that ran at all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from linecache import getline
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import minipaged
+from minipaged.engine.engine import Engine
+from minipaged.errors import InvalidRequest
+from minipaged.events import EngineStarted, Event
+from minipaged.stepper.page import as_data, element, page, words_of
+
+ROOT = Path(minipaged.__file__).parent
+
+WATCHED: dict[str, tuple[str, ...]] = {
+    "engine/engine.py": (
+        "Engine.add_request",
+        "Engine._launch",
+        "Engine._commit_samples",
+        "Engine._commit_beams",
+        "Engine._end_sequence",
+        "Engine._finish_request",
+    ),
+    "engine/scheduler.py": (
+        "Scheduler.schedule",
+        "Scheduler._assign_one",
+        "Scheduler._choose_victim",
+        "Scheduler._preempt",
+        "Scheduler._admit",
+    ),
+    "engine/block_manager.py": (
+        "BlockManager.begin",
+        "BlockManager.append",
+        "BlockManager.fork",
+        "BlockManager.publish",
+        "BlockManager.free",
+        "BlockManager.swap_out",
+        "BlockManager.swap_in",
+        "BlockManager._move",
+    ),
+    "engine/prefix_cache.py": ("PrefixCache.publish", "PrefixCache.evict"),
+    "reference/block_allocator.py": (
+        "BlockAllocator.allocate",
+        "BlockAllocator.share",
+        "BlockAllocator.free",
+        "BlockAllocator.copy_on_write",
+    ),
+    "reference/block_table.py": (
+        "BlockTable.append",
+        "BlockTable.adopt",
+        "BlockTable.fork",
+        "BlockTable.trim",
+        "BlockTable.replace",
+        "BlockTable.relocate",
+    ),
+    "reference/attention.py": ("_attend",),
+    "reference/beam_search.py": ("BeamSearch.step",),
+}
+"""Functions by file: what the left half of the stepper can show."""
+
+TELLING: dict[str, str] = {
+    "request_arrived": "Engine.add_request",
+    "step_started": "Engine._launch",
+    "request_admitted": "Scheduler._admit",
+    "request_preempted": "Scheduler._preempt",
+    "tokens_computed": "BlockTable.append",
+    "block_copied": "BlockAllocator.copy_on_write",
+    "prefix_reused": "BlockTable.adopt",
+    "sequence_forked": "BlockTable.fork",
+    "blocks_freed": "BlockAllocator.free",
+    "swapped_out": "BlockTable.relocate",
+    "swapped_in": "BlockTable.relocate",
+    "block_deduplicated": "BlockTable.replace",
+    "token_generated": "_attend",
+}
+"""The function that each event is about. A token comes from attention, if the model has any."""
+
+Trace = list[tuple[CodeType, int]]
+"""Lines of functions, in the order in which they ran."""
+
+
+@dataclass
+class Recording:
+    """One engine's events, each with the lines that ran before it."""
+
+    title: str
+    decode: Callable[[list[int]], str] | None = None
+    """Token ids to text; without it the page shows numbers."""
+    events: list[Event] = field(default_factory=list)
+    traces: list[Trace] = field(default_factory=list)
+
+    def data(self) -> dict[str, Any]:
+        """What the stepper is fed with, as JSON has it."""
+        words = words_of(self.events, self.decode) if self.decode else None
+        return as_data(self.title, self.events, words=words, code=_code(self.events, self.traces))
+
+    def page(self) -> str:
+        """A page of HTML that needs nothing else."""
+        return page(self.data())
+
+    def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
+        """What a notebook shows: the stepper; the docs take the data and bring the script themselves."""
+        data = self.data()
+        return {"text/html": element(data, with_script=True), "application/vnd.minipaged.run+json": data}
+
+
+@contextmanager
+def record(title: str = "", decode: Callable[[list[int]], str] | None = None) -> Iterator[Recording]:
+    """Record the engine that is made in this block, until the block ends. It must be the only one that runs there.
+
+    Raises InvalidRequest when the block made no engine, or more than one.
+    """
+    recording = Recording(title, decode)
+    tracer = _Tracer(recording)
+    before = sys.gettrace()
+    sys.settrace(tracer.on_call)
+    try:
+        yield recording
+    finally:
+        sys.settrace(before)
+    if not recording.events or not isinstance(recording.events[0], EngineStarted):
+        raise InvalidRequest("nothing to step through: make the engine (or the LLM) inside the `with record()` block")
+
+
+class _Tracer:
+    """Python calls `on_call` for each function that starts, and what it returns for each line of that function."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._engine: object = None
+        self._trace: Trace = []
+        self._watched = {(str(ROOT / file), name) for file, names in WATCHED.items() for name in names}
+
+    def on_call(self, frame: FrameType, kind: str, argument: object) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if code is Engine._emit.__code__:
+            self._on_emit(frame.f_locals["self"], frame.f_locals["event"])
+            return None
+        return self.on_line if (code.co_filename, code.co_qualname) in self._watched else None
+
+    def on_line(self, frame: FrameType, kind: str, argument: object) -> Callable[..., Any]:
+        if kind == "line":
+            self._trace.append((frame.f_code, frame.f_lineno))
+        return self.on_line
+
+    def _on_emit(self, engine: object, event: Event) -> None:
+        if isinstance(event, EngineStarted):
+            if self._engine is not None:
+                raise InvalidRequest("a recording is of one engine; this block has made a second one")
+            self._engine = engine
+        if engine is self._engine:
+            self._recording.events.append(event)
+            self._recording.traces.append(self._trace)
+        self._trace = []
+
+
+def _code(events: Iterable[Event], traces: Iterable[Trace]) -> dict[str, Any]:
+    """The sources of the functions that ran, and for each event which of their lines did; equal traces once."""
+    numbers: dict[CodeType, int] = {}
+    functions: list[dict[str, Any]] = []
+    unique: dict[tuple[tuple[int, tuple[int, ...]], ...], int] = {}
+    trace_of: list[int] = []
+    current: list[tuple[int, int] | None] = []
+    for event, trace in zip(events, traces, strict=True):
+        ran: dict[int, set[int]] = {}  # in the order of calls
+        for code, line in trace:
+            if code not in numbers:
+                numbers[code] = len(numbers)
+                functions.append(_function(code))
+            ran.setdefault(numbers[code], set()).add(line)
+        key = tuple((number, tuple(sorted(lines))) for number, lines in ran.items())
+        trace_of.append(unique.setdefault(key, len(unique)))
+        lit = _telling_line(event, trace)
+        current.append((numbers[lit[0]], lit[1]) if lit else None)
+    return {"functions": functions, "traces": list(unique), "trace_of": trace_of, "current": current}
+
+
+def _telling_line(event: Event, trace: Trace) -> tuple[CodeType, int] | None:
+    """The line to light."""
+    told = [(code, line) for code, line in trace if code.co_qualname == TELLING.get(event.name)]
+    doing = [(code, line) for code, line in told if not getline(code.co_filename, line).lstrip().startswith("return")]
+    return next((lines[-1] for lines in (doing, told, trace) if lines), None)
+
+
+def _function(code: CodeType) -> dict[str, Any]:
+    lines, first = inspect.getsourcelines(code)
+    margin = len(lines[0]) - len(lines[0].lstrip())
+    return {
+        "name": code.co_qualname,
+        "file": f"minipaged/{Path(code.co_filename).relative_to(ROOT).as_posix()}",
+        "first": first,
+        "source": [line[margin:].rstrip() for line in lines],
+    }

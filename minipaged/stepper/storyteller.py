@@ -1,0 +1,78 @@
+"""A model without weights that knows a few texts by heart: for runs in which blocks matter and words do not.
+
+Its tokens are the words of its texts, each with everything before it: where two texts begin alike, they share tokens,
+and where they part, both ways are equally likely. So samples and beams of one prompt part ways as a real model's would.
+A text that is over goes on with its last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minipaged.contracts import Batch, BlockMoves, Runner
+from minipaged.engine.engine import Engine
+from minipaged.params import EngineConfig
+from minipaged.tiers import reference_tier
+
+
+@dataclass
+class Storyteller(Runner):
+    """Runs batches without reading or writing any memory."""
+
+    texts: Sequence[str]
+    words: list[str] = field(default_factory=list)
+    """The text of each token."""
+    following: list[list[int]] = field(default_factory=list)
+    """The tokens that may follow each."""
+
+    def __post_init__(self) -> None:
+        self._tokens: dict[tuple[str, ...], int] = {}
+        for text in self.texts:
+            self._learn(text.split())
+
+    def _learn(self, words: list[str]) -> None:
+        for i, word in enumerate(words):
+            if tuple(words[: i + 1]) not in self._tokens:
+                token = self._tokens[tuple(words[: i + 1])] = len(self.words)
+                self.words.append(word)
+                self.following.append([])
+                if i:
+                    self.following[self._tokens[tuple(words[:i])]].append(token)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text that one of the known ones begins with. Raises ValueError for another."""
+        words = text.split()
+        if tuple(words) not in self._tokens:
+            raise ValueError(f"none of the texts begins with {text!r}")
+        return [self._tokens[tuple(words[: i + 1])] for i in range(len(words))]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return " ".join(self.words[token] for token in tokens)
+
+    def engine(self, **sizes: Any) -> Engine:
+        """A reference engine with this model. `sizes` are fields of EngineConfig; `max_model_len` may be left out."""
+        sizes = {"max_model_len": sizes["num_blocks"] * sizes["block_size"], "enable_prefix_caching": False} | sizes
+        return Engine(EngineConfig(vocab_size=len(self.words), **sizes), reference_tier(), self, decode=self.decode)
+
+    # --- Runner -----------------------------------------------------------------------------------
+
+    def move(self, moves: BlockMoves) -> None:
+        """There is nothing to move."""
+
+    def forward(self, batch: Batch) -> Any:
+        """Logits [rows that want them, words]: equal for what may follow the last query token, else very low."""
+        import numpy as np
+
+        rows = [int(row.token_ids[-1]) for row in batch if row.wants_logits]
+        logits = np.full((len(rows), len(self.words)), -1e4, np.float32)  # [rows, words]
+        for i, token in enumerate(rows):
+            logits[i, self.following[token] or [token]] = 0
+        return logits
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        return 1e-6 * num_blocks
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        return 1e-3 * num_tokens

@@ -1,0 +1,237 @@
+"""The site as its readers have it: in a browser, from a folder of files, with no network."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from nbclient.exceptions import CellExecutionError
+from playwright.sync_api import Browser
+
+from docs import build
+from tests.browser import ROOT, Watched, axe_script
+
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+SCHEMES = ("light", "dark")
+
+
+def pages(site: Path) -> list[Path]:
+    return sorted(path for path in site.rglob("*.html") if path.name != "404.html")
+
+
+def with_stepper(site: Path) -> list[Path]:
+    return [page for page in pages(site) if "<paged-stepper" in page.read_text()]
+
+
+# --- In a browser ---------------------------------------------------------------------------------
+
+
+def test_every_stepper_steps_by_button_key_slider_and_link(site: Path, browser: Browser) -> None:
+    found = with_stepper(site)
+    assert {page.stem for page in found} >= {"index", "02_blocks_on_demand", "04_token_by_token"}
+    watched = Watched(browser)
+    page = watched.page
+    for path in found:
+        page.goto(path.as_uri())
+        for i in range(page.locator("paged-stepper").count()):
+            page.goto(path.as_uri())
+            page.evaluate("document.querySelectorAll('details').forEach((folded) => { folded.open = true; })")
+            stepper = page.locator("paged-stepper").nth(i)
+            last = stepper.evaluate("s => s.events.length")
+            count = stepper.locator(".n")
+            stepper.get_by_role("button", name="Next step").click()
+            assert count.text_content() == f"2 / {last}", path
+            page.keyboard.press("ArrowRight")
+            assert count.text_content() == f"3 / {last}"
+            stepper.get_by_role("button", name="Previous step").click()
+            assert count.text_content() == f"2 / {last}"
+            stepper.get_by_role("slider").fill(str(last - 1))
+            assert count.text_content() == f"{last - 1} / {last}"
+            lit = stepper.locator(".now")
+            assert stepper.locator(".ran").count() > 0
+            assert lit.count() == 1
+            stepper.get_by_role("link", name="Link to step").click()
+            again = page.locator("paged-stepper").nth(i)
+            assert again.locator(".n").text_content() == f"{last - 1} / {last}"
+            others = [j for j in range(page.locator("paged-stepper").count()) if j != i]
+            assert all(page.locator("paged-stepper .n").nth(j).text_content().startswith("1 /") for j in others)
+    watched.check()
+    page.close()
+
+
+def search(page: Any, words: str) -> list[str]:
+    page.get_by_role("textbox", name="Search").click()
+    page.keyboard.type(words)
+    page.locator(".md-search-result__item").first.wait_for(state="attached", timeout=20_000)
+    links: list[str] = page.locator(".md-search-result__link").evaluate_all("links => links.map(l => l.href)")
+    return links
+
+
+def test_search_finds_copy_on_write_from_a_file(site: Path, browser: Browser) -> None:
+    watched = Watched(browser, viewport={"width": 1280, "height": 900})
+    watched.page.goto((site / "index.html").as_uri())
+    links = search(watched.page, "copy-on-write")
+    assert any("glossary.html" in link for link in links)
+    assert any("paper.html" in link for link in links)
+    watched.check()
+    watched.page.close()
+
+
+@pytest.fixture
+def served(site: Path) -> Iterator[str]:
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
+def test_search_finds_copy_on_write_from_a_server(served: str, browser: Browser) -> None:
+    watched = Watched(browser, viewport={"width": 1280, "height": 900})
+    watched.page.goto(f"{served}/index.html")
+    assert any("glossary.html" in link for link in search(watched.page, "copy-on-write"))
+    watched.check()
+    watched.page.close()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("size", SIZES)
+def test_pages_fit_the_screen_and_ask_for_nothing(site: Path, browser: Browser, size: str, scheme: str) -> None:
+    """And leave a picture of each in build/screenshots, to be looked at."""
+    width, height = SIZES[size]
+    folder = ROOT / "build" / "screenshots"
+    watched = Watched(
+        browser, viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    page = watched.page
+    for path in pages(site):
+        page.goto(f"{path.as_uri()}?step=12")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path.name} is wider than the screen"
+        if "api" not in path.parts:
+            page.screenshot(path=folder / f"{path.stem}-{size}-{scheme}.png", full_page=True)
+    watched.check()
+    page.close()
+
+
+@pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
+def test_axe_finds_no_serious_violation(site: Path, browser: Browser, size: str, scheme: str) -> None:
+    width, height = SIZES[size]
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
+    script = axe_script()
+    wrong = []
+    for path in pages(site):
+        if "api" in path.parts and path.stem != "stepper":
+            continue  # all made alike, and large
+        page.goto(f"{path.as_uri()}?step=12")
+        page.add_script_tag(content=script)
+        result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        wrong += [
+            (path.name, violation["id"], node["target"], node["html"][:160])
+            for violation in result["violations"]
+            if violation["impact"] in ("serious", "critical")
+            for node in violation["nodes"]
+        ]
+    page.close()
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+# --- As files -------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(page.read_text())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name in ("href", "src") and value:
+                self.targets.append(value)
+            if name in ("id", "name") and value:
+                self.anchors.add(value)
+
+
+def test_every_link_resolves(site: Path) -> None:
+    parsed = {page: Links(page) for page in pages(site)}
+    wrong = []
+    for page, links in parsed.items():
+        for target in links.targets:
+            url = urlsplit(target)
+            if url.scheme in ("http", "https", "data"):
+                continue
+            there = (page.parent / unquote(url.path)).resolve() if url.path else page
+            anchors = parsed[there].anchors if url.fragment and there in parsed else {unquote(url.fragment)}
+            if not there.is_file() or unquote(url.fragment) not in anchors:
+                wrong.append((page.relative_to(site), target))
+    assert not wrong
+
+
+def test_nothing_but_links_leads_out(site: Path) -> None:
+    """No script, style, picture or font comes from elsewhere."""
+    for page in pages(site):
+        text = page.read_text()
+        for start in ('src="http', "src=http", "url(http", "@import"):
+            assert start not in text, f"{start} in {page.name}"
+        assert "preconnect" not in text
+
+
+def test_every_tutorial_has_its_page_and_its_notebook(site: Path) -> None:
+    tutorials = {path.stem for path in (ROOT / "tutorials").glob("*.py")}
+    assert tutorials
+    for kind in ("html", "ipynb"):
+        assert {path.stem for path in (site / "tutorials").glob(f"*.{kind}")} == tutorials
+
+
+# --- The build ------------------------------------------------------------------------------------
+
+
+def tutorial(folder: Path, code: str) -> Path:
+    script = folder / "01_made_up.py"
+    script.write_text(f"# %% [markdown]\n# # Made up\n\n# %%\n{code}\n")
+    return script
+
+
+def test_a_failed_assert_ends_the_build(tmp_path: Path) -> None:
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        build.run_tutorial(tutorial(tmp_path, "assert 1 + 1 == 3"))
+
+
+def test_the_page_of_a_tutorial_shows_what_its_cells_put_out(tmp_path: Path) -> None:
+    code = 'print("six times", 7)\n6 * 7\n\n# %% tags=["solution"]\nprint("a secret")'
+    notebook, page = build.run_tutorial(tutorial(tmp_path, code))
+    assert "```text\nsix times 7\n```" in page
+    assert "```text\n42\n```" in page
+    folded = page.index("<details")
+    assert folded < page.index("a secret") < page.index("</details>")
+    assert '"outputs": []' in notebook
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[x](events.md#a)", "[x](events.md#a)"),
+        ("[x](https://example.org/a)", "[x](https://example.org/a)"),
+        ("[x](../tutorials/01_contiguous_memory.py)", "[x](tutorials/01_contiguous_memory.md)"),
+        ("[x](../assignments/1_block_allocator/handout.md)", "[x](assignments/1_block_allocator/handout.md)"),
+        ("[x](../minipaged/reference/block_table.py)", "[x][minipaged.reference.block_table]"),
+        (
+            "[`BlockTable.append`](../minipaged/reference/block_table.py)",
+            "[`BlockTable.append`][minipaged.reference.block_table.BlockTable.append]",
+        ),
+    ],
+)
+def test_links_to_files_become_links_into_the_site(text: str, expected: str) -> None:
+    source = ROOT / "docs" / "index.md"
+    assert build.with_links_into_the_site(text, source, Path("index.md")) == expected

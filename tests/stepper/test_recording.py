@@ -1,0 +1,120 @@
+"""A recording holds the engine's own events, and the lines that Python ran: nothing is told twice."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from minipaged import InvalidRequest, SamplingParams
+from minipaged.events import EVENT_TYPES, BlockCopied, Event
+from minipaged.stepper import Recording, Storyteller, record
+from minipaged.stepper.recording import ROOT, TELLING, WATCHED
+from tests.source import definitions
+
+TEXTS = ("one two three four five six seven", "one two three four FIVE SIX SEVEN")
+
+
+def two_samples() -> tuple[Recording, list[Event]]:
+    model = Storyteller(TEXTS)
+    heard: list[Event] = []
+    with record("Two samples", model.decode) as run:
+        engine = model.engine(num_blocks=8, block_size=4)
+        engine.listeners.append(heard.append)
+        engine.add_request(model.encode("one two three"), SamplingParams(n=2, max_tokens=3, seed=1))
+        while engine.has_unfinished_requests():
+            engine.step()
+    return run, heard
+
+
+def test_the_recorded_events_are_those_that_listeners_hear() -> None:
+    run, heard = two_samples()
+    assert run.events == heard
+    assert len(run.traces) == len(run.events)
+
+
+def test_the_source_shown_is_what_stands_in_the_file_that_ran() -> None:
+    data = two_samples()[0].data()
+    assert {function["name"] for function in data["functions"]} >= {"BlockTable.append", "BlockAllocator.copy_on_write"}
+    for function in data["functions"]:
+        lines = (ROOT.parent / function["file"]).read_text().splitlines()
+        first = function["first"] - 1
+        shown = function["source"]
+        assert [line.strip() for line in lines[first : first + len(shown)]] == [line.strip() for line in shown]
+
+
+def test_the_line_lit_for_a_copy_is_where_the_reference_is_given_up() -> None:
+    run, _ = two_samples()
+    data = run.data()
+    [index] = [i for i, event in enumerate(run.events) if isinstance(event, BlockCopied)]
+    number, line = data["current"][index]
+    function = data["functions"][number]
+    assert function["name"] == "BlockAllocator.copy_on_write"
+    assert function["source"][line - function["first"]].strip() == "self._ref_counts[block] -= 1"
+
+
+def test_a_step_shows_only_what_ran_since_the_step_before() -> None:
+    run, _ = two_samples()
+    data = run.data()
+    started = next(i for i, event in enumerate(run.events) if event.name == "step_started")
+    tokens = [i for i, event in enumerate(run.events) if event.name == "token_generated"]
+    assert tokens[1] == tokens[0] + 1  # both samples' first tokens come from one loop
+    for index, expected in [
+        (started, ["Engine.add_request", "Engine._launch"]),
+        (tokens[1], ["Engine._commit_samples"]),
+    ]:
+        assert [data["functions"][number]["name"] for number, _ in data["traces"][data["trace_of"][index]]] == expected
+
+
+def test_the_line_lit_is_one_that_ran() -> None:
+    data = two_samples()[0].data()
+    for trace, lit in zip(data["trace_of"], data["current"], strict=True):
+        ran = {(number, line) for number, lines in data["traces"][trace] for line in lines}
+        assert (lit is None and not ran) or tuple(lit) in ran
+
+
+def test_every_watched_function_exists() -> None:
+    """Those that are renamed would silently be shown no more."""
+    for file, names in WATCHED.items():
+        for name in names:
+            assert name in definitions(ROOT / file), f"{name} in {file}"
+
+
+def test_every_event_is_told_by_a_watched_function() -> None:
+    assert TELLING.keys() <= EVENT_TYPES.keys()
+    assert set(TELLING.values()) <= {name for names in WATCHED.values() for name in names}
+
+
+def test_recording_leaves_the_tracing_of_others_as_it_was() -> None:
+    before = sys.gettrace()
+    with pytest.raises(ZeroDivisionError), record():
+        raise ZeroDivisionError
+    assert sys.gettrace() is before
+
+
+def test_a_recording_without_an_engine_is_refused() -> None:
+    model = Storyteller(TEXTS)
+    engine = model.engine(num_blocks=8, block_size=4)  # too early: its first event is gone
+    with pytest.raises(InvalidRequest, match="inside the `with record"), record():
+        engine.add_request(model.encode("one"), SamplingParams(max_tokens=1))
+
+
+def test_a_recording_of_two_engines_is_refused() -> None:
+    model = Storyteller(TEXTS)
+    with record():
+        model.engine(num_blocks=8, block_size=4)
+        with pytest.raises(InvalidRequest, match="second"):
+            model.engine(num_blocks=8, block_size=4)
+
+
+def test_samples_of_a_storyteller_part_where_its_texts_do() -> None:
+    run, _ = two_samples()
+    assert run.data()["words"][3] == "four"
+    assert any(isinstance(event, BlockCopied) for event in run.events)
+    with pytest.raises(ValueError, match="none of the texts begins"):
+        Storyteller(TEXTS).encode("two three")
+
+
+def test_the_stepper_is_small() -> None:
+    assert (Path(ROOT) / "stepper" / "stepper.js").stat().st_size < 30_000

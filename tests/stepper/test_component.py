@@ -13,7 +13,7 @@ from playwright.sync_api import Browser
 
 from minipaged import SamplingParams
 from minipaged.cli import main
-from minipaged.events import EVENT_TYPES, Event
+from minipaged.events import EVENT_TYPES, EngineStarted, Event
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import STEPPER, as_data, page
 from tests.browser import Watched
@@ -239,12 +239,17 @@ def main_and_return(arguments: list[str]) -> int:
     return int(ended.value.code or 0)
 
 
+STARTED = EngineStarted(num_blocks=4, num_swap_blocks=0, block_size=2, max_model_len=8).to_json()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "the run has no events"),
-        ('{"event":"block_evicted","block":1}\n', "followed from its one engine_started event"),
+        ("", "holds no events"),
+        ('{"event":"block_evicted","block":1}\n', "the first event of a run is engine_started"),
         ('{"event":"nonsense"}\n', "line 1: not an event"),
+        (f"{STARTED}\n{STARTED}\n", "one engine_started event"),
+        (f'{STARTED}\n{{"event":"block_evicted","block":1}}\n', "line 2"),
         ('\n{"event":\n', "line 2"),
     ],
 )

@@ -312,6 +312,8 @@ def run_chat(llm: LLM, params: SamplingParams, system: str | None = None) -> int
 
     That is 1 if questions came from a file or a pipe and one of them was refused, and 130 if Ctrl-C came in between.
     """
+    if sys.stdin is None or sys.stdout is None:
+        raise InvalidRequest("a chat reads from stdin and writes to stdout; one of them is closed")
     asking = sys.stdin.isatty()
     conversation = Conversation(llm, params, system)
     llm.encode_chat(

@@ -210,9 +210,10 @@ def _run(
 
 def _refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
     """Raise InvalidRequest if one of these options was given: an option that does nothing misleads."""
+    given = {parameter.name: parameter for parameter in context.command.params if parameter.name in names}
     for name in names:
         if _is_given(context, name):
-            raise InvalidRequest(f"--{name.replace('_', '-')} {why}")
+            raise InvalidRequest(f"{given[name].opts[0].lstrip() if given[name].opts else name} {why}")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -299,7 +300,7 @@ def demo(
     context: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(help="Your own, for --scene yours.")] = None,
     scene: Annotated[
-        str | None, typer.Option(help="Show only this scene (or several: a,b); yours: your prompts.")
+        str | None, typer.Option(help="Only this scene (or several: a,b); yours: your prompts; trace: --trace.")
     ] = None,
     replay: Annotated[Path | None, typer.Option(metavar="FILE.jsonl", help="Show a run from its events.")] = None,
     record: Annotated[Path | None, typer.Option(metavar="FILE", help="Record it as FILE.svg or FILE.cast.")] = None,
@@ -348,7 +349,7 @@ def demo(
         if scene == "trace":
             _refuse_given(
                 context,
-                ("prompts", "model", "tier", "seed", "steps", "speed"),
+                ("prompts", "model", "tier", "seed", "steps"),
                 "has no meaning with --scene trace, which runs no model",
             )
             if trace is None:
@@ -360,6 +361,7 @@ def demo(
                 block_size=block_size,
                 num_blocks=num_blocks,
                 allocator=load_allocator(allocator) if allocator else None,
+                speed=speed if _is_given(context, "speed") else None,
                 color=not no_color,
                 record=record,
                 json_output=json_output,
@@ -386,6 +388,8 @@ def demo(
 
 def _ask_for_prompts() -> list[str]:
     """One a line, from whoever types or from a file, up to an empty line."""
+    if sys.stdin is None:
+        raise InvalidRequest("--scene yours reads prompts from stdin, which is closed; give them as arguments")
     if sys.stdin.isatty():
         print("one prompt a line; an empty line starts", file=sys.stderr)
     lines = (line.strip() for line in sys.stdin)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import fields as fields_of
+from functools import cache
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 Emit = Callable[["Event"], None]
 
@@ -274,9 +276,34 @@ def from_json(line: str) -> Event:
     if event_type is None:
         raise ValueError(f"not an event of minipaged: {line[:80]!r}")
     try:
-        return event_type(**{key: _to_tuple(value) for key, value in fields.items()})
+        event = event_type(**{key: _to_tuple(value) for key, value in fields.items()})
     except TypeError as error:
         raise ValueError(f"not a valid {event_type.name} event: {error}") from error
+    for name, hint in _field_types(event.name).items():
+        if not _is_a(getattr(event, name), hint):
+            raise ValueError(f"not a valid {event_type.name} event: its {name} is {getattr(event, name)!r:.80}")
+    return event
+
+
+@cache
+def _field_types(name: str) -> dict[str, Any]:
+    """The annotations of an event's fields."""
+    hints = get_type_hints(EVENT_TYPES[name])
+    return {each.name: hints[each.name] for each in fields_of(EVENT_TYPES[name])}
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether the value is what a field's annotation says: a number, a text, one of some texts, a tuple of such."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_origin(hint) is tuple:
+        of = get_args(hint)
+        if not isinstance(value, tuple) or (of[-1] is not ... and len(value) != len(of)):
+            return False
+        return all(_is_a(item, of[0] if of[-1] is ... else of[i]) for i, item in enumerate(value))
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint
 
 
 def read_jsonl(lines: Iterable[str]) -> Iterator[Event]:

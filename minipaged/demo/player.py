@@ -176,7 +176,7 @@ class Player:
             pass  # until there is something to show
         if not timeline.at_end:
             self._forward()  # the sizes of everything
-        self._wait(OPENING_SECONDS if paced else 0.0)
+        self._wait(OPENING_SECONDS)
         while True:
             if self._paused:
                 self._wait_paused()
@@ -305,7 +305,9 @@ class Player:
                 pass
             case "other":
                 return
+        spent = self._picture_seconds
         self._draw()
+        self._picture_seconds = spent  # what somebody asked for is not counted against what follows
 
     # --- Drawing ----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from minipaged.demo.measures import Measures
 from minipaged.demo.scenes import Outcome, Scene, TableRow, Text
 from minipaged.demo.stage import Stage
 from minipaged.demo.state import State
+from minipaged.demo.ticker import printable
 
 WIDTH = 80
 INDENT = "  "
@@ -73,7 +74,7 @@ def _table_lines(rows: Sequence[TableRow], most_rows: int = 8) -> Iterator[str]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))
 
 
 def _memory_lines(run: Measures, *, named: bool) -> list[str]:

@@ -25,11 +25,13 @@ from minipaged.demo.scenes import SCENES, YOURS, Outcome, Scene
 from minipaged.demo.stage import Stage
 from minipaged.demo.state import Timeline
 from minipaged.demo.terminal import Terminal, color_system, is_live
-from minipaged.demo.ticker import LEFT_OUT, story
+from minipaged.demo.ticker import LEFT_OUT, printable, story, tell
 from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Decode, View
 from minipaged.errors import InvalidRequest
 from minipaged.events import EngineStarted, from_json
 
+LARGEST = 10**7
+"""Of any size that a run may begin with: what is larger, nobody could draw."""
 FILM_SIZE = (100, 30)
 """Columns and lines of a recording without a terminal, unless COLUMNS and LINES say otherwise."""
 
@@ -122,8 +124,8 @@ def replay(
             except (NextScene, Quit):
                 pass
     if not _draws(console):
-        print(*story(timeline.events, dict.fromkeys(LEFT_OUT, sys.maxsize)), sep="\n")
-    print(*lines, sep="\n")
+        print(*map(printable, story(timeline.events, dict.fromkeys(LEFT_OUT, sys.maxsize))), sep="\n")
+    print(*map(printable, lines), sep="\n")
 
 
 def read_run(path: Path) -> Timeline:
@@ -137,16 +139,25 @@ def read_run(path: Path) -> Timeline:
                 event = from_json(line)
                 if not len(timeline) and not isinstance(event, EngineStarted):
                     raise ValueError("the first event of a run is engine_started; record it from the start")
+                if isinstance(event, EngineStarted):
+                    _check_sizes(event)
                 timeline.append(event)
+                tell(timeline.state, event)
                 timeline.forward()
     except OSError as error:
         raise InvalidRequest(f"cannot read {path}: {error.strerror}") from None
-    except (LookupError, ValueError, TypeError, AttributeError) as error:
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         why = str(error) if isinstance(error, ValueError) else f"it does not follow from the events before ({error!r})"
         raise InvalidRequest(f"{path}, line {number}: {why}") from None
     if not len(timeline):
         raise InvalidRequest(f"{path} holds no events; minipaged generate --events FILE writes some")
     return timeline
+
+
+def _check_sizes(event: EngineStarted) -> None:
+    for name, least in (("num_blocks", 1), ("num_swap_blocks", 0), ("block_size", 1), ("max_model_len", 1)):
+        if not least <= getattr(event, name) <= LARGEST:
+            raise ValueError(f"{name} is {getattr(event, name)}; it must be between {least} and {LARGEST}")
 
 
 # --- The parts of a show --------------------------------------------------------------------------
@@ -198,7 +209,7 @@ def _choose(names: str | None, prompts: Sequence[str]) -> list[Scene]:
     known = {one.name: one for one in (*SCENES, YOURS)}
     for name in names.split(","):
         if name not in known:
-            raise InvalidRequest(f"there is no scene {name!r}; choose one of {', '.join(known)}")
+            raise InvalidRequest(f"there is no scene {name!r}; choose of {', '.join(known)}, or trace alone")
     chosen = [known[name] for name in names.split(",")]
     if prompts and YOURS not in chosen:
         raise InvalidRequest("prompts are for --scene yours alone")

@@ -51,7 +51,8 @@ RESIZE_SECONDS = 0.1
 
 def is_live(output: TextIO, console: Console) -> bool:
     """Whether pictures can be drawn over each other here, and keys be read."""
-    return termios is not None and output.isatty() and sys.stdin.isatty() and not console.is_dumb_terminal
+    both = (output, sys.stdin)  # None where they are closed
+    return termios is not None and all(one and one.isatty() for one in both) and not console.is_dumb_terminal
 
 
 class Terminal:
@@ -71,6 +72,7 @@ class Terminal:
         self._handlers = {
             signal.SIGTERM: signal.signal(signal.SIGTERM, self._terminate),
             signal.SIGHUP: signal.signal(signal.SIGHUP, self._terminate),
+            signal.SIGQUIT: signal.signal(signal.SIGQUIT, self._terminate),
             signal.SIGTSTP: signal.signal(signal.SIGTSTP, self._suspend),
         }
         self._take()
@@ -79,7 +81,9 @@ class Terminal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave it half done
         self._give_back()
+        signal.signal(signal.SIGINT, interrupt)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -149,9 +153,10 @@ class Terminal:
 
     def _give_back(self) -> None:
         with suppress(OSError, termios.error):  # the terminal itself may have gone
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
+        with suppress(OSError):
             self._output.write(LEAVE)
             self._output.flush()
-            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)  # by way of __exit__

@@ -92,9 +92,7 @@ def tell(state: State, event: Event, words: Words | None = None) -> Sentence | N
             return Sentence("evict", text, (event.block,))
         case BeamFinished():
             beam = name(state.sequences[event.sequence])
-            text = (
-                f"{beam} followed by {_word(event.token_id, words)} is a finished text: kept, score {event.score:.2f}"
-            )
+            text = f"{beam} followed by {_word(event.token_id, words)} is kept for the ranking, score {event.score:.2f}"
             return Sentence("keep", text)
     return _tell_of_request(state, event)
 
@@ -189,7 +187,7 @@ def _tell_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]) -
         return Sentence("give back", f"{name(sequence)} gives back host {numbers(blocks)}", host_blocks=blocks)
     free = [block for block in blocks if state.ref_count(block) == 1]
     rest = len(blocks) - len(free)
-    kept = f"; {rest} others hold still" if rest else ""
+    kept = f"; others still hold {rest}" if rest else ""
     text = (
         f"{name(sequence)} gives back its table: {numbers(free)} free"
         if free
@@ -254,7 +252,7 @@ def _tell_preemption(request: LiveRequest, event: RequestPreempted) -> Sentence:
     }[event.mode]
     short = _count(event.blocks_short, "block")
     blocks = tuple(block for sequence in request.sequences for block in sequence.table)
-    text = f"{short} short: {called(request)}, the latest to come, is preempted by {what}"
+    text = f"{short} short: {called(request)}, the latest of those that run, is preempted by {what}"
     return Sentence("preempt", text, tuple(dict.fromkeys(blocks)))
 
 
@@ -299,6 +297,16 @@ def story(events: Iterable[Event], topics: Mapping[Topic, int]) -> list[str]:
     return lines
 
 
+def printable(text: str) -> str:
+    """Without what a terminal would take for a command."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
+
+
+MOST_RUNS = 6
+"""Of neighbouring blocks, that a sentence names."""
+
 # --- Words ----------------------------------------------------------------------------------------
 
 
@@ -327,7 +335,9 @@ def blocks_only(blocks: Iterable[int]) -> str:
             runs[-1][1] = block
         else:
             runs.append([block, block])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs) or "none"
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:MOST_RUNS]]
+    more = sum(last - first + 1 for first, last in runs[MOST_RUNS:])
+    return ", ".join(shown) + (f" and {more} more" if more else "") if shown else "none"
 
 
 def _names(requests: Iterable[LiveRequest]) -> list[str]:

@@ -41,15 +41,18 @@ def play_trace(
     block_size: int | None = None,
     num_blocks: int | None = None,
     allocator: Callable[[int], BlockAllocator] | None = None,
+    speed: float | None = None,
     color: bool = True,
     record: Path | None = None,
     json_output: bool = False,
 ) -> TraceSummary:
     """Replay the first `num_requests` of the trace and print what happens; `json_output`: only the summary, as JSON.
-    In a terminal it is shown live, and told afterwards.
+    In a terminal it is shown live, and told afterwards: as fast as the engine goes, or at a `speed` to follow it.
 
     Raises InvalidRequest for a trace that cannot be read and for sizes out of range.
     """
+    if json_output and record:
+        raise InvalidRequest("--record draws the trace, and --json prints its summary alone; choose one")
     if num_requests < 1:
         raise InvalidRequest(f"requests is {num_requests}; it must be 1 or more")
     requests = read_trace(trace)[:num_requests]
@@ -79,9 +82,9 @@ def play_trace(
     if is_live(sys.stdout, console):
         recording = Recording(record) if record else None
         try:
-            with player(console, lambda token_ids: "", 1.0, recording) as one:
+            with player(console, lambda token_ids: "", speed or 1.0, recording) as one:
                 assert one is not None
-                _watch(one, replay, advance)
+                _watch(one, replay, advance, paced=speed is not None)
         except (NextScene, Quit):
             return replay.summary()
     elif record:
@@ -106,13 +109,14 @@ def play_trace(
     return summary
 
 
-def _watch(one: Player, replay: TraceReplay, advance: Callable[[], bool]) -> None:
-    """Live, and as fast as the engine goes. The words are all the same, so none are shown."""
+def _watch(one: Player, replay: TraceReplay, advance: Callable[[], bool], *, paced: bool) -> None:
+    """Live. The words are all the same, so none are shown."""
     timeline = Timeline()
     replay.engine.listeners.append(timeline.append)
     watch = "Watch the pool: it fills until a block is missing, and then the latest to come is preempted (section 4.5)."
     one.caption = Caption("A trace on a simulated machine", watch)
-    one.play(timeline, advance, paced=False)
+    one.play(timeline, advance, paced=paced)
+    one.close((_waste(replay, replay.summary()),))
 
 
 def _opening(replay: TraceReplay, num_requests: int, span: float) -> Iterator[str]:
@@ -167,12 +171,18 @@ def _closing(replay: TraceReplay, s: TraceSummary, wall_seconds: float) -> Itera
     ):
         figures = ", ".join(f"{label} {_short(seconds)}" for label, seconds in asdict(times).items())
         yield f"Latency {name + ':':<20}{figures} {unit}"
-    yield from _wrap(
-        f"=> Of the memory it took, paging wasted {1 - s.paged_share_of_tokens:.1%}, the ends of last blocks. Had "
-        f"every request reserved {config.max_model_len} slots, {s.contiguous_share_reserved:.1%} would have waited for "
-        f"tokens to come and {s.contiguous_share_internal:.1%} for tokens that never came; in the paper, earlier "
-        f"systems wasted 61.8 % to 79.6 % (Fig. 2). The pool has room for {s.contiguous_requests} such requests; up "
-        f"to {s.peak_running} ran."
+    yield from _wrap(f"=> {_waste(replay, s)}")
+
+
+def _waste(replay: TraceReplay, s: TraceSummary) -> str:
+    if not s.served:
+        return "Nothing was served, so nothing was measured."
+    return (
+        f"Of the memory it took, paging wasted {1 - s.paged_share_of_tokens:.1%}, the ends of last blocks. Had every "
+        f"request reserved {replay.engine.config.max_model_len} slots, {s.contiguous_share_reserved:.1%} would have "
+        f"waited for tokens to come and {s.contiguous_share_internal:.1%} for tokens that never came; in the paper, "
+        f"earlier systems wasted 61.8 % to 79.6 % (Fig. 2). The pool has room for {s.contiguous_requests} such "
+        f"requests; up to {s.peak_running} ran."
     )
 
 

@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 
-from rich.cells import cell_len
+from rich.cells import cell_len, chop_cells
 from rich.color import ColorSystem
 from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 from rich.style import Style
 
 from minipaged.demo.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, Pool, State
-from minipaged.demo.ticker import Sentence
+from minipaged.demo.ticker import Sentence, printable
 
 Line = list[Segment]
 Decode = Callable[[Sequence[int]], str]
@@ -39,10 +39,10 @@ BASIC_COLORS = (4, 3, 2, 5, 6, 1)
 """Where there are 16: those that are not black, white or grey."""
 GLOSSARY = (
     ("block", "room for the keys and values of a few tokens"),
-    ("block table", "the blocks of one sequence, in order; any will do"),
-    ("shared block", "in several tables, stored once; ×3: in three"),
+    ("block table", "which blocks a sequence has, in the order of its tokens"),
+    ("shared block", "held by several, stored once; ×3: by three"),
     ("copy-on-write", "who writes into a shared block gets a copy first"),
-    ("preemption", "when blocks run out, the latest request gives up its own"),
+    ("preemption", "when blocks run out, the latest of those that run gives up its own"),
 )
 """Shown while there is nothing else to show."""
 PLAIN = Style()
@@ -128,7 +128,7 @@ class View:
 
     def __post_init__(self) -> None:
         decode = self.decode or (lambda tokens: "".join(f" {token}" for token in tokens))
-        self._words = lru_cache(maxsize=4096)(lambda tokens: _printable(decode(tokens)))
+        self._words = lru_cache(maxsize=4096)(lambda tokens: printable(decode(tokens)))
 
     def word(self, token: int) -> str:
         """The text of one token."""
@@ -153,8 +153,9 @@ class View:
         lines = [*head, *blank, *memory, *tables, *low, *blank, *news, *keys]
         if len(lines) > height:  # a very low terminal: what happened and the keys are worth more than the rest
             lines = [*lines[: max(0, height - len(news) - len(keys))], *news, *keys][:height]
-        if not self.unicode:
-            lines = [[Segment(_ascii(text), style) for text, style, _ in line] for line in lines]
+        # Names, reasons and prompts are somebody else's: none of them may be a terminal's command.
+        as_text = printable if self.unicode else _ascii
+        lines = [[Segment(as_text(text), style) for text, style, _ in line] for line in lines]
         lines = [Segment.adjust_line_length(line, width) for line in lines]
         return Frame(width, lines)
 
@@ -232,7 +233,7 @@ class View:
 
     def _legend(self, state: State, tile: int) -> str:
         shared = "A×3" if tile > 2 else "A3"
-        parts = ["A·· partly filled", f"{shared} held by 3{' (cache counted)' if state.cached else ''}"]
+        parts = ["A·· partly filled", f"{shared} held by 3{' (cache too)' if state.cached else ''}"]
         parts += ["(c) cached only"] if state.cached else []
         return "  ".join([*parts, "· free", "▸ just now"])
 
@@ -324,7 +325,7 @@ class View:
             return [[*head, *Segment.adjust_line_length(table, widest), Segment("  "), Segment(words, style)]]
         most = rows - 1 - (rows > 3)  # and an empty line, where there is room
         words = self._text(sequence, most * (width - 8))
-        wrapped = textwrap.wrap(words, width - 6)[-most:]
+        wrapped = _wrap_cells(words, width - 6)[-most:]
         lines = [[*head, *table], *([Segment(f"     {line}", style)] for line in wrapped)]
         return [*lines, *([] for _ in range(rows - len(lines)))]
 
@@ -467,7 +468,7 @@ class View:
             for text in caption.measured:
                 lines += [
                     [Segment(part, BOLD)]
-                    for part in textwrap.wrap(text, width - 2, initial_indent=" ", subsequent_indent="   ")
+                    for part in textwrap.wrap(text, max(4, width - 2), initial_indent=" ", subsequent_indent="   ")
                 ]
             return lines + [[] for _ in range(rows + 1 - len(lines))]
         lines = []
@@ -475,7 +476,10 @@ class View:
             head = f" step {note.step}  "
             latest = note is notes[-1]
             wrapped = textwrap.wrap(
-                note.sentence.text, width - 1, initial_indent=head, subsequent_indent=" " * len(head)
+                note.sentence.text,
+                max(len(head) + 1, width - 1),
+                initial_indent=head,
+                subsequent_indent=" " * len(head),
             )
             if len(lines) + len(wrapped) > rows:
                 if latest:
@@ -506,7 +510,7 @@ def _rule(title: str, width: int) -> Line:
 
 
 def _watch(caption: Caption, width: int, rows: int) -> list[Line]:
-    wrapped = textwrap.wrap(caption.watch, width - 2, max_lines=rows, placeholder=" …")
+    wrapped = textwrap.wrap(caption.watch, max(3, width - 2), max_lines=rows, placeholder=" …")
     return [[Segment(" " + line, Style(italic=True))] for line in wrapped]
 
 
@@ -539,12 +543,21 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // max(1, multiple)) * multiple
 
 
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else " " if c.isspace() else "\ufffd" for c in text)
-
-
 def _ascii(text: str) -> str:
-    return text.translate(ASCII).encode("ascii", "replace").decode()
+    return printable(text).translate(ASCII).encode("ascii", "replace").decode()
+
+
+def _wrap_cells(text: str, width: int) -> list[str]:
+    """Lines of at most so many columns; `textwrap` counts characters, of which some are two columns wide."""
+    lines = [""]
+    for word in text.split():
+        for piece in chop_cells(word, max(2, width)):
+            longer = f"{lines[-1]} {piece}".strip()
+            if cell_len(longer) <= width:
+                lines[-1] = longer
+            else:
+                lines.append(piece)
+    return lines if lines[0] else lines[1:]
 
 
 def _beginning(text: str, width: int) -> str:

@@ -353,6 +353,15 @@ STARTED = '{"event":"engine_started","num_blocks":4,"num_swap_blocks":0,"block_s
             STARTED + ARRIVED + '{"event":"blocks_freed","sequence":0,"blocks":[3]}',
             r"line 3: sequence 0 holds blocks \[\]",
         ),
+        (STARTED.replace('"block_size":', '"block_size":-'), "line 1: block_size is -"),
+        (STARTED.replace('"num_blocks":', '"num_blocks":99999999'), "line 1: num_blocks is .* between 1 and"),
+        (STARTED.replace('"max_model_len":', '"max_model_len":"long","was":'), "line 1: not a valid engine_started"),
+        (STARTED + ARRIVED.replace('"sequence":0', '"sequence":"a"'), "its sequence is 'a'"),
+        (
+            STARTED + ARRIVED + '{"event":"sequence_finished","request":"7","sequence":0,"reason":"tired"}',
+            "its reason is 'tired'",
+        ),
+        (STARTED + "[" * 100_000, "line 2: "),
     ],
 )
 def test_a_file_that_is_no_run_is_refused_with_the_line(tmp_path: Path, content: str, message: str) -> None:

@@ -179,6 +179,36 @@ def test_wide_and_unprintable_characters_break_no_line(events: list[Event]) -> N
         assert "\x1b" not in frame.text()
 
 
+def test_names_reasons_and_prompts_cannot_command_the_terminal() -> None:
+    evil = "\x1b]0;title\x07\x1b[2J\ud800\x9b31m"
+    started = EngineStarted(8, 0, 4, 64)
+    run = [started, RequestArrived(evil, 0, (1, 2), 1), RequestRefused(evil, f"too {evil}\nlong")]
+    timeline = Timeline(run)
+    view = View(lambda tokens: evil)
+    view.questions = {evil: evil}
+    notes = []
+    while not timeline.at_end:
+        if sentence := tell(timeline.state, timeline.next_event()):
+            notes.append(Note(timeline.position, 1, sentence))
+        timeline.forward()
+        frame = view.frame(timeline.state, 100, 30, replace(CAPTION, run=evil), notes, Status())
+        assert all(line.isprintable() for line in frame.text().splitlines())
+        assert "\x1b" not in "".join(Segment.remove_color(line)[0].text for line in frame.lines if line)
+    assert notes, "nothing was told"
+
+
+def test_the_newest_words_are_seen_even_when_every_character_is_two_columns_wide() -> None:
+    assert _wrap_cells("界" * 60, 40) == ["界" * 20] * 3
+    assert _wrap_cells("ab " * 30, 10) == ["ab ab ab"] * 10
+    assert _wrap_cells("", 10) == []
+
+
+@pytest.mark.parametrize("width", [1, 3, 6, 12])
+def test_the_narrowest_terminals_break_nothing(events: list[Event], width: int) -> None:
+    for place in range(0, len(events), 60):
+        assert drawn(events, place, width, 24).text() is not None
+
+
 def test_a_terminal_that_knows_no_unicode_gets_ascii(events: list[Event]) -> None:
     for place in range(0, len(events), 40):
         assert drawn(events, place, 80, 24, unicode=False).text().isascii()

@@ -93,32 +93,36 @@ def scenarios(
     return Scenario(settings, tuple(logits), turned and draw(st.booleans()))
 
 
-def follow(session: Session, scenario: Scenario, look: Look, until: Callable[[int], Look | None]) -> None:
-    """Step through the tables, as long as the steps are clear. `until`: what to look at when so many have finished."""
+def follow(session: Session, scenario: Scenario, look: Look, *, to_the_end: bool) -> None:
+    """Step through the tables, as long as the steps are clear.
+
+    Unless `to_the_end`, only until the search may be over: who goes on then is another test's business.
+    """
     sums, finished = [0.0], 0
     for number in range(len(scenario.tables)):
         logits, rows = scenario.step_inputs(number, len(sums))
         if not session.is_clear(logits, rows, sums, ties=look.ties):
             return
-        ahead = finished + session.num_about_to_finish(logits, rows, sums)
-        looked_at = until(ahead) or look
-        step = session.step(logits, rows, sums, looked_at)
-        if not step.survivors or looked_at is not look:
+        finished += session.num_about_to_finish(logits, rows, sums)
+        may_be_over = not to_the_end and finished >= scenario.settings.params.beam_width
+        step = session.step(logits, rows, sums, replace(look, survivors=False) if may_be_over else look)
+        if may_be_over or not step.survivors:
             return
-        finished = ahead
-        sums = [round(move.cumulative_logprob, 2) for move in step.survivors]  # short to write down
+        sums = rounded_sums(step)
 
 
-def property_of(look: Look = ALL, *, is_about_stopping: bool = False, **kinds: Any) -> Callable[[Bench], None]:
-    """A check that follows such searches. Unless it is about stopping, it ends where a search could be over."""
+def rounded_sums(step: BeamStep) -> list[float]:
+    """The sums that the next step is given: short to write down."""
+    return [round(move.cumulative_logprob, 2) for move in step.survivors]
+
+
+def property_of(look: Look = ALL, *, to_the_end: bool = False, **kinds: Any) -> Callable[[Bench], None]:
+    """A check that follows such searches."""
 
     def check(bench: Bench) -> None:
         def run(scenario: Scenario) -> None:
             bench.process.forget()
-            width = scenario.settings.params.beam_width
-            last = replace(look, survivors=False)
-            until = (lambda finished: None) if is_about_stopping else (lambda n: last if n >= width else None)
-            follow(Session(bench, scenario.settings), scenario, look, until)
+            follow(Session(bench, scenario.settings), scenario, look, to_the_end=to_the_end)
 
         search(bench, scenarios(**kinds), run)
 
@@ -156,7 +160,7 @@ def check_bad_logits(bench: Bench) -> None:
         logits, rows = scenario.step_inputs(0, 1)
         if not session.is_clear(logits, rows, [0.0]):
             return
-        sums = [round(move.cumulative_logprob, 2) for move in session.step(logits, rows, [0.0]).survivors]
+        sums = rounded_sums(session.step(logits, rows, [0.0]))
         logits, rows = scenario.step_inputs(1, len(sums))
         logits = logits.copy()
         logits[rows[beam % len(rows)], slice(None) if how_many is None else token % logits.shape[1]] = value
@@ -186,23 +190,16 @@ def check_copies(bench: Bench) -> None:
         session = Session(bench, one.settings)
         other = Session(bench, two.settings, beside=session)
         sums, other_sums = [0.0], [0.0]
-        for number in range(min(len(one.tables), len(two.tables))):
-            thrown_away = session.copied("thrown_away")
-            for search_of, scenario, its_sums in (
-                (thrown_away, replace(one, tables=one.tables[::-1]), sums),
-                (other, two, other_sums),
-                (session, one, sums),
-            ):
-                logits, rows = scenario.step_inputs(
-                    len(one.tables) - 1 - number if search_of is thrown_away else number, len(its_sums)
-                )
-                if not search_of.is_clear(logits, rows, its_sums):
-                    return
-                step = search_of.step(logits, rows, its_sums)
-                if search_of is not thrown_away:
-                    its_sums[:] = [round(move.cumulative_logprob, 2) for move in step.survivors]
-            if not sums or not other_sums:
-                return
+
+        def step(search: Session, scenario: Scenario, number: int, sums: list[float]) -> list[float]:
+            logits, rows = scenario.step_inputs(number, len(sums))
+            return rounded_sums(search.step(logits, rows, sums)) if search.is_clear(logits, rows, sums) else []
+
+        for number in range(len(one.tables)):
+            if sums:
+                step(session.copied("thrown_away"), one, number - 1, sums)  # on other logits
+            other_sums = other_sums and step(other, two, number, other_sums)
+            sums = sums and step(session, one, number, sums)
 
     kinds: dict[str, Any] = {"widest": 2, "steps": 3, "num_eos": 1, "most_tokens": (2, 5)}
     search(bench, st.tuples(scenarios(**kinds), scenarios(**kinds)), run)
@@ -358,7 +355,7 @@ ASSIGNMENT = Assignment(
             invariant=None,
             meaning="At max_length the best beam_width candidates finish, whatever they end in, and nobody goes on.",
             hint="max_length counts the prompt too; and it may come before params.max_tokens.",
-            check=property_of(steps=3, most_tokens=(1, 3), length_penalties=(0.0, 1.0)),
+            check=property_of(to_the_end=True, steps=3, most_tokens=(1, 3), length_penalties=(0.0, 1.0)),
         ),
         Test(
             name="early_stopping True and False",
@@ -371,12 +368,12 @@ ASSIGNMENT = Assignment(
             "what if both are equal?",
             check=each_of(
                 property_of(
-                    is_about_stopping=True,
+                    to_the_end=True,
                     length_penalties=PENALTIES,
                     early_stopping=(True, False),
                     **ENDINGS,
                 ),
-                property_of(is_about_stopping=True, steps=2, widest=2, num_eos=1, ties=(True,)),
+                property_of(to_the_end=True, steps=2, widest=2, num_eos=1, ties=(True,)),
             ),
         ),
         Test(
@@ -391,7 +388,7 @@ ASSIGNMENT = Assignment(
             check=each_of(
                 *(
                     property_of(
-                        is_about_stopping=True,
+                        to_the_end=True,
                         length_penalties=penalties,
                         early_stopping=("never",),
                         **ENDINGS,

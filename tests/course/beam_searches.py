@@ -147,6 +147,12 @@ WRONG = (
     Wrong("max_length without the prompt", LENGTH, "max_length - prompt_length  #", "max_length  #"),
     Wrong("max_tokens, not max_length", LENGTH, "max_length - prompt_length  #", "params.max_tokens  #"),
     Wrong("at the end only EOS finishes", LENGTH, "or self._generated == self._most_tokens", ""),
+    Wrong(
+        "at the end somebody goes on",
+        LENGTH,
+        SURVIVORS,
+        SURVIVORS.replace("not ended", "move.token_id not in self._eos_token_ids"),
+    ),
     Wrong("it never stops early", OVER, ENOUGH, "if True:"),
     Wrong("it stops at the first that finished", OVER, ENOUGH, "if not self._finished_scores:"),
     Wrong("early_stopping True is taken for False", OVER, "self._params.early_stopping is True or ", ""),

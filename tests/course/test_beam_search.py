@@ -1,0 +1,158 @@
+"""Assignment 5: the starter fails with a helpful message, right ones get full marks, every wrong one is caught."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minipaged
+from minipaged.course import beam_search, search
+from minipaged.course.assignment import Bench, Status, Submission, TestResult
+from minipaged.course.beam_search import ASSIGNMENT
+from minipaged.course.formats import text
+from minipaged.course.grading import grade, run_test
+from minipaged.demo.memory_map import MemoryMap
+from minipaged.events import StepFailed, from_json
+from minipaged.llm import LoadedModel
+from tests.course.beam_searches import FIRST, PLAIN, REFERENCE_SOURCE, TOGETHER, WRONG, Wrong
+
+ROOT = Path(minipaged.__file__).parent.parent
+STARTER = ROOT / "assignments" / "5_beam_search" / "starter.py"
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for these tests, and faster."""
+    monkeypatch.setattr(search, "EXAMPLES", 100)
+    monkeypatch.setattr(beam_search, "ENGINE_WORKLOADS", 4)
+
+
+def submit(source: str, folder: Path, name: str | None = None) -> Submission:
+    path = folder / "mine.py"
+    path.write_text(source)
+    return Submission(path, name)
+
+
+def result_of(name: str, submission: Submission, seed: int = 0) -> TestResult:
+    """Of the test of that name alone."""
+    [test] = [test for test in ASSIGNMENT.tests if test.name == name]
+    with Bench(ASSIGNMENT, submission, seed) as bench:
+        return run_test(test, bench)
+
+
+def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = folder / "counterexample.py"
+    path.write_text(script)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=30, check=False
+    )
+
+
+def wrong(name: str) -> Wrong:
+    return next(one for one in WRONG if one.name == name)
+
+
+def test_the_points_sum_to_100() -> None:
+    assert ASSIGNMENT.max_score == 100
+
+
+def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
+    result = grade(ASSIGNMENT, Submission(STARTER), model=None)
+    assert result.score == 0
+    statuses = [one.status for one in result.results]
+    assert statuses == [Status.FAILED] * 10 + [Status.SKIPPED, Status.NOT_GRADED]
+    for one in result.results[:10]:
+        assert one.message == "__init__ is not written yet (starter.py:22): replace its `raise NotImplementedError`"
+
+
+@pytest.mark.model
+def test_the_reference_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path))
+    assert result.full_marks, text(result)
+    assert result.score == 100
+
+
+def test_a_right_but_unusual_search_gets_full_marks(tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(PLAIN, tmp_path, "Mine"), model=None)
+    assert result.full_marks, text(result)
+
+
+@pytest.mark.parametrize("one", WRONG, ids=lambda one: one.name)
+def test_every_wrong_search_is_caught_and_its_counterexample_fails_by_itself(one: Wrong, tmp_path: Path) -> None:
+    result = result_of(one.test, submit(one.source(), tmp_path))
+    assert result.status is Status.FAILED
+    assert result.failure is not None
+    assert result.failure.script is not None
+    ran = run_script(result.failure.script, tmp_path)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "Traceback" in ran.stderr
+    (tmp_path / "mine.py").write_text(REFERENCE_SOURCE)
+    right = run_script(result.failure.script, tmp_path)
+    assert right.returncode == 0, "the script fails with a right search too:\n" + right.stderr
+
+
+def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
+    result = result_of(TOGETHER, submit(wrong("all stem from the first beam").source(), tmp_path))
+    assert result.failure is not None
+    heading, *candidates = [line for line in result.failure.drawing if "block table" not in line]
+    assert heading.split() == ["rank", "beam", "token", "sum", "should", "be", "your", "search", "says"]
+    assert any(line.endswith("<--") for line in candidates)
+    memory = MemoryMap()
+    for event in result.failure.trace:
+        memory.on_event(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
+    last = result.failure.trace[-1]
+    assert isinstance(last, StepFailed)
+    assert last.error == result.message
+    assert len(memory.sequences) > 1
+
+
+def test_the_same_seed_gives_the_same_score_and_the_same_counterexamples(tmp_path: Path) -> None:
+    submission = submit(wrong("the sums so far are forgotten").source(), tmp_path)
+    first, again = (result_of(TOGETHER, submission, seed=1) for _ in range(2))
+    assert first.failure is not None
+    assert first == again
+
+
+LATE = REFERENCE_SOURCE.replace(
+    "return BeamStep(survivors, finished)",
+    "return BeamStep(survivors[::-1] if logits.shape[1] > 5 else survivors, finished)",
+)
+
+
+def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -> None:
+    """One that shows with wide vocabularies only."""
+    result = result_of("the engine, on a small model", submit(LATE, tmp_path))
+    assert result.status is Status.FAILED
+    assert result.message.startswith("in the engine, workload ")
+    assert result.failure is not None
+    assert result.failure.script is not None
+    assert run_script(result.failure.script, tmp_path).returncode == 1
+
+
+def test_the_model_test_fails_for_a_wrong_search(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = LoadedModel.load
+    monkeypatch.setattr(LoadedModel, "load", lambda model, tier: load(tiny_model, tier))
+    for source, status in ((REFERENCE_SOURCE, Status.PASSED), (LATE, Status.FAILED)):
+        result = result_of("SmolLM2", submit(source, tmp_path))
+        assert result.status is status, result.message
+        assert "Traceback" not in result.message
+
+
+NOT_STEPS = ("None", "3", "BeamStep(None, [])", "BeamStep([0], [])", "BeamStep([], [(1, 2, 3)])", "object()")
+
+
+@pytest.mark.parametrize("value", NOT_STEPS)
+def test_what_is_no_step_is_told_so(value: str, tmp_path: Path) -> None:
+    source = REFERENCE_SOURCE.replace("return BeamStep(survivors, finished)", f"return {value}")
+    result = result_of(FIRST, submit(source, tmp_path))
+    assert "it has to return a BeamStep" in result.message
+    assert result.failure is not None
+    assert result.failure.script is not None
+    assert run_script(result.failure.script, tmp_path).returncode == 1

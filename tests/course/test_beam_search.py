@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from minipaged.demo.memory_map import MemoryMap
 
 import minipaged
 from minipaged.course import beam_search, search
@@ -15,7 +16,6 @@ from minipaged.course.assignment import Bench, Status, Submission, TestResult
 from minipaged.course.beam_search import ASSIGNMENT
 from minipaged.course.formats import text
 from minipaged.course.grading import grade, run_test
-from minipaged.demo.memory_map import MemoryMap
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from tests.course.beam_searches import FIRST, PLAIN, REFERENCE_SOURCE, TOGETHER, WRONG, Wrong

@@ -152,7 +152,7 @@ class Case:
 
     def _failure(self, bench: Bench, tables: Any, message: str, output: Any, changed: str = "") -> Failure:
         name = bench.part[1]
-        sources = [re.sub(r"(:| ->) Any\b", "", inspect.getsource(one)) for one in (make_inputs, softmax_attention)]
+        sources = [_without_types(inspect.getsource(one)) for one in (make_inputs, softmax_attention)]
         body = [
             *"\n\n".join(source.strip() + "\n" for source in sources).splitlines(),
             "",
@@ -200,6 +200,12 @@ class Case:
             events += [RequestArrived(f"r{s}", s, (0,) * n, 1), RequestAdmitted(f"r{s}")]
             events.append(TokensComputed(s, n, blocks, 0))
         return (*events, StepFailed(1, message, ()))
+
+
+def _without_types(source: str) -> str:
+    """A function's source as a student would write it: its arguments on one line, without types."""
+    untyped = re.sub(r"(:| ->) Any\b", "", source)
+    return re.sub(r"\(\n((?: +\w+,\n)+)\)", lambda match: f"({' '.join(match[1].split())[:-1]})", untyped)
 
 
 def filled_cache(bench: Bench, blocks: Any) -> Any:

@@ -269,7 +269,7 @@ class Worker:
 
     def _ask(self, number: int, member: str, args: Sequence[Any] | None) -> Any:
         """A call that student code makes on an object of the grader's."""
-        encoded = None if args is None else [wire.encode(value, self._handle) for value in args]
+        encoded = None if args is None else [wire.encode(_as_list(value), self._handle) for value in args]
         self._send({"token": self._token, "ask": [number, member, encoded]})
         while (message := self._read()) is not None:
             if "do" not in message:
@@ -358,6 +358,11 @@ class Stub:
 
     def __call__(self, *args: Any) -> Any:
         return self._asks(self._number, "__call__", args)
+
+
+def _as_list(value: Any) -> Any:
+    """What can only be gone through once (`reversed(blocks)`, a generator) or is a range travels as a list."""
+    return list(value) if hasattr(type(value), "__next__") or type(value) is range else value
 
 
 # --- Limits ---------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class Llama(Runner):
         self.config = config
         self.weights = weights
         self.kv_cache = kv_cache
+        self.attend = paged_attention  # the course puts a student's in its place
         self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
         self.inverse_frequencies = inverse_frequencies(config)  # [head_dim / 2]
         self.head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
@@ -58,7 +59,7 @@ class Llama(Runner):
         v = self._heads(f"{name}.v_proj", x)  # [tokens, kv_heads, head_dim]
         self.kv_cache.write(layer, tokens.slots, k, v)
         tables, starts, lens = tokens.block_tables, tokens.query_start, tokens.context_lens
-        out = paged_attention(q, self.kv_cache, layer, tables, starts, lens, self.scale)  # [tokens, heads, head_dim]
+        out = self.attend(q, self.kv_cache, layer, tables, starts, lens, self.scale)  # [tokens, heads, head_dim]
         return self._linear(f"{name}.o_proj", out.reshape(len(x), q.shape[1] * q.shape[2]))  # [tokens, hidden]
 
     def _swiglu(self, layer: int, x: Array) -> Array:

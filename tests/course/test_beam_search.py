@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from minipaged.demo.memory_map import MemoryMap
+from minipaged.demo.state import State
 
 import minipaged
 from minipaged.course import beam_search, search
@@ -102,9 +102,9 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
     heading, *candidates = [line for line in result.failure.drawing if "block table" not in line]
     assert heading.split() == ["rank", "beam", "token", "sum", "should", "be", "your", "search", "says"]
     assert any(line.endswith("<--") for line in candidates)
-    memory = MemoryMap()
+    memory = State()
     for event in result.failure.trace:
-        memory.on_event(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
+        memory.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
     last = result.failure.trace[-1]
     assert isinstance(last, StepFailed)
     assert last.error == result.message

@@ -1,0 +1,130 @@
+"""Assignment 2: the starter is told where to begin, right tables get full marks, every seeded bug is caught."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from minipaged.demo.state import State
+
+from minipaged.course import block_table, search
+from minipaged.course.assignment import Bench, Status, Submission, TestResult
+from minipaged.course.block_table import ASSIGNMENT
+from minipaged.course.formats import text
+from minipaged.course.grading import grade, run_test
+from minipaged.events import StepFailed, from_json
+from minipaged.llm import LoadedModel
+from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR
+from tests.course.table_mutants import MUTANTS, REFERENCE_SOURCE, UNUSUAL, mutant
+from tests.course.test_block_allocator import ROOT, run_script, submit
+
+STARTER = ROOT / "assignments" / "2_block_table" / "starter.py"
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for these tests, and faster."""
+    monkeypatch.setattr(search, "EXAMPLES", 100)
+    monkeypatch.setattr(block_table, "ENGINE_WORKLOADS", 3)
+
+
+def result_of(name: str, submission: Submission, carried: dict[str, Submission] | None = None) -> TestResult:
+    """Of the test of that name alone."""
+    [test] = [test for test in ASSIGNMENT.tests if test.name == name]
+    with Bench(ASSIGNMENT, submission, 0, carried or {}) as bench:
+        return run_test(test, bench)
+
+
+def test_the_points_sum_to_100() -> None:
+    assert ASSIGNMENT.max_score == 100
+
+
+def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
+    result = grade(ASSIGNMENT, Submission(STARTER), model=None)
+    assert result.score == 0
+    assert [one.status for one in result.results] == [Status.FAILED] * 9 + [Status.SKIPPED, Status.NOT_GRADED]
+    for one in result.results[:9]:
+        assert one.message == "__init__ is not written yet (starter.py:16): replace its `raise NotImplementedError`"
+
+
+def test_a_method_that_is_not_written_yet_is_named(tmp_path: Path) -> None:
+    source = REFERENCE_SOURCE.replace("child = BlockTable", "raise NotImplementedError\n        child = BlockTable")
+    result = result_of("copy-on-write", submit(source, tmp_path))
+    assert result.message.startswith("fork is not written yet (mine.py:")
+
+
+@pytest.mark.model
+def test_the_reference_gets_full_marks_with_smollm2_and_a_carried_allocator(tmp_path: Path) -> None:
+    (tmp_path / "allocator.py").write_text(ALLOCATOR)
+    carried = {"block-allocator": Submission(tmp_path / "allocator.py")}
+    result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path), carried=carried)
+    assert result.full_marks, text(result)
+    assert "100 of 100" in text(result)
+
+
+def test_an_unusual_but_right_table_gets_full_marks(tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(UNUSUAL, tmp_path, "Row"), model=None)
+    assert result.full_marks, text(result)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(name: str, tmp_path: Path) -> None:
+    result = result_of(MUTANTS[name][0], submit(mutant(name), tmp_path))
+    assert result.failure is not None
+    assert result.failure.drawing or name == "a block of 0 slots"
+    assert result.failure.script is not None
+    ran = run_script(result.failure.script, tmp_path)
+    assert ran.returncode == 1, result.failure.script + ran.stdout + ran.stderr
+    (tmp_path / "mine.py").write_text(REFERENCE_SOURCE)
+    fixed = run_script(result.failure.script, tmp_path)
+    assert fixed.returncode == 0, "the script fails with a right table too:\n" + result.failure.script + fixed.stderr
+
+
+def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
+    result = result_of("copy-on-write", submit(mutant("never copies"), tmp_path))
+    assert result.failure is not None
+    assert result.message == "a.append(1) is to write into block 1, which a and b hold: it needs a copy of its own"
+    assert result.failure.drawing == (
+        "table  tokens  blocks  your table says",
+        "a      3       [0, 1]  4 tokens, [0, 1] <--",
+        "b      3       [0, 1]  3 tokens, [0, 1]",
+        "block of allocator   0  1  2",
+        "ref_count should be  2  2  0",
+        "it is                2  2  0",
+    )
+    memory = State()
+    for event in result.failure.trace:
+        memory.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
+    assert [sequence.table for sequence in memory.sequences.values()] == [[0, 1], [0, 1]]
+    assert isinstance(result.failure.trace[-1], StepFailed)
+
+
+def test_the_same_seed_gives_the_same_counterexample(tmp_path: Path) -> None:
+    submission = submit(mutant("trim gives nothing back"), tmp_path)
+    first, again = (result_of("trim gives back, last first", submission) for _ in range(2))
+    assert first.failure is not None
+    assert first == again
+
+
+def test_the_engine_alone_catches_a_bug_too(tmp_path: Path) -> None:
+    result = result_of("the engine, on a small model", submit(mutant("never copies"), tmp_path))
+    assert result.failure is not None
+    assert "exclusive-write" in result.message
+
+
+def test_a_carried_allocator_with_a_bug_is_named_in_the_engine(tmp_path: Path) -> None:
+    (tmp_path / "allocator.py").write_text(ALLOCATOR.replace("self._ref_counts[block] += 1", "pass"))
+    carried = {"block-allocator": Submission(tmp_path / "allocator.py")}
+    result = result_of("the engine, on a small model", submit(REFERENCE_SOURCE, tmp_path), carried)
+    assert result.failure is not None
+    assert "exact-references" in result.message
+
+
+def test_the_model_test_fails_for_a_wrong_table(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = LoadedModel.load
+    monkeypatch.setattr(LoadedModel, "load", lambda model, tier: load(tiny_model, tier))
+    for source, status in ((REFERENCE_SOURCE, Status.PASSED), (mutant("fork without references"), Status.FAILED)):
+        result = result_of("SmolLM2", submit(source, tmp_path))
+        assert result.status is status, result.message

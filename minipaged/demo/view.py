@@ -42,7 +42,7 @@ GLOSSARY = (
     ("block table", "which blocks a sequence has, in the order of its tokens"),
     ("shared block", "held by several, stored once; ×3: by three"),
     ("copy-on-write", "who writes into a shared block gets a copy first"),
-    ("preemption", "when blocks run out, the latest of those that run gives up its own"),
+    ("preemption", "when blocks run out, the latest that runs gives up its own"),
 )
 """Shown while there is nothing else to show."""
 PLAIN = Style()
@@ -234,7 +234,7 @@ class View:
     def _legend(self, state: State, tile: int) -> str:
         shared = "A×3" if tile > 2 else "A3"
         parts = ["A·· partly filled", f"{shared} held by 3{' (cache too)' if state.cached else ''}"]
-        parts += ["(c) cached only"] if state.cached else []
+        parts += ["(c) cached"] if state.cached else []
         return "  ".join([*parts, "· free", "▸ just now"])
 
     def _tiles(self, state: State, pool: Pool, blocks: Iterable[int], width: int, touched: set[int]) -> Line:

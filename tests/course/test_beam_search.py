@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from minipaged.demo.state import State
 
 import minipaged
 from minipaged.course import beam_search, search
@@ -16,6 +15,7 @@ from minipaged.course.assignment import Bench, Status, Submission, TestResult
 from minipaged.course.beam_search import ASSIGNMENT
 from minipaged.course.formats import text
 from minipaged.course.grading import grade, run_test
+from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from tests.course.beam_searches import FIRST, PLAIN, REFERENCE_SOURCE, TOGETHER, WRONG, Wrong

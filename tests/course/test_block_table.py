@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from minipaged.demo.state import State
 
 from minipaged.course import block_table, search
 from minipaged.course.assignment import Bench, Status, Submission, TestResult
 from minipaged.course.block_table import ASSIGNMENT
 from minipaged.course.formats import text
 from minipaged.course.grading import grade, run_test
+from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR

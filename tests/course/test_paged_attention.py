@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from minipaged.demo.state import State
 
 from minipaged.course import paged_attention, search
 from minipaged.course.assignment import Bench, Status, Submission, TestResult
 from minipaged.course.formats import text
 from minipaged.course.grading import grade, run_test
 from minipaged.course.paged_attention import ASSIGNMENT
+from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from tests.course.attention_mutants import LLAMA, MEMORY, MUTANTS, PLAIN, mutant

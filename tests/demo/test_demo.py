@@ -211,7 +211,7 @@ def test_a_pool_that_is_not_small_enough_is_said_to_be_so(tiny_model: Path) -> N
 
 
 def test_an_unknown_scene_is_answered_with_the_known_ones(tiny_model: Path) -> None:
-    with pytest.raises(InvalidRequest, match="no scene 'paging'; choose one of one-request, continuous-batch, "):
+    with pytest.raises(InvalidRequest, match="no scene 'paging'; choose of one-request, continuous-batch, "):
         run_demo(model=tiny_model, scene="paging")
 
 

@@ -19,7 +19,7 @@ from rich.color import Color, ColorSystem
 from rich.segment import Segment
 from rich.style import Style
 
-from minipaged.demo.view import BASIC_COLORS, COLORS, Frame, Line
+from minipaged.demo.view import BASIC_COLORS, COLORS, Frame, Line, changes
 from minipaged.errors import InvalidRequest
 
 LONGEST_SECONDS = 4.0
@@ -92,13 +92,8 @@ class Recording:
         shown: list[str] = []
         for at, frame in self.frames:
             lines = frame.ansi(ColorSystem.EIGHT_BIT)
-            changed = [
-                f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
-                for row, line in enumerate(lines, start=1)
-                if row > len(shown) or shown[row - 1] != line
-            ]
-            start = "" if shown else "\x1b[?25l\x1b[2J"
-            print(json.dumps([round(at, 3), "o", start + "".join(changed)], ensure_ascii=False), file=file)
+            start = "" if shown else "\x1b[?25l"
+            print(json.dumps([round(at, 3), "o", start + changes(lines, shown)], ensure_ascii=False), file=file)
             shown = lines
         print(json.dumps([round(self.frames[-1][0] + LAST_SECONDS, 3), "o", "\x1b[?25h"]), file=file)
 

@@ -10,6 +10,7 @@ Needs a POSIX terminal. `is_live` says whether there is one; where there is none
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import sys
@@ -21,7 +22,7 @@ from typing import Any, Literal, TextIO
 from rich.color import ColorSystem
 from rich.console import Console
 
-from minipaged.demo.view import Frame
+from minipaged.demo.view import Frame, changes
 
 try:
     import termios
@@ -42,6 +43,11 @@ KEYS: dict[bytes, Key] = {
     b"S": "s",
     b"Q": "q",
 }
+BEGUN = (b"\x1b", b"\x1b[", b"\x1bO")
+"""What an arrow begins with. The rest may come a little later, over a slow line; Escape alone is one of these too."""
+BEGUN_SECONDS = 0.05
+SEVERAL_BYTES = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.)", re.DOTALL)
+"""Another key that is several bytes long."""
 ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
 """The alternate screen, no cursor, no wrapping of long lines, all clear."""
 LEAVE = "\x1b[0m\x1b[?7h\x1b[?25h\x1b[?1049l"
@@ -103,16 +109,9 @@ class Terminal:
     def show(self, frame: Frame) -> None:
         """Draw a frame: the lines that differ from what is there."""
         lines = frame.ansi(self.colors)
-        if self._size != self.size() or len(lines) != len(self._shown):
+        if self._size != self.size():
             self._size, self._shown = self.size(), []
-        changed = [
-            f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
-            for row, line in enumerate(lines, start=1)
-            if row > len(self._shown) or self._shown[row - 1] != line
-        ]
-        if not self._shown:
-            changed.insert(0, "\x1b[2J")
-        self._output.write("".join(changed))
+        self._output.write(changes(lines, self._shown))
         self._output.flush()
         self._shown = lines
 
@@ -120,13 +119,12 @@ class Terminal:
         """The next key, waiting for it at most so long; "resize" when the terminal has another size now."""
         until = time.perf_counter() + seconds
         while True:
-            if self._pressed:
+            if self._pressed and not (self._pressed in BEGUN and self._read(BEGUN_SECONDS)):
                 return self._take_key()
             if self.size() != self._size:
                 return "resize"
             left = until - time.perf_counter()
-            if select.select([sys.stdin], [], [], max(0.0, min(left, RESIZE_SECONDS)))[0]:
-                self._pressed += os.read(sys.stdin.fileno(), 64)
+            if self._read(max(0.0, min(left, RESIZE_SECONDS))):
                 if not self._pressed:  # whoever was typing has gone
                     return "q"
             elif left <= 0:
@@ -134,15 +132,21 @@ class Terminal:
 
     # --- Inside -----------------------------------------------------------------------------------
 
+    def _read(self, seconds: float) -> bool:
+        """Whether there was anything to read within so many seconds."""
+        if not select.select([sys.stdin], [], [], seconds)[0]:
+            return False
+        self._pressed += os.read(sys.stdin.fileno(), 64)
+        return True
+
     def _take_key(self) -> Key:
-        """The first key of what was typed. An arrow is three bytes, which come together."""
+        """The first key of what was typed."""
         for code in sorted(KEYS, key=len, reverse=True):
             if self._pressed.startswith(code):
                 self._pressed = self._pressed[len(code) :]
                 return KEYS[code]
-        if self._pressed.startswith(b"\x1b"):  # another key that is several bytes long
-            self._pressed = b""
-        self._pressed = self._pressed[1:]
+        unknown = SEVERAL_BYTES.match(self._pressed)
+        self._pressed = self._pressed[unknown.end() if unknown else 1 :]
         return "other"
 
     def _take(self) -> None:

@@ -490,6 +490,16 @@ class View:
         return [_rule("what just happened", width), *lines]
 
 
+def changes(lines: list[str], shown: list[str]) -> str:
+    """What turns a screen that shows `shown` into one that shows `lines`: what differs; all of it in another size."""
+    clear = "" if len(lines) == len(shown) else "\x1b[2J"
+    return clear + "".join(
+        f"\x1b[{row};1H{line}\x1b[0m\x1b[K"
+        for row, line in enumerate(lines, start=1)
+        if clear or shown[row - 1] != line
+    )
+
+
 # --- Pieces of lines ------------------------------------------------------------------------------
 
 REVERSED = Style(reverse=True, bold=True)

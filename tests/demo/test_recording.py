@@ -8,13 +8,14 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.segment import Segment
 
 from minipaged import InvalidRequest
 from minipaged.demo import replay, run_demo
 from minipaged.demo.player import Film, Player
 from minipaged.demo.recording import COLUMN, ROW, SVG_SECONDS, Recording
 from minipaged.demo.state import Timeline
-from minipaged.demo.view import Caption, View
+from minipaged.demo.view import Caption, Frame, View
 from tests.demo.test_view import small_run
 from tests.workloads import letters
 
@@ -88,6 +89,19 @@ def test_the_cast_draws_the_same_pictures(tmp_path: Path) -> None:
         stream.feed(data)
         assert (kind, at) == ("o", round(shown_at, 3))
         assert [line.rstrip() for line in screen.display] == [line.rstrip() for line in frame.text().split("\n")]
+
+
+def test_a_cast_leaves_nothing_of_a_larger_picture_behind(tmp_path: Path) -> None:
+    pyte = pytest.importorskip("pyte")
+    recording = Recording(tmp_path / "run.cast")
+    large, small = (Frame(8, [[Segment(text)]] * rows) for text, rows in (("before", 5), ("now", 2)))
+    recording.add(0.0, large)
+    recording.add(1.0, small)
+    recording.save()
+    screen = pyte.Screen(8, 5)
+    for line in (tmp_path / "run.cast").read_text(encoding="utf-8").splitlines()[1:3]:
+        pyte.Stream(screen).feed(json.loads(line)[2])
+    assert [line.strip() for line in screen.display] == ["now", "now", "", "", ""]
 
 
 @pytest.mark.parametrize("suffix", ["svg", "cast"])

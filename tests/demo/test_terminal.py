@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 pexpect = pytest.importorskip("pexpect")
 pyte = pytest.importorskip("pyte")
 termios = pytest.importorskip("termios")
+tty = pytest.importorskip("tty")
 
 from rich.console import Console  # noqa: E402
 
@@ -244,6 +246,31 @@ def test_a_terminal_is_put_back_when_something_raises(monkeypatch: pytest.Monkey
     written = os.read(ours, 10_000).decode()
     assert written.startswith(ENTER)
     assert written.endswith(LEAVE)
+    os.close(ours)
+
+
+def test_keys_of_several_bytes_may_come_in_pieces_and_unknown_ones_take_no_other_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = os.openpty()
+    tty.setraw(theirs)
+    with open(theirs, encoding="utf-8") as stdin, open(theirs, "w", encoding="utf-8", closefd=False) as stdout:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        terminal = Terminal(Console(file=stdout, force_terminal=True), stdout)
+
+        def keys(typed: bytes) -> list[str]:
+            os.write(ours, typed)
+            return list(iter(lambda: terminal.key(0.05), None))  # type: ignore[arg-type]
+
+        assert keys(b"\x1b[C" * 30) == ["right"] * 30
+        assert keys(b"\x1b[15~qs") == ["other", "q", "s"]
+        assert keys(b"\x1b[1;5Cq") == ["other", "q"]
+        os.write(ours, b"\x1b[")
+        later = threading.Timer(0.02, os.write, (ours, b"D"))
+        later.start()
+        assert terminal.key(0.5) == "left"
+        os.write(ours, b"\x1b")
+        assert terminal.key(0.5) == "other", "Escape alone"
     os.close(ours)
 
 

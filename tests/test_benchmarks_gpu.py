@@ -91,6 +91,10 @@ def last_result_off(function: Callable[..., Any]) -> Break:
     return broken
 
 
+def rows_ignored(draw: Callable[..., Any]) -> Break:
+    return lambda logits, rows, *others: draw(logits, torch.arange(len(rows), device=rows.device), *others)
+
+
 BROKEN = [
     (attention, "paged_decode", one_number_off, "paged_decode D64"),
     (attention, "paged_prefill", one_number_off, "paged_prefill D64"),
@@ -102,6 +106,7 @@ BROKEN = [
     (llama, "swiglu", last_row_unwritten, "swiglu"),
     (sampling, "argmax_logsumexp", last_result_off, "argmax_logsumexp"),
     (sampling, "draw", last_result_off, "draw"),
+    (sampling, "draw", rows_ignored, "draw"),
     (block_table, "edit_tables", nothing, "block tables"),
     (block_table, "fork_tables", nothing, "block tables"),
     (block_table, "slot_mapping", last_result_off, "block tables"),
@@ -303,6 +308,30 @@ def test_without_a_run_the_page_shows_targets_and_that_nothing_is_measured(docs:
     assert "≥ 90% of one large pinned copy" in text
     assert "roofline" not in text
     assert not (docs / "assets").exists()
+
+
+def test_a_goal_is_met_only_where_each_of_its_rows_was_measured() -> None:
+    good = {"section": "kernels", "name": "write", "status": "ok", "share": 0.9, "ceiling": "copy"}
+    failed = {"section": "kernels", "name": "rope_and_write", "status": "failed", "error": "OSError: broken"}
+    slow = good | {"name": "rope_and_write", "share": 0.5}
+
+    def verdict(*rows: harness.Row) -> tuple[str, str]:
+        told = next(v for v in verdicts(rows) if v.goal.rows == "write|rope_and_write")
+        return told.verdict, told.where
+
+    assert verdict(good, good | {"name": "rope_and_write"})[0] == "met"
+    assert verdict(good, failed) == ("open", "not all rows: OSError: broken")
+    assert verdict(slow, failed)[0] == "MISSED"
+
+
+def test_the_page_says_what_was_checked(docs: Path, tmp_path: Path) -> None:
+    run = synthetic_run()
+    assert page.main([file_of(run, tmp_path)]) == 0
+    assert "**No checks are in these runs**" in (docs / "gpu.md").read_text()
+    check = {"section": harness.CHECKS[0], "name": "write", "status": "failed", "error": "AssertionError: wrong"}
+    run["rows"].append(check)
+    assert page.main([file_of(run, tmp_path)]) == 0
+    assert "**Checks: 0 passed, 1 failed, 0 skipped.**" in (docs / "gpu.md").read_text()
 
 
 def test_the_page_has_card_versions_command_verdicts_peers_and_failures(docs: Path, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.harness import DeviceLost, Job, Row, Setting, run_jobs
+from benchmarks.gpu.harness import CHECKS, DeviceLost, Job, Row, Setting, run_jobs
 from benchmarks.gpu.targets import first_line, judge, verdicts
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -53,7 +53,6 @@ SECONDS = {
 }
 """The sections, in order, with the seconds after which no further job of one is begun. (A section seldom needs all.)"""
 
-NUM_CHECKS = 3
 ALL_SECONDS = 440
 """And of all together."""
 GRACE = 40
@@ -188,7 +187,7 @@ def lines_before(process: subprocess.Popen[bytes], deadline: float) -> Iterator[
 
 def measure(options: argparse.Namespace, setting: Setting, arguments: Sequence[str]) -> int:
     names = list(SECONDS)
-    sections = names[:NUM_CHECKS] if options.checks_only else names[NUM_CHECKS:] if options.timings_only else names
+    sections = list(CHECKS) if options.checks_only else names[len(CHECKS) :] if options.timings_only else names
     if setting.tiny:  # in which all models are the same
         sections = [name for name in sections if name not in ("engine, Llama-3.2-1B", "engine, Llama-3.1-8B")]
     print(f"seed {setting.seed}" + (" (dry run: tiny sizes, times mean nothing)" if setting.tiny else ""), flush=True)
@@ -295,7 +294,7 @@ def print_table(report: dict[str, Any]) -> None:
     rows, machine = report["rows"], report["machine"]
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items())
     print(f"\n{machine['card']}; Python {machine['python']}; {versions}; {machine['date']}; seed {report['seed']}")
-    checks = [row for row in rows if row["section"] in list(SECONDS)[:NUM_CHECKS]]
+    checks = [row for row in rows if row["section"] in CHECKS]
     for row in rows:
         if row["status"] != "ok":
             said = str(row.get("reason") or row["error"])
@@ -313,7 +312,7 @@ def print_table(report: dict[str, Any]) -> None:
         print(f"{name}: {reason}")
     if measured:
         print("\nwhat was aimed at on an H200, and the row that is worst off:")
-    for found in verdicts(measured) if measured else []:
+    for found in verdicts(rows) if measured else []:
         aim = f"{found.goal.what}: {found.goal.say_aim()}"
         print(f"{found.verdict:7}{aim:108} {found.measured}{f' ({found.where})' if found.where else ''}")
 

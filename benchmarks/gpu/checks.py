@@ -423,14 +423,15 @@ def check_argmax_logsumexp(setting: Setting, dtype: torch.dtype, random: torch.G
 def check_draw(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
     """Several draws from each row, with and without `min_p`: each token is where the running sum reaches its number."""
     rows, vocab, draws = (3, 300, 7) if setting.tiny else (67, 128256, 600)
-    logits = normal(rows, vocab, dtype=dtype, random=random) * 4
+    logits = (normal(rows, vocab + 5, dtype=dtype, random=random) * 4)[:, :vocab]  # strided
     logits[1, 5:] = -torch.inf
     temperatures = 0.3 + torch.rand(rows, generator=random, device=random.device, dtype=torch.float64)
     least = torch.full((rows,), -torch.inf, dtype=torch.float64, device=random.device)
     least[::2] = math.log(0.02)
     of = torch.randint(rows, (draws,), generator=random, device=random.device)
     uniforms = torch.rand(draws, generator=random, device=random.device, dtype=torch.float64)
-    exact, order = logits.double(), torch.arange(rows, device=random.device)
+    order = torch.randint(rows, (rows,), generator=random, device=random.device)  # several of one row among them
+    exact = logits.double()[order]
     peaks = exact.amax(1)
     with poisoned():
         tokens = sampling.draw(logits, order, peaks, temperatures, least, of, uniforms)
@@ -438,6 +439,7 @@ def check_draw(setting: Setting, dtype: torch.dtype, random: torch.Generator) ->
     weights = torch.where(scaled >= least[:, None], scaled.exp(), 0.0)
     reached = weights.cumsum(1)
     target, rounding = uniforms * reached[of, -1], 1e-9 * reached[of, -1]
+    assert bool(((tokens >= 0) & (tokens < vocab)).all()), "a token is none of the vocabulary"
     assert bool((weights[of, tokens] > 0).all()), "a token was drawn that is cut off"
     assert bool((reached[of, tokens] >= target - rounding).all()), "a token lies before its number"
     assert bool((reached[of, tokens] - weights[of, tokens] <= target + rounding).all()), "a token lies after its number"

@@ -19,6 +19,9 @@ from typing import Any
 
 import torch
 
+CHECKS = ("kernels against float64", "whole model", "test suites")
+"""The sections that check; the others measure."""
+
 Row = dict[str, Any]
 """One job's result, as it stands in the JSON file. Always there: section, name, status (ok, failed, skipped)."""
 

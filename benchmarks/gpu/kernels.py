@@ -68,6 +68,11 @@ def kernel_timings(setting: Setting) -> list[Job]:
     others: dict[str, Callable[[Setting], Row]] = {
         "rope_and_write": time_rope_and_write,
         "write": time_write,
+        **{
+            f"{name}, {model}": partial(time, widths=widths)
+            for model, widths in DECODE_WIDTHS.items()
+            for name, time in (("rope_and_write", time_rope_and_write), ("write", time_write))
+        },
         "copy of 256 blocks of 2 MB": partial(time_copy, blocks=256, layers=32, kv_heads=8, head_dim=128),
         "copy of 1024 blocks of 0.4 MB": partial(time_copy, blocks=1024, layers=30, kv_heads=3, head_dim=64),
         **{
@@ -78,11 +83,23 @@ def kernel_timings(setting: Setting) -> list[Job]:
             for scattered in (False, True)
             for out in (True, False)
         },
-        "rms_norm, 8192 tokens": partial(time_norm, added=False),
-        "add_rms_norm, 8192 tokens": partial(time_norm, added=True),
-        "swiglu, 8192 tokens": time_swiglu,
-        "argmax_logsumexp, 256 rows": time_argmax,
-        "draw, 256 rows": time_draw,
+        **{
+            f"{name}, {tokens} tokens of {hidden}": partial(time, tokens=tokens, hidden=hidden)
+            for tokens, hidden in ((8192, 4096), (256, 4096), (256, 576))
+            for name, time in (
+                ("rms_norm", partial(time_norm, added=False)),
+                ("add_rms_norm", partial(time_norm, added=True)),
+            )
+        },
+        **{
+            f"swiglu, {tokens} tokens of {width}": partial(time_swiglu, tokens=tokens, width=width)
+            for tokens, width in ((8192, 14336), (256, 14336), (256, 1536))
+        },
+        **{
+            f"{name}, {rows} rows of {vocab}": partial(time, rows=rows, vocab=vocab)
+            for rows, vocab in ((256, 128256), (8, 128256), (256, 49152))
+            for name, time in (("argmax_logsumexp", time_argmax), ("draw", time_draw))
+        },
         "advance_decode, 256 sequences": time_advance,
     }
     # At one shape each, because compiling takes this peer longer than all else together.
@@ -466,13 +483,17 @@ PREFILL_PEERS: dict[str, Peer] = {
 # --- The cache -------------------------------------------------------------------------------------
 
 
-def written_tokens(setting: Setting) -> tuple[int, int, int, int]:
-    """Tokens, heads, kv heads and head dim of what is written: one large prefill step of Llama 3 8B."""
-    return (3, 4, 2, 16) if setting.tiny else (8192, 32, 8, 128)
+Widths = tuple[int, int, int, int]
+"""Tokens, heads, kv heads and head dim of what is written."""
+LARGE: Widths = (8192, 32, 8, 128)
+"""One large prefill step of Llama 3 8B."""
+DECODE_WIDTHS: dict[str, Widths] = {"256 tokens of 8B": (256, 32, 8, 128), "256 tokens of SmolLM2": (256, 9, 3, 64)}
+"""A step of decoding: few bytes, so what counts is the launch."""
+TINY: Widths = (3, 4, 2, 16)
 
 
-def time_rope_and_write(setting: Setting) -> Row:
-    tokens, heads, kv_heads, dim = written_tokens(setting)
+def time_rope_and_write(setting: Setting, widths: Widths = LARGE) -> Row:
+    tokens, heads, kv_heads, dim = widths = TINY if setting.tiny else widths
     cos, sin = torch.rand(2, tokens, dim // 2, device=setting.device)
     positions = torch.arange(tokens, dtype=torch.int32, device=setting.device)
     moved = 2 * tokens * (heads + 2 * kv_heads) * dim * setting.half.itemsize
@@ -480,19 +501,19 @@ def time_rope_and_write(setting: Setting) -> Row:
     for _ in range(num_inputs(moved, setting)):
         qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=setting.device).to(setting.half)
         out = torch.empty(tokens, heads, dim, device=setting.device, dtype=setting.half)
-        keys, values, slots = empty_cache(setting)
+        keys, values, slots = empty_cache(setting, widths)
         calls.append(partial(kv_cache.rope_and_write, qkv, cos, sin, positions, slots, keys, values, heads, out=out))
     operations = 3 * tokens * (heads + kv_heads) * dim  # two multiplications and an addition for each element
     return time_calls(calls, setting).row(moved, "GB/s", "copy") | work(operations, moved)
 
 
-def time_write(setting: Setting) -> Row:
-    tokens, _, kv_heads, dim = written_tokens(setting)
+def time_write(setting: Setting, widths: Widths = LARGE) -> Row:
+    tokens, _, kv_heads, dim = widths = TINY if setting.tiny else widths
     moved = 4 * tokens * kv_heads * dim * setting.half.itemsize
     inputs = []
     for _ in range(num_inputs(moved, setting)):
         k, v = torch.randn(2, tokens, kv_heads, dim, device=setting.device).to(setting.half)
-        inputs.append((k, v, *empty_cache(setting)))
+        inputs.append((k, v, *empty_cache(setting, widths)))
 
     def plain(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
@@ -505,9 +526,9 @@ def time_write(setting: Setting) -> Row:
     return mine | {"peers": {"torch, indexed": timed(plain)}}
 
 
-def empty_cache(setting: Setting) -> tuple[Tensor, Tensor, Tensor]:
+def empty_cache(setting: Setting, widths: Widths) -> tuple[Tensor, Tensor, Tensor]:
     """One layer's keys and values, and slots in whole blocks at random places."""
-    tokens, _, kv_heads, dim = written_tokens(setting)
+    tokens, _, kv_heads, dim = widths
     blocks = -(-tokens // BLOCK_SIZE)
     cache = torch.zeros(blocks, 2, kv_heads, BLOCK_SIZE, dim, device=setting.device, dtype=setting.half)
     offsets = torch.arange(BLOCK_SIZE, device=setting.device)
@@ -557,9 +578,9 @@ def time_swap(setting: Setting, *, layers: int, out: bool, scattered: bool = Fal
 # --- Between the matrix products -------------------------------------------------------------------
 
 
-def time_norm(setting: Setting, *, added: bool) -> Row:
+def time_norm(setting: Setting, *, added: bool, tokens: int, hidden: int) -> Row:
     """Read x, write the norm; with `added` the residual is read and written, too."""
-    tokens, hidden = (2, 64) if setting.tiny else (8192, 4096)
+    tokens, hidden = (2, 64) if setting.tiny else (tokens, hidden)
     moved = (4 if added else 2) * tokens * hidden * setting.half.itemsize
     weight = torch.randn(hidden, device=setting.device).to(setting.half)
     calls: list[Callable[[], Tensor]] = []
@@ -571,17 +592,20 @@ def time_norm(setting: Setting, *, added: bool) -> Row:
     return time_calls(calls, setting).row(moved, "GB/s", "copy") | work(operations, moved)
 
 
-def time_swiglu(setting: Setting) -> Row:
-    tokens, width = (2, 64) if setting.tiny else (8192, 14336)
-    gate_up = torch.randn(tokens, 2 * width, device=setting.device).to(setting.half)
-    out = torch.empty(tokens, width, device=setting.device, dtype=setting.half)
+def time_swiglu(setting: Setting, *, tokens: int, width: int) -> Row:
+    tokens, width = (2, 64) if setting.tiny else (tokens, width)
     moved = 3 * tokens * width * setting.half.itemsize
-    found = time_calls([partial(llama.swiglu, gate_up, out=out)], setting).row(moved, "GB/s", "copy")
+    calls = []
+    for _ in range(num_inputs(moved, setting)):
+        gate_up = torch.randn(tokens, 2 * width, device=setting.device).to(setting.half)
+        out = torch.empty(tokens, width, device=setting.device, dtype=setting.half)
+        calls.append(partial(llama.swiglu, gate_up, out=out))
+    found = time_calls(calls, setting).row(moved, "GB/s", "copy")
     return found | work(5 * tokens * width, moved)  # negate, exp, add, divide, multiply
 
 
-def time_argmax(setting: Setting) -> Row:
-    rows, vocab = (2, 300) if setting.tiny else (256, 128256)
+def time_argmax(setting: Setting, *, rows: int, vocab: int) -> Row:
+    rows, vocab = (2, 300) if setting.tiny else (rows, vocab)
     size = rows * vocab * setting.half.itemsize
     inputs = [
         torch.randn(rows, vocab, device=setting.device).to(setting.half) for _ in range(num_inputs(size, setting))
@@ -590,9 +614,9 @@ def time_argmax(setting: Setting) -> Row:
     return time_calls(calls, setting).row(size, "GB/s", "copy") | work(4 * rows * vocab, size)  # compare, -, exp, +
 
 
-def time_draw(setting: Setting) -> Row:
+def time_draw(setting: Setting, *, rows: int, vocab: int) -> Row:
     """By temperature, a token a row; counted is reading the logits once. Beside it: the same by torch's operations."""
-    rows, vocab = (2, 300) if setting.tiny else (256, 128256)
+    rows, vocab = (2, 300) if setting.tiny else (rows, vocab)
     size = rows * vocab * setting.half.itemsize
     order = torch.arange(rows, device=setting.device)
     temperatures = torch.full((rows,), 0.6, dtype=torch.float64, device=setting.device)

@@ -15,12 +15,13 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.harness import Row
+from benchmarks.gpu.harness import CHECKS, Row
 from benchmarks.gpu.targets import first_line, say_rate, verdicts
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -112,8 +113,18 @@ def write(run: Run | None, docs: Path) -> None:
 NOT_MEASURED = """\
 **Not yet measured.** The fast tier has not run on a GPU: no figure of one is claimed anywhere. What can be known
 without one is in [tuning.md](tuning.md): what the compiler makes of the kernels, and what to expect. Where there is a
-GPU, `python -m benchmarks.gpu` measures all of this in less than eight minutes, and `python -m benchmarks.gpu.page`
-makes this page of what it wrote."""
+GPU, `python -m benchmarks.gpu --checks-only` and `--timings-only` check and measure all of this, each within eight
+minutes (without either, one run of eight minutes does the checks and what measurements there is time for), and
+`python -m benchmarks.gpu.page` makes this page of what they wrote. The targets are for an H200."""
+
+
+def said_of_checks(rows: Sequence[Row]) -> str:
+    """Figures of kernels that are wrong are worth nothing: so the page says first what was checked."""
+    counts = Counter(row["status"] for row in rows if row["section"] in CHECKS)
+    if not counts:
+        return "**No checks are in these runs**: whether the results are right was not looked at."
+    failed = "**" if counts["failed"] else ""
+    return f"{failed}Checks: {counts['ok']} passed, {counts['failed']} failed, {counts['skipped']} skipped.{failed}"
 
 
 def measured(run: Run, drawn: bool) -> list[str]:
@@ -125,7 +136,9 @@ def measured(run: Run, drawn: bool) -> list[str]:
         f"{machine['card']} ({machine['multiprocessors']} multiprocessors), {machine['cores']} CPU cores; CUDA"
         f" {machine['cuda']}, Python {machine['python']}, {versions}.",
         "Made by\n\n" + "\n".join(f"- {line}" for line in run["made"]),
-        "The last column but one names the measurement that is worst off; it stands for all.\n\n" + targets_table(rows),
+        said_of_checks(rows),
+        "The targets are for an H200. The last column but one names the measurement that is worst off; it stands for"
+        " all.\n\n" + targets_table(rows),
     ]
     if drawn:
         parts.append("## The roofline\n\n![Each kernel below the ceilings of this card](assets/roofline.svg)")

@@ -129,8 +129,12 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
             continue
         pick = max if goal.figure == "seconds" else min
         value, row = pick(values, key=lambda pair: pair[0])
-        reached = all(goal.reached(value) for value, _ in values)
-        found.append(Verdict(goal, goal.say(value, row), row["name"], "met" if reached else "MISSED"))
+        if not goal.reached(value):
+            found.append(Verdict(goal, goal.say(value, row), row["name"], "MISSED"))
+        elif len(values) < len(about):
+            found.append(Verdict(goal, goal.say(value, row), f"not all rows: {why_not(goal, about)}", "open"))
+        else:
+            found.append(Verdict(goal, goal.say(value, row), row["name"], "met"))
     return found
 
 

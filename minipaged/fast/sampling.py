@@ -15,7 +15,8 @@ numbers on a device, and what is wanted of them is a token and a log-probability
   need a row of their own.
 
 The two functions that read whole rows exist twice. For a CPU both are loops compiled by numba (`fast/cpu/sampling.py`).
-On a GPU `argmax_logsumexp` is a Triton kernel (`fast/gpu/sampling.py`), and `draw` is the torch function below.
+On a GPU both are Triton kernels (`fast/gpu/sampling.py`); but where `top_k` or `top_p` is asked for, which need the
+logits in order, `draw` is the torch function below.
 """
 
 from __future__ import annotations
@@ -234,8 +235,10 @@ def _draw_into(
             wanted = _Distribution(used_row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
             drawing_from[wanted].append(index)
     vocab = logits.shape[1]
+    only_kernels = logits.is_cuda and not any(one.depth(vocab) for one in drawing_from)  # which make no copies
     pending = iter(drawing_from.items())
-    while piece := dict(islice(pending, max(1, PIECE // vocab))):
+    at_once = len(drawing_from) if only_kernels else max(1, PIECE // vocab)
+    while piece := dict(islice(pending, at_once)):
         drawing = [index for indices in piece.values() for index in indices]
         where, distributions, uniforms, row, top_k, temperature, least, share = send(
             logits.device,

@@ -69,8 +69,8 @@ def entries(arch: int) -> Iterator[Entry]:
     yield from attention_entries(arch)
     yield from cache_entries(arch)
     yield from model_entries(arch)
+    yield from draw_entries()
     if arch == 90:  # a few instructions each, which are the same everywhere
-        yield from draw_entries()
         yield from small_entries()
 
 
@@ -237,13 +237,13 @@ def draw_entries() -> Iterator[Entry]:
     """Sums in float64: they leave nothing of the type of the logits."""
     each = {"rows": "*i64", "peaks": "*fp64", "temperatures": "*fp64", "min_logprobs": "*fp64", "totals": "*fp64"}
     options = {"VOCAB": 128256, "TILE": sampling.DRAW_TILE, "num_warps": 4, "enable_fp_fusion": False}
-    for dtype in (torch.bfloat16, torch.float32):
-        logits = {"logits": POINTER[dtype], **each, "logits_stride": "i32"}
-        yield Entry(f"tile-totals-{NAME[dtype]}", sampling._tile_totals, logits, options)
+    for name, pointer in (("bf16", "*bf16"), ("fp32", "*fp32"), ("fp64", "*fp64")):  # fp64: penalised rows
+        logits = {"logits": pointer, **each, "logits_stride": "i32"}
+        yield Entry(f"tile-totals-{name}", sampling._tile_totals, logits, options)
         drawn = {"distributions": "*i64", "uniforms": "*fp64", "token_ids": "*i64"}
         tiles = triton.cdiv(128256, sampling.DRAW_TILE)
         constants = options | {"TILES": tiles, "WIDTH": triton.next_power_of_2(tiles)}
-        yield Entry(f"draw-{NAME[dtype]}", sampling._draw, logits | drawn, constants)
+        yield Entry(f"draw-{name}", sampling._draw, logits | drawn, constants)
 
 
 def small_entries() -> Iterator[Entry]:

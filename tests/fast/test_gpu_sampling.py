@@ -93,12 +93,13 @@ def drawn(
     logits: torch.Tensor, temperatures: list[float], min_ps: list[float], uniforms: list[float], *, of: list[int]
 ) -> list[int]:
     """What `draw` draws with the numbers `uniforms` from rows `of` of the logits, each row with its parameters."""
-    n = len(logits)
+    rows = torch.randperm(len(logits), generator=torch.Generator().manual_seed(len(of)))  # in any order
+    logits = logits[rows.argsort()]
     least = [math.log(min_p) if min_p > 0 else -math.inf for min_p in min_ps]
     doubles = [torch.tensor(values, dtype=torch.float64, device=DEVICE) for values in (temperatures, least, uniforms)]
-    peaks = logits.double().amax(1).to(DEVICE)
-    rows, distributions = (torch.tensor(values, device=DEVICE) for values in (list(range(n)), of))
-    tokens = draw(logits.to(DEVICE), rows, peaks, doubles[0], doubles[1], distributions, doubles[2])
+    peaks = logits.double().amax(1)[rows].to(DEVICE)
+    distributions = torch.tensor(of, device=DEVICE)
+    tokens = draw(logits.to(DEVICE), rows.to(DEVICE), peaks, doubles[0], doubles[1], distributions, doubles[2])
     assert tokens.dtype == torch.int64
     found: list[int] = tokens.tolist()
     return found

@@ -298,6 +298,8 @@ class WorkerProcess:
                 raise _error(answer["raised"])
             if "ask" not in answer:
                 return answer["ok"]
+            if time.monotonic() > until:  # each question may be quick, and the questions endless
+                self._timed_out()
             self._send(self._carry_out(*answer["ask"]), until)
 
     def _carry_out(self, number: int, member: str, args: list[Any] | None) -> dict[str, Any]:

@@ -99,7 +99,7 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "no tokens": ([[]], "the prompt is empty"),
     "a token past the vocabulary": ([3, 128], "prompt token 1 is 128, .* 0 to 127"),
     "a negative token": ([3, 4, -1], "prompt token 2 is -1, .* 0 to 127"),
-    "a fraction": ([3.0], "prompt token 0 is 3.0; .* 0 to 127"),
+    "a fraction": ([3.0], "prompt token 0 is 3.0, .* 0 to 127"),
     "text among tokens": ([3, "a"], "prompt token 1 is 'a', .* 0 to 127"),
     "half a character": ("\ud800", "UTF-8"),
     "longer than max_model_len": ([3] * 100, "100 tokens.* max_model_len is 100; shorten"),

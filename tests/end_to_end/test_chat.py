@@ -416,6 +416,7 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_ctrl_d_ends_the_chat_and_all_is_le
         until(b" used, ")
         os.write(controller, b"\x03")
         until(b"all its blocks are given back\x1b[0m\r\n> ")
+        time.sleep(1)  # a signal between readline's prompt and its waiting would be seen at the next key only
         os.write(controller, b"\x03")
         until(b"Ctrl-D ends the chat\x1b[0m\r\n> ")
         os.write(controller, b"\x04")

@@ -393,7 +393,8 @@ def test_what_generate_wrote_can_be_replayed_with_words_or_without(
 @pytest.mark.model
 @pytest.mark.parametrize("speed", [1.0, float("inf")])
 def test_drawing_takes_less_than_a_twentieth_of_the_engines_time(speed: float) -> None:
-    """All that the view adds is counted: following the events, telling them, drawing, and the escape sequences."""
+    """All that the view adds is counted, over the whole show: following the events, telling them, drawing, and the
+    escape sequences. (Beam search, with many events a step, has the largest share.)"""
 
     class Canvas(Film):
         pictures = 0
@@ -408,7 +409,7 @@ def test_drawing_takes_less_than_a_twentieth_of_the_engines_time(speed: float) -
     stage = Stage(LoadedModel.load("smollm2-135m-instruct", dtype="float32"))
     canvas = Canvas(120, 40)
     player = Player(canvas, View(stage.tokenizer.decode), speed=speed)
-    for scene in SCENES[:3]:
+    for scene in SCENES:
         scene.play(stage.played_by(player))
     assert canvas.pictures > 10
     assert player.drawing_seconds < 0.05 * player.engine_seconds

@@ -25,7 +25,6 @@ from string import ascii_lowercase, ascii_uppercase
 from typing import Literal
 
 from minipaged.events import (
-    BeamFinished,
     BlockCached,
     BlockCopied,
     BlockDeduplicated,
@@ -93,14 +92,11 @@ class LiveRequest:
     order: int
     """Of arrival."""
     prompt: tuple[int, ...]
-    num_sequences: int
     queue: Literal["waiting", "running", "swapped"] = "waiting"
     sequences: list[LiveSequence] = field(default_factory=list)
     """Those that go on."""
     done: list[LiveSequence] = field(default_factory=list)
     """Those that have ended, without the beams that were dropped."""
-    hypotheses: list[tuple[float, list[int]]] = field(default_factory=list)
-    """What a beam search has kept: score and output, best first."""
     preempted: bool = False
     """Whether it was preempted and is not back yet."""
     joining: bool = False
@@ -118,8 +114,6 @@ class Pool:
     """Block -> its filled slots."""
     num_filled: int = 0
     """Filled slots of all held blocks."""
-    num_entries: int = 0
-    """Block-table entries: what would be held if nothing was shared."""
     last_request: dict[int, str] = field(default_factory=dict)
     """Block -> the request that gave it back last."""
     most_used: int = 0
@@ -129,7 +123,6 @@ class Pool:
     def hold(self, block: int, sequence: LiveSequence, filled: int) -> None:
         """One more table entry names the block."""
         self.holders.setdefault(block, []).append(sequence.number)
-        self.num_entries += 1
         self.highest = max(self.highest, block)
         self.most_used = max(self.most_used, len(self.holders))
         self.fill(block, filled)
@@ -143,7 +136,6 @@ class Pool:
         """One table entry less. Of the last holder of all, the name is kept."""
         holders = self.holders[block]
         holders.remove(sequence.number)
-        self.num_entries -= 1
         if not holders:
             del self.holders[block]
             self.num_filled -= self.filled.pop(block)
@@ -155,7 +147,6 @@ class Pool:
             {block: [*holders] for block, holders in self.holders.items()},
             dict(self.filled),
             self.num_filled,
-            self.num_entries,
             dict(self.last_request),
             self.most_used,
             self.highest,
@@ -267,8 +258,6 @@ class State:
                 self._replace(event.sequence, event.logical_block, event.own, event.cached)
             case PrefixReused():
                 self._reuse(self.sequences[event.sequence], event)
-            case BeamFinished():
-                self._keep_hypothesis(event)
             case _:
                 self._apply_to_request(event)
 
@@ -306,7 +295,7 @@ class State:
 
     def _arrive(self, event: RequestArrived) -> None:
         prompt = event.prompt_token_ids
-        request = LiveRequest(event.request, self.num_arrived, prompt, event.num_sequences)
+        request = LiveRequest(event.request, self.num_arrived, prompt)
         sequence = LiveSequence(event.sequence, request, prompt)
         request.sequences.append(sequence)
         self.num_arrived += 1
@@ -354,13 +343,6 @@ class State:
         parent.request.sequences.append(child)
         self._adopt(child, parent.table, parent.num_computed)
         self.forks.append((parent, child))
-
-    def _keep_hypothesis(self, event: BeamFinished) -> None:
-        sequence = self.sequences[event.sequence]
-        kept = sequence.request.hypotheses
-        kept.append((event.score, [*sequence.output, event.token_id]))
-        kept.sort(key=lambda hypothesis: -hypothesis[0])
-        del kept[sequence.request.num_sequences :]
 
     def _end(self, sequence: LiveSequence, reason: str) -> None:
         """Its blocks are given back next, if it holds any; then nothing is left of it."""
@@ -469,9 +451,8 @@ class State:
         requests: dict[str, LiveRequest] = {}
         sequences: dict[int, LiveSequence] = {}
         for name, old in self.requests.items():
-            new = LiveRequest(name, old.order, old.prompt, old.num_sequences, old.queue)
+            new = LiveRequest(name, old.order, old.prompt, old.queue)
             new.done, new.preempted, new.joining = [*old.done], old.preempted, old.joining
-            new.hypotheses = [*old.hypotheses]
             new.sequences = [
                 LiveSequence(
                     s.number, new, s.prompt, [*s.output], s.letter, [*s.table], s.num_computed, s.swapped, s.ended

@@ -4,6 +4,7 @@ assignment.py       what an assignment is: tests, points, invariants; what a gra
 grading.py          one submission through the tests of one assignment, in order
 isolation.py        the grader's end of the process in which student code runs
 worker.py, wire.py  the other end, and what travels between them
+counterexample.py   the scripts and the words in which failures are told
 search.py           looking for a counterexample, with Hypothesis
 block_allocator.py  assignment 1; each assignment is a file like it
 block_table.py      assignment 2; table_session.py is what its properties are made of

@@ -18,9 +18,10 @@ from minipaged import contracts
 from minipaged.contracts import BlockAllocator, CopyPair, Tier
 from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Test
 from minipaged.course.block_allocator import PROMPTS, RemoteAllocator
+from minipaged.course.counterexample import make_script, must_raise, raised_message
 from minipaged.course.isolation import Handle, Raised, StudentError
 from minipaged.course.search import search
-from minipaged.course.table_session import OfferedAllocator, Op, TableSession, make_script, must_raise, raised_message
+from minipaged.course.table_session import OfferedAllocator, Op, TableSession
 from minipaged.course.workloads import Run, random_workload
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed

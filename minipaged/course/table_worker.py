@@ -9,15 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from types import ModuleType
-
-from minipaged.reference.block_allocator import BlockAllocator
+from typing import Any
 
 
 def seconds(
-    module: ModuleType, name: str, block_size: int, num_blocks: int, prompts: Sequence[int], num_tokens: int
+    module: ModuleType, name: str, block_size: int, allocator: Any, prompts: Sequence[int], num_tokens: int
 ) -> float:
     """How long the tables of some requests take: prompts of these lengths, a fork of each, then token by token."""
-    allocator = BlockAllocator(num_blocks)
     tables = [getattr(module, name)(block_size, allocator) for _ in prompts]
     started = time.perf_counter()
     for table, prompt in zip(tables, prompts, strict=True):

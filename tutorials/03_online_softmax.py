@@ -189,12 +189,10 @@ from minipaged.stepper.pictures import Cells
 
 held = {table[p // block_size] * block_size + p % block_size: p for p in range(num_keys)}  # slot -> position
 slots = [held.get(slot) for slot in range(num_blocks * block_size)]
-cells = [
-    ("", "nobody's") if position is None else (f"{position}", "key and value of that position") for position in slots
-]
+cells = [("", "nobody's") if position is None else (f"{position}", "this sequence's") for position in slots]
 Cells(
     [(f"block {block}", cells[block * block_size : (block + 1) * block_size]) for block in range(num_blocks)],
-    {"key and value of that position": "lines", "nobody's": "empty"},
+    {"this sequence's": "lines", "nobody's": "empty"},
 )
 
 # %% [markdown]
@@ -268,8 +266,10 @@ Cells(
 
 # %%
 def attend_sequence(query: Array, keys: Array, values: Array, table: Array, context_len: int, scale: float) -> Array:
-    """query: [queries, heads, head_dim], the last positions of the context. keys and values are pools:
-    [blocks, block_size, kv_heads, head_dim]. table: [blocks of the sequence]. Returns [queries, heads, head_dim]."""
+    """The queries [queries, heads, head_dim] are the last of the context; the result has their shape.
+
+    keys and values are pools [blocks, block_size, kv_heads, head_dim]; table: [blocks of the sequence].
+    """
     num_queries, heads, head_dim = query.shape
     block_size, kv_heads = keys.shape[1:3]
     group = heads // kv_heads
@@ -295,13 +295,25 @@ def attend_sequence(query: Array, keys: Array, values: Array, table: Array, cont
 
 
 def attend_batch(
-    query: Array, kv_cache: KVCache, layer: int, tables: Array, query_start: Array, context_lens: Array, scale: float
+    query: Array,
+    kv_cache: KVCache,
+    layer: int,
+    tables: Array,
+    query_start: Array,
+    context_lens: Array,
+    scale: float,
 ) -> Array:
-    """minipaged's `paged_attention` has these arguments: query [tokens, heads, head_dim], sequence after sequence;
-    tables [seqs, blocks]; query_start [seqs + 1]; context_lens [seqs]. Returns [tokens, heads, head_dim]."""
+    """Sequence after sequence. These are the arguments of minipaged's `paged_attention`:
+
+    query [tokens, heads, head_dim]; tables [seqs, blocks]; sequence s has the query tokens query_start[s] to
+    query_start[s + 1] - 1, and context_lens[s] positions. Returns [tokens, heads, head_dim].
+    """
     keys, values = kv_cache.device_blocks[:, layer, 0], kv_cache.device_blocks[:, layer, 1]  # pools, as above
-    sequences = zip(query_start[:-1], query_start[1:], tables, context_lens, strict=True)
-    return np.concatenate([attend_sequence(query[a:b], keys, values, *rest, scale) for a, b, *rest in sequences])
+    output = np.empty_like(query)  # [tokens, heads, head_dim]
+    for s, table in enumerate(tables):
+        own = slice(query_start[s], query_start[s + 1])
+        output[own] = attend_sequence(query[own], keys, values, table, context_lens[s], scale)
+    return output
 
 
 # %% [markdown]
@@ -328,11 +340,12 @@ print("tables:", list(first.blocks), list(second.blocks))
 
 contiguous = {}  # table -> its keys and values, [keys, kv_heads, head_dim] each, in one piece
 for one in (first, second):
-    k, v = rng.standard_normal((2, one.num_tokens, kv_heads, head_dim)).astype(np.float32)  # [keys, kv_heads, head_dim]
+    shape = (one.num_tokens, kv_heads, head_dim)
+    k, v = rng.standard_normal((2, *shape)).astype(np.float32)  # [keys, kv_heads, head_dim] each
     cache.write(0, one.slot_mapping(0, one.num_tokens), k, v)
     contiguous[one] = k, v
 
-query = rng.standard_normal((7, heads, head_dim)).astype(np.float32)  # [tokens, heads, head_dim]: 6 queries and 1
+query = rng.standard_normal((7, heads, head_dim)).astype(np.float32)  # [tokens, heads, head_dim]
 batch = (np.array([first.blocks, second.blocks]), np.array([0, 6, 7]), np.array([11, 10]), head_dim**-0.5)
 ours = attend_batch(query, cache, 0, *batch)  # [tokens, heads, head_dim]
 minipageds = paged_attention(query, cache, 0, *batch)  # [tokens, heads, head_dim]
@@ -345,12 +358,12 @@ right = np.zeros(query.shape)  # [tokens, heads, head_dim]
 places = [(first, position) for position in range(5, 11)] + [(second, 9)]  # of each query
 for token, (one, position) in enumerate(places):
     for head in range(heads):
-        k, v = (array[: position + 1, head // 3].astype(np.float64) for array in contiguous[one])  # [keys, head_dim]
-        scores = k @ query[token, head] * head_dim**-0.5  # [keys]
+        k, v = (array[: position + 1, head // 3] for array in contiguous[one])  # [keys, head_dim] each
+        scores = k.astype(np.float64) @ query[token, head] * head_dim**-0.5  # [keys]
         weights = np.exp(scores - scores.max())  # [keys]
         right[token, head] = weights / weights.sum() @ v  # [head_dim]
 
-print(f"ours against float64:       {abs(ours - right).max():.0e}")
+print(f"ours against float64:        {abs(ours - right).max():.0e}")
 print(f"minipaged's against float64: {abs(minipageds - right).max():.0e}")
 assert abs(ours - right).max() < 1e-5
 assert abs(minipageds - right).max() < 1e-5
@@ -366,7 +379,7 @@ from minipaged import LLM, SamplingParams
 from minipaged.engine.engine import Engine
 from minipaged.stepper import record
 
-llm = LLM("smollm2-135m-instruct", tier="reference", block_size=4, num_blocks=8)
+llm = LLM("smollm2-135m-instruct", tier="reference", block_size=4, num_blocks=8, enable_prefix_caching=False)
 prompt = llm.tokenizer.encode("The capital of France is")
 
 

@@ -45,10 +45,21 @@ assert text("A") == text("B") == "Four score and seven years ago our mothers"
 # ## Reference counts
 #
 # So the allocator counts. `allocate` hands out a block with a count of 1; `share` adds one; `free` takes one off, and
-# at 0 the block is free again. By hand:
+# at 0 the block is free again. This is the code:
 
 # %%
+import inspect
+from textwrap import dedent
+
 from minipaged.reference.block_allocator import BlockAllocator
+
+for method in (BlockAllocator.allocate, BlockAllocator.share, BlockAllocator.free):
+    print(dedent(inspect.getsource(method)))
+
+# %% [markdown]
+# And by hand:
+
+# %%
 from minipaged.stepper.pictures import Cells
 
 allocator = BlockAllocator(num_blocks=4)
@@ -86,9 +97,7 @@ Cells(rows, fills)
 # Before writing into a block, a sequence asks for the block to write to. Here is all of it, from the source:
 
 # %%
-import inspect
-
-print(inspect.getsource(BlockAllocator.copy_on_write))
+print(dedent(inspect.getsource(BlockAllocator.copy_on_write)))
 
 # %% [markdown]
 # Alone with the block: go ahead. In company: take a new block, and give up the reference on the old one. The caller

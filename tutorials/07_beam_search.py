@@ -91,7 +91,8 @@ assert math.exp(greedy) < 0.14 < 0.21 < math.exp(likelier)
 #
 # One step: continue every beam by every word, rank all these *candidates* together by their sums of logprobs, and keep
 # the best `width`. A candidate that ends with "." has come to its end (a real model has a token for that, EOS). It is
-# *finished* if it is among the best `width` of its step, and does not go on.
+# *finished* if it is among the best `width` of its step, and does not go on. The search is over when no beam is left,
+# or when `width` texts are finished and the best beam, if it ended now, would not be among them.
 #
 # **Predict.** So that `width` beams can go on even if some candidates end: how many of the best candidates must be
 # looked at, at most?
@@ -258,8 +259,8 @@ assert {block for blocks in begun for block in blocks} == came_free
 assert not any(isinstance(event, BlockCopied) for event in run.events)
 
 # %% [markdown]
-# This is why a beam that dies gives its blocks back: `free` takes one off each count, and what reaches 0 is free. No
-# beam knows who else there is. The memory of the search is what its living beams hold, and nothing of the dead.
+# So a beam that dies gives its blocks back without asking: `free` takes one off each count, and what reaches 0 is free.
+# No beam knows who else there is. The memory of the search is what its living beams hold, and nothing of the dead.
 #
 # A cache of contiguous pieces would copy all keys and values of the parent at every fork. In this short search:
 

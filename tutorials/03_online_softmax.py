@@ -59,7 +59,7 @@ with np.errstate(over="ignore", invalid="ignore"):  # NumPy would warn
     broken = attend(100 * q, K, V)  # [head_dim]
 print("largest score:", f"{(K @ (100 * q) * scale).max():.0f}")
 print("output:       ", broken)
-assert 1.6e38 < math.exp(88) < 1.7e38
+assert 1.6e38 < math.exp(88) < 1.7e38 < float(np.finfo(np.float32).max) < 3.5e38
 assert round((K @ (100 * q) * scale).max()) == 145
 assert np.isnan(broken).all()
 
@@ -257,9 +257,9 @@ Cells(
 )
 
 # %% [markdown]
-# In blocks of 4, keys 0 to 3 are seen by all of these queries, and 4 to 7 or 8 to 11 only by some. Where a query sees
-# no key of a block, all its scores there are minus infinity and its three values stay as they are. `m` is a number then
-# already, because every query sees position 0.
+# In blocks of 4, keys 0 to 3 are seen by all of these queries, those of the other two blocks only by some. Where a
+# query sees no key of a block, all its scores there are minus infinity and its three values stay as they are. `m` is a
+# number then already, because every query sees position 0.
 #
 # All of it together, for one sequence. It is the loop from above with two more dimensions:
 
@@ -382,10 +382,13 @@ from minipaged.stepper import record
 llm = LLM("smollm2-135m-instruct", tier="reference", block_size=4, num_blocks=8, enable_prefix_caching=False)
 prompt = llm.tokenizer.encode("The capital of France is")
 
+config = llm.loaded.config
+assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_value_heads) == (30, 9, 3)
+
 
 def write(attention) -> str:
     wing = llm.loaded.wing
-    runner = wing.make_runner(llm.loaded.config, llm.loaded.weights, llm.config)
+    runner = wing.make_runner(config, llm.loaded.weights, llm.config)
     runner.attend = attention
     engine = Engine(llm.config, wing.tier, runner, decode=llm.tokenizer.decode)
     engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=6))

@@ -279,7 +279,7 @@ Bars(
 # %% [markdown]
 # It grows: the first sample holds the prompt's full blocks, and each further one saves them once more. It cannot grow
 # beyond the share that prompts have in the tables, because what is generated is nobody else's. (The paper's requests
-# have the same mean lengths as these and another spread, so the figures are near and not equal.)
+# have the same mean lengths as these and another spread, so its figures need not be the same.)
 #
 # Where samples have more in common than their prompt, more can be saved: that is beam search, the subject of the
 # [next tutorial](07_beam_search.py).

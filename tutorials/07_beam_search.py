@@ -120,7 +120,8 @@ def search(width: int, length_penalty: float, show: bool = False) -> list[Beam]:
             if end and rank < width:
                 finished.append((total / length**length_penalty, tokens))
             if show:
-                fate = "goes on" if (total, tokens) in beams else "finished" if end and rank < width else "dropped"
+                going = (total, tokens) in beams
+                fate = "goes on" if going else "finished" if end and rank < width else "dropped"
                 print(f"{length}  {math.exp(total):.3f}  {fate:<8}  {model.decode(tokens)}")
         finished = sorted(finished, key=lambda beam: -beam[0])[:width]
         if len(finished) == width and beams and beams[0][0] / length**length_penalty <= finished[-1][0]:
@@ -220,10 +221,10 @@ def picture(of_step: int) -> Cells:
     """The tables that the beams of a step had when it had run."""
     held = tables[of_step - 1]
     holders = Counter(block for table in held for block in table)
-    kinds = {1: "held by one beam", len(held): "by all"}
+    kinds = {1: "held by one beam", len(held): "held by all"}
     return Cells(
-        [(f"beam {i}", [(f"{b}", kinds.get(holders[b], "by some")) for b in t]) for i, t in enumerate(held)],
-        {"by all": "grid", "by some": "lines", "held by one beam": "dots"},
+        [(f"beam {i}", [(f"{b}", kinds.get(holders[b], "held by some")) for b in t]) for i, t in enumerate(held)],
+        {"held by all": "grid", "held by some": "lines", "held by one beam": "dots"},
     )
 
 

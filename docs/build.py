@@ -102,7 +102,9 @@ def run_tutorial(script: Path) -> tuple[str, str]:
     download: str = jupytext.writes(notebook, fmt="ipynb")
     config = Config(KernelManager={"transport": "ipc"})  # no port is opened
     # In the root of the tree, whose minipaged is then the one that is imported.
-    NotebookClient(notebook, config=config, timeout=120, resources={"metadata": {"path": str(ROOT)}}).execute()
+    place = {"metadata": {"path": str(ROOT)}}
+    # What a cell prints comes in pieces, cut wherever the clock has it; the page shows it as one.
+    NotebookClient(notebook, config=config, timeout=120, resources=place, coalesce_streams=True).execute()
     return download, as_markdown(notebook.cells, script)
 
 

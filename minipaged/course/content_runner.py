@@ -30,6 +30,14 @@ class Prefixes:
     def extend(self, prefix: Prefix, token: int) -> Prefix:
         return self._numbers.setdefault((prefix, token), len(self._numbers) + 1)
 
+    def tokens(self, prefix: Prefix) -> list[int]:
+        """The tokens that the number stands for."""
+        steps, tokens = list(self._numbers), list[int]()
+        while prefix:
+            prefix, token = steps[prefix - 1]
+            tokens.append(token)
+        return tokens[::-1]
+
 
 def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
     """Logits after `tokens`: arbitrary, but always the same for the same tokens."""
@@ -46,6 +54,18 @@ class GivenRow:
     slots: Sequence[int]
     blocks: list[int]
     wants_logits: bool
+
+
+@dataclass(frozen=True)
+class WrongRead:
+    """A slot that does not hold what its reader takes it for."""
+
+    position: int
+    block: int
+    wanted: list[int]
+    """The tokens whose K/V should be there: the sequence's, up to this position."""
+    found: list[int] | None
+    """The tokens whose K/V are there; None for memory that nobody wrote."""
 
 
 class ContentRunner(Runner):
@@ -128,8 +148,13 @@ class ContentRunner(Runner):
             block = blocks[position // self.block_size]
             found = self.device[block][position % self.block_size]
             if found != prefix:
-                raise InvariantViolation(
-                    Invariant.CONTENT,
-                    f"position {position} is in block {block}, which holds "
-                    f"{'nothing' if found is None else 'the K/V of other tokens'}",
-                )
+                there = None if found is None else self.prefixes.tokens(found)
+                self.on_wrong_read(WrongRead(position, block, tokens[: position + 1], there))
+                return
+
+    def on_wrong_read(self, read: WrongRead) -> None:
+        """The invariant `content` is broken. Raises InvariantViolation."""
+        holds = "nothing" if read.found is None else "the K/V of other tokens"
+        raise InvariantViolation(
+            Invariant.CONTENT, f"position {read.position} is in block {read.block}, which holds {holds}"
+        )

@@ -36,4 +36,5 @@ with record("A five-token prompt, three times", stage.decode, watch=[part]) as r
     with suppress(InvariantViolation):
         engine.step()
 
+assert sorted(run.notes) == [8 - 1, 17 - 1], "the steps that the page names"
 assert [allocator.ref_count(block) for block in range(4)] == [-1] * 4

@@ -56,6 +56,8 @@ class Stage(ContentRunner):
 
     def on_wrong_read(self, read: WrongRead) -> None:
         assert self.recording
+        if (read.position + 1) % self.block_size:
+            return  # the block's last position tells of the whole block
         there = "that nobody wrote" if read.found is None else f"of “{self.decode(read.found)}”"
         self.recording.note(
             f"When the model runs, it looks for the keys and values of “{self.decode(read.wanted)}” in block "

@@ -4,7 +4,7 @@ from contextlib import suppress
 
 from docs.runs.museum import Stage, exhibit, greedy
 from minipaged import InvariantViolation
-from minipaged.events import StepFailed
+from minipaged.events import StepFailed, StepStarted
 from minipaged.stepper import record
 
 museum = exhibit("never_fits")
@@ -21,5 +21,6 @@ with record("Three blocks, and an answer that needs five", stage.decode, watch=[
         with suppress(InvariantViolation):
             engine.step()
 
+assert run.events[20 - 1] == StepStarted(5), "the step that the page names"
 assert len([event for event in run.events if isinstance(event, StepFailed)]) == 3
 assert engine.unfinished_requests == ["long", "short"]

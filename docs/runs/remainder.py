@@ -22,4 +22,5 @@ last = next(event for event in reversed(run.events) if isinstance(event, TokensC
 assert isinstance(run.events[-1], StepFailed)
 assert last.num_tokens == 9
 assert not last.new_blocks
+assert run.events[13 - 1] is last, "the step that the page names"
 note_on(TokensComputed, run, "Has it? The ninth token has position 8, in logical block 2. The table has none.")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from docs.runs.museum import Stage, exhibit, greedy, note_on
-from minipaged.events import BlockDeduplicated
+from minipaged.events import BlockDeduplicated, TokenGenerated
 from minipaged.stepper import record
 from minipaged.tiers import reference_tier
 
@@ -24,4 +24,8 @@ with record("One block computed twice", stage.decode, watch=[part]) as run:
     engine.step()
 
 assert table.blocks[0] == exchanged.own == engine.scheduler.running[2].sequences[0].table.blocks[0]
-assert any("of “a”" in note for note in run.notes.values())
+assert any("of “a dog”" in note for note in run.notes.values())
+assert run.events[11 - 1] is exchanged, "the step that the page names"
+words = [event.token_id for event in run.events if isinstance(event, TokenGenerated)]
+assert words[0] == words[1]  # of A and B, which have the same prompt
+assert words[2] != words[3]

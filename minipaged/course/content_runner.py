@@ -114,9 +114,9 @@ class ContentRunner(Runner):
                 self.device[slot // self.block_size][slot % self.block_size] = prefix
         logits = []
         for row, known in zip(rows, tokens, strict=True):
-            self._check_reads(row.blocks, known)
+            found = self._read(row.blocks, known)
             if row.wants_logits:
-                logits.append(fake_logits(known, self.vocab_size))
+                logits.append(fake_logits(found, self.vocab_size))
         return np.array(logits).reshape(len(logits), self.vocab_size)
 
     def token_id(self, token: int | PendingToken) -> int:
@@ -141,19 +141,23 @@ class ContentRunner(Runner):
                     return sequence.tokens[:start]
         raise InvariantViolation(Invariant.EXCLUSIVE_WRITE, f"no running sequence owns slot {row.slots[-1]}")
 
-    def _check_reads(self, blocks: Sequence[int], tokens: list[int]) -> None:
-        prefix = 0
+    def _read(self, blocks: Sequence[int], tokens: list[int]) -> list[int]:
+        """The tokens whose K/V are found: `tokens`, or where a wrong read is let pass, others."""
+        read, prefix = list[int](), 0
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)
             block = blocks[position // self.block_size]
             found = self.device[block][position % self.block_size]
-            if found != prefix:
+            if found == prefix:
+                read.append(token)
+            else:
                 there = None if found is None else self.prefixes.tokens(found)
                 self.on_wrong_read(WrongRead(position, block, tokens[: position + 1], there))
-                return
+                read += there or []
+        return read
 
     def on_wrong_read(self, read: WrongRead) -> None:
-        """The invariant `content` is broken. Raises InvariantViolation."""
+        """The invariant `content` is broken. Raises InvariantViolation; where it is let pass, reading goes on."""
         holds = "nothing" if read.found is None else "the K/V of other tokens"
         raise InvariantViolation(
             Invariant.CONTENT, f"position {read.position} is in block {read.block}, which holds {holds}"

@@ -14,7 +14,7 @@ NO_HASH = 0
 
 
 class PrefixCache:
-    """Holds one reference on each block that it knows. A block that nobody else holds is idle, and may be evicted."""
+    """Holds one reference on each block that it knows. One that nobody else holds is idle."""
 
     def __init__(self, block_size, allocator):
         self._block_size = block_size

@@ -45,6 +45,8 @@ def try_workloads(exchange: Exchange) -> None:
     parser.add_argument("--workloads", type=int, default=200, help="how many random workloads to run (200)")
     parser.add_argument("--seed", type=int, help="run this one alone, and show the traceback")
     args = parser.parse_args()
+    if args.workloads < 1:
+        parser.error(f"--workloads is {args.workloads}; run 1 at least")
     if args.seed is not None:
         run_workload(args.seed, exchange)
         print(f"workload {args.seed} passes")
@@ -56,6 +58,6 @@ def try_workloads(exchange: Exchange) -> None:
         except Exception as error:
             failed += 1
             if failed == 1:
-                print(f"workload {seed} is the first that fails: {error or repr(error)}", flush=True)
+                print(f"workload {seed} is the first that fails:\n  {type(error).__name__}: {error}", flush=True)
     print(f"{failed} of {args.workloads} random workloads fail ({failed / args.workloads:.1%})")
     sys.exit(1 if failed else 0)

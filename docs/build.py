@@ -6,8 +6,8 @@
 - The tutorials of tutorials/. Each is run, cell by cell, and becomes a page with what its cells put out, and a notebook
   to download. An error in a cell, a failed assert among them, ends the build.
 - The stepper, and in place of `<!-- run FILE.py -->` in a page the recording that this file, run now, calls `run`.
-- In place of `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A name
-  that the file does not have ends the build.
+- In place of a line `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A
+  name that the file does not have ends the build.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 RUN = re.compile(r"<!-- run (?P<file>\S+\.py) -->")
-CODE = re.compile(r"<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->")
+CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ formats.py          results for terminals, Gradescope, PrairieLearn and JUnit
 autograder.py       the zip that Gradescope wants
 content_runner.py   a model without weights that checks every read
 workloads.py        random workloads on it, and what they must produce
+museum.py           the same with a part exchanged for one of the bug museum
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any
 
@@ -49,10 +50,16 @@ def decode(module: ModuleType, name: str, *arguments: Any) -> Any:
     try:
         return call(getattr(module, name), *arguments)
     except InterpreterError as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise KernelError(f"{type(cause).__name__}: {cause}").with_traceback(cause.__traceback__) from None
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__) is not None:
+            causes.append(cause)
+        inside = [one for one in causes if _passes_through(one, module)]  # the last began in the kernel's own line
+        text = f"{type(causes[-1]).__name__}: {causes[-1]}"
+        raise KernelError(text).with_traceback(inside[-1].__traceback__ if inside else None) from None
+
+
+def _passes_through(error: BaseException, module: ModuleType) -> bool:
+    return any(frame.f_code.co_filename == module.__file__ for frame, _ in walk_tb(error.__traceback__))
 
 
 def has_kernel(module: ModuleType) -> bool:

@@ -187,18 +187,18 @@ def measure(bench: Bench) -> Performance:
     """Scores a second (one query, one key, one head) of the compiled kernel, in turns with the fast tier's."""
     if not has_gpu():
         raise RuntimeError("there is no GPU here, and what the interpreter takes says nothing")
-    compiled = Bench(replace(bench.assignment, limits=GPU_LIMITS), bench.submission, bench.seed)
-    with compiled, WorkerProcess(GPU_LIMITS, (WORKER, "minipaged.fast.gpu.attention")) as fast:
+    best = [float("inf"), float("inf")]
+    with Bench(replace(bench.assignment, limits=GPU_LIMITS), bench.submission, bench.seed) as compiled:
         for case in CHECKED:
             try:
                 case.check(compiled)
             except Failed as failed:
                 raise RuntimeError(f"compiled for the GPU, it is wrong: {failed}") from None
-        parts = ((compiled.process.modules[0], *compiled.part), (fast.modules[0], fast.modules[0], "fast_decode"))
-        best = [float("inf"), float("inf")]
-        for _ in range(ROUNDS):
-            for i, (worker, module, name) in enumerate(parts):
-                best[i] = min(best[i], worker.call("seconds", module, name, *TIMED.values()))
+        with WorkerProcess(GPU_LIMITS, (WORKER, "minipaged.fast.gpu.attention")) as fast:
+            parts = ((compiled.process.modules[0], *compiled.part), (fast.modules[0], fast.modules[0], "fast_decode"))
+            for _ in range(ROUNDS):
+                for i, (worker, module, name) in enumerate(parts):
+                    best[i] = min(best[i], worker.call("seconds", module, name, *TIMED.values()))
     scores = TIMED["seqs"] * TIMED["context"] * TIMED["heads"]
     return Performance(scores / best[0], scores / best[1])
 

@@ -86,7 +86,10 @@ def test_the_untouched_starter_is_told_where_to_begin(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("source", [PLAIN, MATRICES], ids=["plain", "matrices"])
-def test_a_right_kernel_passes_every_property(source: str, bench: Bench, folder: Path) -> None:
+def test_a_right_kernel_passes_every_property(
+    source: str, bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_decode, "EXAMPLES", 10)  # enough for this, and faster
     path = folder / f"right_{len(source)}.py"
     path.write_text(source)
     for test in PROPERTIES:
@@ -97,7 +100,7 @@ def test_a_right_kernel_passes_every_property(source: str, bench: Bench, folder:
 @pytest.mark.model
 def test_a_right_kernel_decodes_under_the_engine_and_for_smollm2(tmp_path: Path) -> None:
     """And the grade says why no speed was measured."""
-    assignment = replace(ASSIGNMENT, tests=(ASSIGNMENT.tests[0], *ASSIGNMENT.tests[-2:]))
+    assignment = replace(ASSIGNMENT, tests=ASSIGNMENT.tests[-2:])
     result = grade(assignment, submit(PLAIN, tmp_path))
     assert result.full_marks, text(result)
     if not triton_decode.has_gpu():

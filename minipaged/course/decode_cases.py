@@ -20,6 +20,9 @@ from minipaged.course.isolation import Misbehaviour, Verdict
 from minipaged.course.table_session import aligned, make_script, raised_message
 from minipaged.errors import Invariant
 
+UNTOUCHED = -4096
+"""What `out` holds before the call."""
+
 
 def make_inputs(
     seed: Any,
@@ -59,7 +62,7 @@ class Case:
     head_dim: int = 4
     seed: int = 0
     size: float = 1.0
-    """What queries and keys are multiplied by: 30 makes scores of some thousands."""
+    """What queries and keys are multiplied by: 60 makes scores of some thousands."""
     dtype: str = "float32"
 
     @property
@@ -92,16 +95,19 @@ class Case:
 
     def _wrong(self, output: Any, right: Any) -> str:
         """What is wrong with the output, in a sentence; empty when it is right."""
-        if np.isnan(output).all() and output.size > 1:
-            return "`out` is all NaN: nothing was written to it, or NaN (what lies where no token is) was read"
         wrong = np.argwhere(~(np.abs(output - right).max(axis=-1) <= self.tolerance))  # [seqs, heads]
         if not len(wrong):
             return ""
         s, head = (int(i) for i in wrong[0])
-        found, should = (np.array2string(row[s, head, :3], precision=3, separator=", ") for row in (output, right))
-        more = "begins with " if self.head_dim > 3 else "is "
         where = f"sequence {s} (context {self.contexts[s]}), query head {head}"
-        return f"{where}: its output {more}{found}; it should be {should}"
+        if (output[s, head] == UNTOUCHED).any():
+            return f"{where}: not all of `out` was written"
+        found, should = (np.array2string(row[s, head, :3], precision=4, separator=", ") for row in (output, right))
+        more = "begins with " if self.head_dim > 3 else "is "
+        message = f"{where}: its output {more}{found}; it should be {should}"
+        if np.isnan(output[s, head]).any():
+            message += " (NaN lies where no token is; 0 / 0 and inf - inf give it too)"
+        return message
 
     @contextmanager
     def _told(self, bench: Bench, tables: Any) -> Iterator[None]:

@@ -29,14 +29,14 @@ def call(paged_decode: Any, query: Any, cache: Any, block_tables: Any, context_l
     blocks[1:-1] = cache
     tables = np.full((len(query) + 256, block_tables.shape[1] + 1), -1, np.int32)
     tables[: len(query), :-1] = block_tables
-    room = np.full(query.size + 512, np.nan, query.dtype)
+    room = np.full(query.size + 512, -4096, query.dtype)  # where that stays, nothing was written
     given = {"query": query, "the cache": blocks, "block_tables": tables, "context_lens": context_lens, "out": room}
     q, c, t, n, r = (torch.tensor(array, device=DEVICE) for array in given.values())
     out = r[256:-256].view(q.shape)
     paged_decode(q, c[1:-1, 0], c[1:-1, 1], t[: len(query), :-1], n, scale, out)
     after = {name: tensor.cpu().numpy() for name, tensor in zip(given, (q, c, t, n, r), strict=True)}
     output = after["out"][256:-256].reshape(query.shape).copy()
-    after["out"][256:-256] = np.nan
+    after["out"][256:-256] = -4096
     written = [name for name, array in given.items() if array.tobytes() != after[name].tobytes()]
     return output, [name.replace("out", "memory beside out") for name in written]
 

@@ -75,11 +75,13 @@ def cases(
     return draw_case()
 
 
-def property_of(inputs: st.SearchStrategy[Case]) -> Callable[[Bench], None]:
-    """A check of such cases, by a kernel of Triton's."""
+def property_of(inputs: st.SearchStrategy[Case], *always: Case) -> Callable[[Bench], None]:
+    """A check of such cases, by a kernel of Triton's. `always`: larger ones, which few searches would come upon."""
 
     def check(bench: Bench) -> None:
         search(bench, inputs, lambda case: case.check(bench), EXAMPLES)
+        for case in always:
+            case.check(bench)
         if not bench.process.modules[0].call("has_kernel", bench.part[0]):
             raise Failed(Failure("what it computes is right; but the file has no Triton kernel (@triton.jit)"))
 
@@ -232,7 +234,7 @@ ASSIGNMENT = Assignment(
             invariant=Invariant.CONTENT,
             meaning="Position p is in logical block p // block_size; the table says which block of the cache that is.",
             hint="When a later block has a larger score than all before it, what are the sums so far worth?",
-            check=property_of(cases(contexts=WHOLE)),
+            check=property_of(cases(contexts=WHOLE), Case(16, (192,), head_dim=16)),
         ),
         Test(
             name="a last block that is not full",
@@ -242,7 +244,7 @@ ASSIGNMENT = Assignment(
             "hold anything; here NaN and -1.",
             hint="A weight of 0 is not enough: what is 0 times NaN? A load has a mask, and says with `other` what "
             "stands where it does not load.",
-            check=property_of(cases(block_sizes=st.sampled_from([2, 4, 8, 16]))),
+            check=property_of(cases(block_sizes=st.sampled_from([2, 4, 8, 16])), Case(16, (150,))),
         ),
         Test(
             name="grouped-query heads",
@@ -288,11 +290,13 @@ ASSIGNMENT = Assignment(
             check=property_of(
                 cases(
                     block_sizes=st.sampled_from([4, 16, 32]),
+                    head_dims=st.sampled_from([4, 16, 64]),
                     dtypes=st.sampled_from(["float32", "float16"]),
-                    most_blocks=6,
                     most_sequences=2,
-                    size=30.0,
-                )
+                    size=60.0,
+                ),
+                Case(32, (320, 3), head_dim=64, size=60.0),
+                Case(32, (320, 3), head_dim=64, size=60.0, dtype="float16"),
             ),
         ),
         Test(

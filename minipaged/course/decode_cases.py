@@ -21,7 +21,7 @@ from minipaged.course.table_session import aligned, make_script, raised_message
 from minipaged.errors import Invariant
 
 UNTOUCHED = -4096
-"""What `out` holds before the call."""
+"""What `out` holds before the call: `decode_worker.call` puts it there."""
 
 
 def make_inputs(

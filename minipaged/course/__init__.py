@@ -10,6 +10,7 @@ block_allocator.py  assignment 1; each assignment is a file like it
 block_table.py      assignment 2, with table_session.py (what its properties are made of) and table_worker.py
 paged_attention.py  assignment 3, with attention_cases.py (inputs, what is right) and attention_worker.py
 beam_search.py      assignment 5
+triton_decode.py    assignment 6, with decode_cases.py (inputs, what is right) and decode_worker.py (tensors, a clock)
 student_tests.py    the students' own tests, graded by the seeded bugs (mutants) that they find
 formats.py          results for terminals, Gradescope, PrairieLearn and JUnit
 autograder.py       the zip that Gradescope wants
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from minipaged.course.assignment import Assignment
 
-ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "beam-search")
+ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "beam-search", "triton-decode")
 """In the order of the course. The file of each has its name, with underscores."""
 
 

@@ -128,6 +128,8 @@ class Assignment:
     limits: Limits = field(default_factory=Limits)
     modules: tuple[str, ...] = ()
     """Of ours, to be loaded in the worker before the student's file (adapters; what is slow to import)."""
+    needs: tuple[str, ...] = ()
+    """Packages of the extra `fast` without which nothing can be graded."""
     builds_on: tuple[str, ...] = ()
     """Earlier assignments of which a student's own part can be carried into this one."""
     measure: Callable[[Bench], Performance] | None = None

@@ -22,7 +22,7 @@ WIDTH = 98
 
 def heading(grade: Grade) -> list[str]:
     """What is graded, and how student code is kept apart."""
-    apart = [f"{what}: {how}" for what, how in grade.isolation.items()]
+    apart = [f"{what}: {how}" for what, how in grade.isolation.items() if what != "performance"]
     return [f"{grade.assignment.name}: {grade.submission.path.name}  ({'; '.join([f'seed {grade.seed}', *apart])})", ""]
 
 
@@ -88,6 +88,8 @@ def closing(grade: Grade) -> list[str]:
             f"speed: {performance.operations_per_second / 1e6:.2f} million operations a second, "
             f"{performance.index:.2f} times the reference's (for information; it does not count)"
         )
+    elif "performance" in grade.isolation:
+        lines.append(f"speed: {grade.isolation['performance']}")
     return lines
 
 

@@ -266,8 +266,8 @@ check(out)
 # sums, and more loads are under way at once). And a block of 3 tokens has no `tl.arange` at all.
 #
 # So a turn takes a **tile** of keys, and each key's block is looked up by itself: position `p` is in logical block
-# `p // BLOCK_SIZE`. A tile may span many blocks, or a part of one. The table is small beside what it points to: 4 bytes
-# for a key of `2 × 128 × 2`.
+# `p // BLOCK_SIZE`. A tile may span many blocks, or a part of one. Looking up costs little: 4
+# bytes beside the 512 of a key and its value.
 #
 # Two more changes, while we are at it:
 #

@@ -56,7 +56,7 @@ assert 181 < balance < 182
 
 # %% [markdown]
 # The last column is the most that the products could reach if every byte came from memory. With one query at a time the
-# tensor cores would wait more than 99 % of the time. Tiles of 128 rows come to 70 %; and as other programs read the
+# tensor cores would wait more than 99 % of the time. Tiles of 128 rows come to 71 %; and as other programs read the
 # same keys at about the same time, many of those bytes come from the chip's L2 cache and not from memory.
 #
 # **Predict.** Then why not 1,024 rows? What does a program have to keep, for each of its rows?
@@ -327,7 +327,8 @@ check("the real kernel", real.numpy())
 # fast it is either, but it shows what would make it slow: registers that spill, and tensor cores that are left out.
 # Hopper GPUs have two kinds of matrix instructions: `HMMA` (mma.sync), by one warp, and `HGMMA` (wgmma), by four warps
 # together, the only one that reaches the peak. This compiles the real kernel for one, with 128 rows (for prompts) and
-# with 32 (for a few tokens each). Interpreting and compiling exclude each other in one process, so it has its own.
+# with 32 (for a few tokens each). Interpreting and compiling exclude each other in one process, so this has one
+# of its own. (It needs the project's tests: run the notebook in a clone.)
 
 # %%
 import json
@@ -348,9 +349,9 @@ assert few["tensor_cores"] == ["HMMA"]
 
 # %% [markdown]
 # No spills, and wgmma for the large tiles. [The tuning log](../docs/tuning.md) counts the instructions of the loop: for
-# each tile the products take the tensor cores 1,024 cycles, and the softmax between them takes about 900 to start. If
-# they overlapped wholly the kernel would be as fast as its products; if not at all, it would reach 53 % of that. Which
-# it is has to be measured on a GPU, and that is **not yet measured** ([on a GPU](../docs/gpu.md)).
+# each tile of keys the products take the tensor cores 1,024 cycles, and to start the loop's instructions takes 898. If
+# the two overlapped wholly the kernel would be as fast as its products; if not at all, it would reach 53 % of that.
+# Which it is has to be measured on a GPU, and that is **not yet measured** ([on a GPU](../docs/gpu.md)).
 
 # %%
 assert round(1024 / (1024 + 898), 2) == 0.53

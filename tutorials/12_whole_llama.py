@@ -287,8 +287,8 @@ assert not is_tie(exact[-1], fast_logits[-1], int(exact[-1].argmax()), 0)
 print("a tie is told from a mistake")
 
 # %% [markdown]
-# In bfloat16, with 3 digits in place of 7, ties are common, and two right computations soon write different texts. That
-# is why tiers are compared in float32.
+# In bfloat16, with 8 significant bits in place of 24, ties come every few dozen tokens, and two right computations soon
+# write different texts. Where texts have to be the same, ask for float32.
 #
 # ## Exercise
 #

@@ -239,7 +239,8 @@ def grade(*kinds: type) -> str:
         imports = "from minipaged.errors import BlockNotAllocated, OutOfBlocks\n"
         file.write_text("\n\n".join([imports, *map(source_of, kinds)]))
         command = ["grade", "block-allocator", f"{file}:{kinds[-1].__name__}", "--no-model"]
-        done = subprocess.run([sys.executable, "-m", "minipaged", *command], capture_output=True, text=True, cwd=folder)
+        command += ["--counterexamples", f"{folder}/counterexamples"]
+        done = subprocess.run([sys.executable, "-m", "minipaged", *command], capture_output=True, text=True)
         return (done.stdout + done.stderr).replace(folder, ".")
 
 

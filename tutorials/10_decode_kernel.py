@@ -13,7 +13,7 @@
 # **What you will understand.** How the attention of one new token becomes a GPU kernel: what a program of Triton is,
 # why the query heads that share a key/value head go together, why a turn of the loop takes 64 keys whatever the block
 # size is, and how one long context keeps a whole GPU busy. Section 5.1 of the paper says that such kernels are needed;
-# here is how one is built, from the loop of [`paged_attention`](../minipaged/reference/attention.py) in five small
+# here is how one is built, from the loop of [`paged_attention`](../minipaged/reference/attention.py) in four
 # steps.
 #
 # You need no GPU: `TRITON_INTERPRET=1` lets Triton run a kernel in Python, one program after another. (Triton itself
@@ -95,9 +95,9 @@ reference = paged_attention(query, cache, 0, tables, np.arange(4), lens, SCALE)
 assert np.abs(reference - EXACT).max() < 1e-6
 
 
-def check(out: torch.Tensor) -> None:
+def check(name: str, out: torch.Tensor) -> None:
     error = np.abs(out.numpy() - EXACT).max()
-    print(f"largest difference from float64: {error:.1e}")
+    print(f"{name}: largest difference from float64 {error:.1e}")
     assert error < 1e-6  # false for NaN too
 
 
@@ -160,7 +160,7 @@ def arguments(cache: KVCache, tables: np.ndarray) -> tuple:
 out = torch.full(query.shape, torch.nan)
 strides = (cache.device_blocks[0].size, tables.shape[1])  # numbers in a block, entries in a table
 one_head[(3, HEADS)](*arguments(cache, tables), out, SCALE, *strides, **SHAPE, BLOCK_SIZE=16)
-check(out)
+check("a program for each head", out)
 
 # %% [markdown]
 # **Predict.** The mask stands on three things: the load of the keys, the load of the values, and the scores. A score of
@@ -256,7 +256,7 @@ def one_group(
 
 out = torch.full(query.shape, torch.nan)
 one_group[(3, KV_HEADS)](*arguments(cache, tables), out, SCALE, *strides, **SHAPE, BLOCK_SIZE=16)
-check(out)
+check("a program for each group", out)
 
 # %% [markdown]
 # ## Step 3: a tile is not a block
@@ -340,8 +340,7 @@ for block_size in (1, 3, 16, 256):
     tiled[(3, KV_HEADS)](
         *arguments(small, where), out, SCALE * LOG2_E, *strides, **SHAPE, BLOCK_SIZE=block_size, TILE=TILE
     )
-    print(f"blocks of {block_size:>3}: ", end="")
-    check(out)
+    check(f"blocks of {block_size:>3}", out)
 
 # %% [markdown]
 # ## Step 4: splits
@@ -354,7 +353,7 @@ for block_size in (1, 3, 16, 256):
 places = 2 * 132
 Bars(
     [
-        ("1 sequence", [("at work", 8), ("idle", places - 8)]),
+        ("1 sequence: 8 programs", [("at work", 8), ("idle", places - 8)]),
         ("32 sequences", [("at work", 32 * 8), ("idle", places - 32 * 8)]),
         (f"1 sequence in {places // 8} splits", [("at work", places // 8 * 8)]),
     ],
@@ -438,7 +437,7 @@ split[(3, KV_HEADS, SPLITS)](
 )  # fmt: skip
 out = torch.full(query.shape, torch.nan)
 add_up[(3, HEADS)](LENS, partial_o, partial_lse, out, PER_SPLIT, HEADS=HEADS, DIM=DIM, SPLITS=SPLITS)
-check(out)
+check("splits", out)
 
 written = torch.isfinite(partial_lse[:, 0]).sum(1).tolist()
 print("splits in use:", written)
@@ -461,7 +460,7 @@ from minipaged.fast.gpu.attention import paged_decode
 blocks = torch.from_numpy(cache.device_blocks)
 keys, values = blocks[:, 0, 0].transpose(1, 2), blocks[:, 0, 1].transpose(1, 2)  # [blocks, kv_heads, block_size, dim]
 rows = torch.arange(3, dtype=torch.int32)  # which row of the tables is whose
-check(paged_decode(Q, keys, values, torch.from_numpy(tables), rows, LENS, SCALE))
+check("the real kernel", paged_decode(Q, keys, values, torch.from_numpy(tables), rows, LENS, SCALE))
 
 # %% [markdown]
 # What it has besides: heads of any size (80 is padded to 128), bfloat16 and float16, numbers of splits chosen on the

@@ -93,7 +93,7 @@ class BitmapAllocator:
 
 
 # %% [markdown]
-# A picture of it while it works: the number in binary, lowest bit first, and what the blocks' counts are.
+# Watch it work. The cells are the blocks 0 to 7, with how many hold each; what is free is a 1 in the number.
 
 # %%
 from minipaged.stepper.pictures import Cells

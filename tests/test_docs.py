@@ -97,3 +97,28 @@ def test_a_concept_is_shown_with_the_test_that_holds_it(page: Path) -> None:
         build.source_of(file, name)
     assert any(file.startswith("tests/") and name.startswith("test_") for file, name in shown)
     assert any(file.startswith("minipaged/") for file, _ in shown)
+
+
+# --- The API --------------------------------------------------------------------------------------
+
+NOT_IN_THE_API = {
+    "cli",  # `minipaged --help` tells it
+    *(
+        f"demo.{name}"
+        for name in ("player", "recording", "report", "stage", "terminal", "ticker", "trace_scene", "view")
+    ),
+    *(f"course.{name}" for name in ("test_runner", "wire", "worker")),  # the other end of the grader's process
+}
+PARTS_OF_AN_ASSIGNMENT = ("_cases", "_mutants", "_session", "_worker")
+"""How files of `course/` end that belong to one assignment, which is in the API itself."""
+
+
+def test_every_module_has_its_place_in_the_api_or_a_reason() -> None:
+    paths = {path.relative_to(ROOT / "minipaged").with_suffix("") for path in (ROOT / "minipaged").rglob("*.py")}
+    modules = {".".join(path.parts) for path in paths if not path.name.startswith("_")}
+    parts = {name for name in modules if name.startswith("course.") and name.endswith(PARTS_OF_AN_ASSIGNMENT)}
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = re.findall(r"^::: minipaged\.(\S+)$", pages, flags=re.MULTILINE)
+    assert len(documented) == len(set(documented)), "a module has one place"
+    assert set(documented) == modules - parts - NOT_IN_THE_API
+    assert modules >= NOT_IN_THE_API

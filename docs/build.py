@@ -7,8 +7,8 @@
   to download. An error in a cell, a failed assert among them, ends the build.
 - A still of the recorded demo, for who has asked for reduced motion: a picture in a page is not told of that.
 - The stepper, and in place of `<!-- run FILE.py -->` in a page the recording that this file, run now, calls `run`.
-- In place of `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A name
-  that the file does not have ends the build.
+- In place of a line `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A
+  name that the file does not have ends the build.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 RUN = re.compile(r"<!-- run (?P<file>\S+\.py) -->")
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
-CODE = re.compile(r"<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->")
+CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
 
 
 def main() -> None:

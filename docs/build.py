@@ -68,7 +68,7 @@ def as_in_the_source(file: str, names: list[str], page: Path) -> str:
     """What the page, a path in the site, shows of a file of the repository: its name as a link, and the code."""
     code = "\n\n".join(source_of(file, name) for name in names)
     link = with_links_into_the_site(f"[{file}]({file})", ROOT / "README.md", page)
-    return f'<div class="code" markdown="1">\n\n{link}\n\n```python\n{code}\n```\n\n</div>'
+    return f'<div class="code" markdown="1" data-search-exclude>\n\n{link}\n\n```python\n{code}\n```\n\n</div>'
 
 
 def source_of(file: str, name: str) -> str:

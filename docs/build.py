@@ -5,6 +5,7 @@
   what is no page is copied along.
 - The tutorials of tutorials/. Each is run, cell by cell, and becomes a page with what its cells put out, and a notebook
   to download. An error in a cell, a failed assert among them, ends the build.
+- A still of the recorded demo, for who has asked for reduced motion: a picture in a page is not told of that.
 - The stepper, and in place of `<!-- run FILE.py -->` in a page the recording that this file, run now, calls `run`.
 - In place of a line `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A
   name that the file does not have ends the build.
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 RUN = re.compile(r"<!-- run (?P<file>\S+\.py) -->")
+REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
 
 
@@ -41,7 +43,8 @@ def main() -> None:
         text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
-    (STAGE / "assets").mkdir(exist_ok=True)
+    demo = (STAGE / "assets" / "demo.svg").read_text()
+    (STAGE / "assets" / "demo-still.svg").write_text(REDUCED.sub(r"\g<rules>", demo))
     shutil.copy(ROOT / "minipaged" / "stepper" / "stepper.js", STAGE / "assets")
     (STAGE / "tutorials").mkdir()
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
@@ -65,7 +68,7 @@ def as_in_the_source(file: str, names: list[str], page: Path) -> str:
     """What the page, a path in the site, shows of a file of the repository: its name as a link, and the code."""
     code = "\n\n".join(source_of(file, name) for name in names)
     link = with_links_into_the_site(f"[{file}]({file})", ROOT / "README.md", page)
-    return f'<div class="code" markdown="1">\n\n{link}\n\n```python\n{code}\n```\n\n</div>'
+    return f'<div class="code" markdown="1" data-search-exclude>\n\n{link}\n\n```python\n{code}\n```\n\n</div>'
 
 
 def source_of(file: str, name: str) -> str:

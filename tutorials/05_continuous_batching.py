@@ -261,7 +261,7 @@ queues
 
 # %% [markdown]
 # A request that is admitted has blocks for its prompt and for hardly more. What if they all grow and the pool runs out?
-# Then somebody has to give blocks back: that is *preemption*, which has a tutorial of its own.
+# Then somebody has to give blocks back: that is *preemption*, the subject of [tutorial 8](08_preemption.py).
 #
 # ## Exercise
 #

@@ -272,6 +272,8 @@ queues
 # B waits for its first.
 
 # %%
+from itertools import pairwise
+
 from minipaged.engine.engine import Engine
 from minipaged.params import EngineConfig
 from minipaged.simulated import SimulatedRunner, simulated_tier
@@ -301,7 +303,7 @@ def waits(budget: int) -> tuple[float, float]:
     engine.add_request([0] * 1500, SamplingParams(max_tokens=1), request_id="B")
     while engine.has_unfinished_requests():
         engine.step()
-    gaps = [later - earlier for earlier, later in zip(times["A"], times["A"][1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(times["A"])]
     return max(gaps), times["B"][0] - arrival
 
 

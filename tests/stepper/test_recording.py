@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from minipaged import InvalidRequest, SamplingParams
 from minipaged.events import EVENT_TYPES, BlockCopied, Event
 from minipaged.stepper import Recording, Storyteller, record
+from minipaged.stepper.page import element
 from minipaged.stepper.recording import ROOT, TELLING, WATCHED
 from tests.source import definitions
 
@@ -114,6 +117,14 @@ def test_samples_of_a_storyteller_part_where_its_texts_do() -> None:
     assert any(isinstance(event, BlockCopied) for event in run.events)
     with pytest.raises(ValueError, match="none of the texts begins"):
         Storyteller(TEXTS).encode("two three")
+
+
+def test_the_data_in_a_page_is_the_same_to_who_escapes_html_and_who_does_not() -> None:
+    data = two_samples()[0].data()
+    text = element(data).split('<script type="application/json">')[1].split("</script>")[0]
+    assert "->" in str(data["functions"])
+    assert html.escape(text, quote=False) == text
+    assert json.loads(text)["functions"] == data["functions"]
 
 
 def test_the_stepper_is_small() -> None:

@@ -102,7 +102,9 @@ def run_tutorial(script: Path) -> tuple[str, str]:
     download: str = jupytext.writes(notebook, fmt="ipynb")
     config = Config(KernelManager={"transport": "ipc"})  # no port is opened
     # In the root of the tree, whose minipaged is then the one that is imported.
-    NotebookClient(notebook, config=config, timeout=120, resources={"metadata": {"path": str(ROOT)}}).execute()
+    client = NotebookClient(notebook, config=config, timeout=120, resources={"metadata": {"path": str(ROOT)}})
+    client.coalesce_streams = True  # what a cell prints is one output, however slowly it comes
+    client.execute()
     return download, as_markdown(notebook.cells, script)
 
 

@@ -209,9 +209,9 @@ def test_a_failed_assert_ends_the_build(tmp_path: Path) -> None:
 
 
 def test_the_page_of_a_tutorial_shows_what_its_cells_put_out(tmp_path: Path) -> None:
-    code = 'print("six times", 7)\n6 * 7\n\n# %% tags=["solution"]\nprint("a secret")'
+    code = 'print("six by 7", flush=True)\nprint("is", flush=True)\n6 * 7\n\n# %% tags=["solution"]\nprint("a secret")'
     notebook, page = build.run_tutorial(tutorial(tmp_path, code))
-    assert "```text\nsix times 7\n```" in page
+    assert "```text\nsix by 7\nis\n```" in page
     assert "```text\n42\n```" in page
     folded = page.index("<details")
     assert folded < page.index("a secret") < page.index("</details>")

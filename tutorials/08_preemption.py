@@ -75,7 +75,7 @@ for name, text in words.items():
 # and what will its words be in the end?
 
 # %%
-swap, swapped = serve("A pool of 9 blocks: swap", num_blocks=9, num_swap_blocks=9, preemption="swap")
+swap, swapped = serve("A pool of 9 blocks: swap", num_blocks=9, num_swap_blocks=4, preemption="swap")
 recompute, recomputed = serve("A pool of 9 blocks: recompute", num_blocks=9, preemption="recompute")
 
 for run in (swap, recompute):
@@ -94,11 +94,18 @@ print("the words are the same as with room for all")
 #
 # Look for the moment at which C is preempted (the slider is quickest). `Scheduler.schedule` finds that the blocks for
 # the next step are not there. The three blocks of C go to the *host pool*, which is shown below the other one, and C's
-# block table now leads there. It is back at the head of the waiting queue; when A has ended and given its blocks back,
-# C's blocks are copied to the device again, into whatever blocks are free. The block table says where they are, so it
-# does not matter that they are others than before.
+# block table now leads there. It waits ("swapped out"), ahead of whoever may come. When A has ended and given its
+# blocks back, C's blocks are copied to the device again, into whatever blocks are free then. Its block table says which
+# ones, so it does not matter that they are others than before.
 
 # %%
+from minipaged.events import SwappedIn, SwappedOut
+
+[out] = [event for event in swap.events if isinstance(event, SwappedOut)]
+[back] = [event for event in swap.events if isinstance(event, SwappedIn)]
+print("blocks of C before:", [device for device, _ in out.pairs], "and after:", [device for _, device in back.pairs])
+assert {host for _, host in out.pairs} == {host for host, _ in back.pairs}
+assert [device for device, _ in out.pairs] != [device for _, device in back.pairs]
 swap
 
 # %% [markdown]
@@ -131,7 +138,6 @@ assert not any(event.recomputed for event in swap.events if isinstance(event, To
 # one of their prompt, is in both. How many blocks are copied?
 
 # %%
-from minipaged.events import SwappedIn, SwappedOut
 from minipaged.stepper import Storyteller
 
 model = Storyteller(
@@ -143,7 +149,7 @@ model = Storyteller(
 )
 
 with record("Two samples are preempted together", model.decode) as siblings:
-    engine = model.engine(num_blocks=7, num_swap_blocks=7, block_size=4, preemption="swap")
+    engine = model.engine(num_blocks=7, num_swap_blocks=4, block_size=4, preemption="swap")
     single, double = SamplingParams(max_tokens=6, temperature=0), SamplingParams(n=2, max_tokens=4, seed=0)
     engine.add_request(model.encode("It was the best of times"), single, request_id="A")
     outputs = engine.step()

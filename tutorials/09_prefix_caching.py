@@ -101,6 +101,9 @@ assert len(bad.match(ten)) == 1  # only one block can have the one hash: less is
 #   must be taken off the list of blocks that may be evicted: or the next one in need of room gets it, and overwrites
 #   what a running request reads.
 #
+# What comes of it where the third does not hold is shown in [the bug museum](../docs/museum/lost_hash.md), by a bug
+# that shipped: wrong keys and values, and no error.
+#
 # ## One system prompt, several requests
 #
 # Now the engine, with made-up words and blocks of 4. All prompts begin with the same eight words. The first asks about

@@ -4,9 +4,10 @@ assignment.py       what an assignment is: tests, points, invariants; what a gra
 grading.py          one submission through the tests of one assignment, in order
 isolation.py        the grader's end of the process in which student code runs
 worker.py, wire.py  the other end, and what travels between them
+counterexample.py   the scripts and the words in which failures are told
 search.py           looking for a counterexample, with Hypothesis
 block_allocator.py  assignment 1; each assignment is a file like it
-block_table.py      assignment 2; table_session.py is what its properties are made of
+block_table.py      assignment 2, with table_session.py (what its properties are made of) and table_worker.py
 paged_attention.py  assignment 3, with attention_cases.py (inputs, what is right) and attention_worker.py
 beam_search.py      assignment 5
 student_tests.py    the students' own tests, graded by the seeded bugs (mutants) that they find
@@ -14,6 +15,7 @@ formats.py          results for terminals, Gradescope, PrairieLearn and JUnit
 autograder.py       the zip that Gradescope wants
 content_runner.py   a model without weights that checks every read
 workloads.py        random workloads on it, and what they must produce
+museum.py           the same with a part exchanged for one of the bug museum
 """
 
 from __future__ import annotations

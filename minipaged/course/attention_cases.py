@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from minipaged.course.assignment import Bench, Failed, Failure
+from minipaged.course.counterexample import aligned, make_script, raised_message
 from minipaged.course.isolation import Handle, Misbehaviour, Raised
-from minipaged.course.table_session import aligned, make_script, raised_message
 from minipaged.errors import Invariant
 from minipaged.events import EngineStarted, Event, RequestAdmitted, RequestArrived, StepFailed, TokensComputed
 

@@ -22,9 +22,9 @@ from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Perf
 from minipaged.course.attention_cases import Case
 from minipaged.course.block_allocator import PROMPTS
 from minipaged.course.block_table import in_engine
+from minipaged.course.counterexample import make_script
 from minipaged.course.isolation import Handle, Raised
 from minipaged.course.search import search
-from minipaged.course.table_session import make_script
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant
 from minipaged.events import Event
@@ -100,7 +100,7 @@ def check_memory(bench: Bench) -> None:
         lines = MEMORY_SCRIPT.format(
             name=name, short=SHORT, long=LONG, most=BYTES_A_POSITION, more=LONG - SHORT
         ).splitlines()
-        script = make_script(bench.submission, name, None, message, ["import tracemalloc", "", *imports], lines)
+        script = make_script(bench.submission, name, None, message, imports, lines)
         raise Failed(Failure(message, script=script))
 
 

@@ -25,10 +25,13 @@ def as_data(
     events: Iterable[Event],
     *,
     words: Mapping[int, str] | None = None,
+    notes: Mapping[int, str] | None = None,
     code: Mapping[str, Any] = NO_CODE,
 ) -> dict[str, Any]:
-    """What `stepper.js` is fed with. `words`: the text of tokens; `code`: the lines that ran, from a recording.
+    """What `stepper.js` is fed with.
 
+    `words`: the text of tokens; `notes`: what more to say of an event, by its index; `code`: the lines that ran before
+    each event, from a recording.
     Raises InvalidRequest unless the events begin where the engine does: they could not be followed.
     """
     events = list(events)
@@ -42,6 +45,7 @@ def as_data(
         "title": title,
         "events": [{"event": event.name, **asdict(event)} for event in events],
         "words": words,
+        "notes": notes or {},
         **code,
     }
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import html
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from minipaged import InvalidRequest, SamplingParams
-from minipaged.events import EVENT_TYPES, BlockCopied, Event
+from minipaged import EngineConfig, InvalidRequest, SamplingParams
+from minipaged.engine.engine import Engine
+from minipaged.events import EVENT_TYPES, BlockCopied, Event, RequestArrived
+from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.stepper import Recording, Storyteller, record
 from minipaged.stepper.page import element
 from minipaged.stepper.recording import ROOT, TELLING, WATCHED
+from minipaged.tiers import reference_tier
 from tests.source import definitions
 
 TEXTS = ("one two three four five six seven", "one two three four FIVE SIX SEVEN")
@@ -75,6 +79,31 @@ def test_the_line_lit_is_one_that_ran() -> None:
     for trace, lit in zip(data["trace_of"], data["current"], strict=True):
         ran = {(number, line) for number, lines in data["traces"][trace] for line in lines}
         assert (lit is None and not ran) or tuple(lit) in ran
+
+
+class Loud(BlockAllocator):
+    """A part of somebody's own."""
+
+    def allocate(self) -> int:
+        return super().allocate()
+
+
+def test_a_class_that_is_named_is_shown_and_a_note_is_kept_with_the_latest_event() -> None:
+    model = Storyteller(TEXTS)
+    with record("A part of one's own", model.decode, watch=[Loud]) as run:
+        config = EngineConfig(
+            num_blocks=4, block_size=4, max_model_len=16, vocab_size=len(model.words), enable_prefix_caching=False
+        )
+        engine = Engine(config, replace(reference_tier(), block_allocator=Loud), model)
+        engine.add_request(model.encode("one two three"), SamplingParams(max_tokens=1))
+        run.note("The queue has one.")
+        run.note("The pool is full.")
+        engine.step()
+    data = run.data()
+    assert ("Loud.allocate", "tests/stepper/test_recording.py") in {(f["name"], f["file"]) for f in data["functions"]}
+    [(index, note)] = data["notes"].items()
+    assert isinstance(run.events[index], RequestArrived)
+    assert note == "The queue has one. The pool is full."
 
 
 def test_every_watched_function_exists() -> None:

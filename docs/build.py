@@ -159,6 +159,9 @@ def as_markdown(cells: list[Any], script: Path) -> str:
             continue
         shown = [f"```python\n{cell.source}\n```"]
         for output in cell.outputs:
+            if output.output_type == "stream" and output.name == "stderr":
+                print(output.text, file=sys.stderr)  # a library's warning: for who builds, not for who reads
+                continue
             stepper = output.get("data", {}).get("application/vnd.minipaged.run+json")
             if stepper:
                 steppers += 1

@@ -63,7 +63,9 @@ def words_of(events: Iterable[Event], decode: Callable[[list[int]], str]) -> dic
 
 def element(data: Mapping[str, Any], *, id: str = "", with_script: bool = False) -> str:
     """The stepper as a piece of HTML. The page around it brings `stepper.js`, unless `with_script`."""
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no text may end the script element
+    text = json.dumps(data, separators=(",", ":"))
+    for sign in "<>&":  # so that no text ends the script element, and none is changed by who escapes HTML
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
     script = f"<script>{STEPPER.read_text(encoding='utf-8')}</script>" if with_script else ""
     name = f' id="{html.escape(id)}"' if id else ""
     return (

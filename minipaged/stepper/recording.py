@@ -55,7 +55,7 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "BlockManager.swap_in",
         "BlockManager._move",
     ),
-    "engine/prefix_cache.py": ("PrefixCache.publish", "PrefixCache.evict"),
+    "engine/prefix_cache.py": ("PrefixCache.match", "PrefixCache.publish", "PrefixCache.evict"),
     "reference/block_allocator.py": (
         "BlockAllocator.allocate",
         "BlockAllocator.share",

@@ -217,6 +217,11 @@ def test_the_page_of_a_tutorial_shows_what_its_cells_put_out(tmp_path: Path) -> 
     assert '"outputs": []' in notebook
 
 
+def test_a_warning_does_not_come_into_the_page_of_a_tutorial(tmp_path: Path) -> None:
+    _, page = build.run_tutorial(tutorial(tmp_path, 'import sys\n\nprint("be" + "ware", file=sys.stderr)'))
+    assert "beware" not in page
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +15,7 @@ from minipaged.engine.engine import Engine
 from minipaged.events import EVENT_TYPES, BlockCopied, Event, RequestArrived
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.stepper import Recording, Storyteller, record
+from minipaged.stepper.page import element
 from minipaged.stepper.recording import ROOT, TELLING, WATCHED
 from minipaged.tiers import reference_tier
 from tests.source import definitions
@@ -143,6 +146,14 @@ def test_samples_of_a_storyteller_part_where_its_texts_do() -> None:
     assert any(isinstance(event, BlockCopied) for event in run.events)
     with pytest.raises(ValueError, match="none of the texts begins"):
         Storyteller(TEXTS).encode("two three")
+
+
+def test_the_data_in_a_page_is_the_same_to_who_escapes_html_and_who_does_not() -> None:
+    data = two_samples()[0].data()
+    text = element(data).split('<script type="application/json">')[1].split("</script>")[0]
+    assert "->" in str(data["functions"])
+    assert html.escape(text, quote=False) == text
+    assert json.loads(text)["functions"] == data["functions"]
 
 
 def test_the_stepper_is_small() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,7 @@ def test_json_is_one_document_with_all_scenes(tiny_model: Path, capsys: pytest.C
         assert scene["texts"][0]["prompt"]
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 256])
+@pytest.mark.parametrize("block_size", [1, 256])
 def test_every_scene_runs_with_any_block_size(tiny_model: Path, block_size: int) -> None:
     outcomes = run_demo(model=tiny_model, block_size=block_size)
     assert all(run.block_size == block_size for outcome in outcomes for run in outcome.runs)
@@ -391,16 +390,12 @@ def test_what_generate_wrote_can_be_replayed_with_words_or_without(
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("speed", [1.0, float("inf")])
-def test_drawing_takes_less_than_a_twentieth_of_the_engines_time(speed: float) -> None:
+def test_drawing_takes_less_than_a_twentieth_of_the_engines_time() -> None:
     """All that the view adds is counted, over the whole show: following the events, telling them, drawing, and the
     escape sequences. (Beam search, with many events a step, has the largest share.)"""
 
     class Canvas(Film):
         pictures = 0
-
-        def now(self) -> float:
-            return time.perf_counter() if speed == float("inf") else super().now()
 
         def show(self, frame: Frame) -> None:
             self.pictures += 1
@@ -408,7 +403,7 @@ def test_drawing_takes_less_than_a_twentieth_of_the_engines_time(speed: float) -
 
     stage = Stage(LoadedModel.load("smollm2-135m-instruct", dtype="float32"))
     canvas = Canvas(120, 40)
-    player = Player(canvas, View(stage.tokenizer.decode), speed=speed)
+    player = Player(canvas, View(stage.tokenizer.decode), speed=1.0)
     for scene in SCENES:
         scene.play(stage.played_by(player))
     assert canvas.pictures > 10

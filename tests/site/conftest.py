@@ -13,6 +13,11 @@ from filelock import FileLock
 ROOT = Path(__file__).parent.parent.parent
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of the site go first: they are one long piece of work, which nothing at the end could balance."""
+    items.sort(key=lambda item: "site" not in item.nodeid.split("/")[:2])
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the built site. The processes of one test run share it."""

@@ -18,8 +18,9 @@ from playwright.sync_api import Browser
 from docs import build
 from tests.browser import ROOT, Watched, axe_script
 
+pytestmark = pytest.mark.xdist_group("site")
+"""On one process of a run of all tests: the others have better to do than to wait for the site."""
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
-SCHEMES = ("light", "dark")
 
 
 def pages(site: Path) -> list[Path]:
@@ -103,35 +104,24 @@ def test_search_finds_copy_on_write_from_a_server(served: str, browser: Browser)
     watched.page.close()
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("size", SIZES)
-def test_pages_fit_the_screen_and_ask_for_nothing(site: Path, browser: Browser, size: str, scheme: str) -> None:
+@pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
+def test_pages_fit_the_screen_ask_for_nothing_and_axe_finds_no_serious_violation(
+    site: Path, browser: Browser, size: str, scheme: str
+) -> None:
     """And leave a picture of each in build/screenshots, to be looked at."""
     width, height = SIZES[size]
     folder = ROOT / "build" / "screenshots"
     watched = Watched(
         browser, viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
     )
-    page = watched.page
+    page, script, wrong = watched.page, axe_script(), []
     for path in pages(site):
         page.goto(f"{path.as_uri()}?step=12")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path.name} is wider than the screen"
         if "api" not in path.parts:
             page.screenshot(path=folder / f"{path.stem}-{size}-{scheme}.png", full_page=True)
-    watched.check()
-    page.close()
-
-
-@pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
-def test_axe_finds_no_serious_violation(site: Path, browser: Browser, size: str, scheme: str) -> None:
-    width, height = SIZES[size]
-    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
-    script = axe_script()
-    wrong = []
-    for path in pages(site):
         if ("api" in path.parts and path.stem != "stepper") or ("concepts" in path.parts and path.stem != "preemption"):
             continue  # all made alike, and large
-        page.goto(f"{path.as_uri()}?step=12")
         page.add_script_tag(content=script)
         result = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
         wrong += [
@@ -140,6 +130,7 @@ def test_axe_finds_no_serious_violation(site: Path, browser: Browser, size: str,
             if violation["impact"] in ("serious", "critical")
             for node in violation["nodes"]
         ]
+    watched.check()
     page.close()
     assert not wrong, "\n".join(map(str, wrong))
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "beam-search", "triton-decode")
 """In the order of the course. The file of each has its name, with underscores."""
 
+ORDER = "the assignment's name comes first, then your file: minipaged grade block-allocator block_allocator.py"
+
 
 def find_assignment(name: str) -> Assignment:
     """The assignment called `name`, or the `ASSIGNMENT` of an instructor's own file. Raises CannotBeGraded."""
@@ -40,12 +42,13 @@ def find_assignment(name: str) -> Assignment:
     if name.endswith(".py"):
         path = Path(name)
         if not path.is_file():
-            raise CannotBeGraded(f"there is no file {name} with an assignment")
+            raise CannotBeGraded(f"there is no file {name} with an assignment; {ORDER}")
         with needs_hypothesis():
             assignment = runpy.run_path(name).get("ASSIGNMENT")
         if not isinstance(assignment, Assignment):
-            raise CannotBeGraded(f"{name} has no ASSIGNMENT; see docs/instructors.md")
+            raise CannotBeGraded(f"{name} has no ASSIGNMENT (docs/instructors.md); {ORDER}")
         return assignment
+    name = name.replace("_", "-")
     if name not in ASSIGNMENTS:
         raise CannotBeGraded(f"there is no assignment {name!r}; choose one of {', '.join(ASSIGNMENTS)}")
     with needs_hypothesis():

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from minipaged.course.assignment import Bench, Failed, Failure
 from minipaged.course.counterexample import aligned, is_unwritten, letter, make_script, must_raise, raised_message, said
-from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised
+from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, StudentError
 from minipaged.errors import BlockNotAllocated, Invariant, OutOfBlocks
 from minipaged.events import (
     BlockCopied,
@@ -34,6 +34,7 @@ from minipaged.events import (
     StepFailed,
     StepFinished,
     StepStarted,
+    TokenGenerated,
     TokensComputed,
 )
 
@@ -386,7 +387,9 @@ class Session:
             holders = self._counts()[block]
             self._events.append(BlockCopied(table.sequence, 0, block, target, holders))
             table.block = target
-        table.num_tokens = min(table.num_tokens + 1, BLOCK_SIZE)
+        if table.num_tokens < BLOCK_SIZE:
+            table.num_tokens += 1
+            self._events.append(TokenGenerated(table.request, table.sequence, 0, 0.0))
         self._events.append(TokensComputed(table.sequence, table.num_tokens, (), 0))
 
     # --- Failing ----------------------------------------------------------------------------------
@@ -403,7 +406,8 @@ class Session:
 
     def _raised(self, method: str, error: Exception, shown: str, instead: str = "") -> NoReturn:
         told = raised_message(method or "__init__", error, shown)
-        self._fail(None, told if is_unwritten(error) else told + instead)
+        failure = self._failure(None, told if is_unwritten(error) else told + instead)
+        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
 
     def _fail(self, invariant: Invariant | None, message: str) -> NoReturn:
         raise Failed(self._failure(invariant, message))

@@ -41,9 +41,7 @@ class Submission:
             file, name = spec, ""
         path = Path(file).expanduser()
         if not path.exists():
-            raise CannotBeGraded(
-                f"there is no file {file}; name the file to grade, as in my_part.py or my_part.py:Name"
-            )
+            raise CannotBeGraded(f"there is no file {file}; name the one to grade, as in mine.py or mine.py:Name")
         if path.is_dir():
             raise CannotBeGraded(f"{file} is a folder; name the file in it, as in {file}/my_part.py")
         if path.suffix != ".py":
@@ -67,6 +65,8 @@ class Failure:
     """A Python program that fails by itself, with the student's file beside it."""
     trace: tuple[Event, ...] = ()
     """The same as events, for `minipaged demo --replay`."""
+    crashed: bool = False
+    """Whether the part raised an error of its own: a test's hint, which is about what it decides, would not fit."""
     verdict: str | None = None
     """What the submission did to its process, if that is what failed it (see `isolation.Verdict`)."""
 

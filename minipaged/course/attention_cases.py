@@ -116,7 +116,7 @@ class Case:
         except Misbehaviour as misbehaviour:
             failure = self._failure(bench, tables, misbehaviour.message, None)
             misbehaviour.failure = Failure(
-                misbehaviour.message, None, failure.drawing, failure.script, failure.trace, misbehaviour.verdict
+                misbehaviour.message, None, failure.drawing, failure.script, failure.trace, verdict=misbehaviour.verdict
             )
             raise
         if isinstance(answer, Raised):

@@ -24,7 +24,7 @@ from minipaged.contracts import BeamMove, BeamStep
 from minipaged.course.assignment import Bench, Failed, Failure
 from minipaged.course.content_runner import ContentRunner
 from minipaged.course.counterexample import is_unwritten, make_script, raised_message
-from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised
+from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, StudentError
 from minipaged.engine.engine import Engine
 from minipaged.events import Event, StepFailed
 from minipaged.params import BeamSearchParams, EngineConfig
@@ -265,7 +265,8 @@ class Session:
         self, method: str, error: Exception, shown: str, instead: str = "", judgement: _Judgement | None = None
     ) -> NoReturn:
         told = raised_message(method, error, shown)
-        self._fail(told if is_unwritten(error) else told + instead, judgement)
+        failure = self._failure(told if is_unwritten(error) else told + instead, judgement)
+        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
 
     def _fail(self, message: str, judgement: _Judgement | None = None) -> NoReturn:
         raise Failed(self._failure(message, judgement))

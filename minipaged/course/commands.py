@@ -1,7 +1,8 @@
 """What the commands do: `minipaged grade`, `minipaged grade-tests`, `minipaged course autograder`.
 
-The exit status is 0 for full marks, 1 for less, 2 for what cannot be graded. With `--output FILE` the result so far is
-in the file after every test: it is written beside it and moved into place, so that there is never half a file.
+The exit status is 0 for full marks, 1 for less, 2 for what cannot be graded, 130 after Ctrl-C. With `--output FILE` the
+result so far is in the file after every test: it is written beside it and moved into place, so that there is never half
+a file.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from minipaged.course import find_assignment
 from minipaged.course.assignment import CannotBeGraded, Grade, Submission, TestResult
-from minipaged.course.formats import FORMATS, closing, heading, not_graded, result_lines
+from minipaged.course.formats import FORMATS, closing, fails_like, heading, not_graded, result_lines
 from minipaged.course.grading import grade
 
 
@@ -37,6 +38,8 @@ class Report:
         """Called after each test, and once more at the end."""
         if self.output:
             write_whole(self.output, FORMATS[self.form](grade))
+            if grade.finished:
+                print(f"score: {grade.score} of {grade.max_score}, written to {self.output}", flush=True)
         elif self.form == "terminal":
             if grade.finished:
                 print("\n".join(closing(grade)), flush=True)
@@ -46,7 +49,7 @@ class Report:
         elif grade.finished:
             print(FORMATS[self.form](grade), end="", flush=True)
         if self.counterexamples and not grade.finished:
-            self._keep_counterexample(grade.results[-1])
+            self._keep_counterexample(grade.results[-1], grade.results[:-1])
 
     def refused(self, assignment: str, submission: Submission | None, message: str) -> None:
         """It cannot be graded: whoever waits for a file gets one."""
@@ -57,7 +60,7 @@ class Report:
         elif self.form != "terminal":
             print(not_graded(self.form, assignment, submission, message), end="")
 
-    def _keep_counterexample(self, result: TestResult) -> None:
+    def _keep_counterexample(self, result: TestResult, earlier: Sequence[TestResult]) -> None:
         assert self.counterexamples is not None
         stem = re.sub(r"\W+", "-", result.test.name.lower()).strip("-")
         failure = None if result.test.hidden else result.failure
@@ -70,7 +73,7 @@ class Report:
             if content:
                 self.counterexamples.mkdir(parents=True, exist_ok=True)
                 write_whole(file, content)
-                if self.form == "terminal" and not self.output:
+                if self.form == "terminal" and not self.output and fails_like(result, earlier) is None:
                     print(f"          {'saved as' if suffix == '.py' else 'as a trace'}: {file}", flush=True)
             else:
                 file.unlink(missing_ok=True)  # of an earlier run
@@ -142,6 +145,9 @@ def _status(name: str, spec: str, report: Report, work: Callable[[], Grade]) -> 
             submission = None
         report.refused(name, submission, str(error))
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def _carried(spec: str) -> tuple[str, Submission]:

@@ -19,6 +19,11 @@ STANDARD = ("copy", "tracemalloc")
 """Modules that a body may use without asking for them."""
 ERRORS = ("BlockNotAllocated", "OutOfBlocks")
 """Errors of minipaged that a body may name."""
+ALARM = (
+    "import faulthandler",
+    "",
+    "faulthandler.dump_traceback_later(10, exit=True)  # it may not return: says where it is",
+)
 
 
 def make_script(
@@ -46,7 +51,7 @@ def make_script(
             *imports,
             by_name if path.stem.isidentifier() else f'{name} = __import__("{path.stem}").{name}',
             *(["import random", "", f"random.seed({seed})"] if seed is not None else []),
-            *(["import signal", "", "signal.alarm(10)  # it may not return"] if "did not end" in message else []),
+            *(ALARM if "did not end" in message else []),
             "",
             text,
             "",

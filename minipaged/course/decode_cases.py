@@ -160,7 +160,7 @@ class Case:
         script = make_script(bench.submission, name, invariant or Invariant.CONTENT, message, imports, body)
         drawing = self._draw(tables)
         return Failure(
-            message, invariant, drawing, script, trace(self.block_size, self.contexts, tables, message), verdict
+            message, invariant, drawing, script, trace(self.block_size, self.contexts, tables, message), verdict=verdict
         )
 
     def _draw(self, tables: Any) -> tuple[str, ...]:

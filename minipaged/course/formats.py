@@ -32,17 +32,23 @@ def result_lines(result: TestResult, earlier: Sequence[TestResult] = ()) -> list
     points = "not run" if result.status is Status.SKIPPED else f"{result.score:>2}/{test.points}"
     if result.status is Status.NOT_GRADED:
         points = "left out"
+    elif not test.points:
+        points = "passed" if result.status is Status.PASSED else "failed"
     lines = [f"{points:<9} {test.name:<38} {test.invariant or ''}".rstrip()]
     if result.status is Status.FAILED and test.hidden:
         return [*lines, *_indented(["a hidden test; what it found is not shown"]), ""]
     if result.status is Status.FAILED and result.failure:
-        same = [one.test.name for one in earlier if one.status is Status.FAILED and one.message == result.message]
-        if same:
-            return [*lines, *_indented([f"fails like '{same[0]}': {result.message}"]), ""]
+        if same := fails_like(result, earlier):
+            return [*lines, *_indented([f"fails like '{same.test.name}'"])]
         lines += ["", *_indented(explanation(result)), ""]
     elif result.message:
         lines += _indented(result.message.splitlines())
     return lines
+
+
+def fails_like(result: TestResult, earlier: Sequence[TestResult]) -> TestResult | None:
+    """The first of the earlier tests that failed with the same message."""
+    return next((one for one in earlier if one.status is Status.FAILED and one.message == result.message), None)
 
 
 def explanation(result: TestResult) -> list[str]:
@@ -62,7 +68,7 @@ def explanation(result: TestResult) -> list[str]:
             lines[0] += f" (broken: {broken})"
         if test.meaning:
             lines += ["", f"{test.invariant}: {test.meaning}" if test.invariant else test.meaning]
-        if test.hint:
+        if test.hint and not failure.crashed:
             lines += [f"hint: {test.hint}"]
     if failure.drawing:
         lines += ["", *failure.drawing]
@@ -150,7 +156,7 @@ def _test(result: TestResult) -> dict[str, Any]:
         "status": str(result.status),
         "message": result.message,
         "meaning": test.meaning,
-        "hint": test.hint,
+        "hint": "" if failure and failure.crashed else test.hint,
         "output": result.output,
         "counterexample": failure
         and {

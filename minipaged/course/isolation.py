@@ -357,8 +357,11 @@ class WorkerProcess:
 
     def _timed_out(self) -> None:
         self._stop()
-        limit = "the test" if time.monotonic() >= self._deadline else "a call"
-        raise Misbehaviour(Verdict.TIMED_OUT, f"{limit} did not end in time: an endless loop, or far too slow")
+        whole = time.monotonic() >= self._deadline
+        what, seconds = ("the test", self._limits.test_seconds) if whole else ("a call", self._limits.call_seconds)
+        raise Misbehaviour(
+            Verdict.TIMED_OUT, f"{what} did not end within {seconds:g} seconds: an endless loop, or far too slow"
+        )
 
     def _lost(self) -> None:
         """The worker hung up: say why, as far as that can be known."""

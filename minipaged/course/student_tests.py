@@ -27,6 +27,7 @@ from minipaged.course.assignment import (
     TestResult,
 )
 from minipaged.course.isolation import Limits, Misbehaviour, Raised, Verdict, WorkerProcess
+from minipaged.course.test_runner import LOADING, MODULE
 from minipaged.engine.checked_allocator import MEMBERS
 from minipaged.tiers import reference_tier
 
@@ -114,7 +115,11 @@ class OtherOrder(reference_tier().block_allocator):  # type: ignore[misc]
 
 
 RIGHT: tuple[tuple[str, str, Callable[[int], Any]], ...] = (
-    ("the reference", "A test has to pass on a right allocator.", reference_tier().block_allocator),
+    (
+        "the reference",
+        "A test has to pass on a right allocator. Does it ask for more than the contract says? For a certain block?",
+        reference_tier().block_allocator,
+    ),
     (
         "blocks in another order",
         "The contract does not say which free block is handed out; a test must not ask for a certain one.",
@@ -127,12 +132,18 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
     """Grade a file of tests. Raises CannotBeGraded when there is no test in it that runs."""
     if name != "block-allocator":
         raise CannotBeGraded(f"there are no seeded bugs for {name!r}; tests can be graded for: block-allocator")
+    if tests.path.stem == MODULE:
+        raise CannotBeGraded(
+            f"{tests.path.name} is what the tests import; hand in the file with the tests, test_mine.py say"
+        )
     right = tuple(Test(f"passes on {what}", 0, None, why, "", _unused) for what, why, _ in RIGHT)
     mutants = tuple(Test(mutant.name, 1, None, mutant.description, "", _unused) for mutant in MUTANTS)
     assignment = Assignment(f"{name} tests", "Tests of the block allocator", "", (), (*right, *mutants), len(mutants))
     grade = Grade(assignment, tests, seed=0)
     for test, (_, _, kind) in zip(right, RIGHT, strict=True):
         outcome = run_tests(tests, kind)
+        if outcome.failed and outcome.failed[0][0] == LOADING:
+            raise CannotBeGraded(f"{tests.path.name} does not load: {outcome.failed[0][1]}")
         if not outcome.passed and not outcome.failed and not outcome.verdict:
             raise CannotBeGraded(f"{tests.path.name} has no tests: {outcome.message or 'none was found'}")
         grade.results.append(_passes(test, outcome))
@@ -154,8 +165,8 @@ def _passes(test: Test, outcome: Outcome) -> TestResult:
         return TestResult(test, Status.FAILED, outcome.message, failure, outcome.output)
     if outcome.failed:
         name, why = outcome.failed[0]
-        message = f"{name} fails on a right allocator: {why}"
-        return TestResult(test, Status.FAILED, f"{message}\n{test.meaning}", output=outcome.output)
+        message = f"{name} fails on a right allocator: {why}\n{test.meaning}\nSo the wrong ones were not tried."
+        return TestResult(test, Status.FAILED, message, output=outcome.output)
     return TestResult(test, Status.PASSED, f"{len(outcome.passed)} tests")
 
 
@@ -177,7 +188,7 @@ def run_tests(tests: Submission, kind: Callable[[int], Any]) -> Outcome:
             path = process.copy(tests.path)
             [answer] = process.batch([(process.modules[0], "run", (path, Factory(kind)))])
             if isinstance(answer, Raised):
-                return Outcome(message=str(answer.error), failed=(("loading the file", str(answer.error)),))
+                return Outcome(message=str(answer.error), failed=((LOADING, str(answer.error)),))
             process.finish()
             passed, failed, message = answer
             return Outcome(tuple(passed), tuple((name, why) for name, why in failed), None, message, process.output)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from minipaged.contracts import BlockAllocator
 from minipaged.course.assignment import Bench, Failed, Failure
 from minipaged.course.counterexample import aligned, letter, make_script, must_raise, raised_message, said
-from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised
+from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, StudentError
 from minipaged.engine.checked_allocator import MEMBERS
 from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
 from minipaged.events import (
@@ -584,7 +584,8 @@ class TableSession:
             raise
 
     def _raised(self, method: str, error: Exception, shown: str, more: str = "") -> NoReturn:
-        self._fail(None, raised_message(method, error, shown) + more)
+        failure = self._failure(None, raised_message(method, error, shown) + more)
+        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
 
     def _fail(self, invariant: Invariant | None, message: str, assertion: str = "") -> NoReturn:
         if assertion:

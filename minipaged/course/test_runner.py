@@ -11,8 +11,10 @@ import pytest
 
 MODULE = "block_allocator"
 """What the tests import the part from."""
+LOADING = "loading the file"
+"""What failed where no test could be run."""
 KEPT = 300
-"""Characters of the reason why a test failed."""
+"""Characters of the reason why a test failed, its end: that is where pytest says what was raised."""
 
 
 class _Log:
@@ -32,7 +34,7 @@ class _Log:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.failed.append(("loading the file", _reason(report)))
+            self.failed.append((LOADING, _reason(report)))
 
 
 def run(path: str, factory: Any) -> tuple[list[str], list[tuple[str, str]], str]:
@@ -72,4 +74,7 @@ def run(path: str, factory: Any) -> tuple[list[str], list[tuple[str, str]], str]
 
 def _reason(report: Any) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    return str(crash.message if crash else report.longrepr or "")[:KEPT]
+    if crash:
+        return str(crash.message)[:KEPT]
+    raised = [line[1:].strip() for line in str(report.longrepr or "").splitlines() if line.startswith("E ")]
+    return " ".join(raised)[-KEPT:]

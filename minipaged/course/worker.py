@@ -287,7 +287,7 @@ class Worker:
     def _describe(self, error: BaseException) -> dict[str, Any]:
         """The error by name, text and place in the student's files."""
         try:
-            text = str(error)[:2000]
+            text = str(error.msg if isinstance(error, SyntaxError) else error)[:2000]
         except BaseException:
             text = "(its message cannot be read)"
         places = [*self._places(error.__traceback__)]

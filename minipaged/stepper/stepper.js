@@ -148,8 +148,8 @@
     step_started: (e) => `Engine step ${e.step} begins: the scheduler decides who runs.`,
     step_finished: (e) => `Engine step ${e.step} is over: it ran ${count(e.num_query_tokens, "token")} of `
       + `${count(e.num_sequences, "sequence")}.`,
-    step_failed: (e) => `Engine step ${e.step} failed with ${e.error}; `
-      + (e.requests.length ? `${list(e.requests)} will be recomputed.` : "nobody lost anything."),
+    step_failed: (e) => `Engine step ${e.step} failed with ${e.error}`
+      + (e.requests.length ? `; ${list(e.requests)} will be recomputed.` : "."),
     request_arrived: (e) => `Request ${e.request} arrives with ${count(e.prompt_token_ids.length, "prompt token")}`
       + `${e.num_sequences > 1 ? ` and asks for ${e.num_sequences} sequences` : ""}. It waits and holds no block.`,
     request_refused: (e) => `Request ${e.request} is refused: ${e.reason}.`,

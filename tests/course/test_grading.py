@@ -127,6 +127,7 @@ def test_what_cannot_be_graded_is_exit_status_2_and_told_why(
         (("grade", "block-allocator", "mine.py", "--with", "beam-search=mine.py"), "does not build on 'beam-search'"),
         (("grade", "block-allocator", "mine.py", "-o", "nowhere/result.json"), "cannot write nowhere"),
         (("grade-tests", "beam-search", "mine.py"), "there are no seeded bugs for 'beam-search'"),
+        (("grade", "mine.py", "block-allocator"), "the assignment's name comes first, then your file"),
         (("course", "autograder", "beam"), "there is no assignment 'beam'"),
     ],
 )

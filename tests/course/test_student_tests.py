@@ -122,7 +122,6 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
             "test_it fails on a right allocator: assert 2 == 7",
         ),
         ("def test_order():\n    assert BlockAllocator(2).allocate() == 0", "test_order fails on a right allocator"),
-        ("import nowhere", "loading the file fails on a right allocator"),
         ("def test_it():\n    import os; os._exit(0)", "exit status 0"),
         ("def test_it():\n    open('/etc/passwd')", "read /etc/passwd"),
         ("def test_it():\n    import subprocess; subprocess.run(['true'])", "started another process"),
@@ -136,9 +135,23 @@ def test_tests_that_fail_on_a_right_allocator_prove_nothing(test: str, message: 
     assert len(grade.results) == len(RIGHT), "no bug was tried"
 
 
-def test_a_file_without_tests_cannot_be_graded(tmp_path: Path) -> None:
-    with pytest.raises(CannotBeGraded, match=r"test_mine.py has no tests"):
-        grade_tests("block-allocator", submit(HEAD, tmp_path))
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("", "test_mine.py has no tests"),
+        ("import nowhere", "test_mine.py does not load: .*No module named 'nowhere'"),
+        ("def test_it(:", "test_mine.py does not load: .*test_mine.py.*, line .*SyntaxError"),
+    ],
+)
+def test_a_file_in_which_no_test_can_run_cannot_be_graded(test: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CannotBeGraded, match=message):
+        grade_tests("block-allocator", submit(HEAD + test, tmp_path))
+
+
+def test_the_part_in_place_of_its_tests_is_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "block_allocator.py").write_text(HEAD)
+    with pytest.raises(CannotBeGraded, match="is what the tests import; hand in the file with the tests"):
+        grade_tests("block-allocator", Submission(tmp_path / "block_allocator.py"))
 
 
 def test_tests_cannot_tell_a_bug_by_its_source_or_name(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ search.py           looking for a counterexample, with Hypothesis
 block_allocator.py  assignment 1; each assignment is a file like it
 block_table.py      assignment 2; table_session.py is what its properties are made of
 paged_attention.py  assignment 3, with attention_cases.py (inputs, what is right) and attention_worker.py
+scheduler.py        assignment 4, with scheduler_scenes.py (what is asked about), scheduler_session.py (what is right)
+                    and reference_scheduler.py, as a student would hand it in
 beam_search.py      assignment 5
 student_tests.py    the students' own tests, graded by the seeded bugs (mutants) that they find
 formats.py          results for terminals, Gradescope, PrairieLearn and JUnit
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from minipaged.course.assignment import Assignment
 
-ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "beam-search")
+ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "scheduler", "beam-search")
 """In the order of the course. The file of each has its name, with underscores."""
 
 

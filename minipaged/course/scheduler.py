@@ -1,0 +1,358 @@
+"""Assignment 4, `scheduler`: who is admitted, who is preempted, and how they come back (paper, section 4.5).
+
+The properties are moments that Hypothesis makes up (`scheduler_scenes.py`): some requests run, some wait, and the
+student's scheduler is asked about them. Then the real engine serves random workloads with the student's scheduler in
+place of its own, on a model that checks every read: all requests have to end, with the tokens that each generates
+alone. Then SmolLM2. The performance index is about what the rules leave open: how many blocks to hold back from
+newcomers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count, islice
+from typing import Any
+
+from hypothesis import strategies as st
+
+from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test
+from minipaged.course.isolation import StudentError
+from minipaged.course.scheduler_scenes import PRICES, Scene, scenes
+from minipaged.course.scheduler_session import Rule, Session, Settings, StudentScheduler
+from minipaged.course.search import search
+from minipaged.course.workloads import Run, Workload, random_workload
+from minipaged.engine.sequence import RequestState
+from minipaged.errors import Invariant, InvariantViolation
+from minipaged.events import Event, StepFailed
+from minipaged.scheduling import RequestView
+
+ENGINE_WORKLOADS = 16
+TRACED_REQUESTS = 80
+"""Of the trace that the performance index is about."""
+
+RUNNING, WAITING, SWAPPED = RequestState.RUNNING, RequestState.WAITING, RequestState.SWAPPED
+
+
+# --- Properties -----------------------------------------------------------------------------------
+
+
+def check_fits(bench: Bench) -> None:
+    """New requests of any size; pools about as large as they need."""
+
+    def run(drawn: tuple[Settings, RequestView, int]) -> None:
+        settings, request, more = drawn
+        bench.process.forget()
+        most = request.prompt_tokens // settings.block_size
+        each = -(-(request.prompt_tokens + request.max_output_tokens - 1) // settings.block_size)
+        num_blocks = max(1, most + request.num_sequences * (each - most) + more)
+        Session(bench, replace(settings, num_blocks=num_blocks)).fits(request)
+
+    sizes = st.integers(1, 4)
+    settings = st.builds(Settings, st.just(1), sizes, sizes, sizes, st.just(PRICES))
+    requests = st.builds(
+        RequestView,
+        st.just("A"),
+        st.just(0),
+        num_sequences=st.sampled_from([1, 1, 2, 3]),
+        prompt_tokens=st.integers(1, 8),
+        max_output_tokens=st.integers(1, 8),
+    )
+    search(bench, st.tuples(settings, requests, st.integers(-3, 1)), run)
+
+
+def property_of(ask: Callable[[Session, Scene], object], **kinds: Any) -> Callable[[Bench], None]:
+    """A check that asks about such scenes."""
+
+    def check(bench: Bench) -> None:
+        def run(scene: Scene) -> None:
+            bench.process.forget()
+            ask(Session(bench, scene.settings, scene.scenery), scene)
+
+        search(bench, scenes(**kinds), run)
+
+    return check
+
+
+def ask_share_tokens(session: Session, scene: Scene) -> None:
+    if running := scene.views(RUNNING):
+        session.share_tokens(running)
+
+
+def ask_victims(session: Session, scene: Scene) -> None:
+    """Until one is left, as when ever more blocks are short."""
+    running = scene.views(RUNNING)
+    while len(running) > 1:
+        name = session.victim(running)
+        running = [view for view in running if view.request_id != name]
+
+
+def ask_way_back(session: Session, scene: Scene) -> None:
+    host = scene.blocks.host_allocator
+    for view in scene.views(RUNNING):
+        if view.num_blocks:
+            session.way_back(view, host.num_free if host else 0)
+
+
+def ask_admit(*rules: Rule) -> Callable[[Session, Scene], None]:
+    def ask(session: Session, scene: Scene) -> None:
+        running, waiting = scene.views(RUNNING), scene.views(WAITING, SWAPPED)
+        taken = sum(session.right.share_tokens(running).values())
+        left = scene.settings.max_num_batched_tokens - taken
+        if waiting and left:
+            session.admit(waiting, running, scene.blocks.num_available, left, rules)
+
+    return ask
+
+
+def check_nothing_changes(bench: Bench) -> None:
+    """All questions, each twice, with another scheduler made in between."""
+
+    def run(drawn: tuple[Scene, Scene]) -> None:
+        scene, another = drawn
+        bench.process.forget()
+        session = Session(bench, scene.settings, scene.scenery)
+        Session(bench, another.settings, scene.scenery, beside=session)
+        running, waiting = scene.views(RUNNING), scene.views(WAITING, SWAPPED)
+        if running:
+            session.unchanged("share_tokens", running)
+            session.unchanged("victim", running)
+            session.unchanged("way_back", running[0], 3)
+            session.share_tokens(running)
+        if waiting:
+            session.unchanged("admit", waiting, running, scene.blocks.num_available, 4)
+            session.unchanged("fits", waiting[0])
+            session.fits(waiting[0])
+
+    search(bench, st.tuples(scenes(most_requests=4), scenes(most_requests=1)), run)
+
+
+# --- The engine -----------------------------------------------------------------------------------
+
+
+def crowded_workloads(seed: int) -> Iterator[tuple[int, Workload]]:
+    """Random workloads in which the engine's own scheduler preempts; how they come back is the scheduler's choice."""
+    for number in count(1000 * seed):
+        workload = random_workload(number)
+        workload = replace(workload, config=replace(workload.config, preemption="auto"))
+        run = Run(workload)
+        run.to_the_end()
+        if run.happened["preempted by swap"] + run.happened["preempted by recompute"]:
+            yield number, workload
+
+
+def check_engine(bench: Bench) -> None:
+    """Prefix caching, forks, beam search, chunks of prompts, cancelled requests: all that waits and runs, ends."""
+    for number, workload in islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS):
+        bench.process.forget()
+        events: list[Event] = []
+        run = Run(workload, listeners=[events.append])
+        run.engine.scheduler = scheduler = StudentScheduler(run.engine, run.runner, bench)
+        where = f"in the engine, workload {number}"
+        try:
+            run.to_the_end()
+            run.check_outputs()
+            run.check_nothing_leaked()
+        except Failed as failed:
+            raise told(scheduler.shorter(failed), where, events) from None
+        except (InvariantViolation, StudentError, AssertionError, ValueError, TypeError) as error:
+            invariant = error.invariant if isinstance(error, InvariantViolation) else None
+            raise told(Failed(Failure(str(error), invariant)), where, events) from None
+
+
+def told(failed: Failed, where: str, events: list[Event]) -> Failed:
+    """What failed in an engine: with the place in its message, and the engine's events up to there."""
+    message = f"{where}: {failed.failure.message}"
+    if events and isinstance(events[-1], StepFailed):
+        events[-1] = replace(events[-1], error=message)
+    else:
+        events.append(StepFailed(0, message, ()))
+    return Failed(replace(failed.failure, message=message, trace=tuple(events)))
+
+
+# --- SmolLM2 --------------------------------------------------------------------------------------
+
+PROMPTS = (
+    "Paging is a way to",
+    "Four score and seven years ago our fathers brought forth on this continent",
+    "The capital of France is",
+)
+
+
+def check_model(bench: Bench) -> None:
+    """A pool that is too small for all at once: the same texts as with the engine's own scheduler."""
+    from minipaged.llm import LLM, LoadedModel
+    from minipaged.params import SamplingParams
+
+    loaded = LoadedModel.load(bench.model, "reference")
+    events: list[Event] = []
+
+    def texts(own: bool) -> list[list[tuple[int, ...]]]:
+        llm = LLM(loaded, block_size=4, num_blocks=12, num_swap_blocks=12, max_model_len=64)
+        if not own:
+            llm.engine.listeners.append(events.append)
+            llm.engine.scheduler = StudentScheduler(llm.engine, llm.engine._runner, bench)
+        assert llm.tokenizer
+        prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
+        outputs = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=bench.seed, max_tokens=8))
+        return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
+
+    expected = texts(own=True)
+    try:
+        found = texts(own=False)
+    except Failed as failed:
+        raise told(failed, "with SmolLM2", events) from None
+    except (InvariantViolation, StudentError, ValueError, TypeError) as error:
+        invariant = error.invariant if isinstance(error, InvariantViolation) else None
+        raise told(Failed(Failure(str(error), invariant)), "with SmolLM2", events) from None
+    if found != expected:
+        raise Failed(Failure(f"SmolLM2's tokens are {found!r}; they should be {expected!r}", trace=tuple(events)))
+
+
+# --- How well it serves ---------------------------------------------------------------------------
+
+
+def measure(bench: Bench) -> Performance:
+    """Tokens a second of a simulated machine that is given more than it can hold, beside the engine's own scheduler."""
+    from minipaged.traces import TraceReplay, TraceRequest
+
+    r = random.Random(bench.seed)
+    requests = [
+        TraceRequest(number / 4, r.randint(16, 256), 1 + int(r.expovariate(1 / 160)))
+        for number in range(TRACED_REQUESTS)
+    ]
+
+    def tokens_per_second(own: bool) -> float:
+        replay = TraceReplay(requests, num_blocks=160, num_swap_blocks=160)
+        if not own:
+            replay.engine.scheduler = StudentScheduler(replay.engine, replay.runner, bench)
+        for _ in replay:
+            pass
+        return replay.summary().tokens_per_second
+
+    return Performance(tokens_per_second(own=False), tokens_per_second(own=True), "simulated tokens")
+
+
+# --- The assignment -------------------------------------------------------------------------------
+
+ASSIGNMENT = Assignment(
+    name="scheduler",
+    title="Scheduler: admission and preemption",
+    part="Scheduler",
+    members=("fits", "share_tokens", "victim", "way_back", "admit"),
+    cap=70,
+    modules=("copy", "minipaged.scheduling"),
+    measure=measure,
+    tests=(
+        Test(
+            name="what can never fit",
+            points=10,
+            invariant=Invariant.LIVENESS,
+            meaning="A request that the whole pool could not hold, or the largest batch, is refused at once; if it "
+            "waited, it would wait for ever, and all that came after it too.",
+            hint="Draw the block tables of a request with two sequences when they are longest. Which blocks do both "
+            "have in common for sure, and which token never gets a slot?",
+            check=check_fits,
+        ),
+        Test(
+            name="the token budget",
+            points=10,
+            invariant=Invariant.LIVENESS,
+            meaning="Those that decode get their tokens first, or a long prompt would hold them up; what is left of "
+            "the batch goes to the prompts, in order of arrival, and a prompt that is longer runs in chunks.",
+            hint="Do it by hand for a batch of 8 tokens, with two requests that decode and two prompts of 5.",
+            check=property_of(ask_share_tokens, states=("running",), pool=(8, 40), tokens=(1, 10)),
+        ),
+        Test(
+            name="first come, first served",
+            points=10,
+            invariant=Invariant.LIVENESS,
+            meaning="Nobody overtakes: if somebody has to wait, so do all that arrived later, even if they would fit. "
+            "A large request would otherwise see small ones go past it for ever.",
+            hint="What does your loop do after the first request for which there is no room? And which request is the "
+            "first: is the list in order of arrival?",
+            check=property_of(ask_admit("order"), states=("running", "swapped", "dropped", "new", "new")),
+        ),
+        Test(
+            name="room in the batch",
+            points=10,
+            invariant=None,
+            meaning="A request comes in with all of its sequences or not at all. The batch has room for max_num_seqs "
+            "sequences and max_num_batched_tokens tokens, and each that runs takes at least one token.",
+            hint="What do those that you admitted a moment ago take away from those that come after them? And how many "
+            "tokens does a request need that decodes with three sequences?",
+            check=property_of(
+                ask_admit("batch"), states=("running", "swapped", "swapped", "new", "new"), pool=(30, 60), room=(1, 6)
+            ),
+        ),
+        Test(
+            name="room in the pool",
+            points=10,
+            invariant=Invariant.CONSERVATION,
+            meaning="Nobody is admitted whose blocks are not there: the blocks of all that come in together have to be "
+            "free.",
+            hint="Two requests that need three blocks each, and five are free: who comes in?",
+            check=property_of(ask_admit("blocks"), pool=(3, 12), room=(4, 8)),
+        ),
+        Test(
+            name="nobody waits for nothing",
+            points=10,
+            invariant=Invariant.LIVENESS,
+            meaning="You may hold back blocks for those that run. But who runs alone gets in each other's way with "
+            "nobody: when nothing runs, the first comes in; and so does everybody for whom there is room whatever "
+            "happens.",
+            hint="What does your admit return when nothing runs at all? And when the pool is a hundred times as large "
+            "as all requests?",
+            check=property_of(ask_admit("no idling"), pool=(6, 60), room=(2, 12)),
+        ),
+        Test(
+            name="who is preempted",
+            points=10,
+            invariant=Invariant.LIVENESS,
+            meaning="When blocks are short, the latest arrival makes room. So the oldest always gets on, it ends some "
+            "day, and preempting comes to an end.",
+            hint="If victims are chosen by anything else, can two requests take turns in preempting each other?",
+            check=property_of(ask_victims, states=("running",), pool=(10, 40), room=(2, 8)),
+        ),
+        Test(
+            name="the way back",
+            points=10,
+            invariant=None,
+            meaning="Swapping pays for bytes and for each copy that is started, on the way out and on the way in; "
+            "recomputing pays for tokens. Whichever costs less is right, if the host has room for the blocks.",
+            hint="Work out both by hand for one block. Which of the costs do not depend on how large a block is, and "
+            "how often is each of them paid?",
+            check=property_of(ask_way_back, states=("running",), pool=(4, 24), with_costs=True),
+        ),
+        Test(
+            name="a question changes nothing",
+            points=5,
+            invariant=Invariant.ATOMIC_FAILURE,
+            meaning="The engine may ask the same again, or ask and then decide otherwise. The answer depends on what "
+            "is asked and on what the scheduler was made with, and nothing that it was given is changed.",
+            hint="What do you keep in self after __init__, or in the class? And do you take anything out of a list "
+            "that you were given?",
+            check=check_nothing_changes,
+        ),
+        Test(
+            name="the engine, on a small model",
+            points=10,
+            invariant=Invariant.LIVENESS,
+            meaning="Every request that is admitted ends, whoever was preempted on the way, and with the same tokens "
+            "as alone.",
+            hint="The engine asks as the tests above do, with more requests, beam searches and a prefix cache.",
+            check=check_engine,
+            stage="engine",
+        ),
+        Test(
+            name="SmolLM2",
+            points=5,
+            invariant=Invariant.SCHEDULING_INVARIANCE,
+            meaning="Who runs when has no influence on the text.",
+            hint="Compare with what the engine's test says; the model is larger, the questions are the same.",
+            check=check_model,
+            stage="model",
+        ),
+    ),
+)

@@ -73,8 +73,9 @@ class Scheduler:
     ) -> list[str]:
         """Who comes in now: in order of arrival, up to the first that has to wait."""
         admitted: list[str] = []
-        # A block for each sequence that runs is held back: or the newcomer would soon be preempted for their next ones.
-        spare = sequences = sum(r.num_sequences for r in running)
+        # Held back for those that run, or the newcomer would soon be preempted for their next blocks.
+        spare = sum(self.soon(r, r.num_blocks) for r in running)
+        sequences = sum(r.num_sequences for r in running)
         for request in sorted(waiting, key=lambda r: r.arrival):
             sequences += request.num_sequences
             least = request.tokens_to_run if request.decodes else 1
@@ -84,5 +85,9 @@ class Scheduler:
             admitted.append(request.request_id)
             num_free -= request.blocks_needed
             tokens_left -= request.tokens_to_run
-            spare += request.num_sequences
+            spare += self.soon(request, request.blocks_needed)
         return admitted
+
+    def soon(self, request: RequestView, num_blocks: int) -> int:
+        """Blocks that a request with so many will ask for next: one for each sequence, unless it can need no more."""
+        return min(request.num_sequences, self.most_blocks(request) - num_blocks)

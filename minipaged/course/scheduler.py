@@ -299,12 +299,11 @@ ASSIGNMENT = Assignment(
             name="nobody waits for nothing",
             points=10,
             invariant=Invariant.LIVENESS,
-            meaning="You may hold back blocks for those that run. But who runs alone gets in each other's way with "
-            "nobody: when nothing runs, the first comes in; and so does everybody for whom there is room whatever "
-            "happens.",
-            hint="What does your admit return when nothing runs at all? And when the pool is a hundred times as large "
-            "as all requests?",
-            check=property_of(ask_admit("no idling"), pool=(6, 60), room=(2, 12)),
+            meaning="You may hold back blocks for those that run. But when nothing runs, the first comes in, or nobody "
+            "ever would; and so does everybody for whom there is room whatever the others come to need.",
+            hint="What does your admit return when nothing runs at all? And can those that run still come to need "
+            "all that you hold back for them?",
+            check=property_of(ask_admit("no idling"), pool=(-8, 2), beyond_most=True, room=(2, 12)),
         ),
         Test(
             name="who is preempted",

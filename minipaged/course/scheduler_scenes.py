@@ -7,11 +7,12 @@ block manager, so what a scheduler is told of it is consistent, and the events t
 from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hypothesis import strategies as st
 
+from minipaged.course.reference_scheduler import Scheduler as RightScheduler
 from minipaged.course.scheduler_session import Scenery, Settings, draw, view_of
 from minipaged.engine.block_manager import AllocStatus, BlockManager
 from minipaged.engine.sequence import Request, RequestState, Sequence
@@ -211,16 +212,19 @@ def scenes(
     states: ListLike[State] = STATES,
     most_requests: int = 5,
     pool: tuple[int, int] = (1, 16),
+    beyond_most: bool = False,
     room: tuple[int, int] = (1, 8),
     tokens: tuple[int, int] = (1, 24),
     with_costs: bool = False,
 ) -> Scene:
-    """`pool`: blocks; `room`: sequences in a batch; `tokens`: in a batch."""
+    """`pool`: blocks, `beyond_most`: counted from the most that all requests together can come to hold; `room`:
+    sequences in a batch; `tokens`: in a batch.
+    """
     requests = st.builds(
         Drawn,
         state=st.sampled_from(states),
         prompt_tokens=st.integers(1, 8),
-        max_output_tokens=st.integers(1, 6),
+        max_output_tokens=st.sampled_from([2, 3, 4, 5, 6, 1]),
         num_sequences=st.sampled_from([1, 1, 2, 3]),
         computed=st.sampled_from([8, 8, 1, 2, 3, 4, 5, 6, 7]),
         generated=st.integers(1, 5),
@@ -233,6 +237,13 @@ def scenes(
         max_num_batched_tokens=draw_(st.integers(*tokens)),
         costs=draw_(costs()) if with_costs else PRICES,
     )
+    if beyond_most:
+        scheduler = RightScheduler(*settings.as_arguments())
+        most = sum(
+            scheduler.most_blocks(RequestView("", 0, one.num_sequences, one.prompt_tokens, one.max_output_tokens))
+            for one in drawn
+        )
+        settings = replace(settings, num_blocks=max(1, most + settings.num_blocks))
     # First come, first served: those that run came before those that were preempted, and these before the new ones.
     ranks = {"running": 0, "swapped": 1, "dropped": 1, "new": 2}
     in_order = sorted(drawn, key=lambda one: ranks[one.state])

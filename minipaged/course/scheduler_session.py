@@ -80,8 +80,9 @@ class Session:
         self._variable = "other" if beside else "scheduler"
         self.latest: tuple[str, tuple[Any, ...]] = ("", ())
         """The latest question: method and arguments."""
-        arguments = ", ".join(f"{f.name}={_literal(getattr(settings, f.name))}" for f in fields(settings))
-        self._lines.append(f"{self._variable} = {self._name}({arguments})")
+        sizes = ", ".join(f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.name != "costs")
+        self._lines.append(f"costs = {_literal(settings.costs)}")
+        self._lines.append(f"{self._variable} = {self._name}({sizes}, costs=costs)")
         made = self._ask([(self._module, self._name, settings.as_arguments())])[0]
         if isinstance(made, Raised):
             self._raised("__init__", made.error)

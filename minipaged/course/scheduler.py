@@ -188,21 +188,20 @@ def check_model(bench: Bench) -> None:
     loaded = LoadedModel.load(bench.model, "reference")
     events: list[Event] = []
 
-    def texts(own: bool) -> list[list[tuple[int, ...]]]:
-        llm = LLM(loaded, block_size=4, num_blocks=12, num_swap_blocks=12, max_model_len=64)
-        if not own:
-            llm.engine.listeners.append(events.append)
-            llm.engine.scheduler = StudentScheduler(llm.engine, llm.engine._runner, bench)
+    def texts(llm: LLM) -> list[list[tuple[int, ...]]]:
         assert llm.tokenizer
         prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
         outputs = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=bench.seed, max_tokens=8))
         return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
 
-    expected = texts(own=True)
+    own, llm = (LLM(loaded, block_size=4, num_blocks=12, num_swap_blocks=12, max_model_len=64) for _ in range(2))
+    expected = texts(own)
+    llm.engine.listeners.append(events.append)
+    llm.engine.scheduler = scheduler = StudentScheduler(llm.engine, llm.engine._runner, bench)
     try:
-        found = texts(own=False)
+        found = texts(llm)
     except Failed as failed:
-        raise told(failed, "with SmolLM2", events) from None
+        raise told(scheduler.shorter(failed), "with SmolLM2", events) from None
     except (InvariantViolation, StudentError, ValueError, TypeError) as error:
         invariant = error.invariant if isinstance(error, InvariantViolation) else None
         raise told(Failed(Failure(str(error), invariant)), "with SmolLM2", events) from None

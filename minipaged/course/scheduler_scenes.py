@@ -60,6 +60,8 @@ class Scene:
     drawn: ListLike[Drawn]
     turned: bool
     """Whether the scheduler is told of the latest arrivals first."""
+    tokens_gone: int
+    """Tokens of the batch that are not there for those that come in, beside what the running ones take."""
     events: list[Event] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
@@ -149,11 +151,11 @@ class Scene:
     def _decode(self, request: Request, num_tokens: int) -> None:
         """Fork, and generate so many tokens, of which the last is yet to run."""
         first = request.sequences[0]
-        request.prompt_computed = True
         for _ in range(request.num_sequences - 1):
             child = self._sequence(list(first.tokens), [])
             self.blocks.fork(request, first, child)
             request.sequences.append(child)
+        request.prompt_computed = True
         for step in range(num_tokens):
             for sequence in request.sequences:
                 if step:
@@ -210,7 +212,8 @@ def scenes(
     draw_: st.DrawFn,
     *,
     states: ListLike[State] = STATES,
-    most_requests: int = 5,
+    num_requests: tuple[int, int] = (1, 5),
+    num_sequences: ListLike[int] = (1, 1, 2, 3),
     pool: tuple[int, int] = (1, 16),
     beyond_most: bool = False,
     room: tuple[int, int] = (1, 8),
@@ -225,11 +228,12 @@ def scenes(
         state=st.sampled_from(states),
         prompt_tokens=st.integers(1, 8),
         max_output_tokens=st.sampled_from([2, 3, 4, 5, 6, 1]),
-        num_sequences=st.sampled_from([1, 1, 2, 3]),
+        num_sequences=st.sampled_from(num_sequences),
         computed=st.sampled_from([8, 8, 1, 2, 3, 4, 5, 6, 7]),
         generated=st.integers(1, 5),
     )
-    drawn = draw_(st.lists(requests, min_size=1, max_size=most_requests))
+    fewest, most = num_requests
+    drawn = draw_(st.lists(requests, min_size=fewest, max_size=most))
     settings = Settings(
         num_blocks=draw_(st.integers(*pool)),
         block_size=draw_(st.sampled_from([1, 2, 3, 4])),
@@ -239,12 +243,14 @@ def scenes(
     )
     if beyond_most:
         scheduler = RightScheduler(*settings.as_arguments())
-        most = sum(
+        num_blocks = settings.num_blocks + sum(
             scheduler.most_blocks(RequestView("", 0, one.num_sequences, one.prompt_tokens, one.max_output_tokens))
             for one in drawn
         )
-        settings = replace(settings, num_blocks=max(1, most + settings.num_blocks))
+        settings = replace(settings, num_blocks=max(1, num_blocks))
     # First come, first served: those that run came before those that were preempted, and these before the new ones.
     ranks = {"running": 0, "swapped": 1, "dropped": 1, "new": 2}
     in_order = sorted(drawn, key=lambda one: ranks[one.state])
-    return Scene(settings, draw_(st.integers(0, 6)), in_order, draw_(st.booleans()))
+    return Scene(
+        settings, draw_(st.integers(0, 9)), in_order, draw_(st.booleans()), draw_(st.sampled_from([0, 0, 2, 4, 99]))
+    )

@@ -119,18 +119,12 @@ WRONG = (
     ),
     Variant("the budget is ignored", BUDGET, GIVEN, "tokens[request.request_id] = request.tokens_to_run"),
     Variant("prompts first", BUDGET, "(not r.decodes, r.arrival)", "(r.decodes, r.arrival)"),
-    Variant("tokens for the latest first", BUDGET, "(not r.decodes, r.arrival)", "(not r.decodes, -r.arrival)"),
     Variant("no chunks", BUDGET, GIVEN, f"{GIVEN} if request.tokens_to_run <= left else 0"),
-    Variant("one token each", BUDGET, GIVEN, "tokens[request.request_id] = min(1, left)"),
     Variant("last in, first out", ORDER, SORTED, SORTED.replace("r.arrival", "-r.arrival")),
     Variant("in the order of the list", ORDER, SORTED, "for request in waiting:"),
     Variant("small ones overtake", ORDER, BREAK, "                continue\n"),
-    Variant("shortest first", ORDER, SORTED, SORTED.replace("r.arrival", "(r.blocks_needed, r.arrival)")),
     Variant("as many sequences as there are", BATCH, SEQUENCES, ""),
     Variant("siblings are split", BATCH, "sequences += request.num_sequences", "sequences += 1"),
-    Variant(
-        "those that run are forgotten", BATCH, "sequences = sum(r.num_sequences for r in running)", "sequences = 0"
-    ),
     Variant("no tokens are left", BATCH, " or least > tokens_left", ""),
     Variant("one token for three that decode", BATCH, "request.tokens_to_run if request.decodes else 1", "1"),
     Variant("over capacity", POOL, BLOCKS, ""),
@@ -143,9 +137,6 @@ WRONG = (
         "request.num_sequences",
     ),
     Variant("one at a time", IDLE, ADMITTED, "        return [] if running else admitted[:1]\n"),
-    Variant(
-        "the first waits for a neighbour", IDLE, ADMITTED, "        return admitted if running else admitted[1:]\n"
-    ),
     Variant("the oldest is starved", VICTIM, CHOSEN, CHOSEN.replace("max", "min")),
     Variant("the largest makes room", VICTIM, CHOSEN, CHOSEN.replace("r.arrival", "(r.num_blocks, r.arrival)")),
     Variant("the last of the list", VICTIM, CHOSEN, "return running[-1].request_id"),
@@ -155,7 +146,6 @@ WRONG = (
         CHOSEN,
         CHOSEN.replace("return", "self.chosen = getattr(self, 'chosen', None) or") + "\n        return self.chosen",
     ),
-    Variant("the victim's number", VICTIM, CHOSEN, CHOSEN.replace(".request_id", ".arrival")),
     Variant("the victim itself", VICTIM, CHOSEN, CHOSEN.replace(".request_id", "")),
     Variant("a victim that nobody knows", VICTIM, CHOSEN, 'return "nobody"'),
     Variant("it raises", VICTIM, CHOSEN, "return running[7].request_id"),
@@ -168,7 +158,6 @@ WRONG = (
     Variant("bytes weigh nothing", WAY, "one_way = copies + request.num_blocks *", "one_way = copies + 0 *"),
     Variant("a third way", WAY, WAY_BACK, '"wait"'),
     Variant("the queue is emptied", PURE, ADMITTED, f"        waiting.clear()\n{ADMITTED}"),
-    Variant("the list is sorted", PURE, CHOSEN, f"running.sort(key=lambda r: r.arrival)\n        {CHOSEN}"),
     Variant("a view is written to", PURE, CHOSEN, f"running[0].num_blocks = 0\n        {CHOSEN}"),
     Variant(
         "the settings are everybody's",

@@ -309,7 +309,15 @@ ASSIGNMENT = Assignment(
             "ever would; and so does everybody for whom there is room whatever the others come to need.",
             hint="What does your admit return when nothing runs at all? And can those that run still come to need "
             "all that you hold back for them?",
-            check=property_of(ask_admit("no idling"), pool=(-3, 2), beyond_most=True, room=(2, 12)),
+            check=property_of(
+                ask_admit("no idling"),
+                states=("running", "swapped", "dropped", "new", "running", "new"),
+                num_requests=(1, 3),
+                pool=(-1, 0),
+                beyond_most=True,
+                room=(6, 12),
+                tokens=(12, 30),
+            ),
         ),
         Test(
             name="who is preempted",

@@ -236,7 +236,7 @@ def scenes(
     drawn = draw_(st.lists(requests, min_size=fewest, max_size=most))
     settings = Settings(
         num_blocks=draw_(st.integers(*pool)),
-        block_size=draw_(st.sampled_from([1, 2, 3, 4])),
+        block_size=draw_(st.sampled_from([1, 2, 3, 4, 4])),
         max_num_seqs=draw_(st.integers(*room)),
         max_num_batched_tokens=draw_(st.integers(*tokens)),
         costs=draw_(costs()) if with_costs else PRICES,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -19,13 +20,13 @@ from hypothesis import strategies as st
 
 from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test
 from minipaged.course.isolation import StudentError
-from minipaged.course.scheduler_scenes import PRICES, Scene, scenes
-from minipaged.course.scheduler_session import Rule, Session, Settings, StudentScheduler
+from minipaged.course.scheduler_scenes import MAX_MODEL_LEN, PRICES, Scene, scenes
+from minipaged.course.scheduler_session import METHODS, Rule, Scenery, Session, Settings, StudentScheduler, counted
 from minipaged.course.search import search
 from minipaged.course.workloads import Run, Workload, random_workload
 from minipaged.engine.sequence import RequestState
 from minipaged.errors import Invariant, InvariantViolation
-from minipaged.events import Event, StepFailed
+from minipaged.events import EngineStarted, Event, RequestArrived, StepFailed, StepStarted
 from minipaged.scheduling import RequestView
 
 ENGINE_WORKLOADS = 16
@@ -46,8 +47,8 @@ def check_fits(bench: Bench) -> None:
         bench.process.forget()
         most = request.prompt_tokens // settings.block_size
         each = -(-(request.prompt_tokens + request.max_output_tokens - 1) // settings.block_size)
-        num_blocks = max(1, most + request.num_sequences * (each - most) + more)
-        Session(bench, replace(settings, num_blocks=num_blocks)).fits(request)
+        settings = replace(settings, num_blocks=max(1, most + request.num_sequences * (each - most) + more))
+        Session(bench, settings, partial(arrival, settings, request)).fits(request)
 
     room = st.sampled_from([4, 4, 4, 3, 2, 1])
     settings = st.builds(Settings, st.just(1), st.sampled_from([2, 3, 4, 1]), room, room, st.just(PRICES))
@@ -60,6 +61,24 @@ def check_fits(bench: Bench) -> None:
         max_output_tokens=st.sampled_from([2, 1, 1, 1, 3, 4, 8]),
     )
     search(bench, st.tuples(settings, requests, st.sampled_from([0, -1, -2])), run)
+
+
+def arrival(settings: Settings, request: RequestView, message: str) -> Scenery:
+    """A request that comes to an engine where nobody else is."""
+    name, prompt = request.request_id, tuple(range(request.prompt_tokens))
+    drawing = (
+        f"{name}: a prompt of {counted(len(prompt), 'token')}, {counted(request.num_sequences, 'sequence')}, up to "
+        f"{counted(request.max_output_tokens, 'more token')} each",
+        f"pool: {' '.join('.' * settings.num_blocks)}   (blocks of {counted(settings.block_size, 'token')})",
+        f"batch: {counted(settings.max_num_seqs, 'sequence')}, {counted(settings.max_num_batched_tokens, 'token')}",
+    )
+    trace = (
+        EngineStarted(settings.num_blocks, 0, settings.block_size, MAX_MODEL_LEN),
+        StepStarted(1),
+        RequestArrived(name, 1, prompt, request.num_sequences),
+        StepFailed(1, message, (name,)),
+    )
+    return Scenery(drawing, trace)
 
 
 def property_of(ask: Callable[[Session, Scene], object], **kinds: Any) -> Callable[[Bench], None]:
@@ -107,25 +126,32 @@ def ask_admit(*rules: Rule) -> Callable[[Session, Scene], None]:
 
 
 def check_nothing_changes(bench: Bench) -> None:
-    """All questions, each twice, with another scheduler made in between."""
+    """Some of the questions, each twice; and those that depend on the sizes, with another scheduler made in between."""
 
-    def run(drawn: tuple[Scene, Scene]) -> None:
-        scene, another = drawn
+    def run(drawn: tuple[Scene, Scene | None, set[str]]) -> None:
+        scene, another, methods = drawn
         bench.process.forget()
         session = Session(bench, scene.settings, scene.scenery)
-        Session(bench, another.settings, scene.scenery, beside=session)
+        if another:
+            Session(bench, another.settings, scene.scenery, beside=session)
         running, waiting = scene.views(RUNNING), scene.views(WAITING, SWAPPED)
-        if running:
+        if running and "share_tokens" in methods:
             session.unchanged("share_tokens", running)
-            session.unchanged("victim", running)
-            session.unchanged("way_back", running[0], 3)
             session.share_tokens(running)
-        if waiting:
+        if running and "victim" in methods:
+            session.unchanged("victim", running)
+        if running and "way_back" in methods:
+            session.unchanged("way_back", running[0], 3)
+        if waiting and "admit" in methods:
             session.unchanged("admit", waiting, running, scene.blocks.num_available, 4)
+        if waiting and "fits" in methods:
             session.unchanged("fits", waiting[0])
             session.fits(waiting[0])
 
-    search(bench, st.tuples(scenes(num_requests=(2, 4), tokens=(2, 8)), scenes(num_requests=(1, 1))), run)
+    crowd = scenes(num_requests=(2, 4), tokens=(2, 8))
+    search(bench, st.tuples(crowd, st.none(), st.sets(st.sampled_from(METHODS), min_size=1)), run)
+    another = scenes(num_requests=(1, 1), pool=(1, 4))
+    search(bench, st.tuples(crowd, another, st.just({"share_tokens", "fits"})), run)
 
 
 # --- The engine -----------------------------------------------------------------------------------

@@ -80,7 +80,6 @@ class Scene:
             EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, MAX_MODEL_LEN),
             StepStarted(1),
         ]
-        self._num_sequences = 0
         room = min(settings.max_num_seqs, settings.max_num_batched_tokens)
         all_new = False
         for drawn in self.drawn:
@@ -114,15 +113,11 @@ class Scene:
             params=params,
             seed=0,
             max_output_tokens=drawn.max_output_tokens,
-            sequences=[self._sequence(list(prompt), [])],
+            sequences=[Sequence(10 * order, list(prompt), [], self.blocks.new_table())],
         )
         number = request.sequences[0].sequence_id
         self.events.append(RequestArrived(request.request_id, number, prompt, drawn.num_sequences))
         return request
-
-    def _sequence(self, tokens: list[int], output: list[int]) -> Sequence:
-        self._num_sequences += 1
-        return Sequence(self._num_sequences, tokens, output, self.blocks.new_table())
 
     def _run(self, request: Request, drawn: Drawn) -> None:
         """Compute its prompt, or a part of it, and some tokens; then preempt it, if it was. Raises OutOfBlocks."""
@@ -151,8 +146,8 @@ class Scene:
     def _decode(self, request: Request, num_tokens: int) -> None:
         """Fork, and generate so many tokens, of which the last is yet to run."""
         first = request.sequences[0]
-        for _ in range(request.num_sequences - 1):
-            child = self._sequence(list(first.tokens), [])
+        for number in range(1, request.num_sequences):
+            child = Sequence(first.sequence_id + number, list(first.tokens), [], self.blocks.new_table())
             self.blocks.fork(request, first, child)
             request.sequences.append(child)
         request.prompt_computed = True

@@ -104,8 +104,9 @@ class Session:
             most, total = self.right.most_blocks(request), self.settings.num_blocks
             room = self.right.max_sequences
             self._fail(
-                f"fits({request.request_id}) is {answer}; it should be {right}: alone it comes to hold {_blocks(most)} "
-                f"at most, of {total}, with {request.num_sequences} sequences, of {room} that a batch has room for"
+                f"fits({request.request_id}) is {answer}; it should be {right}: it can come to hold "
+                f"{counted(most, 'block')}, the pool has {total}; it has {counted(request.num_sequences, 'sequence')}, "
+                f"a batch has room for {room}"
             )
         return right
 
@@ -159,10 +160,10 @@ class Session:
         if answer != right and not (has_room and abs(difference) <= CLOSE * recompute):
             self._lines.append(f'assert answer == {right!r}, f"way_back returned {{answer!r}}"')
             self._fail(
-                f"the way back of {request.request_id} is {answer!r}; it should be {right!r}: its "
-                f"{_blocks(request.num_blocks)} take {_seconds(recompute + difference)} out and in again, its "
-                f"{request.num_tokens} tokens {_seconds(recompute)} to compute, and the host has {_blocks(host_free)} "
-                "free"
+                f"the way back of {request.request_id} is {answer!r}; it should be {right!r}: swapping its "
+                f"{counted(request.num_blocks, 'block')} costs {_seconds(recompute + difference)}, computing its "
+                f"{counted(request.num_tokens, 'token')} {_seconds(recompute)}, and the host has "
+                f"{counted(host_free, 'block')} free"
             )
         way: Way = "swap" if answer == "swap" else "recompute"
         return way
@@ -208,7 +209,9 @@ class Session:
                 "needed = sum(r.blocks_needed for r in waiting if r.request_id in answer)",
                 f'assert needed <= {num_free}, f"{{answer}} need {{needed}} blocks, {num_free} are free"',
             ]
-            self._fail(f"admit returned {answer}: together they need {_blocks(needed)}, and {num_free} are free")
+            self._fail(
+                f"admit returned {answer}: together they need {counted(needed, 'block')}, and {num_free} are free"
+            )
         if "no idling" in rules:
             self._check_idling(admitted, waiting, running, num_free, tokens_left)
         return [r.request_id for r in admitted]
@@ -254,7 +257,7 @@ class Session:
                 return
             if most <= self.settings.num_blocks:
                 why = (
-                    f"the most that it and all before it can come to hold is {_blocks(most)}, of "
+                    f"the most that it and all before it can come to hold is {counted(most, 'block')}, of "
                     f"{self.settings.num_blocks}"
                 )
             elif not running and place == 0:
@@ -287,8 +290,8 @@ class Session:
         for i, (value, after) in enumerate(zip(arguments, outcomes[len(arguments) + 2 :], strict=True)):
             if after != value:
                 name = _name(method, i)
-                self._lines.append(f'assert {name} == before[{i}], f"{method} changed the {name}: {{{name}}}"')
-                self._fail(f"{method} changed the {name} that it was given")
+                self._lines.append(f'assert {name} == before[{i}], f"{method} changed {name}: {{{name}}}"')
+                self._fail(f"{method} changed {name}, which it was given")
         if first != second:
             self._lines.append('assert answers[0] == answers[1], f"twice the same question: {answers}"')
             self._fail(f"{method} was asked the same twice, and returned first {_shown(first)}, then {_shown(second)}")
@@ -476,8 +479,8 @@ def draw(requests: Sequence[Request], blocks: BlockManager) -> tuple[str, ...]:
         rows.append(
             [
                 *(view.request_id, str(view.arrival), state, str(view.num_sequences)),
-                f"{view.tokens_to_run} token{'s'[: view.tokens_to_run != 1]}",
-                _blocks(view.blocks_needed),
+                counted(view.tokens_to_run, "token"),
+                counted(view.blocks_needed, "block"),
                 " ".join(tables) + " on the host" * (request.state is RequestState.SWAPPED),
             ]
         )
@@ -539,8 +542,9 @@ def _shown(answer: Outcome) -> str:
     return f"an object of type {answer.kind}" if isinstance(answer, Handle) else repr(answer)[:200]
 
 
-def _blocks(number: int) -> str:
-    return f"{number} block{'s'[: number != 1]}"
+def counted(number: int, what: str) -> str:
+    """1 block, 2 blocks."""
+    return f"{number} {what}{'s'[: number != 1]}"
 
 
 def _seconds(seconds: float) -> str:

@@ -18,7 +18,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from minipaged.contracts import BlockAllocator
 from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test
+from minipaged.course.block_allocator import RemoteAllocator
 from minipaged.course.isolation import StudentError
 from minipaged.course.scheduler_scenes import MAX_MODEL_LEN, PRICES, Scene, scenes
 from minipaged.course.scheduler_session import METHODS, Rule, Scenery, Session, Settings, StudentScheduler, counted
@@ -168,33 +170,42 @@ def crowded_workloads(seed: int) -> Iterator[tuple[int, Workload]]:
             yield number, workload
 
 
+def allocator_of(bench: Bench) -> Callable[[int], BlockAllocator] | None:
+    """The student's own, if one was brought along."""
+    carried = bench.carried_part("block-allocator")
+    return (lambda num_blocks: RemoteAllocator(bench, num_blocks, carried)) if carried else None
+
+
 def check_engine(bench: Bench) -> None:
     """Prefix caching, forks, beam search, chunks of prompts, cancelled requests: all that waits and runs, ends."""
     for number, workload in islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS):
         bench.process.forget()
         events: list[Event] = []
-        run = Run(workload, listeners=[events.append])
-        run.engine.scheduler = scheduler = StudentScheduler(run.engine, run.runner, bench)
-        where = f"in the engine, workload {number}"
+        scheduler = None
         try:
+            run = Run(workload, allocator=allocator_of(bench), listeners=[events.append])
+            run.engine.scheduler = scheduler = StudentScheduler(run.engine, run.runner, bench)
             run.to_the_end()
             run.check_outputs()
             run.check_nothing_leaked()
-        except Failed as failed:
-            raise told(scheduler.shorter(failed), where, events) from None
-        except (InvariantViolation, StudentError, AssertionError, ValueError, TypeError) as error:
-            invariant = error.invariant if isinstance(error, InvariantViolation) else None
-            raise told(Failed(Failure(str(error), invariant)), where, events) from None
+        except Exception as error:
+            raise in_engine(error, scheduler, f"in the engine, workload {number}", events) from None
 
 
-def told(failed: Failed, where: str, events: list[Event]) -> Failed:
-    """What failed in an engine: with the place in its message, and the engine's events up to there."""
-    message = f"{where}: {failed.failure.message}"
+def in_engine(error: Exception, scheduler: StudentScheduler | None, where: str, events: list[Event]) -> Failed:
+    """What went wrong while an engine used the part, with the engine's events up to there."""
+    if isinstance(error, Failed):
+        failure = scheduler.shorter(error).failure if scheduler else error.failure
+    else:
+        invariant = error.invariant if isinstance(error, InvariantViolation) else None
+        known = isinstance(error, InvariantViolation | StudentError)
+        failure = Failure(str(error) if known else f"{type(error).__name__}: {error}", invariant)
+    message = f"{where}: {failure.message}"
     if events and isinstance(events[-1], StepFailed):
         events[-1] = replace(events[-1], error=message)
     else:
         events.append(StepFailed(0, message, ()))
-    return Failed(replace(failed.failure, message=message, trace=tuple(events)))
+    return Failed(replace(failure, message=message, trace=tuple(events)))
 
 
 # --- SmolLM2 --------------------------------------------------------------------------------------
@@ -220,17 +231,15 @@ def check_model(bench: Bench) -> None:
         outputs = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=bench.seed, max_tokens=8))
         return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
 
-    own, llm = (LLM(loaded, block_size=4, num_blocks=12, num_swap_blocks=12, max_model_len=64) for _ in range(2))
-    expected = texts(own)
-    llm.engine.listeners.append(events.append)
-    llm.engine.scheduler = scheduler = StudentScheduler(llm.engine, llm.engine._runner, bench)
+    sizes: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "num_swap_blocks": 12, "max_model_len": 64}
+    expected = texts(LLM(loaded, **sizes))
+    scheduler = None
     try:
+        llm = LLM(loaded, allocator=allocator_of(bench), listeners=[events.append], **sizes)
+        llm.engine.scheduler = scheduler = StudentScheduler(llm.engine, llm.engine._runner, bench)
         found = texts(llm)
-    except Failed as failed:
-        raise told(scheduler.shorter(failed), "with SmolLM2", events) from None
-    except (InvariantViolation, StudentError, ValueError, TypeError) as error:
-        invariant = error.invariant if isinstance(error, InvariantViolation) else None
-        raise told(Failed(Failure(str(error), invariant)), "with SmolLM2", events) from None
+    except Exception as error:
+        raise in_engine(error, scheduler, "with SmolLM2", events) from None
     if found != expected:
         raise Failed(Failure(f"SmolLM2's tokens are {found!r}; they should be {expected!r}", trace=tuple(events)))
 
@@ -268,6 +277,7 @@ ASSIGNMENT = Assignment(
     members=("fits", "share_tokens", "victim", "way_back", "admit"),
     cap=70,
     modules=("copy", "minipaged.scheduling"),
+    builds_on=("block-allocator",),
     measure=measure,
     tests=(
         Test(

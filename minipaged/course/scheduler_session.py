@@ -362,7 +362,6 @@ class StudentScheduler(EngineScheduler):
     def __init__(self, engine: Engine, runner: Runner, bench: Bench) -> None:
         config = engine.config
         super().__init__(config, engine.blocks, runner, engine._emit)
-        self._num_blocks = config.num_blocks
         costs = costs_of(runner)
         self.settings = Settings(
             config.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, costs

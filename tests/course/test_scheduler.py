@@ -19,6 +19,7 @@ from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from tests.course.schedulers import ENGINE, PESSIMIST, PLAIN, POOL, REFERENCE_SOURCE, VICTIM, WRONG, Variant
+from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR
 
 ROOT = Path(minipaged.__file__).parent.parent
 STARTER = ROOT / "assignments" / "4_scheduler" / "starter.py"
@@ -38,10 +39,12 @@ def submit(source: str, folder: Path, name: str | None = None) -> Submission:
     return Submission(path, name)
 
 
-def result_of(name: str, submission: Submission, seed: int = 0) -> TestResult:
+def result_of(
+    name: str, submission: Submission, seed: int = 0, carried: dict[str, Submission] | None = None
+) -> TestResult:
     """Of the test of that name alone."""
     [test] = [test for test in ASSIGNMENT.tests if test.name == name]
-    with Bench(ASSIGNMENT, submission, seed) as bench:
+    with Bench(ASSIGNMENT, submission, seed, carried or {}) as bench:
         return run_test(test, bench)
 
 
@@ -135,6 +138,18 @@ def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -
     assert result.failure.script is not None
     assert result.failure.script.count("answer = ") == 1, "one question shows it"
     assert run_script(result.failure.script, tmp_path).returncode == 1
+
+
+def test_a_carried_allocator_is_used_and_its_bug_is_named_in_the_engine(tmp_path: Path) -> None:
+    for source, status in (
+        (ALLOCATOR, Status.PASSED),
+        (ALLOCATOR.replace("[block] += 1", "[block] += 0"), Status.FAILED),
+    ):
+        (tmp_path / "allocator.py").write_text(source)
+        carried = {"block-allocator": Submission(tmp_path / "allocator.py")}
+        result = result_of(ENGINE, submit(REFERENCE_SOURCE, tmp_path), carried=carried)
+        assert result.status is status, result.message
+    assert "exact-references" in result.message
 
 
 def test_the_model_test_passes_the_reference_and_fails_a_wrong_scheduler(

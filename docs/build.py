@@ -5,16 +5,21 @@
   what is no page is copied along.
 - The tutorials of tutorials/. Each is run, cell by cell, and becomes a page with what its cells put out, and a notebook
   to download. An error in a cell, a failed assert among them, ends the build.
+- A still of the recorded demo, for who has asked for reduced motion: a picture in a page is not told of that.
 - The stepper, and in place of `<!-- run FILE.py -->` in a page the recording that this file, run now, calls `run`.
+- In place of a line `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A
+  name that the file does not have ends the build.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import runpy
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,8 @@ ROOT = Path(__file__).parent.parent
 STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 RUN = re.compile(r"<!-- run (?P<file>\S+\.py) -->")
+REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
+CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
 
 
 def main() -> None:
@@ -33,9 +40,11 @@ def main() -> None:
         place = place_of(source.relative_to(ROOT))
         text = with_links_into_the_site(source.read_text(), source, place)
         text = RUN.sub(lambda run, folder=source.parent: recorded(folder / run["file"]), text)
+        text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
-    (STAGE / "assets").mkdir(exist_ok=True)
+    demo = (STAGE / "assets" / "demo.svg").read_text()
+    (STAGE / "assets" / "demo-still.svg").write_text(REDUCED.sub(r"\g<rules>", demo))
     shutil.copy(ROOT / "minipaged" / "stepper" / "stepper.js", STAGE / "assets")
     (STAGE / "tutorials").mkdir()
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
@@ -50,6 +59,33 @@ def recorded(script: Path) -> str:
     print(f"running {script.relative_to(ROOT)}", flush=True)
     recording = runpy.run_path(str(script))["run"]
     return element(recording.data(), id=script.stem)
+
+
+# --- Code -----------------------------------------------------------------------------------------
+
+
+def as_in_the_source(file: str, names: list[str], page: Path) -> str:
+    """What the page, a path in the site, shows of a file of the repository: its name as a link, and the code."""
+    code = "\n\n".join(source_of(file, name) for name in names)
+    link = with_links_into_the_site(f"[{file}]({file})", ROOT / "README.md", page)
+    return f'<div class="code" markdown="1" data-search-exclude>\n\n{link}\n\n```python\n{code}\n```\n\n</div>'
+
+
+def source_of(file: str, name: str) -> str:
+    """The lines of a function, a class, or a method (`BlockTable.append`), decorators included, moved to the margin.
+
+    Raises ValueError where the file has none of that name.
+    """
+    text = (ROOT / file).read_text()
+    node: ast.AST = ast.parse(text)
+    for part in name.split("."):
+        inside = [child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part]
+        if not inside:
+            raise ValueError(f"a page shows {name} of {file}, which does not define it: name it as it is called now")
+        node = inside[-1]
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    first = min(part.lineno for part in (node, *node.decorator_list))
+    return textwrap.dedent("\n".join(text.splitlines()[first - 1 : node.end_lineno]))
 
 
 # --- Links ----------------------------------------------------------------------------------------
@@ -102,7 +138,9 @@ def run_tutorial(script: Path) -> tuple[str, str]:
     download: str = jupytext.writes(notebook, fmt="ipynb")
     config = Config(KernelManager={"transport": "ipc"})  # no port is opened
     # In the root of the tree, whose minipaged is then the one that is imported.
-    NotebookClient(notebook, config=config, timeout=120, resources={"metadata": {"path": str(ROOT)}}).execute()
+    place = {"metadata": {"path": str(ROOT)}}
+    # What a cell prints comes in pieces, cut wherever the clock has it; the page shows it as one.
+    NotebookClient(notebook, config=config, timeout=120, resources=place, coalesce_streams=True).execute()
     return download, as_markdown(notebook.cells, script)
 
 
@@ -121,6 +159,9 @@ def as_markdown(cells: list[Any], script: Path) -> str:
             continue
         shown = [f"```python\n{cell.source}\n```"]
         for output in cell.outputs:
+            if output.output_type == "stream" and output.name == "stderr":
+                print(output.text, file=sys.stderr)  # a library's warning: for who builds, not for who reads
+                continue
             stepper = output.get("data", {}).get("application/vnd.minipaged.run+json")
             if stepper:
                 steppers += 1

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from docs import build
 from minipaged.events import EVENT_TYPES
 from tests.source import definitions
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "assignments").glob("*/*.md")]
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "assignments").glob("*/*.md")]
 )
 
 
@@ -25,7 +26,7 @@ def test_the_schema_of_events_names_every_event_with_every_field_in_order() -> N
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
 
@@ -45,11 +46,11 @@ def test_the_command_lines_of_the_readme_are_understood() -> None:
             assert option in shown.output, f"{option} in: {line}"
 
 
-CODE_LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\(\.\./(?P<file>minipaged/[\w/]+\.py)\)")
+CODE_LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\((?:\.\./)+(?P<file>minipaged/[\w/]+\.py)\)")
 """A link in docs/ that names something in a file."""
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
 def test_what_the_docs_name_is_in_the_file_that_they_link(page: Path) -> None:
     for name, file in CODE_LINK.findall(page.read_text()):
         assert name in definitions(ROOT / file), f"{name} in {file}"
@@ -57,3 +58,67 @@ def test_what_the_docs_name_is_in_the_file_that_they_link(page: Path) -> None:
 
 def test_the_map_of_the_paper_names_functions() -> None:
     assert len(CODE_LINK.findall((ROOT / "docs" / "paper.md").read_text())) > 30
+
+
+# --- Code in a page -------------------------------------------------------------------------------
+
+
+def test_a_page_shows_code_as_it_is_in_the_source() -> None:
+    source = build.source_of("tests/test_docs.py", "Example.method")
+    assert source == '@property\ndef method(self) -> int:\n    """Shown."""\n    return 1  # and this'
+    shown = build.as_in_the_source("tests/test_docs.py", ["Example.method", "Example"], Path("concepts/a.md"))
+    assert source in shown
+    assert "class Example:" in shown
+    assert "[minipaged/llm.py][minipaged.llm]" in build.as_in_the_source("minipaged/llm.py", ["LLM"], Path("a.md"))
+
+
+class Example:
+    @property
+    def method(self) -> int:
+        """Shown."""
+        return 1  # and this
+
+    # not this
+
+
+@pytest.mark.parametrize("name", ["Example.other", "method", "Example.method.inner"])
+def test_a_page_that_shows_what_is_not_there_is_not_built(name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name} of tests/test_docs.py")):
+        build.source_of("tests/test_docs.py", name)
+
+
+CONCEPTS = sorted((ROOT / "docs" / "concepts").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", CONCEPTS, ids=lambda page: page.stem)
+def test_a_concept_is_shown_with_the_test_that_holds_it(page: Path) -> None:
+    shown = [(code["file"], name) for code in build.CODE.finditer(page.read_text()) for name in code["names"].split()]
+    for file, name in shown:
+        build.source_of(file, name)
+    assert any(file.startswith("tests/") and name.startswith("test_") for file, name in shown)
+    assert any(file.startswith("minipaged/") for file, _ in shown)
+
+
+# --- The API --------------------------------------------------------------------------------------
+
+NOT_IN_THE_API = {
+    "cli",  # `minipaged --help` tells it
+    *(
+        f"demo.{name}"
+        for name in ("player", "recording", "report", "stage", "terminal", "ticker", "trace_scene", "view")
+    ),
+    *(f"course.{name}" for name in ("test_runner", "wire", "worker")),  # the other end of the grader's process
+}
+PARTS_OF_AN_ASSIGNMENT = ("_cases", "_mutants", "_session", "_worker")
+"""How files of `course/` end that belong to one assignment, which is in the API itself."""
+
+
+def test_every_module_has_its_place_in_the_api_or_a_reason() -> None:
+    paths = {path.relative_to(ROOT / "minipaged").with_suffix("") for path in (ROOT / "minipaged").rglob("*.py")}
+    modules = {".".join(path.parts) for path in paths if not path.name.startswith("_")}
+    parts = {name for name in modules if name.startswith("course.") and name.endswith(PARTS_OF_AN_ASSIGNMENT)}
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = re.findall(r"^::: minipaged\.(\S+)$", pages, flags=re.MULTILINE)
+    assert len(documented) == len(set(documented)), "a module has one place"
+    assert set(documented) == modules - parts - NOT_IN_THE_API
+    assert modules >= NOT_IN_THE_API

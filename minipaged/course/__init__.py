@@ -4,18 +4,21 @@ assignment.py       what an assignment is: tests, points, invariants; what a gra
 grading.py          one submission through the tests of one assignment, in order
 isolation.py        the grader's end of the process in which student code runs
 worker.py, wire.py  the other end, and what travels between them
+counterexample.py   the scripts and the words in which failures are told
 search.py           looking for a counterexample, with Hypothesis
 block_allocator.py  assignment 1; each assignment is a file like it
-block_table.py      assignment 2; table_session.py is what its properties are made of
+block_table.py      assignment 2, with table_session.py (what its properties are made of) and table_worker.py
 paged_attention.py  assignment 3, with attention_cases.py (inputs, what is right) and attention_worker.py
 scheduler.py        assignment 4, with scheduler_scenes.py (what is asked about), scheduler_session.py (what is right)
                     and reference_scheduler.py, as a student would hand it in
 beam_search.py      assignment 5
+triton_decode.py    assignment 6, with decode_cases.py (inputs, what is right) and decode_worker.py (tensors, a clock)
 student_tests.py    the students' own tests, graded by the seeded bugs (mutants) that they find
 formats.py          results for terminals, Gradescope, PrairieLearn and JUnit
 autograder.py       the zip that Gradescope wants
 content_runner.py   a model without weights that checks every read
 workloads.py        random workloads on it, and what they must produce
+museum.py           the same with a part exchanged for one of the bug museum
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from minipaged.course.assignment import Assignment
 
-ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "scheduler", "beam-search")
+ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "scheduler", "beam-search", "triton-decode")
 """In the order of the course. The file of each has its name, with underscores."""
 
 

@@ -13,14 +13,13 @@ where every holder of a block is a sequence with a table of one block, named A, 
 
 from __future__ import annotations
 
-import json
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from minipaged.course.assignment import Bench, Failed, Failure
-from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, StudentError
+from minipaged.course.counterexample import aligned, is_unwritten, letter, make_script, must_raise, raised_message, said
+from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised
 from minipaged.errors import BlockNotAllocated, Invariant, OutOfBlocks
 from minipaged.events import (
     BlockCopied,
@@ -119,10 +118,10 @@ class Session:
         if self.num_blocks < 1:
             if isinstance(made, Raised) and isinstance(made.error, ValueError):
                 return
-            self._lines += _must_raise("ValueError", self._made, "a pool needs at least 1 block")
-            if isinstance(made, Raised) and _is_unwritten(made.error):
+            self._lines += must_raise("ValueError", self._made, "a pool needs at least 1 block")
+            if isinstance(made, Raised) and is_unwritten(made.error):
                 self._raised("", made.error, self._made)
-            self._fail(Invariant.CONSERVATION, f"{self._made} {_said(made)}; it has to raise ValueError")
+            self._fail(Invariant.CONSERVATION, f"{self._made} {said(made)}; it has to raise ValueError")
         self._lines.append(line)
         if isinstance(made, Raised):
             self._raised("", made.error, self._made)
@@ -163,13 +162,13 @@ class Session:
         expected = self._expected_error(method, block)
         if expected:
             error, why = expected
-            self._lines += _must_raise(error.__name__, shown, why)
+            self._lines += must_raise(error.__name__, shown, why)
             if isinstance(answer, Raised) and not isinstance(answer.error, error):
                 self._raised(method, answer.error, shown, f"; it has to raise {error.__name__}: {why}")
             if not isinstance(answer, Raised):
                 invariant = Invariant.CONSERVATION if method in ("allocate", "free") else Invariant.EXACT_REFERENCES
                 self._observe(state, looks)
-                self._fail(invariant, f"{shown} {_said(answer)}; it has to raise {error.__name__}: {why}")
+                self._fail(invariant, f"{shown} {said(answer)}; it has to raise {error.__name__}: {why}")
             self._check_state(state, looks, shown, refused=True)
         else:
             self._carry_out(method, name, block, shown, answer, state, looks)
@@ -189,7 +188,7 @@ class Session:
     ) -> None:
         """A call that has to succeed."""
         returns = method in ("allocate", "copy_on_write")
-        variable = _variable_name(len(self._variables))
+        variable = letter(len(self._variables))
         self._lines.append(f"{variable} = {shown}" if returns else shown)
         if isinstance(answer, Raised):
             if isinstance(answer.error, OutOfBlocks):
@@ -220,7 +219,7 @@ class Session:
                     self._observe(state, looks)
                     self._fail(
                         Invariant.EXCLUSIVE_WRITE,
-                        f"{shown} {_said(answer)}; block {block} has one holder, which may write to it as it is",
+                        f"{shown} {said(answer)}; block {block} has one holder, which may write to it as it is",
                     )
             elif answer == block:
                 self._lines.append(f'assert {variable} != {name}, f"got block {{{variable}}} again"')
@@ -246,7 +245,7 @@ class Session:
         if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < self.num_blocks:
             self._lines.append(f'assert {variable} in range({self.num_blocks}), f"got block {{{variable}}}"')
             self._observe(state, looks)
-            self._fail(Invariant.CONSERVATION, f"{shown} {_said(answer)}; blocks are 0 to {self.num_blocks - 1}")
+            self._fail(Invariant.CONSERVATION, f"{shown} {said(answer)}; blocks are 0 to {self.num_blocks - 1}")
         if held := [table.name for table in self._tables if table.block == answer]:
             others = [one for one, value in self._variables if value == answer]
             self._lines.append(
@@ -352,7 +351,7 @@ class Session:
     # --- The diary --------------------------------------------------------------------------------
 
     def _add_table(self, block: int) -> None:
-        table = _Table(_table_name(self._num_tables), self._num_tables, _table_name(self._num_tables), block)
+        table = _Table(letter(self._num_tables).upper(), self._num_tables, letter(self._num_tables).upper(), block)
         self._num_tables += 1
         self._tables.append(table)
         self._events += [
@@ -366,7 +365,7 @@ class Session:
 
     def _fork(self, block: int) -> None:
         parent = self._last_holder(block)
-        child = _Table(_table_name(self._num_tables), self._num_tables, parent.request, block, parent.num_tokens)
+        child = _Table(letter(self._num_tables).upper(), self._num_tables, parent.request, block, parent.num_tokens)
         self._num_tables += 1
         self._tables.append(child)
         self._events.append(SequenceForked(parent.request, parent.sequence, child.sequence))
@@ -403,12 +402,8 @@ class Session:
             raise
 
     def _raised(self, method: str, error: Exception, shown: str, instead: str = "") -> NoReturn:
-        if isinstance(error, StudentError) and _is_unwritten(error):
-            where = f" ({error.places[-1].partition(' in ')[0]})" if error.places else ""
-            what = method or "__init__"
-            self._fail(None, f"{what} is not written yet{where}: replace its `raise NotImplementedError`")
-        described = str(error) if isinstance(error, StudentError) else f"{type(error).__name__}: {error}"
-        self._fail(None, f"{shown} raised {described}{instead}")
+        told = raised_message(method or "__init__", error, shown)
+        self._fail(None, told if is_unwritten(error) else told + instead)
 
     def _fail(self, invariant: Invariant | None, message: str) -> NoReturn:
         raise Failed(self._failure(invariant, message))
@@ -423,7 +418,8 @@ class Session:
         ]
         broken = f"invariant '{invariant}' broken: {message}" if invariant else message
         trace.append(StepFailed(self._step, broken, ()))
-        return Failure(message, invariant, self._draw(), self._script(invariant, message), tuple(trace))
+        script = make_script(self._bench.submission, self._name, invariant, message, [], self._lines, self._seed)
+        return Failure(message, invariant, self._draw(), script, tuple(trace))
 
     def _draw(self) -> tuple[str, ...]:
         counts = self._counts()
@@ -445,64 +441,12 @@ class Session:
                 _observed(self._observed_free, self.num_blocks - len(counts)),
             ],
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = aligned(rows)
         if tables := "  ".join(f"{table.name}: [{table.block}]" for table in self._tables[:DRAWN]):
             lines.append(f"tables: {tables}")
         if len(shown) < self.num_blocks:
             lines.append(f"(the pool has {self.num_blocks} blocks)")
         return tuple(lines)
-
-    def _script(self, invariant: Invariant | None, message: str) -> str:
-        path = self._bench.submission.path
-        name, stem = self._name, path.stem
-        body = "\n".join(self._lines)
-        imported = f"from {stem} import {name}" if stem.isidentifier() else f'{name} = __import__("{stem}").{name}'
-        errors = [error for error in ("BlockNotAllocated", "OutOfBlocks") if error in body]
-        imports = [f"from minipaged import {', '.join(errors)}"] if errors else []
-        comments = [
-            f"# {line}" for line in (str(invariant or "not as the contract says"), *textwrap.wrap(message, 110))
-        ]
-        seeding = ["import random", "", f"random.seed({self._seed})"] if self._seed is not None else []
-        alarm = ["import signal", "", "signal.alarm(10)  # it may not return"] if "did not end" in message else []
-        return "\n".join(
-            [
-                *comments,
-                "import sys",
-                "",
-                f'sys.path[:0] = [{json.dumps(str(path.parent))}, "."]  # where {path.name} lies',
-                *imports,
-                imported,
-                *seeding,
-                *alarm,
-                "",
-                body,
-                "",
-            ]
-        )
-
-
-def _must_raise(error: str, shown: str, why: str) -> list[str]:
-    return [
-        "try:",
-        f"    {shown}",
-        f"except {error}:",
-        "    pass",
-        "else:",
-        f'    raise AssertionError("{shown} has to raise {error}: {why}")',
-    ]
-
-
-def _is_unwritten(error: Exception) -> bool:
-    return isinstance(error, StudentError) and error.kind == "NotImplementedError"
-
-
-def _said(answer: Outcome) -> str:
-    if isinstance(answer, Raised):
-        return f"raised {answer.error}"
-    if isinstance(answer, Handle):
-        return f"returned an object of type {answer.kind}"
-    return f"returned {answer!r}"
 
 
 def _observed(value: Any, right: int) -> str:
@@ -510,14 +454,6 @@ def _observed(value: Any, right: int) -> str:
         return "?"
     shown = "raises" if isinstance(value, Raised) else value.kind if isinstance(value, Handle) else repr(value)
     return shown if value == right and not isinstance(value, bool) else f"{shown} <--"
-
-
-def _variable_name(number: int) -> str:
-    return chr(ord("a") + number % 26) + (str(number // 26) if number >= 26 else "")
-
-
-def _table_name(number: int) -> str:
-    return chr(ord("A") + number % 26) + (str(number // 26) if number >= 26 else "")
 
 
 def shorten(calls: list[Call], fails: Callable[[list[Call]], bool]) -> None:

@@ -130,6 +130,8 @@ class Assignment:
     limits: Limits = field(default_factory=Limits)
     modules: tuple[str, ...] = ()
     """Of ours, to be loaded in the worker before the student's file (adapters; what is slow to import)."""
+    needs: tuple[str, ...] = ()
+    """Packages of the extra `fast` without which nothing can be graded."""
     builds_on: tuple[str, ...] = ()
     """Earlier assignments of which a student's own part can be carried into this one."""
     measure: Callable[[Bench], Performance] | None = None
@@ -158,11 +160,13 @@ class Assignment:
             elif len(candidates) == 1 and wants_class:
                 [name] = candidates
             else:
-                has = ", ".join(candidates) or "none"
-                raise CannotBeGraded(f"{file} has no {kind} {self.part}; it has {has}")
+                name = self.part
         if name not in candidates:
-            has = ", ".join(candidates) or "none"
-            raise CannotBeGraded(f"{file} has no {kind} {name}; it has {has}")
+            has = ", ".join(candidates)
+            others = f"it has {has}; rename yours, or say which it is, as in {file}:{next(iter(candidates), '')}"
+            raise CannotBeGraded(
+                f"{file} has no {kind} {name}; " + (others if has else "the starter file shows what is needed")
+            )
         item = candidates[name]
         missing = [member for member in self.members if member not in item.members]
         missing += [member for member in item.unfinished if member not in missing]

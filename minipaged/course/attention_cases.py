@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from minipaged.course.assignment import Bench, Failed, Failure
+from minipaged.course.counterexample import aligned, make_script, raised_message
 from minipaged.course.isolation import Handle, Misbehaviour, Raised
-from minipaged.course.table_session import aligned, make_script, raised_message
 from minipaged.errors import Invariant
 from minipaged.events import EngineStarted, Event, RequestAdmitted, RequestArrived, StepFailed, TokensComputed
 
@@ -152,7 +153,7 @@ class Case:
 
     def _failure(self, bench: Bench, tables: Any, message: str, output: Any, changed: str = "") -> Failure:
         name = bench.part[1]
-        sources = [_without_types(inspect.getsource(one)) for one in (make_inputs, softmax_attention)]
+        sources = [without_types(inspect.getsource(one)) for one in (make_inputs, softmax_attention)]
         body = [
             *"\n\n".join(source.strip() + "\n" for source in sources).splitlines(),
             "",
@@ -183,7 +184,9 @@ class Case:
             ]
         imports = ["import numpy as np", "from minipaged.reference.kv_cache import KVCache"]
         script = make_script(bench.submission, name, Invariant.CONTENT, message, imports, body)
-        return Failure(message, None, self._draw(tables), script, self._trace(tables, message))
+        return Failure(
+            message, None, self._draw(tables), script, trace(self.block_size, self.contexts, tables, message)
+        )
 
     def _draw(self, tables: Any) -> tuple[str, ...]:
         rows = [["sequence", "context", "new", "block table"]]
@@ -192,17 +195,19 @@ class Case:
         sizes = f"block_size {self.block_size}, {self.heads} query heads, {self.kv_heads} key/value heads"
         return (*aligned(rows), f"{sizes}, head_dim {self.head_dim}")
 
-    def _trace(self, tables: Any, message: str) -> tuple[Event, ...]:
-        num_blocks = int((tables >= 0).sum()) + 2
-        events: list[Event] = [EngineStarted(num_blocks, 0, self.block_size, num_blocks * self.block_size)]
-        for s, n in enumerate(self.contexts):
-            blocks = tuple(int(block) for block in tables[s] if block >= 0)
-            events += [RequestArrived(f"r{s}", s, (0,) * n, 1), RequestAdmitted(f"r{s}")]
-            events.append(TokensComputed(s, n, blocks, 0))
-        return (*events, StepFailed(1, message, ()))
+
+def trace(block_size: int, contexts: Sequence[int], tables: Any, message: str) -> tuple[Event, ...]:
+    """Sequences that have their blocks, as events; then the call that fails."""
+    num_blocks = int((tables >= 0).sum()) + 2
+    events: list[Event] = [EngineStarted(num_blocks, 0, block_size, num_blocks * block_size)]
+    for s, n in enumerate(contexts):
+        blocks = tuple(int(block) for block in tables[s] if block >= 0)
+        events += [RequestArrived(f"r{s}", s, (0,) * n, 1), RequestAdmitted(f"r{s}")]
+        events.append(TokensComputed(s, n, blocks, 0))
+    return (*events, StepFailed(1, message, ()))
 
 
-def _without_types(source: str) -> str:
+def without_types(source: str) -> str:
     """A function's source as a student would write it: its arguments on one line, without types."""
     untyped = re.sub(r"(:| ->) Any\b", "", source)
     return re.sub(r"\(\n((?: +\w+,\n)+)\)", lambda match: f"({' '.join(match[1].split())[:-1]})", untyped)

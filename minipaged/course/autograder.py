@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import minipaged
@@ -68,7 +69,8 @@ def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool =
                 entry = zipfile.ZipInfo(script, date_time=(1980, 1, 1, 0, 0, 0))
                 entry.external_attr = 0o755 << 16
                 archive.writestr(entry, content)
-            archive.writestr("requirements.txt", "\n".join([*requirements(), ""]))
+            extras = ("course", "fast") if assignment.needs else ("course",)
+            archive.writestr("requirements.txt", "\n".join([*requirements(extras), ""]))
             if own:
                 archive.write(name, "assignment.py")
             for source in sorted(package.rglob("*")):
@@ -78,11 +80,11 @@ def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool =
         raise CannotBeGraded(f"cannot write {path}: {error.strerror}") from None
 
 
-def requirements() -> list[str]:
-    """What the installed minipaged says it needs, with the extra `course`."""
+def requirements(extras: Sequence[str] = ("course",)) -> list[str]:
+    """What the installed minipaged says it needs, with these extras."""
     needed = []
     for requirement in importlib.metadata.requires("minipaged") or ():
         what, _, condition = requirement.partition(";")
-        if not condition or 'extra == "course"' in condition:
+        if not condition or any(f'extra == "{extra}"' in condition for extra in extras):
             needed.append(what.strip())
     return sorted(needed)

@@ -12,8 +12,6 @@ step is not compared, unless they tie exactly whatever way they are computed: th
 from __future__ import annotations
 
 import copy
-import json
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,7 +23,8 @@ from minipaged import contracts
 from minipaged.contracts import BeamMove, BeamStep
 from minipaged.course.assignment import Bench, Failed, Failure
 from minipaged.course.content_runner import ContentRunner
-from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, StudentError
+from minipaged.course.counterexample import is_unwritten, make_script, raised_message
+from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised
 from minipaged.engine.engine import Engine
 from minipaged.events import Event, StepFailed
 from minipaged.params import BeamSearchParams, EngineConfig
@@ -265,11 +264,8 @@ class Session:
     def _raised(
         self, method: str, error: Exception, shown: str, instead: str = "", judgement: _Judgement | None = None
     ) -> NoReturn:
-        if isinstance(error, StudentError) and error.kind == "NotImplementedError":
-            where = f" ({error.places[-1].partition(' in ')[0]})" if error.places else ""
-            self._fail(f"{method} is not written yet{where}: replace its `raise NotImplementedError`")
-        described = str(error) if isinstance(error, StudentError) else f"{type(error).__name__}: {error}"
-        self._fail(f"{shown} raised {described}{instead}", judgement)
+        told = raised_message(method, error, shown)
+        self._fail(told if is_unwritten(error) else told + instead, judgement)
 
     def _fail(self, message: str, judgement: _Judgement | None = None) -> NoReturn:
         raise Failed(self._failure(message, judgement))
@@ -279,30 +275,10 @@ class Session:
             return Failure(message)
         events, tables = carry_out(self.settings, self._right, message)
         drawing = (*(judgement.drawing() if judgement else ()), *tables)
-        return Failure(message, None, drawing, self._script(message), tuple(events))
-
-    def _script(self, message: str) -> str:
-        path = self._bench.submission.path
-        name, stem, body = self._name, path.stem, "\n".join(self._lines)
-        imported = f"from {stem} import {name}" if stem.isidentifier() else f'{name} = __import__("{stem}").{name}'
-        comments = [f"# {line}" for line in textwrap.wrap(message, 110)]
-        alarm = ["import signal", "", "signal.alarm(10)  # it may not return"] if "did not end" in message else []
-        return "\n".join(
-            [
-                *comments,
-                *(["import copy"] if "copy." in body else []),
-                "import sys",
-                "",
-                f'sys.path[:0] = [{json.dumps(str(path.parent))}, "."]  # where {path.name} lies',
-                *(["import numpy as np"] if "np." in body else []),
-                "from minipaged import BeamSearchParams",
-                imported,
-                *alarm,
-                "",
-                body,
-                "",
-            ]
-        )
+        imports = ["import numpy as np"] if any("np." in line for line in self._lines) else []
+        imports.append("from minipaged import BeamSearchParams")
+        script = make_script(self._bench.submission, self._name, None, message, imports, self._lines)
+        return Failure(message, None, drawing, script, tuple(events))
 
 
 # --- What is right, and how sure that is ----------------------------------------------------------

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
+import minipaged
 from minipaged import contracts
 from minipaged.contracts import BlockAllocator, CopyPair, Tier
-from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Test
+from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Submission, Test
 from minipaged.course.block_allocator import PROMPTS, RemoteAllocator
+from minipaged.course.counterexample import make_script, must_raise, raised_message
 from minipaged.course.isolation import Handle, Raised, StudentError
 from minipaged.course.search import search
-from minipaged.course.table_session import OfferedAllocator, Op, TableSession, make_script, must_raise, raised_message
+from minipaged.course.table_session import OfferedAllocator, Op, TableSession
 from minipaged.course.workloads import Run, random_workload
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed
@@ -29,6 +32,11 @@ from minipaged.tiers import reference_tier
 ENGINE_WORKLOADS = 20
 LARGEST_POOL = 6
 LARGEST_BLOCK = 4
+TIMED_PROMPTS = tuple(range(1, 640, 20))
+"""Lengths in tokens."""
+TIMED_TOKENS, TIMED_BLOCK_SIZE = 64, 16
+ROUNDS = 5
+"""Measurements of speed, of which the fastest counts."""
 
 Program = tuple[int, int, list[Op]]
 """Slots of a block, blocks of each pool, and what to do."""
@@ -248,6 +256,22 @@ def check_model(bench: Bench) -> None:
         raise Failed(Failure(f"SmolLM2 wrote {found!r} instead of {expected!r}", trace=tuple(events)))
 
 
+def measure(bench: Bench) -> Performance:
+    """Calls a second of tables that grow as in an engine, in turns with the reference's."""
+    reference = Submission(Path(minipaged.__file__).parent / "reference" / "block_table.py", "BlockTable")
+    num_blocks = 2 * sum(-(-(prompt + TIMED_TOKENS) // TIMED_BLOCK_SIZE) for prompt in TIMED_PROMPTS)
+    with Bench(bench.assignment, reference, bench.seed) as theirs:
+        benches, best = (bench, theirs), [float("inf"), float("inf")]
+        for _ in range(ROUNDS):
+            for i, one in enumerate(benches):  # side by side, so that a busy machine slows both
+                allocators, worker = one.process.modules
+                allocator = allocators.call("BlockAllocator", num_blocks)
+                given = (*one.part, TIMED_BLOCK_SIZE, allocator, TIMED_PROMPTS, TIMED_TOKENS)
+                best[i] = min(best[i], worker.call("seconds", *given))
+    num_calls = len(TIMED_PROMPTS) * (5 + 2 * 3 * TIMED_TOKENS)
+    return Performance(num_calls / best[0], num_calls / best[1])
+
+
 # --- The assignment -------------------------------------------------------------------------------
 
 SHARED = (Op("append_that_fits", 0, 3), Op("fork"))
@@ -260,6 +284,8 @@ ASSIGNMENT = Assignment(
     members=("blocks_needed", "append", "adopt", "fork", "trim", "replace", "relocate", "slot_mapping"),
     cap=70,
     builds_on=("block-allocator",),
+    modules=("minipaged.reference.block_allocator", "minipaged.course.table_worker"),
+    measure=measure,
     tests=(
         Test(
             name="a new table",

@@ -30,6 +30,14 @@ class Prefixes:
     def extend(self, prefix: Prefix, token: int) -> Prefix:
         return self._numbers.setdefault((prefix, token), len(self._numbers) + 1)
 
+    def tokens(self, prefix: Prefix) -> list[int]:
+        """The tokens that the number stands for."""
+        steps, tokens = list(self._numbers), list[int]()
+        while prefix:
+            prefix, token = steps[prefix - 1]
+            tokens.append(token)
+        return tokens[::-1]
+
 
 def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
     """Logits after `tokens`: arbitrary, but always the same for the same tokens."""
@@ -46,6 +54,18 @@ class GivenRow:
     slots: Sequence[int]
     blocks: list[int]
     wants_logits: bool
+
+
+@dataclass(frozen=True)
+class WrongRead:
+    """A slot that does not hold what its reader takes it for."""
+
+    position: int
+    block: int
+    wanted: list[int]
+    """The tokens whose K/V should be there: the sequence's, up to this position."""
+    found: list[int] | None
+    """The tokens whose K/V are there; None for memory that nobody wrote."""
 
 
 class ContentRunner(Runner):
@@ -94,9 +114,9 @@ class ContentRunner(Runner):
                 self.device[slot // self.block_size][slot % self.block_size] = prefix
         logits = []
         for row, known in zip(rows, tokens, strict=True):
-            self._check_reads(row.blocks, known)
+            found = self._read(row.blocks, known)
             if row.wants_logits:
-                logits.append(fake_logits(known, self.vocab_size))
+                logits.append(fake_logits(found, self.vocab_size))
         return np.array(logits).reshape(len(logits), self.vocab_size)
 
     def token_id(self, token: int | PendingToken) -> int:
@@ -121,15 +141,24 @@ class ContentRunner(Runner):
                     return sequence.tokens[:start]
         raise InvariantViolation(Invariant.EXCLUSIVE_WRITE, f"no running sequence owns slot {row.slots[-1]}")
 
-    def _check_reads(self, blocks: Sequence[int], tokens: list[int]) -> None:
-        prefix = 0
+    def _read(self, blocks: Sequence[int], tokens: list[int]) -> list[int]:
+        """The tokens whose K/V are found: `tokens`, or where a wrong read is let pass, others."""
+        read, prefix = list[int](), 0
         for position, token in enumerate(tokens):
             prefix = self.prefixes.extend(prefix, token)
             block = blocks[position // self.block_size]
             found = self.device[block][position % self.block_size]
-            if found != prefix:
-                raise InvariantViolation(
-                    Invariant.CONTENT,
-                    f"position {position} is in block {block}, which holds "
-                    f"{'nothing' if found is None else 'the K/V of other tokens'}",
-                )
+            if found == prefix:
+                read.append(token)
+            else:
+                there = None if found is None else self.prefixes.tokens(found)
+                self.on_wrong_read(WrongRead(position, block, tokens[: position + 1], there))
+                read += there or []
+        return read
+
+    def on_wrong_read(self, read: WrongRead) -> None:
+        """The invariant `content` is broken. Raises InvariantViolation; where it is let pass, reading goes on."""
+        holds = "nothing" if read.found is None else "the K/V of other tokens"
+        raise InvariantViolation(
+            Invariant.CONTENT, f"position {read.position} is in block {read.block}, which holds {holds}"
+        )

@@ -22,7 +22,7 @@ WIDTH = 98
 
 def heading(grade: Grade) -> list[str]:
     """What is graded, and how student code is kept apart."""
-    apart = [f"{what}: {how}" for what, how in grade.isolation.items()]
+    apart = [f"{what}: {how}" for what, how in grade.isolation.items() if what != "performance"]
     return [f"{grade.assignment.name}: {grade.submission.path.name}  ({'; '.join([f'seed {grade.seed}', *apart])})", ""]
 
 
@@ -90,6 +90,8 @@ def closing(grade: Grade) -> list[str]:
             f"speed: {amount} {performance.operations} a second, {performance.index:.2f} times the reference's "
             "(for information; it does not count)"
         )
+    elif "performance" in grade.isolation:
+        lines.append(f"speed: {grade.isolation['performance']}")
     return lines
 
 

@@ -108,6 +108,8 @@ class Limits:
     """More processes and threads (of the same user) than this may not be started; None: no limit. Root has none."""
     processes_allowed: bool = False
     """Whether student code may start processes (a compiler, say)."""
+    gpu: bool = False
+    """Whether Triton kernels are compiled for a GPU; otherwise Triton's interpreter runs them, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,7 @@ class WorkerProcess:
                 # -s: no site-packages of the user; -P: no working directory on the path; -B: no byte code is written.
                 [sys.executable, "-s", "-P", "-B", "-c", command, str(theirs.fileno()), root],
                 cwd=self.folder,
-                env=_clean_environment(self.folder),
+                env=_clean_environment(self.folder, limits.gpu),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -457,8 +459,10 @@ def _value(outcome: Outcome) -> Any:
     return outcome
 
 
-def _clean_environment(folder: Path) -> dict[str, str]:
-    """Nothing of the grader's own environment but where programs are; the same hashes every time."""
+def _clean_environment(folder: Path, gpu: bool) -> dict[str, str]:
+    """Nothing of the grader's own environment but where programs are, and the GPU; the same hashes every time."""
+    kept = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH")
+    triton = {name: os.environ[name] for name in kept if name in os.environ} if gpu else {"TRITON_INTERPRET": "1"}
     return {
         "PATH": os.environ.get("PATH", os.defpath),
         "LANG": "C.UTF-8",
@@ -468,5 +472,5 @@ def _clean_environment(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "TRITON_INTERPRET": "1",
+        **triton,
     }

@@ -22,15 +22,15 @@ from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Perf
 from minipaged.course.attention_cases import Case
 from minipaged.course.block_allocator import PROMPTS
 from minipaged.course.block_table import in_engine
+from minipaged.course.counterexample import make_script
 from minipaged.course.isolation import Handle, Raised
 from minipaged.course.search import search
-from minipaged.course.table_session import make_script
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant
 from minipaged.events import Event
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig, SamplingParams
-from minipaged.tiers import choose_tier
+from minipaged.tiers import Wing, choose_tier
 
 ENGINE_RUNS = 4
 SHORT, LONG = 1024, 4096
@@ -100,7 +100,7 @@ def check_memory(bench: Bench) -> None:
         lines = MEMORY_SCRIPT.format(
             name=name, short=SHORT, long=LONG, most=BYTES_A_POSITION, more=LONG - SHORT
         ).splitlines()
-        script = make_script(bench.submission, name, None, message, ["import tracemalloc", "", *imports], lines)
+        script = make_script(bench.submission, name, None, message, imports, lines)
         raise Failed(Failure(message, script=script))
 
 
@@ -165,21 +165,25 @@ class RemoteCache:
         return output
 
 
+def put_in(bench: Bench, runner: Any) -> None:
+    """Let the reference's Llama compute with the student's attention."""
+    runner.kv_cache = RemoteCache(bench, runner.kv_cache)
+    runner.attend = runner.kv_cache.attend
+
+
 def tokens_of(
-    bench: Bench | None,
+    put: Callable[[Any], None],
     events: list[Event],
+    wing: Wing,
     config: ModelConfig,
     weights: Any,
     engine_config: EngineConfig,
     work: Sequence[tuple[Sequence[int], SamplingParams]],
 ) -> list[list[int]]:
-    """The tokens that the model writes, with the student's attention, or (None) the reference's."""
-    wing = choose_tier("reference")
+    """The tokens that the model writes. `put`: what puts the student's part into the runner, if it does."""
     runner: Any = wing.make_runner(config, weights, engine_config)
     runner.swap_seconds = runner.recompute_seconds = float  # nothing is measured, so that a run can be repeated
-    if bench is not None:
-        runner.kv_cache = RemoteCache(bench, runner.kv_cache)
-        runner.attend = runner.kv_cache.attend
+    put(runner)
     engine = Engine(engine_config, wing.tier, runner, listeners=[events.append])
     for number, (prompt, params) in enumerate(work):
         engine.add_request(prompt, params, request_id=f"r{number}")
@@ -190,13 +194,14 @@ def tokens_of(
     return [tokens for number, _ in enumerate(work) for tokens in found[f"r{number}"]]
 
 
-def compare(bench: Bench, where: str, *what: Any) -> None:
-    """`what`: model and work, as `tokens_of` wants them; the tokens have to be the same both ways. Raises Failed."""
-    expected = tokens_of(None, [], *what)
+def compare(bench: Bench, put: Callable[[Bench, Any], None], where: str, *what: Any) -> None:
+    """`what`: tier, model and work, as `tokens_of` wants them. With the student's part, which `put` puts into the
+    runner, the tokens have to be the same as without. Raises Failed."""
+    expected = tokens_of(lambda runner: None, [], *what)
     bench.process.forget()
     events: list[Event] = []
     try:
-        found = tokens_of(bench, events, *what)
+        found = tokens_of(lambda runner: put(bench, runner), events, *what)
     except Exception as error:
         raise Failed(in_engine(error, where, events)) from None
     for number, (tokens, right) in enumerate(zip(found, expected, strict=True)):
@@ -266,7 +271,7 @@ def check_engine(bench: Bench) -> None:
             debug=True,
         )
         where = f"a small Llama, blocks of {block_size}"
-        compare(bench, where, SMALL, random_weights(rng), config, work)
+        compare(bench, put_in, where, choose_tier("reference"), SMALL, random_weights(rng), config, work)
 
 
 def check_model(bench: Bench) -> None:
@@ -280,7 +285,7 @@ def check_model(bench: Bench) -> None:
     config = EngineConfig(
         num_blocks=24, block_size=4, max_model_len=64, vocab_size=loaded.config.vocab_size, preemption="recompute"
     )
-    compare(bench, "with SmolLM2", loaded.config, loaded.weights, config, work)
+    compare(bench, put_in, "with SmolLM2", loaded.wing, loaded.config, loaded.weights, config, work)
 
 
 # --- Speed ----------------------------------------------------------------------------------------

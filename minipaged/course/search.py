@@ -20,13 +20,15 @@ EXAMPLES = 200
 """Inputs tried for each property."""
 
 
-def search(bench: Bench, inputs: st.SearchStrategy[Any], run: Callable[[Any], object]) -> None:
-    """Run the check on many inputs. Raises Failed with the shortest failure."""
+def search(
+    bench: Bench, inputs: st.SearchStrategy[Any], run: Callable[[Any], object], examples: int | None = None
+) -> None:
+    """Run the check on many inputs, on fewer (`examples`) where it is slow. Raises Failed with the shortest failure."""
     shortest: list[Failure] = []
 
     @with_seed(bench.seed)
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples or EXAMPLES,
         database=None,
         deadline=None,
         phases=(Phase.generate, Phase.shrink),

@@ -11,16 +11,15 @@ diary: lines of Python that fail by themselves, a drawing, and events in which e
 
 from __future__ import annotations
 
-import json
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from minipaged.contracts import BlockAllocator
-from minipaged.course.assignment import Bench, Failed, Failure, Submission
-from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, StudentError
+from minipaged.course.assignment import Bench, Failed, Failure
+from minipaged.course.counterexample import aligned, letter, make_script, must_raise, raised_message, said
+from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised
 from minipaged.engine.checked_allocator import MEMBERS
 from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
 from minipaged.events import (
@@ -159,7 +158,7 @@ class TableSession:
     # --- What programs consist of -----------------------------------------------------------------
 
     def _new(self, op: Op | None = None) -> None:
-        name = _table_name(len(self._tables))
+        name = letter(len(self._tables))
         shown = f"{self._name}({self.block_size}, allocator)"
         self._lines.append(f"{name} = {shown}")
         [made] = self._ask([(self._module, self._name, (self.block_size, self._pools["allocator"]))], shown)
@@ -242,7 +241,7 @@ class TableSession:
             right = f"[(before[{kept}], {table.name}.blocks[{kept}])]" if copies else "[]"
             self._fail(
                 Invariant.CONTENT if copies else Invariant.EXCLUSIVE_WRITE,
-                f"{shown} {_said(answer)}; it should return {expected}"
+                f"{shown} {said(answer)}; it should return {expected}"
                 + (f": block {before[kept]} was copied to {found[kept]}" if copies else ": nothing is to be copied"),
                 f"assert list(copies) == {right}, copies",
             )
@@ -263,7 +262,7 @@ class TableSession:
         if answer != right or isinstance(answer, bool):
             self._fail(
                 Invariant.CONSERVATION,
-                f"{shown} {_said(answer)}; {table.name}.append({n}) takes {right} of the free blocks",
+                f"{shown} {said(answer)}; {table.name}.append({n}) takes {right} of the free blocks",
                 f"assert needed == {right}, needed",
             )
         self._compare(shown)
@@ -276,12 +275,12 @@ class TableSession:
         self._check_slots(table, start, start + op.c % (table.num_tokens - start + 1))
 
     def _fork(self, op: Op) -> None:
-        parent, name = self._table(op), _table_name(len(self._tables))
+        parent, name = self._table(op), letter(len(self._tables))
         shown = f"{parent.name}.fork()"
         self._lines.append(f"{name} = {shown}")
         made = self._call(parent, "fork", (), shown)
         if not isinstance(made, Handle):
-            self._fail(None, f"{shown} {_said(made)}, no table", f"assert hasattr({name}, 'blocks')")
+            self._fail(None, f"{shown} {said(made)}, no table", f"assert hasattr({name}, 'blocks')")
         if any(made.number == table.handle.number for table in self._tables):
             self._fail(None, f"{shown} returned the table itself", f"assert {name} is not {parent.name}")
         self._add(name, made, parent.pool)
@@ -433,7 +432,7 @@ class TableSession:
         [answer] = self._ask([(table.handle, call.partition("(")[0], args)], shown)
         if not isinstance(answer, Raised):
             self._look(shown)
-            self._fail(None, f"{shown} {_said(answer)}; it has to raise {error.__name__}: {why}")
+            self._fail(None, f"{shown} {said(answer)}; it has to raise {error.__name__}: {why}")
         if not isinstance(answer.error, error):
             self._raised(call.partition("(")[0], answer.error, shown, f"; it has to raise {error.__name__}: {why}")
         self._compare(shown, "before", refused=True)
@@ -486,7 +485,7 @@ class TableSession:
         if not isinstance(table.seen, list) or not all(type(block) is int for block in table.seen):
             self._fail(
                 None,
-                f"{table.name}.blocks {_said(table.seen).replace('returned', 'is')}, no list of block numbers",
+                f"{table.name}.blocks {said(table.seen).replace('returned', 'is')}, no list of block numbers",
                 f"assert all(isinstance(block, int) for block in list({table.name}.blocks))",
             )
 
@@ -555,7 +554,7 @@ class TableSession:
             self._lines.append(f"slots = list({shown})")
             self._fail(
                 Invariant.CONTENT,
-                f"{shown} {_said(answer)}; with blocks {table.blocks} it should be {right}",
+                f"{shown} {said(answer)}; with blocks {table.blocks} it should be {right}",
                 f"assert slots == [{name}[p // {size}] * {size} + p % {size} for p in range({start}, {stop})], slots",
             )
 
@@ -625,69 +624,6 @@ class TableSession:
 POOLS = ("allocator", "other")
 
 
-# --- What other assignments' scripts need as well -------------------------------------------------
-
-
-def make_script(
-    submission: Submission,
-    name: str,
-    invariant: Invariant | None,
-    message: str,
-    imports: Sequence[str],
-    body: Sequence[str],
-    seed: int | None = None,
-) -> str:
-    """A program that fails by itself, with the student's file beside it."""
-    stem, text = submission.path.stem, "\n".join(body)
-    imported = f"from {stem} import {name}" if stem.isidentifier() else f'{name} = __import__("{stem}").{name}'
-    errors = [error for error in ("BlockNotAllocated", "OutOfBlocks") if f"except {error}" in text]
-    comments = [f"# {line}" for line in (str(invariant or "not as the contract says"), *textwrap.wrap(message, 110))]
-    return "\n".join(
-        [
-            *comments,
-            "import sys",
-            *(["import random", "", f"random.seed({seed})"] if seed is not None else []),
-            *(["import signal", "", "signal.alarm(10)  # it may not return"] if "did not end" in message else []),
-            "",
-            f'sys.path[:0] = [{json.dumps(str(submission.path.parent))}, "."]  # where {submission.path.name} lies',
-            *([f"from minipaged import {', '.join(errors)}"] if errors else []),
-            *imports,
-            imported,
-            "",
-            text,
-            "",
-        ]
-    )
-
-
-def raised_message(method: str, error: Exception, shown: str) -> str:
-    """What to say of a call that should not have raised."""
-    if isinstance(error, StudentError) and error.kind == "NotImplementedError":
-        where = f" ({error.places[-1].partition(' in ')[0]})" if error.places else ""
-        unwritten = error.places[-1].partition(" in ")[2] if error.places else method
-        return f"{unwritten or method} is not written yet{where}: replace its `raise NotImplementedError`"
-    described = str(error) if isinstance(error, StudentError) else f"{type(error).__name__}: {error}"
-    return f"{shown} raised {described}"
-
-
-def must_raise(error: str, shown: str, why: str) -> list[str]:
-    """Lines of a script that end in an AssertionError unless the call raises the error."""
-    return [
-        "try:",
-        f"    {shown}",
-        f"except {error}:",
-        "    pass",
-        "else:",
-        f'    raise AssertionError("{shown} has to raise {error}: {why}")',
-    ]
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    """Rows of cells as lines with columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
 def _without_idle(lines: list[str]) -> list[str]:
     """Leave out what nothing refers to: the second pool, `before`, names of results."""
     kept: list[str] = []
@@ -712,15 +648,3 @@ def _listed(value: Any) -> list[Any] | None:
     if hasattr(value, "tolist"):
         value = value.tolist()
     return list(value) if isinstance(value, list | tuple) else None
-
-
-def _said(answer: Outcome) -> str:
-    if isinstance(answer, Raised):
-        return f"raised {answer.error}"
-    if isinstance(answer, Handle):
-        return f"returned an object of type {answer.kind}"
-    return f"returned {answer!r}"
-
-
-def _table_name(number: int) -> str:
-    return chr(ord("a") + number % 26) + (str(number // 26) if number >= 26 else "")

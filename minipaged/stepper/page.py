@@ -25,10 +25,13 @@ def as_data(
     events: Iterable[Event],
     *,
     words: Mapping[int, str] | None = None,
+    notes: Mapping[int, str] | None = None,
     code: Mapping[str, Any] = NO_CODE,
 ) -> dict[str, Any]:
-    """What `stepper.js` is fed with. `words`: the text of tokens; `code`: the lines that ran, from a recording.
+    """What `stepper.js` is fed with.
 
+    `words`: the text of tokens; `notes`: what more to say of an event, by its index; `code`: the lines that ran before
+    each event, from a recording.
     Raises InvalidRequest unless the events begin where the engine does: they could not be followed.
     """
     events = list(events)
@@ -42,6 +45,7 @@ def as_data(
         "title": title,
         "events": [{"event": event.name, **asdict(event)} for event in events],
         "words": words,
+        "notes": notes or {},
         **code,
     }
 
@@ -59,7 +63,9 @@ def words_of(events: Iterable[Event], decode: Callable[[list[int]], str]) -> dic
 
 def element(data: Mapping[str, Any], *, id: str = "", with_script: bool = False) -> str:
     """The stepper as a piece of HTML. The page around it brings `stepper.js`, unless `with_script`."""
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no text may end the script element
+    text = json.dumps(data, separators=(",", ":"))
+    for sign in "<>&":  # so that no text ends the script element, and none is changed by who escapes HTML
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
     script = f"<script>{STEPPER.read_text(encoding='utf-8')}</script>" if with_script else ""
     name = f' id="{html.escape(id)}"' if id else ""
     return (

@@ -1,4 +1,4 @@
-"""Bars cut into parts, as SVG: for the tutorials.
+"""Bars cut into parts, and rows of cells, as SVG: for the tutorials.
 
 A part is told from others by its pattern and by the words beside it, not only by its colour, and it takes the colour of
 the text around it, so that it can be seen on light and on dark.
@@ -39,24 +39,10 @@ class Bars:
             drawn.append(f'<text x="1" y="{y + 12}">{html.escape(name)}</text>')
             x, whole = 1.0, sum(size for _, size in parts)
             for kind, size in parts:
-                drawn.append(self._part(x, y + 18, size * scale, kind, self._amount(size, whole)))
+                drawn.append(_box(x, y + 18, size * scale, self.fills[kind], self._amount(size, whole)))
                 x += size * scale
             y += ROW
-        for i, kind in enumerate(self.fills):
-            x = 1 + (i % 2) * WIDTH / 2
-            drawn.append(self._part(x, y + 6, 22, kind, "", height=16))
-            drawn.append(f'<text x="{x + 30}" y="{y + 19}">{html.escape(kind)}</text>')
-            y += 24 if i % 2 or i == len(self.fills) - 1 else 0  # two to a line
-        patterns = "".join(
-            f'<pattern id="fill-{name}" width="8" height="8" patternUnits="userSpaceOnUse">{lines}</pattern>'
-            for name, lines in FILLS.items()
-            if lines
-        )
-        return (
-            f'<svg viewBox="0 0 {WIDTH} {y + 6}" role="img" aria-label="{html.escape(self.as_text())}" '
-            'xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" font-size="14" fill="currentColor" '
-            f'style="max-width:{WIDTH * 3 // 2}px"><defs>{patterns}</defs>{"".join(drawn)}</svg>'
-        )
+        return _picture(drawn, y, self.fills, self.as_text())
 
     def as_text(self) -> str:
         """The same in words."""
@@ -69,14 +55,60 @@ class Bars:
     def _amount(self, size: float, whole: float) -> str:
         return f"{size / whole:.0%}" if self.percent else f"{size:g}{self.unit}"
 
-    def _part(self, x: float, y: float, width: float, kind: str, text: str, height: int = 26) -> str:
-        fill = self.fills[kind]
-        paint = {"full": 'fill="currentColor"', "empty": 'fill="none"'}.get(fill, f'fill="url(#fill-{fill})"')
-        part = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" {paint} stroke="currentColor"/>'
-        if width < 8 * len(text) + 8 or not text:
-            return part
-        label = f'<text x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle"'
-        if fill == "full":  # letters in the colour of the page, whatever that is
-            return f'{part}{label} style="fill:var(--md-default-bg-color,Canvas)">{text}</text>'
-        outline = "stroke:var(--md-default-bg-color,Canvas);stroke-width:4px;paint-order:stroke"
-        return f'{part}{label} style="{outline}">{text}</text>'
+
+@dataclass(frozen=True)
+class Cells:
+    """`rows`: a name, and its cells from left to right as (text, kind). All cells have one width."""
+
+    rows: Sequence[tuple[str, Sequence[tuple[str, str]]]]
+    fills: Mapping[str, str]
+    """How each kind is drawn: one of FILLS."""
+
+    def _repr_html_(self) -> str:
+        left = 10 + 8 * max(len(name) for name, _ in self.rows)
+        width = min(80.0, (WIDTH - 1 - left) / max(len(cells) for _, cells in self.rows))
+        drawn, y = [], 4
+        for name, cells in self.rows:
+            drawn.append(f'<text x="1" y="{y + 18}">{html.escape(name)}</text>')
+            for i, (text, kind) in enumerate(cells):
+                drawn.append(_box(left + i * width, y, width, self.fills[kind], text))
+            y += 32
+        return _picture(drawn, y, self.fills, self.as_text())
+
+    def as_text(self) -> str:
+        """The same in words."""
+        return "; ".join(
+            f"{name}: " + ", ".join(f"{text} {kind}".strip() for text, kind in cells) for name, cells in self.rows
+        )
+
+
+def _box(x: float, y: float, width: float, fill: str, text: str, height: int = 26) -> str:
+    """A box, with its text where there is room for it."""
+    paint = {"full": 'fill="currentColor"', "empty": 'fill="none"'}.get(fill, f'fill="url(#fill-{fill})"')
+    box = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" {paint} stroke="currentColor"/>'
+    if width < 8 * len(text) + 8 or not text:
+        return box
+    label = f'<text x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle"'
+    if fill == "full":  # letters in the colour of the page, whatever that is
+        return f'{box}{label} style="fill:var(--md-default-bg-color,Canvas)">{html.escape(text)}</text>'
+    outline = "stroke:var(--md-default-bg-color,Canvas);stroke-width:4px;paint-order:stroke"
+    return f'{box}{label} style="{outline}">{html.escape(text)}</text>'
+
+
+def _picture(drawn: list[str], y: float, fills: Mapping[str, str], words: str) -> str:
+    """What was drawn, y high, and below it what each fill stands for."""
+    for i, (kind, fill) in enumerate(fills.items()):
+        x = 1 + (i % 2) * WIDTH / 2
+        drawn.append(_box(x, y + 6, 22, fill, "", height=16))
+        drawn.append(f'<text x="{x + 30}" y="{y + 19}">{html.escape(kind)}</text>')
+        y += 24 if i % 2 or i == len(fills) - 1 else 0  # two to a line
+    patterns = "".join(
+        f'<pattern id="fill-{name}" width="8" height="8" patternUnits="userSpaceOnUse">{lines}</pattern>'
+        for name, lines in FILLS.items()
+        if lines
+    )
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {y + 6}" role="img" aria-label="{html.escape(words)}" '
+        'xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" font-size="14" fill="currentColor" '
+        f'style="max-width:{WIDTH * 3 // 2}px"><defs>{patterns}</defs>{"".join(drawn)}</svg>'
+    )

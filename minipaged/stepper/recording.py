@@ -4,9 +4,9 @@ Nothing is told twice: the events are the engine's own (docs/events.md), caught 
 those that Python ran, read from the files that it ran them from. So a page made from a recording cannot show code that
 does something else.
 
-Watched are the functions in WATCHED, where block tables, counts and queues change. One line of each step is *the* line:
-the last that ran in the function that the event is about (TELLING), its return statements left out; where that function
-did not run since the event before, the last line that ran at all.
+Watched are the functions in WATCHED, where block tables, counts and queues change, and the classes that a caller names.
+One line of each step is *the* line: the last that ran in the function that the event is about (TELLING), its return
+statements left out; where that function did not run since the event before, the last line that ran at all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from linecache import getline
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import minipaged
@@ -55,7 +55,7 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "BlockManager.swap_in",
         "BlockManager._move",
     ),
-    "engine/prefix_cache.py": ("PrefixCache.publish", "PrefixCache.evict"),
+    "engine/prefix_cache.py": ("PrefixCache.match", "PrefixCache.publish", "PrefixCache.evict"),
     "reference/block_allocator.py": (
         "BlockAllocator.allocate",
         "BlockAllocator.share",
@@ -105,11 +105,18 @@ class Recording:
     """Token ids to text; without it the page shows numbers."""
     events: list[Event] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
+    notes: dict[int, str] = field(default_factory=dict)
+    """What else there is to say of a step, by the index of its event: put behind the step's own sentence."""
+
+    def note(self, text: str) -> None:
+        """Say something more of the latest event."""
+        latest = len(self.events) - 1
+        self.notes[latest] = f"{self.notes[latest]} {text}" if latest in self.notes else text
 
     def data(self) -> dict[str, Any]:
         """What the stepper is fed with, as JSON has it."""
         words = words_of(self.events, self.decode) if self.decode else None
-        return as_data(self.title, self.events, words=words, code=_code(self.events, self.traces))
+        return as_data(self.title, self.events, words=words, notes=self.notes, code=_code(self.events, self.traces))
 
     def page(self) -> str:
         """A page of HTML that needs nothing else."""
@@ -122,13 +129,16 @@ class Recording:
 
 
 @contextmanager
-def record(title: str = "", decode: Callable[[list[int]], str] | None = None) -> Iterator[Recording]:
+def record(
+    title: str = "", decode: Callable[[list[int]], str] | None = None, watch: Iterable[type] = ()
+) -> Iterator[Recording]:
     """Record the engine that is made in this block, until the block ends. It must be the only one that runs there.
 
+    `watch`: classes whose methods are shown beside the engine's own, a part of yours for instance.
     Raises InvalidRequest when the block made no engine, or more than one.
     """
     recording = Recording(title, decode)
-    tracer = _Tracer(recording)
+    tracer = _Tracer(recording, watch)
     before = sys.gettrace()
     sys.settrace(tracer.on_call)
     try:
@@ -142,11 +152,14 @@ def record(title: str = "", decode: Callable[[list[int]], str] | None = None) ->
 class _Tracer:
     """Python calls `on_call` for each function that starts, and what it returns for each line of that function."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, watch: Iterable[type]) -> None:
         self._recording = recording
         self._engine: object = None
         self._trace: Trace = []
         self._watched = {(str(ROOT / file), name) for file, names in WATCHED.items() for name in names}
+        for part in watch:
+            methods = [method.__code__ for method in vars(part).values() if isinstance(method, FunctionType)]
+            self._watched |= {(code.co_filename, code.co_qualname) for code in methods}
 
     def on_call(self, frame: FrameType, kind: str, argument: object) -> Callable[..., Any] | None:
         code = frame.f_code
@@ -201,10 +214,11 @@ def _telling_line(event: Event, trace: Trace) -> tuple[CodeType, int] | None:
 
 def _function(code: CodeType) -> dict[str, Any]:
     lines, first = inspect.getsourcelines(code)
+    path, house = Path(code.co_filename), ROOT.parent
     margin = len(lines[0]) - len(lines[0].lstrip())
     return {
         "name": code.co_qualname,
-        "file": f"minipaged/{Path(code.co_filename).relative_to(ROOT).as_posix()}",
+        "file": path.relative_to(house).as_posix() if path.is_relative_to(house) else path.name,
         "first": first,
         "source": [line[margin:].rstrip() for line in lines],
     }

@@ -361,6 +361,8 @@ dt{color:var(--dim)}dd{margin:0}
       this.link.setAttribute("aria-label", `Link to step ${n}`);
       const quoted = (token) => this.data.words ? `“${this.word(token).trim()}”` : this.word(token);
       this.say.textContent = sentences[event.event]?.(event, before, after, quoted) ?? event.event;
+      const note = this.data.notes?.[n - 1];
+      if (note) this.say.append(make("b", {}, ` ${note}`));
       this.drawState(before, after);
       if (this.data.functions.length) this.drawCode(n - 1);
     }

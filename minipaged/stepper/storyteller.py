@@ -7,7 +7,7 @@ A text that is over goes on with its last word.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,10 +51,14 @@ class Storyteller(Runner):
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(self.words[token] for token in tokens)
 
-    def engine(self, **sizes: Any) -> Engine:
-        """A reference engine with this model. `sizes` are fields of EngineConfig; `max_model_len` may be left out."""
+    def engine(self, *, allocator: Callable[[int], Any] | None = None, **sizes: Any) -> Engine:
+        """A reference engine with this model. `sizes` are fields of EngineConfig; `max_model_len` may be left out.
+
+        `allocator`: a class that takes the place of the reference's.
+        """
         sizes = {"max_model_len": sizes["num_blocks"] * sizes["block_size"], "enable_prefix_caching": False} | sizes
-        return Engine(EngineConfig(vocab_size=len(self.words), **sizes), reference_tier(), self, decode=self.decode)
+        config = EngineConfig(vocab_size=len(self.words), **sizes)
+        return Engine(config, reference_tier(), self, allocator=allocator, decode=self.decode)
 
     # --- Runner -----------------------------------------------------------------------------------
 

@@ -5,21 +5,9 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from minipaged.reference import sampling
 from minipaged.tiers import reference_tier
 
-
-def reference_source() -> str:
-    """The reference's search as one file: a student's may not import the reference's other parts."""
-    source = inspect.getsource(inspect.getmodule(reference_tier().beam_search))  # type: ignore[arg-type]
-    helpers = inspect.getsource(sampling.largest) + "\n\n" + inspect.getsource(sampling.likeliest_token)
-    imported = "from minipaged.reference.sampling import FloatArray, largest, likeliest_token\n"
-    assert source.count(imported) == 1
-    here = "import math\nfrom typing import Any\n\nfrom minipaged.errors import BadLogits\n\nFloatArray = Any\n\n\n"
-    return source.replace(imported, here + helpers)
-
-
-REFERENCE_SOURCE = reference_source()
+REFERENCE_SOURCE = inspect.getsource(inspect.getmodule(reference_tier().beam_search))  # type: ignore[arg-type]
 
 PLAIN = '''
 """Plain Python in float64: every candidate there is, a heap, no class of ours. Finished ones come worst first."""
@@ -103,7 +91,6 @@ BAD, COPIES = "logits that are no numbers", "a copy goes its own way"
 
 SUM = "sums[:, None] + log_softmax(logits, rows)"
 SURVIVORS = "survivors = [move for move, ended in zip(candidates, ends, strict=True) if not ended][:width]"
-SORTED = 'np.argsort(-values[candidates], kind="stable")'
 PATIENT = 'self._params.early_stopping == "never" and self._params.length_penalty > 0'
 ENOUGH = "if len(self._finished_scores) < self._params.beam_width:"
 KEPT = "return [ended[index - known] for index in sorted(ranking) if index >= known]"
@@ -115,7 +102,9 @@ WRONG = (
     Wrong("the sums so far are forgotten", TOGETHER, SUM, "0 * sums[:, None] + log_softmax(logits, rows)"),
     Wrong("row i is taken for beam i's", TOGETHER, SUM, "sums[:, None] + log_softmax(logits, range(len(rows)))"),
     Wrong("all stem from the first beam", TOGETHER, "BeamMove(parent, token_id,", "BeamMove(0, token_id,"),
-    Wrong("of equals the last comes first", TIES, SORTED, "np.argsort(values[candidates], kind='stable')[::-1]"),
+    Wrong(
+        "of equals the last comes first", TIES, "largest(flat, count)", "np.argsort(flat, kind='stable')[::-1][:count]"
+    ),
     Wrong("as many candidates as beams", EOS, "count = max(2, 1 + len(self._eos_token_ids)) *", "count ="),
     Wrong(
         "an EOS takes a place",

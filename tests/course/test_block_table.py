@@ -60,6 +60,8 @@ def test_the_reference_gets_full_marks_with_smollm2_and_a_carried_allocator(tmp_
     result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path), carried=carried)
     assert result.full_marks, text(result)
     assert "100 of 100" in text(result)
+    assert result.performance is not None
+    assert 0.2 < result.performance.index < 5
 
 
 def test_an_unusual_but_right_table_gets_full_marks(tmp_path: Path) -> None:

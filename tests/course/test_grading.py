@@ -86,8 +86,8 @@ ABSTRACT = (
     [
         (None, "nowhere.py", "there is no file nowhere.py"),
         ("", "mine.txt", "is no Python file"),
-        (NO_CLASS, "mine.py", "mine.py has no class BlockAllocator; it has none"),
-        (REFERENCE_SOURCE, "mine.py:Other", "mine.py has no class Other; it has BlockAllocator"),
+        (NO_CLASS, "mine.py", "mine.py has no class BlockAllocator; the starter file shows what is needed"),
+        (REFERENCE_SOURCE, "mine.py:Other", "rename yours, or say which it is, as in mine.py:BlockAllocator"),
         (REFERENCE_SOURCE, "mine.py:not a name", "is no name of a class"),
         (
             TWO,

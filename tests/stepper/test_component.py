@@ -59,6 +59,7 @@ def small_run() -> str:
     with record("A small run", model.decode) as run:
         engine = model.engine(num_blocks=8, block_size=4)
         engine.add_request(model.encode("one two three"), SamplingParams(n=2, max_tokens=3, seed=1))
+        run.note("Nothing has run yet.")
         while engine.has_unfinished_requests():
             engine.step()
     return run.page()
@@ -113,6 +114,14 @@ def test_every_step_of_a_random_run_can_be_drawn_forward_and_back(browser: Brows
     assert not re.search(r"undefined|NaN|null", " ".join(sentences[0]))
     watched.check()
     watched.page.close()
+
+
+def test_a_note_stands_behind_the_sentence_of_its_step_and_of_no_other(opened: Any) -> None:
+    say = opened.locator(".say")
+    opened.get_by_role("slider").fill("2")
+    assert say.text_content().endswith("It waits and holds no block. Nothing has run yet.")
+    opened.keyboard.press("ArrowRight")
+    assert "Nothing has run yet." not in say.text_content()
 
 
 def test_there_is_a_sentence_for_every_event() -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import html
+import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from minipaged import InvalidRequest, SamplingParams
-from minipaged.events import EVENT_TYPES, BlockCopied, Event
+from minipaged import EngineConfig, InvalidRequest, SamplingParams
+from minipaged.engine.engine import Engine
+from minipaged.events import EVENT_TYPES, BlockCopied, Event, RequestArrived
+from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.stepper import Recording, Storyteller, record
+from minipaged.stepper.page import element
 from minipaged.stepper.recording import ROOT, TELLING, WATCHED
+from minipaged.tiers import reference_tier
 from tests.source import definitions
 
 TEXTS = ("one two three four five six seven", "one two three four FIVE SIX SEVEN")
@@ -74,6 +81,31 @@ def test_the_line_lit_is_one_that_ran() -> None:
         assert (lit is None and not ran) or tuple(lit) in ran
 
 
+class Loud(BlockAllocator):
+    """A part of somebody's own."""
+
+    def allocate(self) -> int:
+        return super().allocate()
+
+
+def test_a_class_that_is_named_is_shown_and_a_note_is_kept_with_the_latest_event() -> None:
+    model = Storyteller(TEXTS)
+    with record("A part of one's own", model.decode, watch=[Loud]) as run:
+        config = EngineConfig(
+            num_blocks=4, block_size=4, max_model_len=16, vocab_size=len(model.words), enable_prefix_caching=False
+        )
+        engine = Engine(config, replace(reference_tier(), block_allocator=Loud), model)
+        engine.add_request(model.encode("one two three"), SamplingParams(max_tokens=1))
+        run.note("The queue has one.")
+        run.note("The pool is full.")
+        engine.step()
+    data = run.data()
+    assert ("Loud.allocate", "tests/stepper/test_recording.py") in {(f["name"], f["file"]) for f in data["functions"]}
+    [(index, note)] = data["notes"].items()
+    assert isinstance(run.events[index], RequestArrived)
+    assert note == "The queue has one. The pool is full."
+
+
 def test_every_watched_function_exists() -> None:
     """Those that are renamed would silently be shown no more."""
     for file, names in WATCHED.items():
@@ -114,6 +146,14 @@ def test_samples_of_a_storyteller_part_where_its_texts_do() -> None:
     assert any(isinstance(event, BlockCopied) for event in run.events)
     with pytest.raises(ValueError, match="none of the texts begins"):
         Storyteller(TEXTS).encode("two three")
+
+
+def test_the_data_in_a_page_is_the_same_to_who_escapes_html_and_who_does_not() -> None:
+    data = two_samples()[0].data()
+    text = element(data).split('<script type="application/json">')[1].split("</script>")[0]
+    assert "->" in str(data["functions"])
+    assert html.escape(text, quote=False) == text
+    assert json.loads(text)["functions"] == data["functions"]
 
 
 def test_the_stepper_is_small() -> None:

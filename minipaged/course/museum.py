@@ -1,0 +1,63 @@
+"""The bug museum: running what shipped elsewhere, in our terms (`museum/`, docs/museum/).
+
+An exhibit that is a part of an assignment is graded as one. The others are exchanged for the engine's own part and run
+through random workloads, on the model that checks every read: `try_workloads` is their main program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from minipaged.course.content_runner import ContentRunner, WrongRead
+from minipaged.course.workloads import Run, letters, random_workload
+from minipaged.engine.engine import Engine
+from minipaged.errors import Invariant, InvariantViolation
+
+Exchange = Callable[[Engine], None]
+"""Puts an exhibit in the place of a part of a new engine."""
+
+
+class TellingRunner(ContentRunner):
+    """Says whose K/V were read, one letter a token."""
+
+    def on_wrong_read(self, read: WrongRead) -> None:
+        holds = "nothing" if read.found is None else f"the K/V of {letters(read.found)}"
+        raise InvariantViolation(
+            Invariant.CONTENT,
+            f"position {read.position} of {letters(read.wanted)} is read from block {read.block}, which holds {holds}",
+        )
+
+
+def run_workload(seed: int, exchange: Exchange) -> None:
+    """One workload, everything checked. Raises whatever shows that something is wrong."""
+    run = Run(random_workload(seed), make_runner=TellingRunner)
+    exchange(run.engine)
+    run.to_the_end()
+    run.check_outputs()
+    run.check_nothing_leaked()
+
+
+def try_workloads(exchange: Exchange) -> None:
+    """The main program of an exhibit: says which workloads fail; the exit status is 0 when none does."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workloads", type=int, default=200, help="how many random workloads to run (200)")
+    parser.add_argument("--seed", type=int, help="run this one alone, and show the traceback")
+    args = parser.parse_args()
+    if args.workloads < 1:
+        parser.error(f"--workloads is {args.workloads}; run 1 at least")
+    if args.seed is not None:
+        run_workload(args.seed, exchange)
+        print(f"workload {args.seed} passes")
+        return
+    failed = 0
+    for seed in range(args.workloads):
+        try:
+            run_workload(seed, exchange)
+        except Exception as error:
+            failed += 1
+            if failed == 1:
+                print(f"workload {seed} is the first that fails:\n  {type(error).__name__}: {error}", flush=True)
+    print(f"{failed} of {args.workloads} random workloads fail ({failed / args.workloads:.1%})")
+    sys.exit(1 if failed else 0)

@@ -1,0 +1,234 @@
+"""Assignment 6: the starter is told where to begin, right kernels get full marks, every seeded bug is caught.
+
+To import torch and Triton takes a worker three seconds. So the properties of all kernels are graded in one worker, and
+the counterexamples of all wrong ones are run by one process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")  # there is none for this machine's operating system
+
+from minipaged.course import triton_decode
+from minipaged.course.assignment import Bench, CannotBeGraded, Failed, Failure, Submission, Test
+from minipaged.course.autograder import requirements
+from minipaged.course.formats import text
+from minipaged.course.grading import grade
+from minipaged.course.isolation import Misbehaviour
+from minipaged.course.triton_decode import ASSIGNMENT
+from minipaged.demo.state import State
+from minipaged.errors import Invariant
+from minipaged.events import StepFailed, from_json
+from tests.course.decode_kernels import LLAMA, MATRICES, MUTANTS, PLAIN, mutant
+from tests.course.test_block_allocator import ROOT, submit
+
+STARTER = ROOT / "assignments" / "6_triton_decode" / "starter.py"
+TESTS = {test.name: test for test in ASSIGNMENT.tests}
+PROPERTIES = [test for test in ASSIGNMENT.tests if test.stage == "properties"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the wrong kernels lie, and the scripts in which they fail."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def bench(folder: Path) -> Iterator[Bench]:
+    """A worker for all of them; whose kernel it is, `failure_of` says."""
+    with Bench(ASSIGNMENT, submit(PLAIN, folder), 0) as one:
+        yield one
+
+
+def failure_of(test: Test, path: Path, bench: Bench) -> Failure | None:
+    """What the test finds in that file."""
+    bench.submission = Submission(path)
+    assert bench.process
+    bench._part = bench._load(ASSIGNMENT, bench.submission)
+    try:
+        test.check(bench)
+    except Failed as failed:
+        return failed.failure
+    except Misbehaviour as misbehaviour:
+        bench.restart()
+        found: Failure | None = misbehaviour.failure
+        return found
+    return None
+
+
+def run_python(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-B", *arguments], capture_output=True, text=True, cwd=folder, env=environment, check=False
+    )
+
+
+def test_the_points_sum_to_100() -> None:
+    assert ASSIGNMENT.max_score == 100
+
+
+def test_the_untouched_starter_is_told_where_to_begin(bench: Bench) -> None:
+    [line] = [n for n, text in enumerate(STARTER.read_text().splitlines(), 1) if "raise NotImpl" in text]
+    for test in PROPERTIES:
+        failure = failure_of(test, STARTER, bench)
+        assert failure is not None
+        assert failure.message == (
+            f"paged_decode is not written yet (starter.py:{line}): replace its `raise NotImplementedError`"
+        )
+
+
+@pytest.mark.parametrize("source", [PLAIN, MATRICES], ids=["plain", "matrices"])
+def test_a_right_kernel_passes_every_property(
+    source: str, bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_decode, "EXAMPLES", 10)  # enough for this, and faster
+    path = folder / f"right_{len(source)}.py"
+    path.write_text(source)
+    for test in PROPERTIES:
+        assert failure_of(test, path, bench) is None
+    bench.process.finish()
+
+
+@pytest.mark.model
+def test_a_right_kernel_decodes_under_the_engine_and_for_smollm2(tmp_path: Path) -> None:
+    """And the grade says why no speed was measured."""
+    assignment = replace(ASSIGNMENT, tests=ASSIGNMENT.tests[-2:])
+    result = grade(assignment, submit(PLAIN, tmp_path))
+    assert result.full_marks, text(result)
+    if not triton_decode.has_gpu():
+        assert "speed: not measured: there is no GPU here" in text(result)
+
+
+def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(bench: Bench, folder: Path) -> None:
+    scripts = []
+    for number, (name, (test, _, _)) in enumerate(MUTANTS.items()):
+        path = folder / f"mutant_{number}.py"
+        path.write_text(mutant(name))
+        failure = failure_of(TESTS[test], path, bench)
+        assert failure is not None, f"{name}: not caught by {test}"
+        if test == LLAMA:
+            assert failure.message.startswith("a small Llama, blocks of 4: ")
+            continue
+        assert failure.drawing
+        assert failure.script is not None
+        scripts.append(folder / f"script_{number}.py")
+        scripts[-1].write_text(failure.script)
+    ran = run_python("-c", RUN_ALL, *scripts, folder=folder)
+    assert ran.stdout.split() == ["AssertionError"] * len(scripts), ran.stdout + ran.stderr
+    for number in range(len(MUTANTS)):
+        (folder / f"mutant_{number}.py").write_text(PLAIN)
+    fixed = run_python("-c", RUN_ALL, *scripts, folder=folder)
+    assert fixed.stdout.split() == ["ended"] * len(scripts), fixed.stdout + fixed.stderr
+    assert run_python(scripts[0], folder=folder).returncode == 0
+
+
+RUN_ALL = """
+import runpy, sys
+for path in sys.argv[1:]:
+    try:
+        runpy.run_path(path)
+        print("ended")
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_failure_says_where_and_its_events_can_be_folded(bench: Bench, folder: Path) -> None:
+    path = folder / "fades.py"
+    path.write_text(mutant("the output does not fade"))
+    failures = [failure_of(TESTS["several blocks, through the table"], path, bench) for _ in range(2)]
+    assert failures[0] == failures[1], "the same seed gives the same counterexample"
+    [failure, _] = failures
+    assert failure is not None
+    assert failure.message.startswith("sequence 0 (context "), failure.message
+    assert failure.drawing[0].split() == ["sequence", "context", "in", "the", "last", "block", "block", "table"]
+    memory = State()
+    for event in failure.trace:
+        memory.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
+    assert isinstance(failure.trace[-1], StepFailed)
+
+
+def test_what_is_written_elsewhere_is_named(bench: Bench, folder: Path) -> None:
+    for name, where in (("writes to the cache", "the cache"), ("stores the dimensions that do not exist", "memory")):
+        path = folder / "writes.py"
+        path.write_text(mutant(name))
+        failure = failure_of(TESTS[MUTANTS[name][0]], path, bench)
+        assert failure is not None
+        assert failure.message.startswith(f"paged_decode wrote to {where}"), failure.message
+        assert failure.invariant is Invariant.EXCLUSIVE_WRITE
+
+
+def test_an_error_inside_the_kernel_is_told_with_its_line(bench: Bench, folder: Path) -> None:
+    path = folder / "raises.py"
+    path.write_text(PLAIN.replace("o = o * fade", "o = o * tl.zeros([3], tl.float32)"))
+    failure = failure_of(PROPERTIES[0], path, bench)
+    assert failure is not None
+    [line] = [n for n, text in enumerate(path.read_text().splitlines(), 1) if "zeros([3]" in text]
+    assert failure.message == (
+        "paged_decode raised KernelError: ValueError: Shape element 0 must be a power of 2 "
+        f"(raises.py:{line} in decode_kernel)"
+    )
+
+
+def test_what_reaches_far_outside_is_told_as_that(bench: Bench, folder: Path) -> None:
+    path = folder / "far.py"
+    path.write_text(PLAIN.replace("block.to(tl.int64)", "2**40 * block.to(tl.int64)"))
+    failure = failure_of(PROPERTIES[0], path, bench)
+    assert failure is not None
+    assert failure.verdict == "ended"
+    assert "far outside its tensors" in failure.message
+
+
+def test_torch_alone_is_no_kernel(bench: Bench, folder: Path) -> None:
+    path = folder / "without.py"
+    path.write_text(WITHOUT_TRITON)
+    failure = failure_of(PROPERTIES[0], path, bench)
+    assert failure is not None
+    assert "no Triton kernel" in failure.message
+
+
+WITHOUT_TRITON = """
+def paged_decode(query, keys, values, block_tables, context_lens, scale, out):
+    block = block_tables[0, 0]
+    weights = (keys[block, 0] @ query[0, 0] * scale).softmax(0)
+    out[0, 0] = weights @ values[block, 0]
+"""
+
+
+def test_a_kernel_is_timed_once_it_is_right_when_compiled(
+    bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole way, with the interpreter in the place of a GPU."""
+    monkeypatch.setattr(triton_decode, "has_gpu", lambda: True)
+    monkeypatch.setattr(triton_decode, "GPU_LIMITS", replace(triton_decode.GPU_LIMITS, gpu=False))
+    monkeypatch.setattr(triton_decode, "CHECKED", triton_decode.CHECKED[:1])
+    monkeypatch.setattr(triton_decode, "ROUNDS", 1)
+    small = {"seqs": 1, "context": 20, "heads": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16}
+    monkeypatch.setattr(triton_decode, "TIMED", small)
+    bench.submission = submit(PLAIN, folder)
+    assert 0.05 < triton_decode.measure(bench).index < 20
+    bench.submission = submit(mutant("no scale"), folder)
+    with pytest.raises(RuntimeError, match="compiled for the GPU, it is wrong: sequence 0"):
+        triton_decode.measure(bench)
+
+
+def test_without_triton_it_cannot_be_graded_and_the_message_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
+    with pytest.raises(CannotBeGraded, match=r"triton-decode needs triton, not installed here; install .*course,fast"):
+        grade(ASSIGNMENT, Submission(STARTER), model=None)
+
+
+def test_the_autograder_installs_what_it_needs() -> None:
+    assert not any(one.startswith("triton") for one in requirements())
+    assert any(one.startswith("triton") for one in requirements(("course", "fast")))

@@ -1,0 +1,275 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 9. Prefix caching
+
+# %% [markdown]
+# **What you will understand.** How a request can begin with keys and values that another one has computed: how blocks
+# are found by what is in them, why a hit ends at the boundary of a block, what has to be true of a block that is hit,
+# and which blocks are given back first. The paper shares a prefix that the operator names beforehand (section 4.4,
+# Fig. 10). Here, as in vLLM today, it is found.
+#
+# ## What makes two blocks the same
+#
+# The key and the value of a token depend on the token, its position, and on all tokens before it: attention mixes those
+# in, layer by layer. They depend on nothing else, and on no token that comes later. So two requests whose first 40
+# tokens are the same have the same keys and values at these 40 positions, and one of them need not compute them.
+#
+# Requests do begin alike: with the system prompt of a service, with the document that many questions are about, and in
+# a chat with everything that was said so far.
+#
+# To find a block by its content, it gets a name: a hash of its own tokens **and of its parent's hash**, its parent
+# being the block before it. So the name of a block stands for everything up to its end, which is just what keys and
+# values depend on.
+
+# %%
+from minipaged.engine.prefix_cache import PrefixCache, chain_hash
+from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.reference.block_table import BlockTable
+
+NO_PARENT = 0
+same_tokens = (5, 6, 7, 8)
+after_one = chain_hash(chain_hash(NO_PARENT, (1, 2, 3, 4)), same_tokens)
+after_another = chain_hash(chain_hash(NO_PARENT, (9, 9, 9, 9)), same_tokens)
+assert after_one != after_another  # the same tokens after others are another block
+
+# %% [markdown]
+# ## Publishing and finding
+#
+# When a request has filled blocks, it *publishes* them: the prefix cache takes a reference on each, like one more
+# sequence that holds it. So the block stays when the request has ended. A new request then asks for the longest chain
+# of blocks that its prompt begins with.
+#
+# **Predict.** A request of ten tokens, 0 to 9, has published its blocks of 4. How many blocks are in the cache? And how
+# many does `match` find for a prompt that is the same; that has the first eight of these tokens; that differs in token
+# 5; that differs in token 0?
+
+# %%
+allocator = BlockAllocator(num_blocks=8)
+cache = PrefixCache(block_size=4, allocator=allocator)
+ten = list(range(10))
+table = BlockTable(block_size=4, allocator=allocator)
+table.append(10)
+for logical, block, _ in cache.publish(ten, table, num_published=0):
+    print(f"published: logical block {logical}, which is block {block}, held by {allocator.ref_count(block)} now")
+
+found = {
+    "the same ten": cache.match(ten),
+    "the first eight": cache.match(ten[:8]),
+    "another token 5": cache.match([*ten[:5], 99, *ten[6:]]),
+    "another token 0": cache.match([99, *ten[1:]]),
+}
+for which, blocks in found.items():
+    print(f"{which:>15}: {blocks}")
+
+assert [len(blocks) for blocks in found.values()] == [2, 1, 1, 0]
+
+# %% [markdown]
+# Two blocks are in the cache, the full ones. A block that is not full will be written into, so it is nobody else's.
+# Hence a hit ends at the boundary of a block: where token 5 differs, token 4 has to be computed again although it is
+# the same.
+#
+# And the first eight find one block, not two. Something has to be run, for the next token is chosen from what the
+# *last* token of the prompt comes to. So a match leaves at least one token.
+#
+# ## A hash is not proof
+#
+# Two different blocks can have one hash. By chance that is rare, but who knows the function can search for it, and the
+# price would be high: an answer computed from somebody else's prompt. So an entry of the cache remembers its tokens and
+# its parent's block, and a lookup compares both. Then even the worst of all hash functions can do no harm:
+
+# %%
+bad = PrefixCache(block_size=4, allocator=allocator, chain_hash=lambda parent, tokens: 0)
+list(bad.publish(ten, table, num_published=0))
+
+assert bad.match([50, 51, 52, 53, 54]) == []  # the hash is there, the tokens are others
+assert len(bad.match(ten)) == 1  # only one block can have the one hash: less is found, nothing wrong
+
+# %% [markdown]
+# ## What must be true of a block that is hit
+#
+# - **It is full.** Nobody will write into it any more (exclusive-write).
+# - **It has been computed.** It is published after the step that ran its tokens, not when its slots were taken.
+# - **Its tokens and all before them are the request's own** (content): compared, not believed.
+# - **Somebody holds it.** Between requests that is the cache. The moment it is hit, the request holds it too, and it
+#   must be taken off the list of blocks that may be evicted: or the next one in need of room gets it, and overwrites
+#   what a running request reads.
+#
+# What comes of it where the third does not hold is shown in [the bug museum](../docs/museum/lost_hash.md), by a bug
+# that shipped: wrong keys and values, and no error.
+#
+# ## One system prompt, several requests
+#
+# Now the engine, with made-up words and blocks of 4. All prompts begin with the same eight words. The first asks about
+# a page. When it has started, two more arrive; and later somebody asks the first question again.
+#
+# **Predict.** Each prompt has 12 tokens. How many of them are found for each request? The question about a shelf has
+# eleven words in common with the first one.
+
+# %%
+from minipaged import SamplingParams
+from minipaged.events import BlockDeduplicated, BlockEvicted, PrefixReused
+from minipaged.stepper import Storyteller, record
+
+SYSTEM = "You are a librarian. Answer in one sentence."
+questions = {"page": "What is a page?", "book": "Who wrote this book?", "shelf": "What is a shelf?"}
+answers = {"page": "One side of a sheet.", "book": "Nobody knows, I am afraid.", "shelf": "A board that holds books."}
+unrelated = "It was the best of times it was the worst of times it was the age of wisdom it was the age of foolishness"
+model = Storyteller([*(f"{SYSTEM} {questions[name]} {answers[name]}" for name in questions), unrelated])
+few_words = SamplingParams(max_tokens=4, temperature=0)
+
+with record("One system prompt", model.decode) as run:
+    engine = model.engine(num_blocks=16, block_size=4, enable_prefix_caching=True)
+    outputs = []
+    for arrivals in (["page"], ["book", "shelf"], ["page again"]):
+        for name in arrivals:
+            asked = f"{SYSTEM} {questions[name.split()[0]]}"
+            engine.add_request(model.encode(asked), few_words, request_id=name)
+        outputs += engine.step()
+    holders = engine.blocks.allocator.ref_count(0)
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+
+cached = {output.request_id: output.num_cached_tokens for output in outputs}
+for name, num_cached in cached.items():
+    print(f"{name:>10}: {num_cached} of 12 prompt tokens found")
+
+assert cached == {"page": 0, "book": 8, "shelf": 8, "page again": 8}
+
+# %% [markdown]
+# Eight for all that came later: two blocks. The shelf's eleven common words fill two blocks and three quarters of one.
+# And even for the same question again the third block is not found, because one token has to be run, and so its block
+# is computed. What comes of that is shown at the end of its first step: the block is a twin of one that is cached
+# already, so the request takes the cached one and gives its own back (*deduplicated*).
+#
+# In the stepper, a block that the cache holds names it among its owners. When all four requests run, five hold block 0.
+
+# %%
+run
+
+# %%
+assert holders == 5  # four requests, and the cache
+[twin] = [event for event in run.events if isinstance(event, BlockDeduplicated)]
+print(f"block {twin.own} holds what block {twin.cached} held already, and is given back")
+assert engine.blocks.num_available == 16  # all requests have ended: each block is free, or could be evicted
+assert engine.blocks.allocator.num_free < 16
+
+# %% [markdown]
+# ## Who has to leave
+#
+# In the end no request holds a block, and yet not all are free: the cache keeps its own. That costs nobody anything,
+# because a block that only the cache holds counts as room. When blocks are needed and too few are free, it gives up
+# those that were used least recently (*LRU*).
+#
+# **Predict.** A pool of 6 blocks. The question about the page has been answered, and the cache has blocks 0, 1 and 2.
+# Now an unrelated prompt comes that needs five blocks, so two have to leave. Which two? All three were released in the
+# same moment.
+
+# %%
+with record("Leaves before their parents", model.decode) as evicting:
+    engine = model.engine(num_blocks=6, block_size=4, enable_prefix_caching=True)
+    outputs = []
+    for name, text in {"page": f"{SYSTEM} {questions['page']}", "other": " ".join(unrelated.split()[:17])}.items():
+        engine.add_request(model.encode(text), few_words, request_id=name)
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+    engine.add_request(model.encode(f"{SYSTEM} {questions['book']}"), few_words, request_id="book")
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+
+evicted = [event.block for event in evicting.events if isinstance(event, BlockEvicted)]
+print("evicted, in this order:", evicted)
+assert evicted[:2] == [2, 1]
+assert outputs[-1].request_id == "book"
+assert outputs[-1].num_cached_tokens == 4
+
+# %% [markdown]
+# The leaves of the chain go before their parents: when a request ends, its blocks are released last one first. Had
+# block 0 been given up first, blocks 1 and 2 would still take room, and nobody could ever find them, since every
+# search begins at the beginning of the chain. So the next question still finds four of its tokens.
+
+# %%
+evicting
+
+# %% [markdown]
+# ## A chat
+#
+# In a chat every turn sends the whole conversation again, and the model answers its end. Here with the real model, the
+# reference tier, and blocks of 16.
+
+# %%
+from itertools import pairwise
+
+from minipaged import LLM
+from minipaged.stepper.pictures import Bars
+
+llm = LLM("smollm2-135m-instruct", tier="reference", block_size=16, num_blocks=32)
+greedy = SamplingParams(temperature=0, max_tokens=16)
+messages, turns = [], []
+for question in ("What is a page?", "And what is a book?", "Which of the two is larger?"):
+    messages.append({"role": "user", "content": question})
+    [turn] = llm.chat(messages, greedy, progress=False)
+    messages.append({"role": "assistant", "content": turn.outputs[0].text})
+    turns.append(turn)
+    total, num_cached = len(turn.prompt_token_ids), turn.num_cached_tokens
+    print(f"{question} -> {turn.outputs[0].text}")
+    print(f"    {total} prompt tokens: {num_cached} found, {total - num_cached} computed")
+
+assert turns[0].num_cached_tokens == 0
+for before, turn in pairwise(turns):
+    assert turn.num_cached_tokens % 16 == 0
+    assert turn.num_cached_tokens > len(before.prompt_token_ids) // 16 * 16  # all that filled a block, and more
+
+# %%
+rows = []
+for i, turn in enumerate(turns, start=1):
+    computed = len(turn.prompt_token_ids) - turn.num_cached_tokens
+    rows.append((f"turn {i}", [("found", turn.num_cached_tokens), ("computed", computed)]))
+Bars(rows, {"found": "lines", "computed": "full"}, unit=" tokens")
+
+# %% [markdown]
+# The conversation grows from turn to turn, and what has to be computed does not: it is the new question, and what did
+# not fill a block. The answers are in the blocks as well, since decoding fills blocks like a prompt does.
+#
+# Nothing of this may change a word. Without a cache, the last turn is answered with the same tokens:
+
+# %%
+plain = LLM(llm.loaded, block_size=16, num_blocks=32, enable_prefix_caching=False)
+[same] = plain.generate([turns[-1].prompt_token_ids], greedy, progress=False)
+
+assert same.num_cached_tokens == 0
+assert same.outputs[0].token_ids == turns[-1].outputs[0].token_ids
+
+# %% [markdown]
+# A practical consequence: what changes belongs at the end of a prompt. A system prompt that begins with the time of day
+# has its first block changed every minute, and then nothing after it is ever found.
+#
+# ## Exercise
+#
+# Two requests with the same prompt arrive at the same moment. When they are admitted, nothing is published yet, so
+# neither can find what the other computes. How many blocks do the two hold right after their first step, and what are
+# the reference counts? Work it out for the question about the page, then look.
+
+# %% tags=["solution"]
+with record("Two of the same at once", model.decode) as twins:
+    engine = model.engine(num_blocks=16, block_size=4, enable_prefix_caching=True)
+    for name in ("first", "second"):
+        engine.add_request(model.encode(f"{SYSTEM} {questions['page']}"), few_words, request_id=name)
+    engine.step()
+    held = {block: engine.blocks.allocator.ref_count(block) for block in range(16)}
+    while engine.has_unfinished_requests():
+        engine.step()
+
+assert not [event for event in twins.events if isinstance(event, PrefixReused)]
+assert len([event for event in twins.events if isinstance(event, BlockDeduplicated)]) == 3
+print({block: count for block, count in held.items() if count})
+assert [count for count in held.values() if count] == [3, 3, 3]
+# Six blocks are computed and three are held, by both requests and by the cache: the step is paid for twice, the memory
+# only until the blocks are full.
+twins

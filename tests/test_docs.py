@@ -109,7 +109,7 @@ NOT_IN_THE_API = {
     ),
     *(f"course.{name}" for name in ("test_runner", "wire", "worker")),  # the other end of the grader's process
 }
-PARTS_OF_AN_ASSIGNMENT = ("_cases", "_mutants", "_session", "_worker")
+PARTS_OF_AN_ASSIGNMENT = ("_cases", "_mutants", "_scenes", "_session", "_worker")
 """How files of `course/` end that belong to one assignment, which is in the API itself."""
 
 

@@ -105,6 +105,8 @@ class Performance:
 
     operations_per_second: float
     reference_operations_per_second: float
+    operations: str = "operations"
+    """What is counted."""
 
     @property
     def index(self) -> float:

@@ -90,9 +90,11 @@ def closing(grade: Grade) -> list[str]:
         lines.append(f"not graded: {names}")
     if grade.performance:
         performance = grade.performance
+        rate = performance.operations_per_second
+        amount = f"{rate / 1e6:.2f} million" if rate >= 1e4 else f"{rate:.0f}"
         lines.append(
-            f"speed: {performance.operations_per_second / 1e6:.2f} million operations a second, "
-            f"{performance.index:.2f} times the reference's (for information; it does not count)"
+            f"speed: {amount} {performance.operations} a second, {performance.index:.2f} times the reference's "
+            "(for information; it does not count)"
         )
     elif "performance" in grade.isolation:
         lines.append(f"speed: {grade.isolation['performance']}")
@@ -139,6 +141,7 @@ def as_json(grade: Grade) -> str:
                 "operations_per_second": performance.operations_per_second,
                 "reference_operations_per_second": performance.reference_operations_per_second,
                 "index": performance.index,
+                "operations": performance.operations,
             },
         }
     )

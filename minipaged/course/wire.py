@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-DATA_MODULES = ("minipaged.contracts", "minipaged.params", "minipaged.events")
+DATA_MODULES = ("minipaged.contracts", "minipaged.params", "minipaged.events", "minipaged.scheduling")
 """Dataclasses of these travel by value."""
 LARGEST_INT = 1024
 """Bits of an integer that travels; Python refuses to write those of many thousands."""

@@ -117,20 +117,21 @@ class BlockManager:
         """Whether the blocks for everything the request has to run are there, and `spare` more beside them."""
         if self.most_blocks(request) > self.allocator.num_blocks:
             return AllocStatus.NEVER
-        available = self.num_available
+        return AllocStatus.OK if self.blocks_to_admit(request) + spare <= self.num_available else AllocStatus.LATER
+
+    def blocks_to_admit(self, request: Request) -> int:
+        """How many of the available blocks the waiting request takes for everything it has to run."""
         if request.state is RequestState.SWAPPED:  # its blocks, and what its next step adds
             needed = len(request.filled_slots(self.block_size))
-            needed += self.blocks_needed([(s, s.num_remaining) for s in request.sequences])
-        else:
-            needed = 0
-            for i, sequence in enumerate(request.sequences):
-                needed += self.blocks_for(len(sequence.tokens))
-                needed -= max((self._shared_blocks(sequence, s) for s in request.sequences[:i]), default=0)
-            if self.prefix_cache:
-                for block in self.prefix_cache.match(request.sequences[0].tokens):
-                    needed -= 1
-                    available -= self.prefix_cache.is_evictable(block)
-        return AllocStatus.OK if needed + spare <= available else AllocStatus.LATER
+            return needed + self.blocks_needed([(s, s.num_remaining) for s in request.sequences])
+        needed = 0
+        for i, sequence in enumerate(request.sequences):
+            needed += self.blocks_for(len(sequence.tokens))
+            needed -= max((self._shared_blocks(sequence, s) for s in request.sequences[:i]), default=0)
+        if self.prefix_cache:  # a cached block that nobody else holds is one of the available
+            cached = self.prefix_cache.match(request.sequences[0].tokens)
+            needed -= sum(not self.prefix_cache.is_evictable(block) for block in cached)
+        return needed
 
     def _shared_blocks(self, sequence: Sequence, sibling: Sequence) -> int:
         """Full blocks that begin both sequences, leaving `sequence` at least one token to run."""

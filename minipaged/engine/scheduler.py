@@ -160,21 +160,14 @@ class Scheduler:
         if not self.waiting:
             return
         budget = self._max_tokens - plan.num_query_tokens
-        room = self.max_sequences - sum(r.num_sequences for r in self.running)
-        while self.waiting and budget > 0:
-            request = self.waiting[0]
-            # A block for each sequence that runs: or the newcomer would soon be preempted for their next tokens.
-            spare = sum(len(r.sequences) for r in self.running)
-            if request.num_sequences > room or self._blocks.can_admit(request, spare) is not AllocStatus.OK:
-                break
-            self.waiting.pop(0)
+        while self.waiting and budget > 0 and self._can_enter(self.waiting[0]):
+            request = self.waiting.pop(0)
             insort(self.running, request, key=lambda r: r.order)
             if request.state is RequestState.SWAPPED:
                 self._blocks.swap_in(request)
             else:
                 self._emit(RequestAdmitted(request.request_id))
             request.state = RequestState.RUNNING
-            room -= request.num_sequences
             scheduled = self._assign_one(request, budget)
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = request.sequences[0].num_computed
@@ -182,3 +175,10 @@ class Scheduler:
                 self._take_blocks(scheduled)
                 plan.scheduled.append(scheduled)
                 budget -= scheduled.num_query_tokens
+
+    def _can_enter(self, request: Request) -> bool:
+        """Whether there is room for the first that waits."""
+        room = self.max_sequences - sum(r.num_sequences for r in self.running)
+        # A block for each sequence that runs: or the newcomer would soon be preempted for their next tokens.
+        spare = sum(len(r.sequences) for r in self.running)
+        return request.num_sequences <= room and self._blocks.can_admit(request, spare) is AllocStatus.OK

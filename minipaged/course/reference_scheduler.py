@@ -1,0 +1,93 @@
+"""What is right in assignment 4, as a file that a student could hand in. The grader compares with it.
+
+The engine's own scheduler (`engine/scheduler.py`) decides in the same way. It is asked no questions: it looks at the
+requests, and takes the blocks at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minipaged.scheduling import Costs, RequestView, Way
+
+
+class Scheduler:
+    """First come, first served; all of a request's sequences or none; the latest arrival makes room."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, costs: Costs
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_tokens = max_num_batched_tokens
+        # A sequence that runs takes one token of each batch at least.
+        self.max_sequences = min(max_num_seqs, max_num_batched_tokens)
+        self.costs = costs
+
+    # --- Who can be served at all -----------------------------------------------------------------
+
+    def most_blocks(self, request: RequestView) -> int:
+        """Most blocks that the request can come to hold: only the prompt's full blocks are sure to be shared."""
+        if request.max_output_tokens == 1:  # it has no sequences but its prompt
+            return self.blocks_for(request.prompt_tokens)
+        shared = request.prompt_tokens // self.block_size
+        # The last token is chosen but never run, so it needs no slot.
+        each = self.blocks_for(request.prompt_tokens + request.max_output_tokens - 1)
+        return shared + request.num_sequences * (each - shared)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)  # rounded up
+
+    def fits(self, request: RequestView) -> bool:
+        """Whether the request could be served if it had everything to itself. If not, the answer to it is NEVER."""
+        return request.num_sequences <= self.max_sequences and self.most_blocks(request) <= self.num_blocks
+
+    # --- Every step -------------------------------------------------------------------------------
+
+    def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
+        """How many tokens each running request gets: decoding ones first, then prompts in order of arrival."""
+        left = self.max_tokens
+        tokens: dict[str, int] = {}
+        for request in sorted(running, key=lambda r: (not r.decodes, r.arrival)):
+            tokens[request.request_id] = min(request.tokens_to_run, left)
+            left -= tokens[request.request_id]
+        return tokens
+
+    def victim(self, running: Sequence[RequestView]) -> str:
+        """Who makes room, when blocks are short: the latest arrival."""
+        return max(running, key=lambda r: r.arrival).request_id
+
+    def way_back(self, request: RequestView, host_free: int) -> Way:
+        """How the victim comes back: the cheaper way, if the host has room for its blocks."""
+        return "swap" if request.num_blocks <= host_free and self.price(request) < 0 else "recompute"
+
+    def price(self, request: RequestView) -> float:
+        """Seconds that swapping costs more than recomputing."""
+        costs = self.costs
+        copies = request.num_blocks * costs.copies_per_block * costs.seconds_per_copy
+        one_way = copies + request.num_blocks * costs.block_bytes / costs.link_bytes_per_second
+        return 2 * one_way - request.num_tokens / costs.prefill_tokens_per_second
+
+    def admit(
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
+    ) -> list[str]:
+        """Who comes in now: in order of arrival, up to the first that has to wait."""
+        admitted: list[str] = []
+        # Held back for those that run, or the newcomer would soon be preempted for their next blocks.
+        spare = sum(self.soon(r, r.num_blocks) for r in running)
+        sequences = sum(r.num_sequences for r in running)
+        for request in sorted(waiting, key=lambda r: r.arrival):
+            sequences += request.num_sequences
+            least = request.tokens_to_run if request.decodes else 1
+            blocks = request.blocks_needed + spare
+            if sequences > self.max_sequences or blocks > num_free or least > tokens_left:
+                break
+            admitted.append(request.request_id)
+            num_free -= request.blocks_needed
+            tokens_left -= request.tokens_to_run
+            spare += self.soon(request, request.blocks_needed)
+        return admitted
+
+    def soon(self, request: RequestView, num_blocks: int) -> int:
+        """Blocks that a request with so many will ask for next: one for each sequence, unless it can need no more."""
+        return min(request.num_sequences, self.most_blocks(request) - num_blocks)

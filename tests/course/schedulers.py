@@ -1,0 +1,176 @@
+"""Schedulers that students hand in, as sources: right ones, however unusual, and wrong ones for each rule."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+from minipaged.course import reference_scheduler
+
+REFERENCE_SOURCE = inspect.getsource(reference_scheduler)
+
+PLAIN = '''
+"""No class of ours but the views, NumPy for admission, tuples for lists; nothing is held back from newcomers."""
+import heapq
+import math
+
+import numpy as np
+
+
+class Mine:
+    def __init__(self, *given):
+        self.given = given
+
+    def fits(self, request):
+        blocks, size, sequences, tokens, _ = self.given
+        tables = [set() for _ in range(request.num_sequences if request.max_output_tokens > 1 else 1)]
+        for position in range(request.prompt_tokens + request.max_output_tokens - 1):
+            for number, table in enumerate(tables):
+                shared = (position // size + 1) * size <= request.prompt_tokens
+                table.add((position // size, None if shared else number))
+        return len(set().union(*tables)) <= blocks and request.num_sequences <= min(sequences, tokens)
+
+    def share_tokens(self, running):
+        left, given = self.given[3], {}
+        for request in running:
+            if request.decodes:
+                given[request.request_id] = request.tokens_to_run
+                left -= request.tokens_to_run
+        heap = [(r.arrival, r.request_id, r.tokens_to_run) for r in running if not r.decodes]
+        heapq.heapify(heap)
+        while heap and left:
+            _, name, tokens = heapq.heappop(heap)
+            given[name] = tokens if tokens < left else left
+            left -= given[name]
+        return given
+
+    def victim(self, running):
+        latest = running[0]
+        for request in running:
+            if request.arrival > latest.arrival:
+                latest = request
+        return latest.request_id
+
+    def way_back(self, request, host_free):
+        costs = self.given[4]
+        one_way = costs.copies_per_block * costs.seconds_per_copy + costs.block_bytes / costs.link_bytes_per_second
+        swap = math.inf if request.num_blocks > host_free else request.num_blocks * 2 * one_way
+        return ("recompute", "swap")[swap <= request.num_tokens / costs.prefill_tokens_per_second]
+
+    def admit(self, waiting, running, num_free, tokens_left):
+        queue = sorted(waiting, key=lambda r: r.arrival)
+        sequences = np.cumsum([r.num_sequences for r in queue]) + sum(r.num_sequences for r in running)
+        blocks = np.cumsum([r.blocks_needed for r in queue])
+        before = np.cumsum([0] + [r.tokens_to_run for r in queue])[:-1]
+        least = np.array([r.tokens_to_run if r.decodes else 1 for r in queue])
+        good = (sequences <= min(self.given[2:4])) & (blocks <= num_free) & (before + least <= tokens_left)
+        count = len(queue) if good.all() else int(np.argmin(good))
+        return tuple(r.request_id for r in reversed(queue[:count]))
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """The reference with one piece replaced, and the test that is to find it."""
+
+    name: str
+    test: str
+    before: str
+    after: str
+
+    def source(self) -> str:
+        assert REFERENCE_SOURCE.count(self.before) == 1, self.name
+        return REFERENCE_SOURCE.replace(self.before, self.after)
+
+
+NEVER, BUDGET, ORDER = "what can never fit", "the token budget", "first come, first served"
+BATCH, POOL, IDLE = "room in the batch", "room in the pool", "nobody waits for nothing"
+VICTIM, WAY, PURE, ENGINE = (
+    "who is preempted",
+    "the way back",
+    "a question changes nothing",
+    "the engine, on a small model",
+)
+
+FITS = "request.num_sequences <= self.max_sequences and self.most_blocks(request) <= self.num_blocks"
+SEQUENCES = "sequences > self.max_sequences or "
+BLOCKS = "blocks > num_free or "
+SORTED = "for request in sorted(waiting, key=lambda r: r.arrival):"
+SHARE = "for request in sorted(running, key=lambda r: (not r.decodes, r.arrival)):"
+GIVEN = "tokens[request.request_id] = min(request.tokens_to_run, left)"
+CHOSEN = "return max(running, key=lambda r: r.arrival).request_id"
+WAY_BACK = '"swap" if request.num_blocks <= host_free and self.price(request) < 0 else "recompute"'
+COPIES = "request.num_blocks * costs.copies_per_block * costs.seconds_per_copy"
+ADMITTED = "        return admitted\n"
+BREAK = "                break\n"
+
+WRONG = (
+    Variant("everything fits", NEVER, FITS, "True"),
+    Variant("siblings share everything", NEVER, "request.num_sequences * (each - shared)", "(each - shared)"),
+    Variant("siblings share nothing", NEVER, "shared = request.prompt_tokens // self.block_size", "shared = 0"),
+    Variant("the last token gets a slot", NEVER, "request.max_output_tokens - 1)", "request.max_output_tokens)"),
+    Variant("a single token is decoded", NEVER, "if request.max_output_tokens == 1:", "if False:"),
+    Variant("any number of sequences", NEVER, "request.num_sequences <= self.max_sequences and ", ""),
+    Variant(
+        "a batch of sequences without tokens",
+        NEVER,
+        "self.max_sequences = min(max_num_seqs, max_num_batched_tokens)",
+        "self.max_sequences = max_num_seqs",
+    ),
+    Variant("the budget is ignored", BUDGET, GIVEN, "tokens[request.request_id] = request.tokens_to_run"),
+    Variant("prompts first", BUDGET, "(not r.decodes, r.arrival)", "(r.decodes, r.arrival)"),
+    Variant("no chunks", BUDGET, GIVEN, f"{GIVEN} if request.tokens_to_run <= left else 0"),
+    Variant("last in, first out", ORDER, SORTED, SORTED.replace("r.arrival", "-r.arrival")),
+    Variant("in the order of the list", ORDER, SORTED, "for request in waiting:"),
+    Variant("small ones overtake", ORDER, BREAK, "                continue\n"),
+    Variant("as many sequences as there are", BATCH, SEQUENCES, ""),
+    Variant("siblings are split", BATCH, "sequences += request.num_sequences", "sequences += 1"),
+    Variant("no tokens are left", BATCH, " or least > tokens_left", ""),
+    Variant("one token for three that decode", BATCH, "request.tokens_to_run if request.decodes else 1", "1"),
+    Variant("over capacity", POOL, BLOCKS, ""),
+    Variant("the blocks of the others are forgotten", POOL, "num_free -= request.blocks_needed", "pass"),
+    Variant("nobody comes in", IDLE, ADMITTED, "        return []\n"),
+    Variant(
+        "more is held back than anybody can need",
+        IDLE,
+        "min(request.num_sequences, self.most_blocks(request) - num_blocks)",
+        "request.num_sequences",
+    ),
+    Variant("one at a time", IDLE, ADMITTED, "        return [] if running else admitted[:1]\n"),
+    Variant("the oldest is starved", VICTIM, CHOSEN, CHOSEN.replace("max", "min")),
+    Variant("the largest makes room", VICTIM, CHOSEN, CHOSEN.replace("r.arrival", "(r.num_blocks, r.arrival)")),
+    Variant("the last of the list", VICTIM, CHOSEN, "return running[-1].request_id"),
+    Variant(
+        "the same victim for ever",
+        VICTIM,
+        CHOSEN,
+        CHOSEN.replace("return", "self.chosen = getattr(self, 'chosen', None) or") + "\n        return self.chosen",
+    ),
+    Variant("the victim itself", VICTIM, CHOSEN, CHOSEN.replace(".request_id", "")),
+    Variant("a victim that nobody knows", VICTIM, CHOSEN, 'return "nobody"'),
+    Variant("it raises", VICTIM, CHOSEN, "return running[7].request_id"),
+    Variant("always recompute", WAY, WAY_BACK, '"recompute"'),
+    Variant("always swap", WAY, WAY_BACK, '"swap" if request.num_blocks <= host_free else "recompute"'),
+    Variant("the host has room for everything", WAY, "request.num_blocks <= host_free and ", ""),
+    Variant("only out", WAY, "2 * one_way", "one_way"),
+    Variant("a block is one copy", WAY, COPIES, "request.num_blocks * costs.seconds_per_copy"),
+    Variant("copies start by themselves", WAY, COPIES, "0"),
+    Variant("bytes weigh nothing", WAY, "one_way = copies + request.num_blocks *", "one_way = copies + 0 *"),
+    Variant("a third way", WAY, WAY_BACK, '"wait"'),
+    Variant("the queue is emptied", PURE, ADMITTED, f"        waiting.clear()\n{ADMITTED}"),
+    Variant("a view is written to", PURE, CHOSEN, f"running[0].num_blocks = 0\n        {CHOSEN}"),
+    Variant(
+        "the settings are everybody's",
+        PURE,
+        "        self.num_blocks = num_blocks",
+        "        Scheduler.num_blocks = num_blocks",
+    ),
+    Variant(
+        "tokens are used up for good", PURE, "left = self.max_tokens", "left = self.max_tokens = self.max_tokens - 1"
+    ),
+    Variant("somebody who does not wait", ORDER, ADMITTED, '        return [*admitted, "nobody"]\n'),
+    Variant("somebody twice", ORDER, ADMITTED, "        return admitted * 2\n"),
+)
+
+PESSIMIST = REFERENCE_SOURCE.replace("min(request.num_sequences, ", "(")
+"""Holds back all that anybody may come to need, so that hardly anybody is ever preempted."""

@@ -1,0 +1,172 @@
+"""Assignment 4: the starter fails with a helpful message, right ones get full marks, every wrong one is caught."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minipaged
+from minipaged.course import scheduler, search
+from minipaged.course.assignment import Bench, Status, Submission, TestResult
+from minipaged.course.formats import text
+from minipaged.course.grading import grade, run_test
+from minipaged.course.scheduler import ASSIGNMENT
+from minipaged.demo.state import State
+from minipaged.events import StepFailed, from_json
+from minipaged.llm import LoadedModel
+from tests.course.schedulers import ENGINE, PESSIMIST, PLAIN, POOL, REFERENCE_SOURCE, VICTIM, WRONG, Variant
+from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR
+
+ROOT = Path(minipaged.__file__).parent.parent
+STARTER = ROOT / "assignments" / "4_scheduler" / "starter.py"
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for these tests, and faster."""
+    monkeypatch.setattr(search, "EXAMPLES", 100)
+    monkeypatch.setattr(scheduler, "ENGINE_WORKLOADS", 3)
+    monkeypatch.setattr(scheduler, "TRACED_REQUESTS", 20)
+
+
+def submit(source: str, folder: Path, name: str | None = None) -> Submission:
+    path = folder / "mine.py"
+    path.write_text(source)
+    return Submission(path, name)
+
+
+def result_of(
+    name: str, submission: Submission, seed: int = 0, carried: dict[str, Submission] | None = None
+) -> TestResult:
+    """Of the test of that name alone."""
+    [test] = [test for test in ASSIGNMENT.tests if test.name == name]
+    with Bench(ASSIGNMENT, submission, seed, carried or {}) as bench:
+        return run_test(test, bench)
+
+
+def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = folder / "counterexample.py"
+    path.write_text(script)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=30, check=False
+    )
+
+
+def wrong(name: str) -> Variant:
+    return next(one for one in WRONG if one.name == name)
+
+
+def test_the_points_sum_to_100() -> None:
+    assert ASSIGNMENT.max_score == 100
+
+
+def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
+    result = grade(ASSIGNMENT, Submission(STARTER), model=None)
+    assert result.score == 0
+    statuses = [one.status for one in result.results]
+    assert statuses == [Status.FAILED] * 9 + [Status.SKIPPED, Status.NOT_GRADED]
+    for one in result.results[:9]:
+        assert one.message == "__init__ is not written yet (starter.py:21): replace its `raise NotImplementedError`"
+
+
+def test_the_reference_gets_full_marks_and_serves_as_well_as_the_engines_own(tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path), model=None)
+    assert result.full_marks, text(result)
+    assert result.performance is not None, result.isolation
+    assert 0.9 < result.performance.index < 1.1
+    assert "simulated tokens a second" in text(result)
+
+
+@pytest.mark.parametrize(("source", "name"), [(PLAIN, "Mine"), (PESSIMIST, "Scheduler")], ids=["plain", "pessimist"])
+def test_a_right_but_unusual_scheduler_gets_full_marks(source: str, name: str, tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(source, tmp_path, name), model=None)
+    assert result.full_marks, text(result)
+
+
+@pytest.mark.parametrize("one", WRONG, ids=lambda one: one.name)
+def test_every_wrong_scheduler_is_caught_and_its_counterexample_fails_by_itself(one: Variant, tmp_path: Path) -> None:
+    result = result_of(one.test, submit(one.source(), tmp_path))
+    assert result.status is Status.FAILED
+    assert result.failure is not None
+    assert result.failure.script is not None
+    ran = run_script(result.failure.script, tmp_path)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "Traceback" in ran.stderr
+    (tmp_path / "mine.py").write_text(REFERENCE_SOURCE)
+    right = run_script(result.failure.script, tmp_path)
+    assert right.returncode == 0, "the script fails with a right scheduler too:\n" + right.stderr
+
+
+def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
+    result = result_of(VICTIM, submit(wrong("the oldest is starved").source(), tmp_path))
+    assert result.failure is not None
+    heading, *rest = result.failure.drawing
+    assert heading.split()[:4] == ["request", "arrived", "state", "sequences"]
+    assert any(line.startswith("pool: ") for line in rest)
+    memory = State()
+    for event in result.failure.trace:
+        memory.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
+    last = result.failure.trace[-1]
+    assert isinstance(last, StepFailed)
+    assert last.error == result.message
+    assert {request.name for request in memory.requests.values()} >= {"A", "B"}
+
+
+def test_the_same_seed_gives_the_same_score_and_the_same_counterexamples(tmp_path: Path) -> None:
+    submission = submit(wrong("over capacity").source(), tmp_path)
+    first, again = (result_of(POOL, submission, seed=1) for _ in range(2))
+    assert first.failure is not None
+    assert first == again
+
+
+LATE = REFERENCE_SOURCE.replace(
+    "key=lambda r: r.arrival).request_id", "key=lambda r: r.arrival * (-1) ** (len(r.request_id) - 1)).request_id"
+)
+
+
+def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -> None:
+    """One that shows with longer names only."""
+    result = result_of(ENGINE, submit(LATE, tmp_path))
+    assert result.status is Status.FAILED
+    assert result.message.startswith("in the engine, workload ")
+    assert result.failure is not None
+    assert result.failure.script is not None
+    assert result.failure.script.count("answer = ") == 1, "one question shows it"
+    assert run_script(result.failure.script, tmp_path).returncode == 1
+
+
+def test_a_carried_allocator_is_used_and_its_bug_is_named_in_the_engine(tmp_path: Path) -> None:
+    for source, status in (
+        (ALLOCATOR, Status.PASSED),
+        (ALLOCATOR.replace("[block] += 1", "[block] += 0"), Status.FAILED),
+    ):
+        (tmp_path / "allocator.py").write_text(source)
+        carried = {"block-allocator": Submission(tmp_path / "allocator.py")}
+        result = result_of(ENGINE, submit(REFERENCE_SOURCE, tmp_path), carried=carried)
+        assert result.status is status, result.message
+    assert "exact-references" in result.message
+
+
+def test_the_model_test_passes_the_reference_and_fails_a_wrong_scheduler(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = LoadedModel.load
+    monkeypatch.setattr(LoadedModel, "load", lambda model, tier: load(tiny_model, tier))
+    for source, status in (
+        (REFERENCE_SOURCE, Status.PASSED),
+        (wrong("the oldest is starved").source(), Status.FAILED),
+    ):
+        result = result_of("SmolLM2", submit(source, tmp_path))
+        assert result.status is status, result.message
+        assert "Traceback" not in result.message
+
+
+@pytest.mark.model
+def test_the_reference_passes_with_smollm2(tmp_path: Path) -> None:
+    result = result_of("SmolLM2", submit(REFERENCE_SOURCE, tmp_path))
+    assert result.status is Status.PASSED, result.message

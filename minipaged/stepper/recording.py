@@ -7,6 +7,8 @@ does something else.
 Watched are the functions in WATCHED, where block tables, counts and queues change, and the classes that a caller names.
 One line of each step is *the* line: the last that ran in the function that the event is about (TELLING), its return
 statements left out; where that function did not run since the event before, the last line that ran at all.
+
+Where lines of a class that a caller names ran, *the* line is one of those: of the method that tells, if the class has it.
 """
 
 from __future__ import annotations
@@ -158,8 +160,7 @@ class _Tracer:
         self._trace: Trace = []
         self._watched = {(str(ROOT / file), name) for file, names in WATCHED.items() for name in names}
         for part in watch:
-            methods = [method.__code__ for method in vars(part).values() if isinstance(method, FunctionType)]
-            self._watched |= {(code.co_filename, code.co_qualname) for code in methods}
+            self._watched |= {(code.co_filename, code.co_qualname) for code in _methods(part)}
 
     def on_call(self, frame: FrameType, kind: str, argument: object) -> Callable[..., Any] | None:
         code = frame.f_code
@@ -182,6 +183,13 @@ class _Tracer:
             self._recording.events.append(event)
             self._recording.traces.append(self._trace)
         self._trace = []
+
+
+def _methods(each: type) -> Iterator[CodeType]:
+    """What to watch of somebody's class: its methods, but for those by which the engine looks at it after each call."""
+    for name, member in vars(each).items():
+        if isinstance(member, FunctionType) and name != "ref_count" and not name.startswith("__"):
+            yield member.__code__
 
 
 def _code(events: Iterable[Event], traces: Iterable[Trace]) -> dict[str, Any]:
@@ -207,18 +215,27 @@ def _code(events: Iterable[Event], traces: Iterable[Trace]) -> dict[str, Any]:
 
 def _telling_line(event: Event, trace: Trace) -> tuple[CodeType, int] | None:
     """The line to light."""
-    told = [(code, line) for code, line in trace if code.co_qualname == TELLING.get(event.name)]
+    name = TELLING.get(event.name, "")
+    own = [(code, line) for code, line in trace if not Path(code.co_filename).is_relative_to(ROOT)]
+    own_told = [(code, line) for code, line in own if code.co_name == name.rpartition(".")[2]]
+    told = own_told or own or [(code, line) for code, line in trace if code.co_qualname == name]
     doing = [(code, line) for code, line in told if not getline(code.co_filename, line).lstrip().startswith("return")]
     return next((lines[-1] for lines in (doing, told, trace) if lines), None)
 
 
+def _file(code: CodeType) -> str:
+    path = Path(code.co_filename)
+    if path.is_relative_to(ROOT.parent):
+        return path.relative_to(ROOT.parent).as_posix()
+    return path.name if path.is_file() else "the code above"  # a cell is no file
+
+
 def _function(code: CodeType) -> dict[str, Any]:
     lines, first = inspect.getsourcelines(code)
-    path, house = Path(code.co_filename), ROOT.parent
     margin = len(lines[0]) - len(lines[0].lstrip())
     return {
         "name": code.co_qualname,
-        "file": path.relative_to(house).as_posix() if path.is_relative_to(house) else path.name,
+        "file": _file(code),
         "first": first,
         "source": [line[margin:].rstrip() for line in lines],
     }

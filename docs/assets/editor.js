@@ -76,14 +76,16 @@
   class Python {
     async load() {
       const texts = await parts();
+      if (this.ended) throw new Error("ended");
       const source = `data:text/javascript;charset=utf-8,${encodeURIComponent(`(${work})()`)}`;
       this.worker = new Worker(source, {type: "module"});
       await this.ask({parts: texts});
     }
     run(text) { return this.ask({text}); }
-    end(why) {
+    end() {
+      this.ended = true;
       this.worker?.terminate();
-      this.fail?.(new Error(why));
+      this.fail?.(new Error("ended"));
     }
     ask(what) {
       return new Promise((done, failed) => {
@@ -118,7 +120,7 @@ button{min-width:44px;min-height:40px;padding:0 12px;color:inherit;background:va
 small{color:var(--dim);font-size:13px}
 .text{display:flex;border:1px solid var(--line);border-radius:6px;background:var(--soft)}
 pre,textarea{margin:0;padding:10px 8px;font:13px/1.5 ui-monospace,monospace;tab-size:4}
-.numbers{color:var(--dim);text-align:right;user-select:none;border-right:1px solid var(--line);flex:none}
+.numbers{color:var(--dim);text-align:right;user-select:none;border-right:1px solid var(--line);flex:none;min-width:6ch}
 textarea{flex:1;min-width:0;border:0;resize:none;background:none;color:inherit;white-space:pre;overflow:auto hidden}
 .said{min-height:1.5em;margin:8px 0;overflow-wrap:anywhere}
 .said.bad{border-left:4px solid var(--bad);padding-left:8px}
@@ -138,7 +140,7 @@ textarea{flex:1;min-width:0;border:0;resize:none;background:none;color:inherit;w
       this.attachShadow({mode: "open"}).append(make("style", {}, STYLE),
         make("div", {class: "bar"}, this.opener, make("small", {}, "Loads Python from this site, about 8 MB.")));
     }
-    disconnectedCallback() { this.python?.end("the page has gone on"); }
+    disconnectedCallback() { this.python?.end(); }
 
     open(text) {
       const button = (label, act) => {
@@ -165,7 +167,7 @@ textarea{flex:1;min-width:0;border:0;resize:none;background:none;color:inherit;w
       for (const shown of this.around.querySelectorAll(":scope > .highlight")) shown.hidden = true;
       this.count();
       this.area.focus({preventScroll: true});
-      this.load("Loading Python …").then((loaded) => { if (loaded) this.say("Python is here. Change the code, and run it."); });
+      this.load().then((loaded) => { if (loaded) this.say("Python is here. Change the code, and run it."); });
     }
 
     // --- The text -----------------------------------------------------------------------------------
@@ -224,49 +226,49 @@ textarea{flex:1;min-width:0;border:0;resize:none;background:none;color:inherit;w
       this.runner.setAttribute("aria-disabled", is);
       this.stopper.setAttribute("aria-disabled", !is);
     }
-    /** Whether Python is there now; if not, it has said why. */
-    async load(text) {
+    /** Whether Python is there now; if not, it has been said why. */
+    async load() {
       if (this.python) return true;
-      this.busy(true);
-      this.say(text);
       const python = this.python = new Python();
+      this.busy(true);
+      this.say("Loading Python …");
       try {
         await python.load();
-        return true;
       } catch (error) {
-        python.end("");
-        if (this.python !== python) return false; // stopped, which has been said
-        this.python = null;
-        const way = location.protocol === "file:"
-          ? "This page was opened from a file, and this browser may not allow it there. Serve the site: make docs-serve"
-          : "Load the page again, or try another browser";
-        this.say(`Python could not be loaded: ${error.message}. ${way}. The recorded run below can still be stepped through.`,
-          true);
+        if (this.python === python) {
+          const way = location.protocol === "file:"
+            ? "This page was opened from a file, and not every browser lets a file do this: make docs-serve serves the site"
+            : "Load the page again, or try another browser";
+          this.stop(`Python could not be loaded: ${error.message}. ${way}. The run below can still be stepped through.`);
+        }
         return false;
-      } finally {
-        this.busy(false);
       }
+      this.busy(false);
+      return true;
     }
     async run() {
-      if (this.working || !await this.load("Loading Python …")) return;
+      if (this.working || !await this.load()) return;
       const python = this.python;
       this.busy(true);
       this.say("Running …");
       this.count();
       const limit = setTimeout(() => this.stop(`Stopped after ${MOST_MS / 1000} seconds: is there an endless loop?`), MOST_MS);
       try {
-        this.show(await python.run(this.area.value));
+        const result = await python.run(this.area.value);
+        this.busy(false);
+        this.show(result);
       } catch (error) {
-        if (this.python === python) this.stop(`Python broke down: ${error.message}`);
+        if (this.python === python) this.stop(`Python broke down: ${error.message}.`);
       } finally {
         clearTimeout(limit);
-        this.busy(false);
       }
     }
+    /** The Python of now is ended; the next run has a new one. */
     stop(why) {
       const python = this.python;
-      this.python = null; // the next run has a new one
-      python?.end(why);
+      this.python = null;
+      python?.end();
+      this.busy(false);
       this.say(why, true);
     }
     reset() {

@@ -31,7 +31,6 @@ class Reciter(Storyteller):
     def engine(self, **options: Any) -> Engine:
         engine = super().engine(**{"debug": True} | options)
         self._block_size = engine.config.block_size
-        self._num_slots = engine.config.num_blocks * self._block_size
         self._device: dict[int, Slots] = {}
         self._host: dict[int, Slots] = {}
         self._before = {token: self._tokens.get(path[:-1]) for path, token in self._tokens.items()}
@@ -56,9 +55,7 @@ class Reciter(Storyteller):
     def forward(self, batch: Batch) -> list[list[int]]:
         """What may follow each row that wants to know."""
         for row in batch:
-            for token, slot in zip(row.token_ids, row.slots, strict=True):
-                if slot not in range(self._num_slots):
-                    raise InvariantViolation(Invariant.CONTENT, f"there is no slot {slot}, 0 to {self._num_slots - 1}")
+            for token, slot in zip(row.token_ids, self._slots(row, row.first_position), strict=True):
                 self._device.setdefault(slot // self._block_size, {})[slot % self._block_size] = int(token)
         for row in batch:
             self._check_reads(row)
@@ -67,11 +64,17 @@ class Reciter(Storyteller):
     def _following(self, token: int) -> list[int]:
         return self.following[token] or [token]
 
+    def _slots(self, row: BatchRow, start: int) -> Sequence[int]:
+        """Where the table says that the positions from `start` on are."""
+        slots = row.table.slot_mapping(start, row.context_len)
+        if len(slots) != row.context_len - start:
+            message = f"positions {start} to {row.context_len - 1} have {len(slots)} slots"
+            raise InvariantViolation(Invariant.CONTENT, message)
+        return slots
+
     def _check_reads(self, row: BatchRow) -> None:
         token: int | None = int(row.token_ids[-1])
-        slots = row.table.slot_mapping(0, row.context_len)
-        if len(slots) != row.context_len:
-            raise InvariantViolation(Invariant.CONTENT, f"{row.context_len} positions have {len(slots)} slots")
+        slots = self._slots(row, 0)
         for position in reversed(range(row.context_len)):  # from the end, since a token knows the one before it
             block, offset = divmod(slots[position], self._block_size)
             found = self._device.get(block, {}).get(offset)

@@ -5,8 +5,9 @@ those that Python ran, read from the files that it ran them from. So a page made
 does something else.
 
 Watched are the functions in WATCHED, where block tables, counts and queues change, and the classes that a caller names.
-One line of each step is *the* line: the last that ran in the function that the event is about (TELLING), its return
-statements left out; where that function did not run since the event before, the last line that ran at all.
+One line of each step is *the* line: the last that ran in the function that the event is about (TELLING), leaving out
+return statements, and the lines of loops, which run once more when a loop is over; where that function did not run since
+the event before, the last line that ran at all.
 
 Where lines of a class that a caller names ran, *the* line is one of those: of the method that tells, if the class has it.
 """
@@ -219,7 +220,11 @@ def _telling_line(event: Event, trace: Trace) -> tuple[CodeType, int] | None:
     own = [(code, line) for code, line in trace if not Path(code.co_filename).is_relative_to(ROOT)]
     own_told = [(code, line) for code, line in own if code.co_name == name.rpartition(".")[2]]
     told = own_told or own or [(code, line) for code, line in trace if code.co_qualname == name]
-    doing = [(code, line) for code, line in told if not getline(code.co_filename, line).lstrip().startswith("return")]
+    doing = [
+        (code, line)
+        for code, line in told
+        if not getline(code.co_filename, line).lstrip().startswith(("return", "for ", "while "))
+    ]
     return next((lines[-1] for lines in (doing, told, trace) if lines), None)
 
 

@@ -34,6 +34,8 @@ from minipaged.stepper.page import element
 ROOT = Path(__file__).parent.parent
 STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+RECORDING = "application/vnd.minipaged.run+json"
+"""What a recording is as the output of a cell."""
 RUN = re.compile(r"<!-- run (?P<file>\S+\.py) -->")
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
@@ -181,14 +183,13 @@ def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
             if output.output_type == "stream" and output.name == "stderr":
                 print(output.text, file=sys.stderr)  # a library's warning: for who builds, not for who reads
                 continue
-            stepper = output.get("data", {}).get("application/vnd.minipaged.run+json")
-            if stepper:
-                steppers += 1
+            steppers += RECORDING in output.get("data", {})
             shown.append(_as_html(output, f"stepper-{steppers}"))
         if "editable" in cell.metadata.get("tags", ()):
-            if len(cell.outputs) != 1 or "<paged-stepper" not in shown[1]:
+            runs = [output.data[RECORDING] for output in cell.outputs if RECORDING in output.get("data", {})]
+            if len(runs) != 1 or len(shown) != 2:
                 raise ValueError(f"an editable cell of {script.name} shows something else than a recording, alone")
-            name = f"{script.stem} stepper-{steppers}"
+            name = f"{script.stem}: {runs[0]['title']}"  # stays where cells come and go
             shown.insert(1, editor(cell.source, name) if can_edit else NO_EDITOR)
             inside = "\n\n".join(shown)
             shown = [f'<div class="editable" markdown="1">\n\n{inside}\n\n</div>']
@@ -216,8 +217,8 @@ def _as_html(output: Any, name: str) -> str:
     if output.output_type == "stream":
         return f"```text\n{output.text.rstrip()}\n```"
     data = output.data
-    if "application/vnd.minipaged.run+json" in data:
-        return element(data["application/vnd.minipaged.run+json"], id=name)
+    if RECORDING in data:
+        return element(data[RECORDING], id=name)
     if "text/html" in data:
         return f'<div class="picture">{data["text/html"]}</div>'
     return f"```text\n{data['text/plain']}\n```"

@@ -243,10 +243,10 @@ def editable(*outputs: Any) -> list[Any]:
 
 
 def test_an_editable_cell_has_an_editor_or_a_note_why_there_is_none() -> None:
-    data = {"application/vnd.minipaged.run+json": {"title": "", "events": [], **NO_CODE}}
+    data = {build.RECORDING: {"title": "A run", "events": [], **NO_CODE}}
     cells = editable(new_output("execute_result", data))
     page, without = (build.as_markdown(cells, Path("01_made_up.py"), can_edit) for can_edit in (True, False))
-    assert '<paged-editor name="01_made_up stepper-1"><script type="application/json">"run"</script>' in page
+    assert '<paged-editor name="01_made_up: A run"><script type="application/json">"run"</script>' in page
     assert "paged-editor" not in without
     assert "This copy was built without" in without
     with pytest.raises(ValueError, match="something else than a recording"):

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for script in (STEPPER, ASSETS / "editor.js", ASSETS / "iframe-worker.js"):
         shutil.copy(script, folder)
     code = f'<div class="highlight"><pre tabindex="0">{html.escape(ALLOCATOR)}</pre></div>'
-    parts = code + build.editor(ALLOCATOR, "test stepper-1") + element(run(ALLOCATOR)["run"], id="stepper-1")
+    parts = code + build.editor(ALLOCATOR, "test: a run") + element(run(ALLOCATOR)["run"], id="stepper-1")
     (folder / "page.html").write_text(f'{HEAD}<main><h1>An allocator</h1><div class="editable">{parts}</div></main>')
     return folder
 

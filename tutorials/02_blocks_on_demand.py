@@ -220,7 +220,7 @@ model = Reciter(  # a Storyteller that checks every read
         "Four score and seven years ago our mothers crossed the wide and stormy sea",
     ]
 )
-with record("An allocator at work", model.decode, classes=[Allocator]) as run:
+with record("An allocator at work", model.decode, watch=[Allocator]) as run:
     engine = model.engine(num_blocks=8, block_size=4, allocator=Allocator)
     prompt = model.encode("Four score and seven years ago our")
     engine.add_request(prompt, SamplingParams(n=2, max_tokens=3), request_id="A")
@@ -269,7 +269,7 @@ model = Reciter(
         "It was the best of times it was the worst of times",
     ]
 )
-with record("A block table at work", model.decode, classes=[Table]) as run:
+with record("A block table at work", model.decode, watch=[Table]) as run:
     engine = model.engine(num_blocks=8, block_size=4, block_table=Table)
     engine.add_request(model.encode("Four score and seven years ago our"), SamplingParams(max_tokens=4), request_id="A")
     engine.step()

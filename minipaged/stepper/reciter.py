@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 from minipaged.contracts import Batch, BatchRow, BlockMoves, Sampled, SamplingInput, Tier
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest, Invariant, InvariantViolation
-from minipaged.reference.block_allocator import BlockAllocator
-from minipaged.reference.block_table import BlockTable
 from minipaged.stepper.storyteller import Storyteller
+from minipaged.tiers import plain_parts
 
 Slots = dict[int, int]
 """The tokens of one block, by offset."""
@@ -38,7 +37,7 @@ class Reciter(Storyteller):
         return engine
 
     def tier(self) -> Tier:
-        return Tier("reciter", BlockAllocator, BlockTable, _no_beams, self._choose)  # type: ignore[arg-type]
+        return Tier("reciter", *plain_parts(), _no_beams, self._choose)  # type: ignore[arg-type]
 
     # --- Runner -----------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ does something else.
 Watched are the functions in WATCHED, where block tables, counts and queues change, and the classes that a caller names.
 One line of each step is *the* line: the last that ran in the function that the event is about (TELLING), leaving out
 return statements, and the lines of loops, which run once more when a loop is over. Where that function did not run
-since the event before, it is the last line that ran at all. Where lines of a block allocator or a block table of the
-caller's ran, it is one of those: of the method that tells, if it has one.
+since the event before, it is the last line that ran at all. Where an allocator or a block table tells, and one of the
+caller's ran, it is a line of that: of the method that tells, if it has one.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _code(events: Iterable[Event], traces: Iterable[Trace], own: Set[CodeType]) 
 def _telling_line(event: Event, trace: Trace, own: Set[CodeType]) -> tuple[CodeType, int] | None:
     """The line to light."""
     name = TELLING.get(event.name, "")
-    in_own = [(code, line) for code, line in trace if code in own]
+    in_own = [(code, line) for code, line in trace if code in own and name.startswith("Block")]
     telling = [(code, line) for code, line in in_own if code.co_name == name.rpartition(".")[2]]
     told = telling or in_own or [(code, line) for code, line in trace if code.co_qualname == name]
     doing = [

@@ -9,11 +9,16 @@
 - The stepper, and in place of `<!-- run FILE.py -->` in a page the recording that this file, run now, calls `run`.
 - In place of a line `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A
   name that the file does not have ends the build.
+- Python for the pages, by which a reader changes and runs the cells of tutorials that have the tag `editable`. It is
+  fetched from the npm registry, once. Where that cannot be, the site is built without; MINIPAGED_NEEDS_BROWSER=1 makes
+  that an error.
 """
 
 from __future__ import annotations
 
 import ast
+import html
+import json
 import os
 import re
 import runpy
@@ -23,11 +28,14 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from docs import npm, python_in_page
 from minipaged.stepper.page import element
 
 ROOT = Path(__file__).parent.parent
 STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+RECORDING = "application/vnd.minipaged.run+json"
+"""What a recording is as the output of a cell."""
 RUN = re.compile(r"<!-- run (?P<file>\S+\.py) -->")
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
@@ -46,12 +54,25 @@ def main() -> None:
     demo = (STAGE / "assets" / "demo.svg").read_text()
     (STAGE / "assets" / "demo-still.svg").write_text(REDUCED.sub(r"\g<rules>", demo))
     shutil.copy(ROOT / "minipaged" / "stepper" / "stepper.js", STAGE / "assets")
+    can_edit = brings_python(STAGE / "assets" / "python.js")
     (STAGE / "tutorials").mkdir()
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
         print(f"running tutorials/{script.name}", flush=True)
-        notebook, page = run_tutorial(script)
+        notebook, page = run_tutorial(script, can_edit=can_edit)
         (STAGE / "tutorials" / f"{script.stem}.ipynb").write_text(notebook)
         (STAGE / "tutorials" / f"{script.stem}.md").write_text(page)
+
+
+def brings_python(script: Path) -> bool:
+    """Whether Python for the pages could be had. Raises NotFetched where it must be."""
+    try:
+        python_in_page.write(script)
+    except npm.NotFetched as error:
+        if os.environ.get("MINIPAGED_NEEDS_BROWSER") == "1":
+            raise
+        print(f"no code can be edited on the pages of this site: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def recorded(script: Path) -> str:
@@ -124,7 +145,7 @@ def _moved(link: re.Match[str], source: Path, page: Path) -> str:
 # --- Tutorials ------------------------------------------------------------------------------------
 
 
-def run_tutorial(script: Path) -> tuple[str, str]:
+def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
     """Run one tutorial: its notebook, without outputs, and its page. Raises nbclient's CellExecutionError."""
     import jupytext
     from nbclient import NotebookClient
@@ -141,10 +162,10 @@ def run_tutorial(script: Path) -> tuple[str, str]:
     place = {"metadata": {"path": str(ROOT)}}
     # What a cell prints comes in pieces, cut wherever the clock has it; the page shows it as one.
     NotebookClient(notebook, config=config, timeout=120, resources=place, coalesce_streams=True).execute()
-    return download, as_markdown(notebook.cells, script)
+    return download, as_markdown(notebook.cells, script, can_edit)
 
 
-def as_markdown(cells: list[Any], script: Path) -> str:
+def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
     title, *rest = cells
     parts = [
         "---\nhide: [toc]\n---",  # steppers want the room
@@ -162,10 +183,16 @@ def as_markdown(cells: list[Any], script: Path) -> str:
             if output.output_type == "stream" and output.name == "stderr":
                 print(output.text, file=sys.stderr)  # a library's warning: for who builds, not for who reads
                 continue
-            stepper = output.get("data", {}).get("application/vnd.minipaged.run+json")
-            if stepper:
-                steppers += 1
+            steppers += RECORDING in output.get("data", {})
             shown.append(_as_html(output, f"stepper-{steppers}"))
+        if "editable" in cell.metadata.get("tags", ()):
+            runs = [output.data[RECORDING] for output in cell.outputs if RECORDING in output.get("data", {})]
+            if len(runs) != 1 or len(shown) != 2:
+                raise ValueError(f"an editable cell of {script.name} shows something else than a recording, alone")
+            name = f"{script.stem}: {runs[0]['title']}"  # stays where cells come and go
+            shown.insert(1, editor(cell.source, name) if can_edit else NO_EDITOR)
+            inside = "\n\n".join(shown)
+            shown = [f'<div class="editable" markdown="1">\n\n{inside}\n\n</div>']
         if "solution" in cell.metadata.get("tags", ()):
             inside = "\n\n".join(shown)
             shown = [f'<details class="solution" markdown="1"><summary>A solution</summary>\n\n{inside}\n\n</details>']
@@ -173,13 +200,25 @@ def as_markdown(cells: list[Any], script: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+NO_EDITOR = (
+    "*On the site as it is published this code can be edited and run. This copy was built without that: no npm.*"
+)
+
+
+def editor(code: str, name: str) -> str:
+    """What lets a reader change the code and run it. `name`: under which a browser keeps the reader's version."""
+    text = json.dumps(code).replace("<", "\\u003c")
+    script = f'<script type="application/json">{text}</script>'
+    return f'<div><paged-editor name="{html.escape(name)}">{script}</paged-editor></div>'
+
+
 def _as_html(output: Any, name: str) -> str:
     """One output of a cell, as a page shows it."""
     if output.output_type == "stream":
         return f"```text\n{output.text.rstrip()}\n```"
     data = output.data
-    if "application/vnd.minipaged.run+json" in data:
-        return element(data["application/vnd.minipaged.run+json"], id=name)
+    if RECORDING in data:
+        return element(data[RECORDING], id=name)
     if "text/html" in data:
         return f'<div class="picture">{data["text/html"]}</div>'
     return f"```text\n{data['text/plain']}\n```"

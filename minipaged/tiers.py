@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from minipaged.contracts import Runner, Tier
+from minipaged.contracts import BlockAllocator, BlockTable, Runner, Tier
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig
@@ -263,11 +263,17 @@ def give_back_unused() -> None:
 def reference_tier() -> Tier:
     """The parts of the reference tier."""
     from minipaged.reference.beam_search import BeamSearch
-    from minipaged.reference.block_allocator import BlockAllocator
-    from minipaged.reference.block_table import BlockTable
     from minipaged.reference.sampling import sample
 
-    return Tier("reference", BlockAllocator, BlockTable, BeamSearch, sample)
+    return Tier("reference", *plain_parts(), BeamSearch, sample)
+
+
+def plain_parts() -> tuple[type[BlockAllocator], type[BlockTable]]:
+    """Those parts of the reference tier that need no NumPy, and so run in a page too."""
+    from minipaged.reference.block_allocator import BlockAllocator
+    from minipaged.reference.block_table import BlockTable
+
+    return BlockAllocator, BlockTable
 
 
 def fast_tier() -> Tier:

@@ -6,30 +6,27 @@ makes that a failure instead.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import os
 import shutil
-import subprocess
-import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 from playwright.sync_api import Browser, Page, sync_playwright
+
+from docs import npm
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+NO_CHROMIUM = "there is no Chromium here; on Debian: apt-get install chromium npm"
 AXE = "axe-core@4.14.1"
 AXE_SHA512 = "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
 
 
-def missing(what: str) -> Any:
+def missing(message: str) -> Any:
     """Skip, or fail where a browser is asked for."""
-    message = f"there is no {what} here; on Debian: apt-get install chromium npm"
     if os.environ.get("MINIPAGED_NEEDS_BROWSER") == "1":
         pytest.fail(message)
     pytest.skip(message)
@@ -37,7 +34,7 @@ def missing(what: str) -> Any:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, NAMES)), None) or missing("Chromium")
+    path = next(filter(None, map(shutil.which, NAMES)), None) or missing(NO_CHROMIUM)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # it opens our pages alone
         yield browser
@@ -62,18 +59,14 @@ class Watched:
             assert url.startswith(("file:", "data:", "blob:", "http://127.0.0.1:", "about:")), url
 
 
+def from_npm(package: str, sha512: str) -> Path:
+    """The package's archive, or a skipped test."""
+    try:
+        return npm.fetch(package, sha512)
+    except npm.NotFetched as error:
+        return missing(str(error))
+
+
 def axe_script() -> str:
     """axe-core, fetched once from the npm registry and checked."""
-    folder = ROOT / "build" / "axe"
-    folder.mkdir(parents=True, exist_ok=True)
-    archive = folder / f"{AXE.replace('@', '-')}.tgz"
-    with FileLock(folder / "lock"):
-        if not archive.is_file():
-            npm = shutil.which("npm") or missing("npm")
-            subprocess.run([npm, "pack", AXE, "--silent"], cwd=folder, check=True, capture_output=True, timeout=120)
-    digest = hashlib.sha512(archive.read_bytes()).digest()
-    assert base64.b64encode(digest).decode() == AXE_SHA512, f"{archive} is not what it was"
-    with tarfile.open(archive) as files:
-        script = files.extractfile("package/axe.min.js")
-        assert script is not None
-        return script.read().decode()
+    return npm.read(from_npm(AXE, AXE_SHA512), "axe.min.js").decode()

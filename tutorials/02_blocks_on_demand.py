@@ -154,6 +154,131 @@ Bars(
 # %% [markdown]
 # The two bars have one scale: so much less memory is held for the same tokens. The paper reports about 96 % for vLLM.
 #
+# ## An allocator to change
+#
+# Here is a whole allocator. A block may have several holders: two samples of one prompt share its blocks, until one of
+# them writes (`copy_on_write`). On this page the code can be changed: press the button, change something, run it, and
+# step through what *your* version did. (In the notebook: run the cell again.) Try, one at a time:
+#
+# - `pop(0)` in place of `pop()`. Which block does request B get after A is finished?
+# - A `copy_on_write` that forgets `self.holders[block] -= 1`. Which invariant is broken, and at which step is it seen?
+# - A `free` that hands a block back while somebody still holds it.
+
+# %% tags=["editable"]
+from minipaged import BlockNotAllocated, OutOfBlocks, SamplingParams
+from minipaged.stepper import Reciter, record
+
+
+class Allocator:
+    """A list of the free blocks, and for each block how many hold it."""
+
+    def __init__(self, num_blocks):
+        self.num_blocks = num_blocks
+        self.holders = [0] * num_blocks
+        self.free_blocks = list(reversed(range(num_blocks)))
+
+    @property
+    def num_free(self):
+        return len(self.free_blocks)
+
+    def allocate(self):
+        if not self.free_blocks:
+            raise OutOfBlocks("every block is held")
+        block = self.free_blocks.pop()
+        self.holders[block] = 1
+        return block
+
+    def share(self, block):
+        self.check_held(block)
+        self.holders[block] += 1
+
+    def free(self, block):
+        self.check_held(block)
+        self.holders[block] -= 1
+        if self.holders[block] == 0:
+            self.free_blocks.append(block)
+
+    def ref_count(self, block):
+        return self.holders[block]
+
+    def copy_on_write(self, block):
+        self.check_held(block)
+        if self.holders[block] == 1:
+            return block
+        copy = self.allocate()
+        self.holders[block] -= 1
+        return copy
+
+    def check_held(self, block):
+        if self.holders[block] == 0:
+            raise BlockNotAllocated(f"nobody holds block {block}")
+
+
+model = Reciter(  # a Storyteller that checks every read
+    [
+        "Four score and seven years ago our fathers brought forth on this continent",
+        "Four score and seven years ago our mothers crossed the wide and stormy sea",
+    ]
+)
+with record("An allocator at work", model.decode, watch=[Allocator]) as run:
+    engine = model.engine(num_blocks=8, block_size=4, allocator=Allocator)
+    prompt = model.encode("Four score and seven years ago our")
+    engine.add_request(prompt, SamplingParams(n=2, max_tokens=3), request_id="A")
+    engine.step()
+    engine.add_request(prompt[:3], SamplingParams(max_tokens=6), request_id="B")
+    while engine.has_unfinished_requests():
+        engine.step()
+run
+
+# %% [markdown]
+# ## A block table to change
+#
+# And here are the two methods that make a block table: one takes blocks, the other finds a token's slot. The rest is
+# the reference's. In each step the model looks up every token that was written before. Try:
+#
+# - A block one token early: `>=` in place of `==`, and `- 1` at the end of that line. What does it waste?
+# - `//` in place of `%`. Which invariant is broken, and what became of the other tokens of that block?
+
+# %% tags=["editable"]
+from minipaged import SamplingParams
+from minipaged.reference.block_table import BlockTable
+from minipaged.stepper import Reciter, record
+
+
+class Table(BlockTable):
+    """Enough for sequences that share nothing."""
+
+    def append(self, num_new_tokens):
+        for _ in range(num_new_tokens):
+            if self._num_tokens == len(self._blocks) * self.block_size:  # the last block is full
+                self._blocks.append(self._allocator.allocate())
+            self._num_tokens += 1
+        return []  # nothing has to be copied
+
+    def slot_mapping(self, start, stop):
+        slots = []
+        for position in range(start, stop):
+            block = self._blocks[position // self.block_size]
+            slots.append(block * self.block_size + position % self.block_size)
+        return slots
+
+
+model = Reciter(
+    [
+        "Four score and seven years ago our fathers brought forth on this continent",
+        "It was the best of times it was the worst of times",
+    ]
+)
+with record("A block table at work", model.decode, watch=[Table]) as run:
+    engine = model.engine(num_blocks=8, block_size=4, block_table=Table)
+    engine.add_request(model.encode("Four score and seven years ago our"), SamplingParams(max_tokens=4), request_id="A")
+    engine.step()
+    engine.add_request(model.encode("It was the"), SamplingParams(max_tokens=4), request_id="B")
+    while engine.has_unfinished_requests():
+        engine.step()
+run
+
+# %% [markdown]
 # ## The price
 #
 # The keys and values of a sequence are no longer side by side, so attention has to look up where each block is. That is

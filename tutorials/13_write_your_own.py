@@ -261,6 +261,77 @@ assert "allocator = GivesUpFirst(1)" in report  # a pool of one block is enough 
 #     minipaged grade block-allocator block_allocator.py
 #     minipaged generate "Once upon a time" --n 4 --allocator block_allocator.py:BlockAllocator
 #
+# ## Begin here
+#
+# This is about the shortest class that keeps the contract: it counts, and looks for a block that nobody holds. On this
+# page it can be changed and run; the pool is so small that a request has to be preempted. What would it cost in a pool
+# of 100,000 blocks? Write one that does not search, or put a bug into this one, and see what the guard says.
+
+# %% tags=["editable"]
+from minipaged import BlockNotAllocated, OutOfBlocks, SamplingParams
+from minipaged.stepper import Reciter, record
+
+
+class Mine:
+    def __init__(self, num_blocks):
+        if num_blocks < 1:
+            raise ValueError("a pool needs at least 1 block")
+        self.num_blocks = num_blocks
+        self.counts = [0] * num_blocks
+
+    @property
+    def num_free(self):
+        return self.counts.count(0)
+
+    def allocate(self):
+        if self.num_free == 0:
+            raise OutOfBlocks("every block is held")
+        block = self.counts.index(0)
+        self.counts[block] = 1
+        return block
+
+    def share(self, block):
+        self.check_held(block)
+        self.counts[block] += 1
+
+    def free(self, block):
+        self.check_held(block)
+        self.counts[block] -= 1
+
+    def ref_count(self, block):
+        if not 0 <= block < self.num_blocks:
+            raise BlockNotAllocated(f"there is no block {block}")
+        return self.counts[block]
+
+    def copy_on_write(self, block):
+        self.check_held(block)
+        if self.counts[block] == 1:
+            return block
+        copy = self.allocate()
+        self.counts[block] -= 1
+        return copy
+
+    def check_held(self, block):
+        if self.ref_count(block) == 0:
+            raise BlockNotAllocated(f"nobody holds block {block}")
+
+
+model = Reciter(  # a Storyteller that checks every read, without NumPy
+    [
+        "Four score and seven years ago our fathers brought forth on this continent",
+        "Four score and seven years ago our mothers crossed the wide and stormy sea",
+    ]
+)
+with record("An allocator of your own", model.decode, watch=[Mine]) as run:
+    engine = model.engine(num_blocks=6, block_size=4, allocator=Mine, preemption="recompute")
+    prompt = model.encode("Four score and seven years ago")
+    engine.add_request(prompt, SamplingParams(n=2, max_tokens=6), request_id="A")
+    engine.add_request(prompt[:3], SamplingParams(max_tokens=8), request_id="B")
+    while engine.has_unfinished_requests():
+        engine.step()
+run
+
+# %% [markdown]
 # ## Exercise
 #
 # The bitmap hands out the lowest free block. Write one that hands out the block that has been free **longest**, with a

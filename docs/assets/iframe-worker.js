@@ -1,8 +1,10 @@
 /* Browsers start no worker from file://, and the theme's search is a worker. There, a hidden frame takes its place: it
  * loads the worker's script, whose messages go to the page and back. (The theme asks for `extra.polyfills`.) */
 if (location.protocol === "file:") {
+  const Started = Worker;
   window.Worker = class extends EventTarget {
-    constructor(url) {
+    constructor(url, options) {
+      if (String(url).startsWith("data:")) return new Started(url, options); // of these workers browsers start some
       super();
       this.frame = document.createElement("iframe");
       this.frame.hidden = true;

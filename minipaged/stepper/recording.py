@@ -5,15 +5,17 @@ those that Python ran, read from the files that it ran them from. So a page made
 does something else.
 
 Watched are the functions in WATCHED, where block tables, counts and queues change, and the classes that a caller names.
-One line of each step is *the* line: the last that ran in the function that the event is about (TELLING), its return
-statements left out; where that function did not run since the event before, the last line that ran at all.
+One line of each step is *the* line: the last that ran in the function that the event is about (TELLING), leaving out
+return statements, and the lines of loops, which run once more when a loop is over. Where that function did not run
+since the event before, it is the last line that ran at all. Where an allocator or a block table tells, and one of the
+caller's ran, it is a line of that: of the method that tells, if it has one.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from linecache import getline
@@ -105,6 +107,8 @@ class Recording:
     """Token ids to text; without it the page shows numbers."""
     events: list[Event] = field(default_factory=list)
     traces: list[Trace] = field(default_factory=list)
+    own: set[CodeType] = field(default_factory=set)
+    """Methods of the caller's block allocators and block tables."""
     notes: dict[int, str] = field(default_factory=dict)
     """What else there is to say of a step, by the index of its event: put behind the step's own sentence."""
 
@@ -116,7 +120,9 @@ class Recording:
     def data(self) -> dict[str, Any]:
         """What the stepper is fed with, as JSON has it."""
         words = words_of(self.events, self.decode) if self.decode else None
-        return as_data(self.title, self.events, words=words, notes=self.notes, code=_code(self.events, self.traces))
+        return as_data(
+            self.title, self.events, words=words, notes=self.notes, code=_code(self.events, self.traces, self.own)
+        )
 
     def page(self) -> str:
         """A page of HTML that needs nothing else."""
@@ -137,7 +143,9 @@ def record(
     `watch`: classes whose methods are shown beside the engine's own, a part of yours for instance.
     Raises InvalidRequest when the block made no engine, or more than one.
     """
+    watch = list(watch)
     recording = Recording(title, decode)
+    recording.own = {code for part in watch if _holds_blocks(part) for code in _methods(part)}
     tracer = _Tracer(recording, watch)
     before = sys.gettrace()
     sys.settrace(tracer.on_call)
@@ -158,8 +166,7 @@ class _Tracer:
         self._trace: Trace = []
         self._watched = {(str(ROOT / file), name) for file, names in WATCHED.items() for name in names}
         for part in watch:
-            methods = [method.__code__ for method in vars(part).values() if isinstance(method, FunctionType)]
-            self._watched |= {(code.co_filename, code.co_qualname) for code in methods}
+            self._watched |= {(code.co_filename, code.co_qualname) for code in _methods(part)}
 
     def on_call(self, frame: FrameType, kind: str, argument: object) -> Callable[..., Any] | None:
         code = frame.f_code
@@ -184,7 +191,19 @@ class _Tracer:
         self._trace = []
 
 
-def _code(events: Iterable[Event], traces: Iterable[Trace]) -> dict[str, Any]:
+def _methods(part: type) -> Iterator[CodeType]:
+    """What to watch of a class: its methods, but for the one that is asked for the sake of checks, after each call."""
+    for name, member in vars(part).items():
+        if isinstance(member, FunctionType) and name != "ref_count":
+            yield member.__code__
+
+
+def _holds_blocks(part: type) -> bool:
+    """Whether this is a block allocator or a block table."""
+    return hasattr(part, "copy_on_write") or hasattr(part, "slot_mapping")
+
+
+def _code(events: Iterable[Event], traces: Iterable[Trace], own: Set[CodeType]) -> dict[str, Any]:
     """The sources of the functions that ran, and for each event which of their lines did; equal traces once."""
     numbers: dict[CodeType, int] = {}
     functions: list[dict[str, Any]] = []
@@ -200,25 +219,38 @@ def _code(events: Iterable[Event], traces: Iterable[Trace]) -> dict[str, Any]:
             ran.setdefault(numbers[code], set()).add(line)
         key = tuple((number, tuple(sorted(lines))) for number, lines in ran.items())
         trace_of.append(unique.setdefault(key, len(unique)))
-        lit = _telling_line(event, trace)
+        lit = _telling_line(event, trace, own)
         current.append((numbers[lit[0]], lit[1]) if lit else None)
     return {"functions": functions, "traces": list(unique), "trace_of": trace_of, "current": current}
 
 
-def _telling_line(event: Event, trace: Trace) -> tuple[CodeType, int] | None:
+def _telling_line(event: Event, trace: Trace, own: Set[CodeType]) -> tuple[CodeType, int] | None:
     """The line to light."""
-    told = [(code, line) for code, line in trace if code.co_qualname == TELLING.get(event.name)]
-    doing = [(code, line) for code, line in told if not getline(code.co_filename, line).lstrip().startswith("return")]
+    name = TELLING.get(event.name, "")
+    in_own = [(code, line) for code, line in trace if code in own and name.startswith("Block")]
+    telling = [(code, line) for code, line in in_own if code.co_name == name.rpartition(".")[2]]
+    told = telling or in_own or [(code, line) for code, line in trace if code.co_qualname == name]
+    doing = [
+        (code, line)
+        for code, line in told
+        if not getline(code.co_filename, line).lstrip().startswith(("return", "for ", "while "))
+    ]
     return next((lines[-1] for lines in (doing, told, trace) if lines), None)
+
+
+def _file(code: CodeType) -> str:
+    path = Path(code.co_filename)
+    if path.is_relative_to(ROOT.parent):
+        return path.relative_to(ROOT.parent).as_posix()
+    return path.name if path.is_file() else "the code above"  # a cell is no file
 
 
 def _function(code: CodeType) -> dict[str, Any]:
     lines, first = inspect.getsourcelines(code)
-    path, house = Path(code.co_filename), ROOT.parent
     margin = len(lines[0]) - len(lines[0].lstrip())
     return {
         "name": code.co_qualname,
-        "file": path.relative_to(house).as_posix() if path.is_relative_to(house) else path.name,
+        "file": _file(code),
         "first": first,
         "source": [line[margin:].rstrip() for line in lines],
     }

@@ -8,10 +8,10 @@ A text that is over goes on with its last word.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
-from minipaged.contracts import Batch, BlockMoves, Runner
+from minipaged.contracts import Batch, BlockAllocator, BlockMoves, BlockTable, Runner, Tier
 from minipaged.engine.engine import Engine
 from minipaged.params import EngineConfig
 from minipaged.tiers import reference_tier
@@ -51,14 +51,27 @@ class Storyteller(Runner):
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(self.words[token] for token in tokens)
 
-    def engine(self, *, allocator: Callable[[int], Any] | None = None, **sizes: Any) -> Engine:
+    def engine(
+        self,
+        *,
+        allocator: Callable[[int], Any] | None = None,
+        block_table: Callable[[int, BlockAllocator], Any] | None = None,
+        **sizes: Any,
+    ) -> Engine:
         """A reference engine with this model. `sizes` are fields of EngineConfig; `max_model_len` may be left out.
 
-        `allocator`: a class that takes the place of the reference's.
+        `allocator`, `block_table`: classes that take the place of the reference's.
         """
         sizes = {"max_model_len": sizes["num_blocks"] * sizes["block_size"], "enable_prefix_caching": False} | sizes
         config = EngineConfig(vocab_size=len(self.words), **sizes)
-        return Engine(config, reference_tier(), self, allocator=allocator, decode=self.decode)
+        tier = self.tier()
+        if block_table is not None:
+            tier = replace(tier, block_table=cast("type[BlockTable]", block_table))
+        return Engine(config, tier, self, allocator=allocator, decode=self.decode)
+
+    def tier(self) -> Tier:
+        """The parts that its engines are made of."""
+        return reference_tier()
 
     # --- Runner -----------------------------------------------------------------------------------
 

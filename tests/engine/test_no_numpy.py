@@ -18,6 +18,7 @@ import pytest
         "minipaged.engine.engine",
         "minipaged.reference.block_allocator",
         "minipaged.reference.block_table",
+        "minipaged.stepper.edited",
     ],
 )
 def test_importing_it_imports_neither_numpy_nor_torch(module: str) -> None:

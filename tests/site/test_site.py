@@ -13,10 +13,12 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 from playwright.sync_api import Browser
 
-from docs import build
-from tests.browser import ROOT, Watched, axe_script
+from docs import build, npm
+from minipaged.stepper.page import NO_CODE
+from tests.browser import ROOT, Watched, axe_script, missing
 
 pytestmark = pytest.mark.xdist_group("site")
 """On one process of a run of all tests: the others have better to do than to wait for the site."""
@@ -102,6 +104,28 @@ def test_search_finds_copy_on_write_from_a_server(served: str, browser: Browser)
     assert any("06_copy_on_write.html" in link for link in search(watched.page, "copy-on-write"))
     watched.check()
     watched.page.close()
+
+
+def test_code_can_be_changed_and_run_from_a_server(served: str, browser: Browser) -> None:
+    watched = Watched(browser, viewport={"width": 1280, "height": 900})
+    page = watched.page
+    page.goto(f"{served}/tutorials/02_blocks_on_demand.html")
+    if page.locator("paged-editor").count() == 0:
+        missing("the site was built without Pyodide: there is no npm here")
+    place = page.locator(".editable").nth(1)
+    assert not any("python.js" in url for url in watched.asked)
+    place.get_by_role("button", name="Edit and run this code").click()
+    place.get_by_text("Python is here").wait_for(timeout=90_000)
+    area = place.get_by_role("textbox", name="The code")
+    area.fill(area.input_value().replace("==", ">=").replace("self.block_size:", "self.block_size - 1:"))
+    page.keyboard.type("  # f s n p / .")  # keys by which the theme is used elsewhere on the page
+    assert area.input_value().endswith("# f s n p / .")
+    place.get_by_role("button", name="Run").click()
+    place.get_by_text("Your version ran").wait_for(timeout=60_000)
+    events = place.locator("paged-stepper").evaluate("stepper => stepper.events")
+    assert [event["new_blocks"] for event in events if "new_blocks" in event][:2] == [[0, 1], [2]]
+    watched.check()
+    page.close()
 
 
 @pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
@@ -211,6 +235,42 @@ def test_the_page_of_a_tutorial_shows_what_its_cells_put_out(tmp_path: Path) -> 
 def test_a_warning_does_not_come_into_the_page_of_a_tutorial(tmp_path: Path) -> None:
     _, page = build.run_tutorial(tutorial(tmp_path, 'import sys\n\nprint("be" + "ware", file=sys.stderr)'))
     assert "beware" not in page
+
+
+def editable(*outputs: Any) -> list[Any]:
+    tagged = new_code_cell("run", metadata={"tags": ["editable"]}, outputs=list(outputs))
+    return [new_markdown_cell("# Made up"), tagged]
+
+
+def test_an_editable_cell_has_an_editor_or_a_note_why_there_is_none() -> None:
+    data = {build.RECORDING: {"title": "A run", "events": [], **NO_CODE}}
+    cells = editable(new_output("execute_result", data))
+    page, without = (build.as_markdown(cells, Path("01_made_up.py"), can_edit) for can_edit in (True, False))
+    assert '<paged-editor name="01_made_up: A run"><script type="application/json">"run"</script>' in page
+    assert "paged-editor" not in without
+    assert "This copy was built without" in without
+    with pytest.raises(ValueError, match="something else than a recording"):
+        build.as_markdown(editable(new_output("stream", text="42")), Path("01_made_up.py"), True)
+
+
+def test_without_npm_the_site_is_built_unless_it_must_be_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(npm, "FOLDER", tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("MINIPAGED_NEEDS_BROWSER", raising=False)
+    assert not build.brings_python(tmp_path / "python.js")
+    assert "there is no npm here" in capsys.readouterr().err
+    monkeypatch.setenv("MINIPAGED_NEEDS_BROWSER", "1")
+    with pytest.raises(npm.NotFetched, match="apt-get install npm"):
+        build.brings_python(tmp_path / "python.js")
+
+
+def test_a_package_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npm, "FOLDER", tmp_path)
+    (tmp_path / "pyodide-1.tgz").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="not what it was"):
+        npm.fetch("pyodide@1", "AAAA")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,101 @@
+"""A storyteller in plain Python that checks every read: for block allocators and block tables that are being written.
+
+It runs where there is no NumPy, in a page too. Where its texts part, sample 0 of a request goes the first way, sample 1
+the second, and so on; nothing is drawn. Its memory holds, in place of keys and values, the token that was written into
+each slot. A token of a storyteller stands for everything before it as well, so that what a block table leads to can be
+compared with what should be there: the invariant `content`. Its engines check the other invariants after every step.
+
+Its prompts are what `encode` gives: the beginnings of its texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from minipaged.contracts import Batch, BatchRow, BlockMoves, Sampled, SamplingInput, Tier
+from minipaged.engine.engine import Engine
+from minipaged.errors import InvalidRequest, Invariant, InvariantViolation
+from minipaged.stepper.storyteller import Storyteller
+from minipaged.tiers import plain_parts
+
+Slots = dict[int, int]
+"""The tokens of one block, by offset."""
+
+
+class Reciter(Storyteller):
+    """Knows texts by heart, and where it has put them."""
+
+    def engine(self, **options: Any) -> Engine:
+        engine = super().engine(**{"debug": True} | options)
+        self._block_size = engine.config.block_size
+        self._device: dict[int, Slots] = {}
+        self._host: dict[int, Slots] = {}
+        self._before = {token: self._tokens.get(path[:-1]) for path, token in self._tokens.items()}
+        self._position = {token: len(path) - 1 for path, token in self._tokens.items()}
+        return engine
+
+    def tier(self) -> Tier:
+        return Tier("reciter", *plain_parts(), _no_beams, self._choose)  # type: ignore[arg-type]
+
+    # --- Runner -----------------------------------------------------------------------------------
+
+    def move(self, moves: BlockMoves) -> None:
+        for device, host in moves.swap_out:
+            self._host[host] = dict(self._device.get(device, {}))
+        for block in moves.poison:
+            self._device.pop(block, None)
+        for host, device in moves.swap_in:
+            self._device[device] = self._host.pop(host, {})
+        for source, destination in moves.copy:
+            self._device[destination] = dict(self._device.get(source, {}))
+
+    def forward(self, batch: Batch) -> list[list[int]]:
+        """What may follow each row that wants to know."""
+        for row in batch:
+            for token, slot in zip(row.token_ids, self._slots(row, row.first_position), strict=True):
+                self._device.setdefault(slot // self._block_size, {})[slot % self._block_size] = int(token)
+        for row in batch:
+            self._check_reads(row)
+        return [self._following(int(row.token_ids[-1])) for row in batch if row.wants_logits]
+
+    def _following(self, token: int) -> list[int]:
+        return self.following[token] or [token]
+
+    def _slots(self, row: BatchRow, start: int) -> Sequence[int]:
+        """Where the table says that the positions from `start` on are."""
+        slots = row.table.slot_mapping(start, row.context_len)
+        if len(slots) != row.context_len - start:
+            message = f"positions {start} to {row.context_len - 1} have {len(slots)} slots"
+            raise InvariantViolation(Invariant.CONTENT, message)
+        return slots
+
+    def _check_reads(self, row: BatchRow) -> None:
+        token: int | None = int(row.token_ids[-1])
+        slots = self._slots(row, 0)
+        for position in reversed(range(row.context_len)):  # from the end, since a token knows the one before it
+            block, offset = divmod(slots[position], self._block_size)
+            found = self._device.get(block, {}).get(offset)
+            if token is None or found != token:
+                holds = "holds nothing" if found is None else f"holds {self.words[found]!r}"
+                wanted = "" if token is None else f", not {self.words[token]!r}"
+                raise InvariantViolation(
+                    Invariant.CONTENT,
+                    f"position {position} is looked up in slot {slots[position]}, which {holds}{wanted}",
+                )
+            if position <= self._position[token]:  # a text that is over goes on with its last word
+                token = self._before[token]
+
+    # --- Tier -------------------------------------------------------------------------------------
+
+    def _choose(self, following: Sequence[Sequence[int]], inputs: Sequence[SamplingInput]) -> list[Sampled]:
+        return [
+            Sampled(ways[wanted.stream % len(ways)], -math.log(len(ways)), None)
+            for wanted in inputs
+            for ways in [following[wanted.row]]
+        ]
+
+
+def _no_beams(*_: Any) -> NoReturn:
+    raise InvalidRequest("a Reciter chooses no beams; use SamplingParams, or a Storyteller")

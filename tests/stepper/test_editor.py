@@ -1,0 +1,171 @@
+"""The editor of a page: what a reader changes is run by Python in that page, opened from a file, and shown."""
+
+from __future__ import annotations
+
+import html
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from docs import build, npm, python_in_page
+from minipaged.stepper.page import STEPPER, element
+from tests.browser import Watched, axe_script, missing
+from tests.stepper.test_edited import ALLOCATOR, lit, run
+
+ASSETS = build.ROOT / "docs" / "assets"
+HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>An allocator</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
+<style>:root {color-scheme: light dark} body {background: Canvas} [hidden] {display: none}</style>
+<script src="iframe-worker.js"></script><script src="stepper.js" defer></script><script src="editor.js" defer></script>
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with one editor, as the site has it; without Python."""
+    folder = tmp_path_factory.mktemp("editor")
+    for script in (STEPPER, ASSETS / "editor.js", ASSETS / "iframe-worker.js"):
+        shutil.copy(script, folder)
+    code = f'<div class="highlight"><pre tabindex="0">{html.escape(ALLOCATOR)}</pre></div>'
+    parts = code + build.editor(ALLOCATOR, "test: a run") + element(run(ALLOCATOR)["run"], id="stepper-1")
+    (folder / "page.html").write_text(f'{HEAD}<main><h1>An allocator</h1><div class="editable">{parts}</div></main>')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def with_python(folder: Path) -> Path:
+    """Its address, with Python beside it."""
+    try:
+        python_in_page.write(folder / "python.js")
+    except npm.NotFetched as error:
+        missing(str(error))
+    return folder
+
+
+@pytest.fixture
+def watched(browser: Browser, folder: Path) -> Iterator[Watched]:
+    watched = Watched(browser)
+    yield watched
+    watched.page.close()
+
+
+def opened(page: Page, folder: Path) -> Any:
+    """The text field, once Python is there."""
+    page.goto((folder / "page.html").as_uri())
+    page.get_by_role("button", name="Edit and run this code").click()
+    page.get_by_text("Python is here").wait_for(timeout=90_000)
+    return page.get_by_role("textbox", name="The code")
+
+
+def ran(page: Page, source: str) -> str:
+    """What is said once this has been run."""
+    page.get_by_role("textbox", name="The code").fill(source)
+    page.get_by_role("button", name="Run").click()
+    return settled(page)
+
+
+def settled(page: Page) -> str:
+    said = page.get_by_role("status").filter(has_not_text="…")
+    said.wait_for(timeout=90_000)
+    return said.text_content() or ""
+
+
+def shown(page: Page) -> dict[str, Any]:
+    """What the stepper shows now."""
+    data: dict[str, Any] = json.loads(page.evaluate("JSON.stringify(document.querySelector('paged-stepper').data)"))
+    return data
+
+
+def test_an_edited_allocator_runs_and_its_steps_are_shown(watched: Watched, with_python: Path) -> None:
+    page = watched.page
+    page.goto((with_python / "page.html").as_uri())
+    assert not any("python" in url or "blob:" in url for url in watched.asked)  # nothing, until it is asked for
+    recorded = shown(page)
+    opened(page, with_python)
+
+    assert ran(page, ALLOCATOR).startswith("Your version ran: 52 steps")
+    same = shown(page)
+    for before, after in zip(recorded["events"], same["events"], strict=True):
+        assert before | {"seconds": 0} == after | {"seconds": 0}
+    assert [recorded[key] for key in recorded if key != "events"] == [same[key] for key in recorded if key != "events"]
+
+    assert ran(page, ALLOCATOR.replace("pop()", "pop(0)")).startswith("Your version ran")
+    taken = [event["new_blocks"] for event in shown(page)["events"] if "new_blocks" in event]
+    assert taken[0] == [7, 6]
+    page.locator("paged-stepper").evaluate("s => s.go(s.events.findIndex((e) => e.new_blocks) + 1)")
+    assert "pop(0)" in page.locator("paged-stepper .code").text_content()
+    assert lit(shown(page), "tokens_computed")[0] == "self.holders[block] = 1"
+
+    said = ran(page, ALLOCATOR.replace("-= 1\n        return copy", "-= 0\n        return copy"))
+    assert "invariant 'exact-references' broken" in said
+    assert page.locator("paged-stepper .n").text_content() == "11 / 11"
+
+    said = ran(page, ALLOCATOR.replace("block = self.free_blocks.pop()", "print('here')\n        return nothing"))
+    assert said.startswith("Line 21, in allocate: NameError: name 'nothing' is not defined.")
+    assert "▶ 21" in page.locator("paged-editor .numbers").text_content()
+    assert page.get_by_role("region", name="Printed").text_content() == "here\n"
+    watched.check()
+
+
+def test_an_endless_loop_is_stopped_and_python_comes_back(watched: Watched, with_python: Path) -> None:
+    page = watched.page
+    page.clock.install()
+    opened(page, with_python)
+    endless = ALLOCATOR.replace("block = self.free_blocks.pop()", "while True: pass")
+    page.get_by_role("textbox", name="The code").fill(endless)
+    for stop in (lambda: page.get_by_role("button", name="Stop").click(), lambda: page.clock.fast_forward(10_001)):
+        page.get_by_role("button", name="Run").click()
+        page.get_by_text("Running …").wait_for(timeout=90_000)
+        stop()
+        assert settled(page).startswith("Stopped")
+    assert "an endless loop?" in settled(page)
+    assert len(shown(page)["events"]) == 52  # the recorded run is there still
+    watched.check()
+
+
+def test_work_is_kept_until_it_is_reset(watched: Watched, folder: Path) -> None:
+    page = watched.page
+    page.goto((folder / "page.html").as_uri())
+    page.get_by_role("button", name="Edit and run this code").click()
+    area = page.get_by_role("textbox", name="The code")
+    assert area.input_value() == ALLOCATOR
+    assert not page.locator(".highlight").is_visible()
+    area.evaluate("area => area.setSelectionRange(area.value.length, area.value.length)")
+    for key in ("Enter", "i", "f", " ", "1", ":", "Enter", "x", "Enter", "Tab", "y", "Shift+Tab"):
+        page.keyboard.press(key)
+    edited = f"{ALLOCATOR}\nif 1:\n    x\n    y"
+    assert area.input_value() == edited
+    page.reload()
+    page.get_by_role("button", name="Go on with your version").click()
+    assert area.input_value() == edited
+    page.keyboard.press("Escape")
+    page.keyboard.press("Tab")
+    assert page.get_by_role("button", name="Run").evaluate("button => button.getRootNode().activeElement === button")
+    page.get_by_role("button", name="Reset").click()
+    assert area.input_value() == ALLOCATOR
+    page.reload()
+    assert page.get_by_role("button", name="Edit and run this code").is_visible()
+
+
+def test_without_python_the_page_says_why_and_the_recorded_run_stays(browser: Browser, folder: Path) -> None:
+    """And, on a phone and in the dark, all of it fits and axe finds nothing serious."""
+    page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
+    page.route("**/python.js", lambda route: route.abort())
+    page.goto((folder / "page.html").as_uri())
+    page.get_by_role("button", name="Edit and run this code").click()
+    said = settled(page)
+    assert "Python could not be loaded" in said
+    assert "make docs-serve" in said
+    page.get_by_role("button", name="Next step").click()
+    assert page.locator("paged-stepper .n").text_content() == "2 / 52"
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.add_script_tag(content=axe_script())
+    violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    serious = [violation for violation in violations if violation["impact"] in ("serious", "critical")]
+    assert not serious, json.dumps(serious, indent=1)
+    page.close()

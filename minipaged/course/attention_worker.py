@@ -42,7 +42,7 @@ def peak_bytes(module: ModuleType, name: str, *arguments: Any) -> int:
     function(*arguments)  # once before: what is kept between calls is not counted
     tracemalloc.start()
     try:
-        np.ones(512)  # gone at once: a peak that is lower has been reset
+        np.ones(2048)  # 16 kB, gone at once: a peak that is lower has been reset
         before = tracemalloc.get_traced_memory()[1]
         function(*arguments)
         peak = tracemalloc.get_traced_memory()[1]

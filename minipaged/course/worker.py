@@ -77,7 +77,6 @@ FORBIDDEN_EVENTS = {
         ("socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "socket.gethostbyname"),
         "used the network",
     ),
-    "os.chdir": "left its working directory",
     **dict.fromkeys(("resource.setrlimit", "resource.prlimit"), "changed the limits of its process"),
 }
 PATH_EVENTS = {
@@ -441,6 +440,8 @@ def make_hook(
     def hook(event: str, args: tuple[Any, ...]) -> None:
         if event in forbidden:
             refuse(forbidden[event])
+        if event == "os.chdir" and not (isinstance(args[0], path_types) and realpath(fspath(args[0])) == here):
+            refuse("left its working directory")  # to change to where it is already is what pytest does
         if event not in PATH_EVENTS:
             return
         changes = PATH_EVENTS[event] == "change"

@@ -219,6 +219,7 @@ def in_engine(error: Exception, where: str, events: list[Event]) -> Failure:
     if not isinstance(events[-1] if events else None, StepFailed):
         events.append(StepFailed(0, repr(error), ()))
     said = str(error) if isinstance(error, InvariantViolation | StudentError) else f"{type(error).__name__}: {error}"
+    said = said.replace(RemoteAllocator.__name__, "the allocator that you brought along")  # and no fault of the table's
     return Failure(f"{where}: {said}", invariant, trace=tuple(events))
 
 

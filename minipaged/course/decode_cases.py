@@ -90,11 +90,13 @@ class Case:
             if message := self._wrong(output, right):
                 raise Failed(Failure(message))
             if written:
-                message = f"{name} wrote to {written[0]}: a decode reads, and writes to `out` alone"
+                message = f"{name} wrote to {written[0]}: its kernel is what writes, and to `out` alone"
                 raise Failed(Failure(message, Invariant.EXCLUSIVE_WRITE))
 
     def _wrong(self, output: Any, right: Any) -> str:
         """What is wrong with the output, in a sentence; empty when it is right."""
+        if not isinstance(output, np.ndarray) or output.shape != right.shape:  # no worker in order sends that
+            return f"it gave {getattr(output, 'shape', output)!r} instead of an array of shape {right.shape}"
         wrong = np.argwhere(~(np.abs(output - right).max(axis=-1) <= self.tolerance))  # [seqs, heads]
         if not len(wrong):
             return ""

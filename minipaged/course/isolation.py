@@ -100,7 +100,7 @@ class Limits:
     """Wall-clock time of one test."""
     cpu_seconds: int = 120
     memory_bytes: int = 1 << 30
-    """Address space."""
+    """Address space, beside what is taken once the assignment's modules are loaded."""
     file_bytes: int = 16 << 20
     """Size of any file that it writes."""
     open_files: int = 64

@@ -29,8 +29,8 @@ from minipaged.tiers import choose_tier
 EXAMPLES = 20
 """Cases tried for each property: the interpreter takes about 10 milliseconds for each turn of a kernel's loop."""
 WORKER = "minipaged.course.decode_worker"
-LIMITS = Limits(call_seconds=60, test_seconds=300, cpu_seconds=600, memory_bytes=16 << 30, processes=None)
-"""torch maps a lot of memory, and starts threads."""
+LIMITS = Limits(call_seconds=60, test_seconds=300, cpu_seconds=600, memory_bytes=2 << 30, processes=None)
+"""The interpreter is slow, and torch starts threads."""
 
 
 # --- Properties -----------------------------------------------------------------------------------
@@ -83,7 +83,9 @@ def property_of(inputs: st.SearchStrategy[Case], *always: Case) -> Callable[[Ben
         for case in always:
             case.check(bench)
         if not bench.process.modules[0].call("has_kernel", bench.part[0]):
-            raise Failed(Failure("what it computes is right; but the file has no Triton kernel (@triton.jit)"))
+            raise Failed(
+                Failure("what it computes is right; but the file has no Triton kernel of its own (@triton.jit)")
+            )
 
     return check
 

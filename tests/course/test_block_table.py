@@ -120,6 +120,7 @@ def test_a_carried_allocator_with_a_bug_is_named_in_the_engine(tmp_path: Path) -
     result = result_of("the engine, on a small model", submit(REFERENCE_SOURCE, tmp_path), carried)
     assert result.failure is not None
     assert "exact-references" in result.message
+    assert "the allocator that you brought along: after " in result.message
 
 
 def test_the_model_test_fails_for_a_wrong_table(

@@ -78,6 +78,11 @@ for fd in range(3, 20):
             id="replaces a method of random.Random",
         ),
         pytest.param(
+            hostile("import random; random.Random.random = lambda self: 0.5"),
+            Verdict.TAMPERED,
+            id="puts a method before the one that random.Random inherits",
+        ),
+        pytest.param(
             hostile("import minipaged.errors as e; e.OutOfBlocks = Exception"), Verdict.TAMPERED, id="replaces an error"
         ),
         pytest.param(
@@ -105,6 +110,13 @@ for fd in range(3, 20):
             Verdict.FORBIDDEN,
             id="imports the reference, and hides the error",
         ),
+        pytest.param(
+            hostile("import os, sys; os.open(sys.modules['minipaged'].__path__[0], os.O_RDONLY)"),  # then dir_fd=
+            Verdict.FORBIDDEN,
+            id="opens a folder, to read what lies in it",
+        ),
+        pytest.param(hostile("import os; os.chdir('/')"), Verdict.FORBIDDEN, id="leaves its folder"),
+        pytest.param(hostile("import ctypes; ctypes.CDLL(None).open"), Verdict.FORBIDDEN, id="calls C"),
         pytest.param(hostile("import os; os.listdir('/')"), Verdict.FORBIDDEN, id="looks around"),
         pytest.param(hostile("open('/etc/passwd').read()"), Verdict.FORBIDDEN, id="reads other files"),
         pytest.param(hostile("open('/proc/%d/environ' % __import__('os').getppid())"), Verdict.FORBIDDEN, id="spies"),

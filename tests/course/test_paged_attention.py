@@ -80,6 +80,14 @@ def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(name:
     assert fixed.returncode == 0, "the script fails with a right one too:\n" + result.failure.script + fixed.stderr
 
 
+def test_memory_that_is_not_counted_counts_against_it(tmp_path: Path) -> None:
+    """Python lets everybody reset the peak."""
+    source = mutant("gathers the whole context").replace("    return output", "    RESET\n    return output")
+    source = source.replace("RESET", "del everything, block_tables\n    __import__('tracemalloc').reset_peak()")
+    result = result_of(MEMORY, submit(source, tmp_path))
+    assert "stopped tracemalloc, or reset what it had counted" in result.message
+
+
 def test_what_is_kept_between_calls_shows_in_a_whole_model(tmp_path: Path) -> None:
     [name] = [name for name in MUTANTS if MUTANTS[name][0] == LLAMA]
     result = result_of(LLAMA, submit(mutant(name), tmp_path))

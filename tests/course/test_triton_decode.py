@@ -188,18 +188,67 @@ def test_what_reaches_far_outside_is_told_as_that(bench: Bench, folder: Path) ->
 
 
 def test_torch_alone_is_no_kernel(bench: Bench, folder: Path) -> None:
-    path = folder / "without.py"
-    path.write_text(WITHOUT_TRITON)
-    failure = failure_of(PROPERTIES[0], path, bench)
-    assert failure is not None
-    assert "no Triton kernel" in failure.message
+    """Nor beside a kernel that is imported."""
+    past_torch = WITHOUT_TRITON.replace("out[0, 0] = weights @ values[block, 0]", PAST_TORCH)
+    for source, message in (
+        (WITHOUT_TRITON, "wrote to `out` with torch"),
+        (past_torch, "no Triton kernel of its own"),
+    ):
+        path = folder / "without.py"
+        path.write_text(source)
+        failure = failure_of(PROPERTIES[0], path, bench)
+        assert failure is not None
+        assert message in failure.message
 
 
 WITHOUT_TRITON = """
+from triton.language import sum
+
+
 def paged_decode(query, keys, values, block_tables, context_lens, scale, out):
     block = block_tables[0, 0]
     weights = (keys[block, 0] @ query[0, 0] * scale).softmax(0)
     out[0, 0] = weights @ values[block, 0]
+"""
+PAST_TORCH = "out.numpy()[0, 0] = (weights @ values[block, 0]).numpy()"
+
+
+def test_a_worker_in_disorder_passes_nothing(bench: Bench, folder: Path) -> None:
+    """An array without numbers has none that is wrong; and what replaces torch's functions is found out."""
+    path = folder / "forges.py"
+    path.write_text(FORGES)
+    failure = failure_of(PROPERTIES[0], path, bench)
+    assert failure is not None
+    assert failure.message == "it gave (0, 1, 1) instead of an array of shape (1, 1, 4)"
+    with pytest.raises(Misbehaviour, match=r"it replaced torch\.Tensor\.numpy"):
+        bench.process.finish()
+    bench.restart()
+
+
+FORGES = """
+import numpy
+import torch
+
+
+class Forged:
+    def __getitem__(self, at):
+        return self
+
+    def __setitem__(self, at, value):
+        pass
+
+    def reshape(self, shape):
+        return self
+
+    def copy(self):
+        return numpy.zeros((0, 1, 1))
+
+    def tobytes(self):
+        return b""
+
+
+def paged_decode(query, keys, values, block_tables, context_lens, scale, out):
+    torch.Tensor.numpy = lambda self: Forged()
 """
 
 

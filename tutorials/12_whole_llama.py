@@ -176,7 +176,7 @@ assert difference < 1e-3
 # %% [markdown]
 # ## The same with the fast tier
 #
-# [`minipaged.fast.llama`](../minipaged/fast/llama.py) takes other steps to the same place. Between two matrix products
+# [`Llama`](../minipaged/fast/llama.py) of the fast tier takes other steps to the same place. Between two matrix products
 # nothing is worth a pass over memory of its own, so what lies between them is one kernel each: add and normalise; turn
 # queries and keys and write keys and values into their slots; attend; gate. The three matrices of queries, keys and
 # values are laid one under another and are one product. Here is that pass with the project's own Triton kernels.
@@ -306,4 +306,5 @@ for i in range(4, 30, 5):
 first_known = next(i for i in range(30) if set(guesses[i:]) == {said[0]})
 print(f"from layer {first_known + 1} on it is {llm.tokenizer.decode([said[0]])!r}")
 assert guesses[-1] == said[0]
-assert guesses[0] != said[0]
+assert first_known >= 25
+# Not before the last layers: until then the vectors are on their way to an answer.

@@ -80,8 +80,8 @@ assert 2 * registers < 255 < 4 * registers
 # What they may **see** differs by token: a token at position `p` sees the keys `0 .. p`.
 #
 # Here is a prompt of 64 tokens, 4 query heads for one key/value head, in tiles of 32 rows (so 8 tokens) and 8 keys.
-# A row of the picture is one program, its columns are the tiles of keys from the first to the last, and each cell is one
-# turn of its loop:
+# A row of the picture is one program, its columns are the tiles of keys from the first to the last, and each cell is
+# one turn of its loop:
 
 
 # %%
@@ -325,8 +325,8 @@ check("the real kernel", real.numpy())
 #
 # A kernel can be **compiled** for a GPU on a machine that has none, and the machine code read. That does not say how
 # fast it is either, but it shows what would make it slow: registers that spill, and tensor cores that are left out.
-# Hopper GPUs (H100, H200) have two kinds of matrix instructions: `HMMA` (mma.sync), by one warp, and `HGMMA` (wgmma), by
-# four warps together, the only one that reaches the peak. This compiles the real kernel for one, with 128 rows (for
+# Hopper GPUs (H100, H200) have two kinds of matrix instructions: `HMMA` (mma.sync), by one warp, and `HGMMA` (wgmma),
+# by four warps together, the only one that reaches the peak. This compiles the real kernel for one, with 128 rows (for
 # prompts) and with 32 (for a few tokens each). Interpreting and compiling exclude each other in one process, so this
 # has one of its own. (It needs the project's tests: run the notebook in a clone.)
 

@@ -176,7 +176,7 @@ assert difference < 1e-3
 # %% [markdown]
 # ## The same with the fast tier
 #
-# [`Llama`](../minipaged/fast/llama.py) of the fast tier takes other steps to the same place. Between two matrix products
+# The fast tier's [`Llama`](../minipaged/fast/llama.py) takes other steps to the same place. Between two matrix products
 # nothing is worth a pass over memory of its own, so what lies between them is one kernel each: add and normalise; turn
 # queries and keys and write keys and values into their slots; attend; gate. The three matrices of queries, keys and
 # values are laid one under another and are one product. Here is that pass with the project's own Triton kernels.

@@ -61,7 +61,7 @@ Bars(
 #
 # **RMSNorm** brings each token's vector to one length, and weighs its dimensions. **RoPE** tells attention where a
 # token is: it turns each pair of numbers in a query or key by an angle that grows with the position. **SiLU** is the
-# bend in the MLP, without which its three matrices would be one.
+# gate of the MLP: number by number, what comes out of one of its matrices decides how much of another's goes on.
 
 
 # %%

@@ -6,7 +6,8 @@
 - The tutorials of tutorials/. Each is run, cell by cell, and becomes a page with what its cells put out, and a notebook
   to download. An error in a cell, a failed assert among them, ends the build.
 - A still of the recorded demo, for who has asked for reduced motion: a picture in a page is not told of that.
-- The stepper, and in place of `<!-- run FILE.py -->` in a page the recording that this file, run now, calls `run`.
+- The stepper, and in place of a line `<!-- run FILE.py -->` in a page the recording that this file, run now, calls
+  `run`.
 - In place of a line `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A
   name that the file does not have ends the build.
 - Python for the pages, by which a reader changes and runs the cells of tutorials that have the tag `editable`. It is
@@ -36,7 +37,7 @@ STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 RECORDING = "application/vnd.minipaged.run+json"
 """What a recording is as the output of a cell."""
-RUN = re.compile(r"<!-- run (?P<file>\S+\.py) -->")
+RUN = re.compile(r"^<!-- run (?P<file>\S+\.py) -->$", re.MULTILINE)
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
 

@@ -14,7 +14,13 @@ from tests.source import definitions
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "assignments").glob("*/*.md")]
+    [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "assignments").glob("*/*.md"),
+        *(ROOT / "tutorials").glob("*.py"),
+    ]
 )
 
 
@@ -47,10 +53,10 @@ def test_the_command_lines_of_the_readme_are_understood() -> None:
 
 
 CODE_LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\((?:\.\./)+(?P<file>minipaged/[\w/]+\.py)\)")
-"""A link in docs/ that names something in a file."""
+"""A link of a page that names something in a file."""
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_the_docs_name_is_in_the_file_that_they_link(page: Path) -> None:
     for name, file in CODE_LINK.findall(page.read_text()):
         assert name in definitions(ROOT / file), f"{name} in {file}"

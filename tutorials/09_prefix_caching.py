@@ -185,14 +185,15 @@ with record("Leaves before their parents", model.decode) as evicting:
 
 evicted = [event.block for event in evicting.events if isinstance(event, BlockEvicted)]
 print("evicted, in this order:", evicted)
-assert evicted[:2] == [2, 1]
+assert evicted == [2, 1, 5, 4, 3]
 assert outputs[-1].request_id == "book"
 assert outputs[-1].num_cached_tokens == 4
 
 # %% [markdown]
 # The leaves of the chain go before their parents: when a request ends, its blocks are released last one first. Had
 # block 0 been given up first, blocks 1 and 2 would still take room, and nobody could ever find them, since every
-# search begins at the beginning of the chain. So the next question still finds four of its tokens.
+# search begins at the beginning of the chain. So the next question still finds four of its tokens. (Its other blocks
+# take the places of 5, 4 and 3, which the unrelated prompt has left: its leaves first, again.)
 
 # %%
 evicting

@@ -346,8 +346,8 @@ for block_size in (1, 3, 16, 256):
 # ## Step 4: splits
 #
 # Now one user with a long context of 8,192 tokens, and the model of 8 key/value heads. How many programs are there?
-# Eight. An H200 has 132 multiprocessors, and to keep one busy takes about two programs: while one multiplies, the other
-# has loads under way.
+# Eight. An H200 has 132 multiprocessors, and the kernel reckons with two programs on each: while one multiplies, the
+# other has loads under way. (What one, three or four would do is not yet measured.)
 
 # %%
 places = 2 * 132
@@ -464,11 +464,11 @@ check("the real kernel", paged_decode(Q, keys, values, torch.from_numpy(tables),
 
 # %% [markdown]
 # What it has besides: heads of any size (80 is padded to 128), bfloat16 and float16, numbers of splits chosen on the
-# device so that the whole batch divides evenly, a direct write where there is one split, tails that are loaded ahead,
-# and 64-bit addresses. Its docstring says why for each.
+# device so that the whole batch divides evenly, a direct write where there is one split, the blocks of the last
+# tile looked up ahead, and 64-bit addresses. Its docstring says why for each.
 #
 # How fast is it? **Not yet measured**: it has not run on a GPU. What the compiler makes of it, and what is expected, is
-# in [the tuning log](../docs/tuning.md), and figures will be [here](../docs/gpu.md).
+# in [the tuning log](../docs/tuning.md); what is aimed at, on [the page about the GPU](../docs/gpu.md).
 #
 # ## Exercise
 #

@@ -57,12 +57,12 @@ assert 181 < balance < 182
 # %% [markdown]
 # The last column is the most that the products could reach if every byte came from memory. With one query at a time the
 # tensor cores would wait more than 99 % of the time. Tiles of 128 rows come to 71 %; and as other programs read the
-# same keys at about the same time, many of those bytes come from the chip's L2 cache and not from memory.
+# same keys at about the same time, many of those bytes can come from the chip's L2 cache and not from memory.
 #
 # **Predict.** Then why not 1,024 rows? What does a program have to keep, for each of its rows?
 
 # %%
-rows, dim, tile, threads = 128, 128, 64, 8 * 32  # eight warps of 32 threads
+rows, dim, tile, threads = 128, 128, 64, 8 * 32  # a program is eight warps of 32 threads
 registers = (rows * dim + rows * tile) / threads  # the output so far, and the scores of one tile: float32 each
 print(f"{registers:.0f} registers a thread for outputs and scores; there are 255")
 assert registers == 96
@@ -80,7 +80,8 @@ assert 2 * registers < 255 < 4 * registers
 # What they may **see** differs by token: a token at position `p` sees the keys `0 .. p`.
 #
 # Here is a prompt of 64 tokens, 4 query heads for one key/value head, in tiles of 32 rows (so 8 tokens) and 8 keys.
-# Each cell is one turn of some program's loop:
+# A row of the picture is one program, its columns are the tiles of keys from the first to the last, and each cell is
+# one turn of its loop:
 
 
 # %%
@@ -219,9 +220,8 @@ def prefill(
     q = tl.load(query + q_at, mask=exists, other=0.0)  # [ROWS, DIM]
     before = tl.load(context_lens + seq) - num_pairs // GROUP  # tokens before the first query token
     position = before + pair // GROUP  # [ROWS], of each row's token: the last one it sees
-    whole = (
-        (before + first_pair // GROUP + 1) // TILE * TILE
-    )  # up to here the first row sees all, and so does every row
+    # Up to here the first row sees all keys, and so does every row.
+    whole = (before + first_pair // GROUP + 1) // TILE * TILE
     end = before + (tl.minimum(first_pair + ROWS, num_pairs) - 1) // GROUP + 1  # here the last row ends
 
     table = tables + seq * max_blocks
@@ -325,10 +325,10 @@ check("the real kernel", real.numpy())
 #
 # A kernel can be **compiled** for a GPU on a machine that has none, and the machine code read. That does not say how
 # fast it is either, but it shows what would make it slow: registers that spill, and tensor cores that are left out.
-# Hopper GPUs have two kinds of matrix instructions: `HMMA` (mma.sync), by one warp, and `HGMMA` (wgmma), by four warps
-# together, the only one that reaches the peak. This compiles the real kernel for one, with 128 rows (for prompts) and
-# with 32 (for a few tokens each). Interpreting and compiling exclude each other in one process, so this has one
-# of its own. (It needs the project's tests: run the notebook in a clone.)
+# Hopper GPUs (H100, H200) have two kinds of matrix instructions: `HMMA` (mma.sync), by one warp, and `HGMMA` (wgmma),
+# by four warps together, the only one that reaches the peak. This compiles the real kernel for one, with 128 rows (for
+# prompts) and with 32 (for a few tokens each). Interpreting and compiling exclude each other in one process, so this
+# has one of its own. (It needs the project's tests: run the notebook in a clone.)
 
 # %%
 import json
@@ -351,7 +351,7 @@ assert few["tensor_cores"] == ["HMMA"]
 # No spills, and wgmma for the large tiles. [The tuning log](../docs/tuning.md) counts the instructions of the loop: for
 # each tile of keys the products take the tensor cores 1,024 cycles, and to start the loop's instructions takes 898. If
 # the two overlapped wholly the kernel would be as fast as its products; if not at all, it would reach 53 % of that.
-# Which it is has to be measured on a GPU, and that is **not yet measured** ([on a GPU](../docs/gpu.md)).
+# Which it is only a GPU can say: **not yet measured** ([on a GPU](../docs/gpu.md)).
 
 # %%
 assert round(1024 / (1024 + 898), 2) == 0.53

@@ -13,7 +13,8 @@
 # **What you will understand.** A language model keeps two vectors for every token that it has seen, in every layer: a
 # *key* and a *value*. Together they are the *KV cache*, and how much of it fits into memory decides how many requests
 # can be served at once. This page reserves that memory in the obvious way, one contiguous piece for each request, and
-# counts what becomes of it. The paper does so in section 3.1, Fig. 2 and Fig. 3.
+# counts what becomes of it. The paper does so in section 3.1, Fig. 2 and Fig. 3. *The paper* is, on all these pages,
+# [Kwon et al., 2023](../docs/paper.md): it introduces PagedAttention, and vLLM, the server that is built on it.
 #
 # You need to know what a Transformer is. You need nothing of vLLM.
 #
@@ -183,9 +184,9 @@ Bars(
 # The easy answer leaves four fifths of the memory without a token in it. Even the oracle cannot use all of it, since a
 # piece has to be there from the first token on, and must lie in one place.
 #
-# The paper measured the same on real systems: between 20.4 % and 38.2 % of the KV cache memory held tokens (Fig. 2).
-# Memory is what limits the number of requests served at once, so a server with such a cache does a fraction of what
-# its memory would allow.
+# The paper measured the same three answers with real requests, on a server of the kind that there was before (Orca):
+# between 20.4 % and 38.2 % of the KV cache memory held tokens (Fig. 2). Memory is what limits the number of requests
+# served at once, so a server with such a cache does a fraction of what its memory would allow.
 #
 # Operating systems met this problem long ago, and no program asks for contiguous physical memory any more. The next
 # tutorial takes over their answer: pages.
@@ -194,7 +195,7 @@ Bars(
 #
 # Could memory be moved together (*compaction*) whenever a request is turned away although enough slots are free in all?
 # Write `compact(cache)`, which moves all pieces to the front, and returns how many slots had to be copied. Then work
-# out what that means in bytes for OPT-13B.
+# out how many bytes are moved if that happens to OPT-13B when all `8 * LONGEST` slots of the server above are taken.
 
 
 # %% tags=["solution"]

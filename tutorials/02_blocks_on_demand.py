@@ -70,12 +70,17 @@ assert len(table.blocks) == 3
 #
 # ## Two sequences at once
 #
-# Now the whole engine serves two requests, with a small model that knows two texts by heart: where blocks are the
-# subject, its words will do. **Every frame below is recorded from the code that ran for this page.** On one side are
-# the source lines that ran, with the one that did it lit; on the other the pool, the block tables and the tokens.
+# Now the whole engine, which takes in requests, decides who runs and calls the model, serves two of them, with a small
+# model that knows two texts by heart: where blocks are the subject, its words will do. **Every frame below is recorded
+# from the code that ran for this page.** On one side are the source lines that ran, with the one that did it lit; on
+# the other the pool of blocks, the block tables and the tokens.
+#
+# A request can have several sequences (that is [tutorial 6](06_copy_on_write.py)); here each has one: s0 is the
+# sequence of A, s1 that of B, and ×1 says that one sequence holds a block. A request that waits has no block yet; the
+# scheduler, which decides who runs, is the subject of [tutorial 5](05_continuous_batching.py).
 #
 # Watch two things. A block of a request need not lie beside its others: both requests take from one pool, whenever they
-# need to. And a block that is given back is the next to be handed out.
+# need to. And a sequence that ends gives all its blocks back at once, for whoever comes next.
 
 # %%
 from minipaged import SamplingParams
@@ -99,7 +104,8 @@ with record("Two requests, one pool", model.decode) as run:
 run
 
 # %% [markdown]
-# The run as data holds no secret: these are the events of the [events page](../docs/events.md).
+# The run as data holds no secret: these are the events of the [events page](../docs/events.md). Each pair of brackets
+# is one sequence that needed slots, or that ended; `()` is one whose last block had room.
 
 # %%
 from minipaged.events import BlocksFreed, TokensComputed
@@ -153,6 +159,8 @@ Bars(
 
 # %% [markdown]
 # The two bars have one scale: so much less memory is held for the same tokens. The paper reports about 96 % for vLLM.
+# (In tutorial 1 the longest pieces came to 20 %: that was a share of the whole memory, free slots too, and of other
+# requests.)
 #
 # ## An allocator to change
 #

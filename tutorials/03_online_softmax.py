@@ -257,9 +257,9 @@ Cells(
 )
 
 # %% [markdown]
-# In blocks of 4, keys 0 to 3 are seen by all of these queries, those of the other two blocks only by some. Where a
-# query sees no key of a block, all its scores there are minus infinity and its three values stay as they are. `m` is a
-# number then already, because every query sees position 0.
+# In blocks of 4, block 0 is seen whole by all of these queries, block 1 only in part by queries 5 and 6, and block 2
+# not at all by queries 5, 6 and 7. Where a query sees no key of a block, all its scores there are minus infinity and
+# its three values stay as they are. `m` is a number then already, because every query sees position 0.
 #
 # All of it together, for one sequence. It is the loop from above with two more dimensions:
 
@@ -321,8 +321,8 @@ def attend_batch(
 #
 # minipaged's [`paged_attention`](../minipaged/reference/attention.py) is this loop too; it takes several sequences and
 # several small blocks in one turn, because a call of NumPy costs about as much for few keys as for many. Give both the
-# same batch: a prompt of 6 tokens behind a context of 5, and a sequence of 9 tokens that decodes one more. Their tables
-# grow in turn, so that their blocks lie among each other's.
+# same batch: a prompt of 6 tokens behind a context of 5, and a sequence of 9 tokens that goes on with one more. Their
+# tables grow in turn, so that their blocks lie among each other's.
 
 # %%
 from minipaged.reference.attention import paged_attention
@@ -342,7 +342,7 @@ contiguous = {}  # table -> its keys and values, [keys, kv_heads, head_dim] each
 for one in (first, second):
     shape = (one.num_tokens, kv_heads, head_dim)
     k, v = rng.standard_normal((2, *shape)).astype(np.float32)  # [keys, kv_heads, head_dim] each
-    cache.write(0, one.slot_mapping(0, one.num_tokens), k, v)
+    cache.write(0, one.slot_mapping(0, one.num_tokens), k, v)  # layer 0, the slots of all positions
     contiguous[one] = k, v
 
 query = rng.standard_normal((7, heads, head_dim)).astype(np.float32)  # [tokens, heads, head_dim]
@@ -371,8 +371,9 @@ assert abs(minipageds - right).max() < 1e-5
 # %% [markdown]
 # ## A real Llama
 #
-# The runner of the reference tier calls `attend` in each of its 30 layers. Put ours in its place: the words have to be
-# the same.
+# minipaged has a *reference tier*, in NumPy, to be read, and a *fast tier*, with kernels. In each, a *runner* runs the
+# model. That of the reference tier calls its function `attend` in each of the 30 layers. Put ours in its place: the
+# words have to be the same. (Prefix caching is off until tutorial 9, which is about it.)
 
 # %%
 from minipaged import LLM, SamplingParams
@@ -387,7 +388,7 @@ assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_val
 
 
 def write(attention) -> str:
-    wing = llm.loaded.wing
+    wing = llm.loaded.wing  # the parts of the reference tier, and its runner
     runner = wing.make_runner(config, llm.loaded.weights, llm.config)
     runner.attend = attention
     engine = Engine(llm.config, wing.tier, runner, decode=llm.tokenizer.decode)
@@ -404,8 +405,9 @@ print(f"with ours:        {write(attend_batch)!r}")
 assert write(attend_batch) == theirs
 
 # %% [markdown]
-# Step to a token that is generated, and look at the lines of `_attend` that ran. You know them all: scores, the mask
-# (only where some query must not see some key), `m_new`, `fade`, `p`, and the three sums.
+# Step to a token that is generated, and look at the lines of `_attend` that ran for it; the one that is lit divides by
+# `l`. You know them all: scores, the mask (only where some query must not see some key), `m_new`, `fade`, `p`, and the
+# three sums.
 
 # %%
 run

@@ -12,9 +12,10 @@
 # %% [markdown]
 # **What you will understand.** What the model, the block table and the pool do for one request from its arrival to its
 # end: the prompt in one pass, then token by token, with memory taken only when it is needed. It is the example of the
-# paper's Fig. 6, with its prompt and its block size, served by a real Llama: SmolLM2-135M on the reference tier.
+# paper's Fig. 6 (section 4.3), with its prompt and its block size, served by a real Llama: SmolLM2-135M on the
+# reference tier.
 #
-# From here on the words are a real model's. (A small one: it does not know the speech.)
+# The words are a real model's. (A small one: it does not know the speech.)
 
 # %%
 from minipaged import LLM, SamplingParams
@@ -39,8 +40,11 @@ assert len(token_ids) == 7
 # So the newest token is always known before its keys and values are in the cache. They are computed by the pass that
 # chooses the token after it.
 #
-# **Predict.** The request shall have 6 new tokens. How many passes does the model make, how many slots are filled in
-# the end, and how many blocks of 4 does that take?
+# **Predict.** The request asks for 6 new tokens. How many passes does the model make, how many slots are filled in the
+# end, and how many blocks of 4 does that take?
+#
+# (The engine is made once more below, inside `record`, which catches what an engine tells of itself from its first
+# moment on. The weights are those loaded above.)
 
 # %%
 with record("Four score and seven years ago our", llm.tokenizer.decode) as run:
@@ -64,6 +68,9 @@ assert (slots, blocks) == (12, 3)
 #
 # Watch the last block. When it has room, a token costs nothing but its slot. When it is full, `BlockTable.append` asks
 # the allocator for one more. A token with a dashed frame is known, but its keys and values are not in the cache yet.
+# Where the model has chosen a token, the code shown is its attention, which has read the blocks: the loop of tutorial
+# 3. (A token stands in its slot as soon as the slot is assigned; the pass that follows writes its keys and values
+# there.)
 
 # %%
 run
@@ -92,7 +99,8 @@ for position, token in enumerate(tokens[:-1]):
 #
 # Show that last claim. Give the same request an allocator that hands out block 7, then 1, then 3, and compare the
 # words. `LLM(..., allocator=YourAllocator)` takes any class with the members of
-# [`BlockAllocator`](../minipaged/contracts.py).
+# [`BlockAllocator`](../minipaged/contracts.py). (The reference tier's, of tutorial 2, keeps the free blocks in a list,
+# `_free`, and hands out the last of it: a subclass can put that list in another order.)
 
 # %% tags=["solution"]
 from minipaged.reference.block_allocator import BlockAllocator

@@ -12,7 +12,7 @@
 # %% [markdown]
 # **What you will understand.** Why a server runs many requests together, why it must not wait for the longest of them,
 # and how minipaged's scheduler decides, anew at every step, who runs and how many tokens each. It is what the paper
-# builds on in section 2.3 and describes in section 4.3.
+# builds on in section 2.3 and describes in sections 4.3 and 4.5.
 #
 # ## Why requests run together
 #
@@ -100,8 +100,8 @@ Bars(
 # ## The same with the engine
 #
 # Now 128 requests and a batch of eight rows, and beside the simulation minipaged's engine, which is given the same
-# requests. (Its model here only counts; blocks there are plenty.) Lengths are random, with the mean that the paper
-# reports for the answers of its Alpaca workload, 58 tokens.
+# requests. (Its model here only counts, and there are blocks for everybody.) Lengths are random, with the mean that the
+# paper reports for the answers of its Alpaca workload, 58 tokens.
 #
 # To batch statically, the engine is simply not told of the next eight requests before the last of the present ones has
 # ended.
@@ -228,8 +228,9 @@ run
 # - **NEVER**: at its full length it would not fit even if it had the whole pool to itself. That is known when it
 #   arrives, and it is told so at once. In a queue it would wait forever, and everybody behind it too.
 #
-# **Predict.** A pool of 5 blocks of 4. A runs and holds 2 blocks. D arrives, which could become 24 tokens long; then B
-# with a prompt of 9 tokens; then C with 2. Which of them gets which answer?
+# **Predict.** A pool of 5 blocks of 4. A runs and holds 2 blocks. D arrives with a prompt of 13 tokens and asks for 12
+# more, which is 24 slots, since the last token is never run; then B with a prompt of 9 tokens; then C with 2. Which of
+# them gets which answer?
 
 # %%
 from minipaged import InvalidRequest
@@ -268,8 +269,8 @@ queues
 # What does `max_num_batched_tokens` do to the neighbours of a long prompt, and to the prompt itself? The function below
 # makes a real engine over the simulated machine of the first section: `engine.step()` computes nothing, and moves
 # `runner.now` on by the seconds that the step would take. Let A decode, let B arrive with a prompt of 1,500 tokens, and
-# measure for budgets of 2048, 512, 128 and 32 tokens how long A waits at most between two of its tokens, and how long
-# B waits for its first.
+# measure for budgets of 2048, 512, 128 and 32 tokens how long A waits at most between two of its tokens, and how long B
+# waits for its first. (`engine.listeners` is a list of functions: each is called with every event, as it happens.)
 
 # %%
 from itertools import pairwise

@@ -178,7 +178,7 @@ assert pairs == [[], [], []]
 # ## Three samples on the engine
 #
 # Now the whole engine: one request with `n=3`. Its prompt runs once, and three tokens are drawn from what it predicts.
-# Then the first sequence is forked twice. Watch the counts (×3) and the block that is copied.
+# Then the first sequence is forked twice. Watch the counts (×3), and block 1, which is copied twice, for three samples.
 
 # %%
 from minipaged import SamplingParams
@@ -195,8 +195,9 @@ with record("Three samples of one prompt", model.decode) as run:
     engine = model.engine(num_blocks=12, block_size=4)
     prompt_tokens = model.encode("Four score and seven years ago our")
     engine.add_request(prompt_tokens, SamplingParams(n=3, max_tokens=6, seed=1), request_id="A")
-    [output] = [output for _ in iter(engine.has_unfinished_requests, False) for output in engine.step()]
-for completion in output.outputs:
+    while engine.has_unfinished_requests():
+        outputs = engine.step()  # those of the requests that this step has finished
+for completion in outputs[0].outputs:
     print(completion.text)
 run
 

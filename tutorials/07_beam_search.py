@@ -18,7 +18,7 @@
 # ## The likeliest word is not always on the way to the likeliest text
 #
 # Take a model that knows a few beginnings of stories, and how likely each next word is: by the odds below, where words
-# compete. (It is a model without weights, as before; the odds are its logits.)
+# compete. (It is a model without weights, as before; the logarithms of the odds are its logits.)
 
 # %%
 import math
@@ -67,7 +67,7 @@ prompt = model.encode("It was")
 
 # %% [markdown]
 # **Greedy** decoding takes the likeliest word each time. Probabilities of words in a row are multiplied, so their
-# logarithms are added.
+# logarithms, the *logprobs*, are added.
 
 # %%
 tokens, total = list(prompt), 0.0
@@ -166,8 +166,9 @@ eos = tuple(token for token, word in enumerate(model.words) if word == ".")
 for penalty in (0.0, 1.0):
     engine = model.engine(num_blocks=32, block_size=2, eos_token_ids=eos)
     engine.add_request(prompt, BeamSearchParams(beam_width=2, max_tokens=10, length_penalty=penalty))
-    [found] = [output for _ in iter(engine.has_unfinished_requests, False) for output in engine.step()]
-    for one, (score, tokens) in zip(found.outputs, search(2, penalty), strict=True):
+    while engine.has_unfinished_requests():
+        outputs = engine.step()  # those of the requests that this step has finished
+    for one, (score, tokens) in zip(outputs[0].outputs, search(2, penalty), strict=True):
         assert [*prompt, *one.token_ids] == tokens
         assert abs(one.score - score) < 1e-6
 print("the engine finds the same")
@@ -199,17 +200,19 @@ tale = Teller(
     odds={"a": 9, "noon": 0.25},
 )
 
-tables = []  # after each step, the block table of each beam
+tables = []  # after each step, the block table of each beam: sequence -> its blocks
 with record("Four beams", tale.decode) as run:
     engine = tale.engine(num_blocks=18, block_size=2)
     engine.add_request(tale.encode("It was"), BeamSearchParams(beam_width=4, max_tokens=8), request_id="A")
     while engine.has_unfinished_requests():
         engine.step()
-        tables.append([list(beam.table.blocks) for request in engine.scheduler.running for beam in request.sequences])
+        beams = [beam for request in engine.scheduler.running for beam in request.sequences]
+        tables.append({f"s{beam.sequence_id}": list(beam.table.blocks) for beam in beams})
 run
 
 # %% [markdown]
-# The two steps around that moment as a picture: each row is a beam with its blocks in logical order.
+# The moment is engine step 7. Its beams before and after as a picture: each row is a sequence with its blocks in
+# logical order.
 
 # %%
 from collections import Counter
@@ -220,23 +223,23 @@ from minipaged.stepper.pictures import Cells
 def picture(of_step: int) -> Cells:
     """The tables that the beams of a step had when it had run."""
     held = tables[of_step - 1]
-    holders = Counter(block for table in held for block in table)
+    holders = Counter(block for table in held.values() for block in table)
     kinds = {1: "held by one beam", len(held): "held by all"}
     return Cells(
-        [(f"beam {i}", [(f"{b}", kinds.get(holders[b], "held by some")) for b in t]) for i, t in enumerate(held)],
+        [(name, [(f"{b}", kinds.get(holders[b], "held by some")) for b in table]) for name, table in held.items()],
         {"held by all": "grid", "held by some": "lines", "held by one beam": "dots"},
     )
 
 
-before = [[0, 1, 3, 5], [0, 1, 3, 6], [0, 1, 3, 7], [0, 2, 4, 8]]
+before = {"s0": [0, 1, 3, 5], "s2": [0, 1, 3, 6], "s3": [0, 1, 3, 7], "s1": [0, 2, 4, 8]}
 assert tables[5] == before
 picture(6)
 
 # %% [markdown]
-# After step 7 beams 0 and 1 of the picture have two survivors each; beams 2 and 3 have none:
+# After it, s0 and s2 have two survivors each, and s4 and s5 are their forks; s3 and s1 have none:
 
 # %%
-assert tables[6] == [before[0], before[0], before[1], before[1]]
+assert tables[6] == {"s0": before["s0"], "s4": before["s0"], "s2": before["s2"], "s5": before["s2"]}
 picture(7)
 
 # %% [markdown]
@@ -248,7 +251,7 @@ picture(7)
 from minipaged.events import BlockCopied, BlocksFreed, SequenceForked, TokensComputed
 
 first, second = [event.blocks for event in run.events if isinstance(event, BlocksFreed)][:2]
-still_held = {block for table in tables[6] for block in table}
+still_held = {block for table in tables[6].values() for block in table}
 came_free = {*first, *second} - still_held
 begun = [event.new_blocks for event in run.events if isinstance(event, TokensComputed)][-4:]
 print("given back:", first, second)
@@ -329,12 +332,13 @@ Bars(
 )
 
 # %% [markdown]
-# Samples share the full blocks of their prompt, of which there are none here. Beams share whatever they have in common,
+# Samples share the full blocks of their prompt, of which there are none here. Beams share what they have in common,
 # because each stems from a few recent ancestors: the texts above begin alike, and only their ends differ. For its
 # Alpaca workload the paper reports 37.6 to 55.2 % of the blocks saved by beam search, against 6.1 to 9.8 % by parallel
 # sampling (Fig. 15).
 #
-# The price is copy-on-write, where beams part within a block. A copy is one block, however long the sequence is:
+# The price is copy-on-write, where beams part within a block. A fork then costs one block, however long the sequence
+# is; in contiguous memory it costs the whole sequence:
 
 # %%
 contiguous, copied = sum(tokens_to_copy(events)), stats.blocks_copied
@@ -342,8 +346,6 @@ print(f"for the forks: {contiguous} tokens to copy in contiguous memory; here {c
 assert 16 * copied < contiguous
 
 # %% [markdown]
-# A fork costs one block at most here, however long the sequence is; in contiguous memory it costs the whole sequence.
-#
 # Beam search is yours to write in [assignment 5](../assignments/5_beam_search/handout.md); the engine carries out what
 # you decide, and SmolLM2 runs with it.
 #

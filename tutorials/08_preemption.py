@@ -26,13 +26,14 @@
 #   then the next one is the oldest: everybody is served in the end.
 # - **All or nothing.** A token attends to everything before it, so half of a request's blocks are of no use to it. All
 #   of its blocks go together, and if it has several sequences, all of those.
-# - **It loses time, never words.** There are two ways back. **Swap**: copy its blocks to the host's memory now, and
-#   back to the device later. **Recompute**: drop them, and later compute keys and values again.
+# - **It loses time, never words.** There are two ways back. **Swap**: copy its blocks from the memory of the device
+#   (the GPU) to that of the host (the CPU's machine) now, and back later. **Recompute**: drop them, and later compute
+#   keys and values again.
 #
 # ## Three requests in a pool too small
 #
 # Since words must not be lost, this needs a model with words to lose: SmolLM2-135M on the reference tier, as in
-# [tutorial 4](04_token_by_token.py). Three requests arrive one after another, and shall have 8 tokens each.
+# [tutorial 4](04_token_by_token.py). Three requests arrive one after another, and ask for 8 tokens each.
 
 # %%
 from minipaged import LLM, SamplingParams
@@ -71,8 +72,8 @@ for name, text in words.items():
 # %% [markdown]
 # The last token is chosen and never run, so A comes to 14 slots, B and C to 13: four blocks of 4 each, 12 in all.
 #
-# **Predict.** Now the pool has only 9 blocks. Who is preempted, how many blocks does it give up when one is missing,
-# and what will its words be in the end?
+# **Predict.** Now the pool has only 9 blocks (and for swapping there is a pool of 4 in the host's memory). Who is
+# preempted, how many blocks does it give up when one is missing, and what will its words be in the end?
 
 # %%
 swap, swapped = serve("A pool of 9 blocks: swap", num_blocks=9, num_swap_blocks=4, preemption="swap")

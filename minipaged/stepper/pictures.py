@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 FILLS = {
     "full": "",
-    "lines": '<path d="M0 8L8 0M-2 2L2 -2M6 10L10 6" stroke="currentColor" stroke-width="1.5"/>',
+    "lines": '<path d="M0 8L8 0M-2 2L2 -2M6 10L10 6" stroke="currentColor"/>',
     "dots": '<circle cx="4" cy="4" r="1.3" fill="currentColor"/>',
     "grid": '<path d="M0 4H8M4 0V8" stroke="currentColor" stroke-width=".8"/>',
     "empty": "",
@@ -91,7 +91,7 @@ def _box(x: float, y: float, width: float, fill: str, text: str, height: int = 2
     label = f'<text x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle"'
     if fill == "full":  # letters in the colour of the page, whatever that is
         return f'{box}{label} style="fill:var(--md-default-bg-color,Canvas)">{html.escape(text)}</text>'
-    outline = "stroke:var(--md-default-bg-color,Canvas);stroke-width:4px;paint-order:stroke"
+    outline = "stroke:var(--md-default-bg-color,Canvas);stroke-width:7px;stroke-linejoin:round;paint-order:stroke"
     return f'{box}{label} style="{outline}">{html.escape(text)}</text>'
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import minipaged
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest
-from minipaged.events import EngineStarted, Event
+from minipaged.events import EngineStarted, Event, TokensComputed
 from minipaged.stepper.page import as_data, element, page, words_of
 
 ROOT = Path(minipaged.__file__).parent
@@ -39,6 +39,7 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "Engine._commit_beams",
         "Engine._end_sequence",
         "Engine._finish_request",
+        "Engine._finish_step",
     ),
     "engine/scheduler.py": (
         "Scheduler.schedule",
@@ -80,6 +81,7 @@ WATCHED: dict[str, tuple[str, ...]] = {
 TELLING: dict[str, str] = {
     "request_arrived": "Engine.add_request",
     "step_started": "Engine._launch",
+    "step_finished": "Engine._finish_step",
     "request_admitted": "Scheduler._admit",
     "request_preempted": "Scheduler._preempt",
     "tokens_computed": "BlockTable.append",
@@ -227,6 +229,8 @@ def _code(events: Iterable[Event], traces: Iterable[Trace], own: Set[CodeType]) 
 def _telling_line(event: Event, trace: Trace, own: Set[CodeType]) -> tuple[CodeType, int] | None:
     """The line to light."""
     name = TELLING.get(event.name, "")
+    if isinstance(event, TokensComputed) and event.new_blocks:
+        name = "BlockAllocator.allocate"  # its sentence is about the blocks
     in_own = [(code, line) for code, line in trace if code in own and name.startswith("Block")]
     telling = [(code, line) for code, line in in_own if code.co_name == name.rpartition(".")[2]]
     told = telling or in_own or [(code, line) for code, line in trace if code.co_qualname == name]

@@ -161,7 +161,7 @@
       + `${count(before.sequences.get(e.parent).table.length, "block")}, and nothing is copied.`,
     token_generated: (e, before, after, word) => `The next token of sequence ${e.sequence} is ${word(e.token_id)}. `
       + "It is known, but its keys and values are not in the cache yet.",
-    sequence_finished: (e) => `Sequence ${e.sequence} is finished: ${REASONS[e.reason]}.`,
+    sequence_finished: (e) => `Sequence ${e.sequence} ends: ${REASONS[e.reason]}.`,
     beam_finished: (e, before, after, word) => `Sequence ${e.sequence} followed by ${word(e.token_id)} is kept as a `
       + `finished beam, with score ${e.score.toFixed(3)}.`,
     tokens_computed: (e, before) => {
@@ -343,6 +343,8 @@ dt{color:var(--dim)}dd{margin:0}
     }
 
     word(token) { return this.data.words?.[token] ?? String(token); }
+    /** A word of line breaks or spaces alone would look like nothing. */
+    visible(token) { return this.word(token).replaceAll("\n", "↵").replace(/^ +$/, (spaces) => "␣".repeat(spaces.length)); }
 
     go(wanted) {
       const n = Math.max(1, Math.min(this.events.length, wanted));
@@ -359,7 +361,7 @@ dt{color:var(--dim)}dd{margin:0}
       this.number.textContent = `${n} / ${this.events.length}`;
       this.link.href = `?step=${n}${this.id ? `#${this.id}` : ""}`;
       this.link.setAttribute("aria-label", `Link to step ${n}`);
-      const quoted = (token) => this.data.words ? `“${this.word(token).trim()}”` : this.word(token);
+      const quoted = (token) => this.data.words ? `“${this.visible(token).trim()}”` : this.word(token);
       this.say.textContent = sentences[event.event]?.(event, before, after, quoted) ?? event.event;
       const note = this.data.notes?.[n - 1];
       if (note) this.say.append(make("b", {}, ` ${note}`));
@@ -407,7 +409,7 @@ dt{color:var(--dim)}dd{margin:0}
           || who.some((h) => !old.some((o) => o.id === h.id));
         const slots = size <= 8 ? make("ol", {class: "slots", "aria-label": "slots"},
           ...Array.from({length: refs ? size : 0}, (_, i) => make("li", {title: i < tokens.length
-            ? this.word(tokens[i]) : "empty slot"}, i < tokens.length ? this.word(tokens[i]).trim() : " ")))
+            ? this.word(tokens[i]) : "empty slot"}, i < tokens.length ? this.visible(tokens[i]).trim() : " ")))
           : make("div", {}, refs ? `${tokens.length} / ${size} filled` : "");
         const kind = refs === 0 ? "free" : refs > 1 ? "many" : "";
         return make("li", {class: `${kind} ${changed ? "new" : ""}`, "data-block": block, "data-refs": refs},
@@ -432,7 +434,7 @@ dt{color:var(--dim)}dd{margin:0}
     drawSequence(before, after, s) {
       const size = after.pool.block_size;
       const old = before.sequences.get(s.id);
-      const where = s.done ? "finished" : s.swapped ? "swapped out" : after.running.includes(s.request) ? "running" : "waiting";
+      const where = s.done ? "ended" : s.swapped ? "swapped out" : after.running.includes(s.request) ? "running" : "waiting";
       const entries = s.table.map((block, logical) => {
         const filled = Math.min(size, s.filled - logical * size);
         const changed = !old || old.table[logical] !== block || Math.min(size, old.filled - logical * size) !== filled;
@@ -452,7 +454,7 @@ dt{color:var(--dim)}dd{margin:0}
       const spans = tokens.slice(first).map((token, i) => make("span", {
         class: `${first + i >= prompt ? "out" : ""} ${first + i >= filled ? "todo" : ""}`,
         title: (first + i >= prompt ? "generated" : "prompt") + (first + i >= filled ? ", not in the cache yet" : ""),
-      }, this.word(token)));
+      }, this.visible(token)));
       return make("p", {class: "tokens"}, first ? `… ${first} before … ` : "", ...spans);
     }
 

@@ -195,6 +195,13 @@ def test_blocks_say_number_count_and_owners_in_words(opened: Any) -> None:
     assert "forked" in opened.locator(".say").text_content()
 
 
+def test_a_token_that_is_only_a_line_break_can_be_seen(opened: Any) -> None:
+    look = "s => { s.data.words = {...s.data.words, 3: '\\n\\n'}; s.go(s.events.length); return s.visible(3); }"
+    arrows = opened.locator("paged-stepper").evaluate(look)
+    assert arrows == 2 * "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
+    assert arrows in opened.locator(".tokens").first.text_content()
+
+
 def test_the_lit_line_is_in_sight(opened: Any) -> None:
     """And it is marked by a sign, not by its colour alone."""
     stepper = opened.locator("paged-stepper")

@@ -12,7 +12,7 @@ import pytest
 
 from minipaged import EngineConfig, InvalidRequest, SamplingParams
 from minipaged.engine.engine import Engine
-from minipaged.events import EVENT_TYPES, BlockCopied, Event, RequestArrived
+from minipaged.events import EVENT_TYPES, BlockCopied, Event, RequestArrived, StepFinished, TokensComputed
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.stepper import Recording, Storyteller, record
 from minipaged.stepper.page import element
@@ -59,6 +59,19 @@ def test_the_line_lit_for_a_copy_is_where_the_reference_is_given_up() -> None:
     function = data["functions"][number]
     assert function["name"] == "BlockAllocator.copy_on_write"
     assert function["source"][line - function["first"]].strip() == "self._ref_counts[block] -= 1"
+
+
+def test_the_line_lit_is_in_the_function_that_the_sentence_speaks_of() -> None:
+    run, _ = two_samples()
+    data = run.data()
+    before: Event | None = None
+    for event, lit in zip(run.events, data["current"], strict=True):
+        function = data["functions"][lit[0]]["name"] if lit else None
+        if isinstance(event, StepFinished):
+            assert function == "Engine._finish_step"
+        if isinstance(event, TokensComputed) and not isinstance(before, BlockCopied):
+            assert function == ("BlockAllocator.allocate" if event.new_blocks else "BlockTable.append")
+        before = event
 
 
 def test_a_step_shows_only_what_ran_since_the_step_before() -> None:

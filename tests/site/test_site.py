@@ -143,7 +143,8 @@ def test_pages_fit_the_screen_ask_for_nothing_and_axe_finds_no_serious_violation
         page.goto(f"{path.as_uri()}?step=12")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path.name} is wider than the screen"
         if "api" not in path.parts:
-            page.screenshot(path=folder / f"{path.stem}-{size}-{scheme}.png", full_page=True)
+            name = "-".join(path.relative_to(site).with_suffix("").parts)
+            page.screenshot(path=folder / f"{name}-{size}-{scheme}.png", full_page=True)
         if ("api" in path.parts and path.stem != "stepper") or ("concepts" in path.parts and path.stem != "preemption"):
             continue  # all made alike, and large
         page.add_script_tag(content=script)
@@ -281,6 +282,7 @@ def test_a_package_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatc
         ("[x](../tutorials/01_contiguous_memory.py)", "[x](tutorials/01_contiguous_memory.md)"),
         ("[x](../assignments/1_block_allocator/handout.md)", "[x](assignments/1_block_allocator/handout.md)"),
         ("[x](../minipaged/reference/block_table.py)", "[x][minipaged.reference.block_table]"),
+        ("[`minipaged.llm`](../minipaged/llm.py)", "[`minipaged.llm`][minipaged.llm]"),
         (
             "[`BlockTable.append`](../minipaged/reference/block_table.py)",
             "[`BlockTable.append`][minipaged.reference.block_table.BlockTable.append]",

@@ -267,6 +267,15 @@ def test_without_npm_the_site_is_built_unless_it_must_be_whole(
         build.brings_python(tmp_path / "python.js")
 
 
+def test_why_npm_fetched_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npm, "FOLDER", tmp_path / "packages")
+    (tmp_path / "npm").write_text("#!/bin/sh\necho npm error code ENOTFOUND >&2\nexit 1\n")
+    (tmp_path / "npm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(npm.NotFetched, match="could not fetch pyodide@1: npm error code ENOTFOUND"):
+        npm.fetch("pyodide@1", "AAAA")
+
+
 def test_a_package_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npm, "FOLDER", tmp_path)
     (tmp_path / "pyodide-1.tgz").write_bytes(b"something else")

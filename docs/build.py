@@ -202,7 +202,7 @@ def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
 
 
 NO_EDITOR = (
-    "*On the site as it is published this code can be edited and run. This copy was built without that: no npm.*"
+    "*On the site as it is published this code can be edited and run. This copy was built without npm or a network.*"
 )
 
 

@@ -54,7 +54,7 @@ class Watched:
 
     def check(self) -> None:
         """Nothing was said on the console, and nothing was asked for but files of this machine."""
-        assert not self.complaints
+        assert not self.complaints, self.complaints
         for url in self.asked:
             assert url.startswith(("file:", "data:", "blob:", "http://127.0.0.1:", "about:")), url
 

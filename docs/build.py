@@ -48,7 +48,7 @@ def main() -> None:
     for source in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "assignments").rglob("*.md")]:
         place = place_of(source.relative_to(ROOT))
         text = with_links_into_the_site(source.read_text(), source, place)
-        text = RUN.sub(lambda run, folder=source.parent: recorded(folder / run["file"]), text)
+        text = RUN.sub(lambda run, folder=source.parent: recorded((folder / run["file"]).resolve()), text)
         text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
@@ -134,8 +134,9 @@ def _moved(link: re.Match[str], source: Path, page: Path) -> str:
     target = (source.parent / link["target"]).resolve()
     path = target.relative_to(ROOT)
     if path.parts[0] == "minipaged" and path.suffix == ".py":
-        name = [link["text"].strip("`")] if link["text"].startswith("`") else []
-        return f"[{link['text']}][{'.'.join([*path.with_suffix('').parts, *name])}]"
+        module, name = ".".join(path.with_suffix("").parts), link["text"].strip("`")
+        within = f".{name}" if link["text"].startswith("`") and name != module else ""
+        return f"[{link['text']}][{module}{within}]"
     place = place_of(path)
     if place.parts[0] == "files":
         (STAGE / place.parent).mkdir(parents=True, exist_ok=True)
@@ -202,7 +203,7 @@ def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
 
 
 NO_EDITOR = (
-    "*On the site as it is published this code can be edited and run. This copy was built without that: no npm.*"
+    "*On the site as it is published this code can be edited and run. This copy was built without npm or a network.*"
 )
 
 

@@ -30,12 +30,14 @@ def fetch(package: str, sha512: str) -> Path:
             npm = shutil.which("npm")
             if npm is None:
                 raise NotFetched("there is no npm here; on Debian: apt-get install npm")
-            command = [npm, "pack", package, "--silent"]
+            # One more try, soon: without a network npm would keep whoever builds waiting for a minute.
+            command = [npm, "pack", package, "--loglevel=error", "--fetch-retries=1", "--fetch-retry-mintimeout=1000"]
             try:
                 subprocess.run(command, cwd=FOLDER, check=True, capture_output=True, text=True, timeout=120)
             except subprocess.SubprocessError as error:
-                said = (getattr(error, "stderr", "") or str(error)).strip().rpartition("\n")[2]
-                raise NotFetched(f"npm could not fetch {package}: {said}") from None
+                said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
+                first = "\n".join(said.splitlines()[:4])  # what went wrong; npm's own stack follows
+                raise NotFetched(f"npm could not fetch {package}: {first}") from None
     digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if digest != sha512:
         raise ValueError(f"{archive} is not what it was when it was chosen; delete it, and it is fetched again")

@@ -53,13 +53,15 @@ def test_the_command_lines_of_the_readme_are_understood() -> None:
 
 
 CODE_LINK = re.compile(r"\[`(?P<name>[\w.]+)`\]\((?:\.\./)+(?P<file>minipaged/[\w/]+\.py)\)")
-"""A link of a page that names something in a file."""
+"""A link of a page that names something in a file, or the file as it is imported."""
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_the_docs_name_is_in_the_file_that_they_link(page: Path) -> None:
+    """Without this the site cannot be built: the name has no place in the API."""
     for name, file in CODE_LINK.findall(page.read_text()):
-        assert name in definitions(ROOT / file), f"{name} in {file}"
+        module = file.removesuffix(".py").replace("/", ".")
+        assert name in definitions(ROOT / file) | {module}, f"{name} in {file}"
 
 
 def test_the_map_of_the_paper_names_functions() -> None:

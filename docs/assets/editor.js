@@ -37,6 +37,7 @@
       const python = await loadPyodide({
         indexURL: "http://nowhere.invalid/", packageBaseUrl: "http://nowhere.invalid/", lockFileContents: json("lock.json"),
         createPyodideModule: (await load("pyodide.asm.mjs")).default,
+        stdin: () => null, // nobody types there: `input()` raises EOFError
       });
       for (const [path, source] of Object.entries(json("minipaged.json"))) {
         python.FS.mkdirTree(path.slice(0, path.lastIndexOf("/")));

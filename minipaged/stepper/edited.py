@@ -54,8 +54,12 @@ def _execute(text: str, names: dict[str, Any]) -> Any:
 
 def _told(error: BaseException) -> tuple[str, int | None]:
     """What went wrong, in words, and where in the reader's code. Where that was called by minipaged, which reported it
-    by an error of its own, the line is the one where it began."""
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    by an error of its own, the line is the one where it began, and what happened there is told too."""
+    message = "; because of ".join(
+        f"{type(link).__name__}: {link}" if str(link) else type(link).__name__
+        for link in (error, error.__cause__)
+        if link is not None
+    )
     if isinstance(error, SyntaxError) and error.filename == NAME:
         return f"Line {error.lineno}: {type(error).__name__}: {error.msg}", error.lineno
     frames = [

@@ -279,7 +279,9 @@ dt{color:var(--dim)}dd{margin:0}
       }
       this.build();
       this.go(this.linked() ?? 1);
-      addEventListener("hashchange", () => this.go(this.linked() ?? this.n));
+      addEventListener("hashchange", () => { // to a heading, too: that is for no stepper
+        if (this.id && location.hash === `#${this.id}`) this.go(this.linked() ?? this.n);
+      });
       this.closest("details")?.addEventListener("toggle", () => this.go(this.n)); // what is folded cannot be scrolled
     }
     /** The step of `?step=n#id`, if that is for this stepper; without an id it is for the first of the page. */

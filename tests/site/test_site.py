@@ -44,8 +44,8 @@ def test_every_stepper_steps_by_button_key_slider_and_link(site: Path, browser: 
     for path in found:
         page.goto(path.as_uri())
         for i in range(page.locator("paged-stepper").count()):
-            page.goto(path.as_uri())
             page.evaluate("document.querySelectorAll('details').forEach((folded) => { folded.open = true; })")
+            page.evaluate("document.querySelectorAll('paged-stepper').forEach((stepper) => { stepper.go(1); })")
             stepper = page.locator("paged-stepper").nth(i)
             last = stepper.evaluate("s => s.events.length")
             count = stepper.locator(".n")
@@ -70,7 +70,7 @@ def test_every_stepper_steps_by_button_key_slider_and_link(site: Path, browser: 
 
 
 def search(page: Any, words: str) -> list[str]:
-    """Where the first results lead: the best ten pages, of which some may be there several times."""
+    """Where the first results lead, the best first."""
     page.get_by_role("textbox", name="Search").click()
     page.keyboard.type(words)
     page.locator(".md-search-result__item").first.wait_for(state="attached", timeout=20_000)
@@ -78,10 +78,10 @@ def search(page: Any, words: str) -> list[str]:
     return links
 
 
-def test_search_finds_copy_on_write_from_a_file(site: Path, browser: Browser) -> None:
+def test_search_for_copy_on_write_leads_to_its_tutorial_first_from_a_file(site: Path, browser: Browser) -> None:
     watched = Watched(browser, viewport={"width": 1280, "height": 900})
     watched.page.goto((site / "index.html").as_uri())
-    assert any("06_copy_on_write.html" in link for link in search(watched.page, "copy-on-write"))
+    assert "06_copy_on_write.html" in search(watched.page, "copy-on-write")[0]
     watched.check()
     watched.page.close()
 
@@ -98,10 +98,10 @@ def served(site: Path) -> Iterator[str]:
     server.shutdown()
 
 
-def test_search_finds_copy_on_write_from_a_server(served: str, browser: Browser) -> None:
+def test_search_for_copy_on_write_leads_to_its_tutorial_first_from_a_server(served: str, browser: Browser) -> None:
     watched = Watched(browser, viewport={"width": 1280, "height": 900})
     watched.page.goto(f"{served}/index.html")
-    assert any("06_copy_on_write.html" in link for link in search(watched.page, "copy-on-write"))
+    assert "06_copy_on_write.html" in search(watched.page, "copy-on-write")[0]
     watched.check()
     watched.page.close()
 
@@ -143,7 +143,8 @@ def test_pages_fit_the_screen_ask_for_nothing_and_axe_finds_no_serious_violation
         page.goto(f"{path.as_uri()}?step=12")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path.name} is wider than the screen"
         if "api" not in path.parts:
-            page.screenshot(path=folder / f"{path.stem}-{size}-{scheme}.png", full_page=True)
+            name = "-".join(path.relative_to(site).with_suffix("").parts)
+            page.screenshot(path=folder / f"{name}-{size}-{scheme}.png", full_page=True)
         if ("api" in path.parts and path.stem != "stepper") or ("concepts" in path.parts and path.stem != "preemption"):
             continue  # all made alike, and large
         page.add_script_tag(content=script)
@@ -266,6 +267,15 @@ def test_without_npm_the_site_is_built_unless_it_must_be_whole(
         build.brings_python(tmp_path / "python.js")
 
 
+def test_why_npm_fetched_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(npm, "FOLDER", tmp_path / "packages")
+    (tmp_path / "npm").write_text("#!/bin/sh\necho npm error code ENOTFOUND >&2\nexit 1\n")
+    (tmp_path / "npm").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(npm.NotFetched, match="could not fetch pyodide@1: npm error code ENOTFOUND"):
+        npm.fetch("pyodide@1", "AAAA")
+
+
 def test_a_package_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npm, "FOLDER", tmp_path)
     (tmp_path / "pyodide-1.tgz").write_bytes(b"something else")
@@ -281,6 +291,7 @@ def test_a_package_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatc
         ("[x](../tutorials/01_contiguous_memory.py)", "[x](tutorials/01_contiguous_memory.md)"),
         ("[x](../assignments/1_block_allocator/handout.md)", "[x](assignments/1_block_allocator/handout.md)"),
         ("[x](../minipaged/reference/block_table.py)", "[x][minipaged.reference.block_table]"),
+        ("[`minipaged.llm`](../minipaged/llm.py)", "[`minipaged.llm`][minipaged.llm]"),
         (
             "[`BlockTable.append`](../minipaged/reference/block_table.py)",
             "[`BlockTable.append`][minipaged.reference.block_table.BlockTable.append]",

@@ -174,6 +174,13 @@ def test_a_link_leads_to_a_step(opened: Any, query: str, step: int | None) -> No
     assert f"?step={(step or last) - (step != 1)}" in opened.url
 
 
+def test_a_link_to_a_heading_moves_no_stepper(opened: Any) -> None:
+    opened.goto(opened.url + "?step=5")
+    opened.get_by_role("button", name="Next step").click()
+    opened.evaluate("new Promise((done) => { addEventListener('hashchange', done); location.hash = 'a-heading'; })")
+    assert opened.locator(".n").text_content().startswith("6 /")
+
+
 def test_it_plays_and_pauses(opened: Any) -> None:
     opened.clock.install()
     opened.get_by_role("button", name="Play").click()

@@ -90,9 +90,9 @@ def test_a_change_shows_in_the_events_and_in_the_lines_lit() -> None:
     [
         (
             ALLOCATOR,
-            ("= 1\n        return block", "= 1 / 0"),
-            "in allocate: InvariantViolation: invariant 'atomic-",
-            "/ 0",
+            ("return block\n\n    def share", "return blck\n\n    def share"),
+            "num_free is 7, not 8; because of NameError: name 'blck' is not defined",
+            "return blck",
         ),
         (ALLOCATOR, ("block = self.free_blocks.pop()", "return nothing"), "in allocate: NameError", "return nothing"),
         (ALLOCATOR, ("def share(self, block):", "def share(self, block)"), "SyntaxError", "def share"),

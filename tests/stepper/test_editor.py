@@ -109,6 +109,7 @@ def test_an_edited_allocator_runs_and_its_steps_are_shown(watched: Watched, with
     assert said.startswith("Line 21, in allocate: NameError: name 'nothing' is not defined.")
     assert "▶ 21" in page.locator("paged-editor .numbers").text_content()
     assert page.get_by_role("region", name="Printed").text_content() == "here\n"
+    assert ran(page, "input()").startswith("Line 1: EOFError")  # nobody types there
     watched.check()
 
 

@@ -352,8 +352,8 @@ ASSIGNMENT = Assignment(
             invariant=Invariant.LIVENESS,
             meaning="You may hold back blocks for those that run. But when nothing runs, the first comes in, or nobody "
             "ever would; and so does everybody for whom there is room whatever the others come to need.",
-            hint="What does your admit return when nothing runs at all? And can those that run still come to need "
-            "all that you hold back for them?",
+            hint="What does your admit return when nothing runs at all? Can those that run still come to need all "
+            "that you hold back for them? And is a prompt that is longer than the tokens left a reason to wait?",
             check=property_of(
                 ask_admit("no idling"),
                 states=("running", "swapped", "dropped", "new", "running", "new"),

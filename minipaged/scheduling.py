@@ -29,9 +29,12 @@ class RequestView:
     max_output_tokens: int = 1
     """Of each sequence."""
     tokens_to_run: int = 1
-    """Tokens that it could run in the next step: while it decodes, one for each sequence."""
+    """Tokens that it could run in the next step: while it decodes, one for each sequence that it has by then."""
     decodes: bool = False
-    """Whether all it has to run is the latest token of each sequence, and no prompt or dropped tokens before it."""
+    """Whether all it has to run is the latest token of each sequence, and no prompt or dropped tokens before it.
+
+    So is a new request whose prompt is a single token: it runs that one, and becomes `num_sequences` afterwards.
+    """
     num_blocks: int = 0
     """Different blocks that it holds: on the device if it runs, on the host if it was swapped out."""
     num_tokens: int = 0

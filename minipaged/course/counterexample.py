@@ -42,7 +42,8 @@ def make_script(
     by_name = f"from {path.stem} import {name}"
     return "\n".join(
         [
-            *(f"# {line}" for line in (str(invariant or "not as the contract says"), *textwrap.wrap(message, 110))),
+            *([f"# {invariant}"] if invariant else []),
+            *(f"# {line}" for line in textwrap.wrap(message, 110)),
             *(f"import {module}" for module in used),
             "import sys",
             "",

@@ -8,8 +8,6 @@ scheduler: the queues, the blocks and the moves stay the engine's, the decisions
 
 from __future__ import annotations
 
-import json
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
@@ -17,6 +15,7 @@ from typing import Any, Literal, NoReturn
 
 from minipaged.contracts import Runner
 from minipaged.course.assignment import Bench, Failed, Failure
+from minipaged.course.counterexample import aligned, make_script, raised_message
 from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, Result, StudentError
 from minipaged.course.reference_scheduler import Scheduler as RightScheduler
 from minipaged.engine.batch import Plan, ScheduledRequest
@@ -257,8 +256,8 @@ class Session:
                 return
             if most <= self.settings.num_blocks:
                 why = (
-                    f"the most that it and all before it can come to hold is {counted(most, 'block')}, of "
-                    f"{self.settings.num_blocks}"
+                    f"the most that it, all before it and all that run can come to hold is {counted(most, 'block')}, "
+                    f"of {self.settings.num_blocks}"
                 )
             elif not running and place == 0:
                 why = "nothing else runs, so no block will ever be given back"
@@ -267,7 +266,10 @@ class Session:
             name = request.request_id
             if name not in answer:
                 self._lines.append(f'assert {name!r} in answer, f"admit returned {{answer}}: {name} waits for nothing"')
-                self._fail(f"admit returned {answer}: {name} has to come in; {why}")
+                self._fail(
+                    f"admit returned {answer}: {name} has to come in; it needs {counted(_least(request), 'token')} at "
+                    f"least, of the {tokens_left} left for it, and {why}"
+                )
             tokens_left -= request.tokens_to_run
 
     def unchanged(self, method: str, *arguments: Any) -> None:
@@ -317,40 +319,18 @@ class Session:
             raise
 
     def _raised(self, method: str, error: Exception) -> NoReturn:
-        if isinstance(error, StudentError) and error.kind == "NotImplementedError":
-            where = f" ({error.places[-1].partition(' in ')[0]})" if error.places else ""
-            self._fail(f"{method} is not written yet{where}: replace its `raise NotImplementedError`")
-        described = str(error) if isinstance(error, StudentError) else f"{type(error).__name__}: {error}"
-        self._fail(f"{method} raised {described}")
+        failure = self._failure(raised_message(method, error, method))
+        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
 
     def _fail(self, message: str) -> NoReturn:
         raise Failed(self._failure(message))
 
     def _failure(self, message: str) -> Failure:
         scenery = self._scenery(message)
-        return Failure(message, None, scenery.drawing, self._script(message), scenery.trace)
-
-    def _script(self, message: str) -> str:
-        path = self._bench.submission.path
-        name, stem, body = self._name, path.stem, "\n".join(self._lines)
-        imported = f"from {stem} import {name}" if stem.isidentifier() else f'{name} = __import__("{stem}").{name}'
-        views = [view for view in ("Costs", "RequestView") if f"{view}(" in body]
-        alarm = ["import signal", "", "signal.alarm(10)  # it may not return"] if "did not end" in message else []
-        return "\n".join(
-            [
-                *(f"# {line}" for line in textwrap.wrap(message, 110)),
-                *(["import copy"] if "copy." in body else []),
-                "import sys",
-                "",
-                f'sys.path[:0] = [{json.dumps(str(path.parent))}, "."]  # where {path.name} lies',
-                f"from minipaged.scheduling import {', '.join(views)}",
-                imported,
-                *alarm,
-                "",
-                body,
-                "",
-            ]
-        )
+        views = [view for view in ("Costs", "RequestView") if any(f"{view}(" in line for line in self._lines)]
+        imports = [f"from minipaged.scheduling import {', '.join(views)}"]
+        script = make_script(self._bench.submission, self._name, None, message, imports, self._lines)
+        return Failure(message, None, scenery.drawing, script, scenery.trace)
 
 
 # --- In the engine --------------------------------------------------------------------------------
@@ -483,8 +463,7 @@ def draw(requests: Sequence[Request], blocks: BlockManager) -> tuple[str, ...]:
                 " ".join(tables) + " on the host" * (request.state is RequestState.SWAPPED),
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = aligned(rows)
     pools = [("pool", blocks.allocator, False)]
     if blocks.host_allocator:
         pools.append(("host", blocks.host_allocator, True))

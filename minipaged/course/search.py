@@ -18,6 +18,8 @@ from minipaged.course.isolation import Misbehaviour
 
 EXAMPLES = 200
 """Inputs tried for each property."""
+PHASES = (Phase.generate, Phase.shrink)
+"""Find a failure, then look for the shortest: that takes most of the time."""
 
 
 def search(
@@ -31,7 +33,7 @@ def search(
         max_examples=examples or EXAMPLES,
         database=None,
         deadline=None,
-        phases=(Phase.generate, Phase.shrink),
+        phases=PHASES,
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
         verbosity=Verbosity.quiet,

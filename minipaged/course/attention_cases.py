@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,7 +120,8 @@ class Case:
             )
             raise
         if isinstance(answer, Raised):
-            raise Failed(self._failure(bench, tables, raised_message(name, answer.error, name), None))
+            failure = self._failure(bench, tables, raised_message(name, answer.error, name), None)
+            raise Failed(replace(failure, crashed=True))
         output, touched = answer
         if message := self._wrong(output, right, query.dtype):
             raise Failed(self._failure(bench, tables, message, output))

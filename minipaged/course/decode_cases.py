@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class Case:
             try:
                 output, written = bench.process.modules[0].call("decode", *arguments)
             except Exception as error:
-                raise Failed(Failure(raised_message(name, error, name))) from None
+                raise Failed(Failure(raised_message(name, error, name), crashed=True)) from None
             if message := self._wrong(output, right):
                 raise Failed(Failure(message))
             if written:
@@ -118,7 +118,8 @@ class Case:
             yield
         except Failed as failed:
             found = failed.failure
-            raise Failed(self._failure(bench, tables, found.message, found.invariant)) from None
+            failure = self._failure(bench, tables, found.message, found.invariant)
+            raise Failed(replace(failure, crashed=found.crashed)) from None
         except Misbehaviour as misbehaviour:
             message = misbehaviour.message
             if misbehaviour.verdict is Verdict.ENDED:

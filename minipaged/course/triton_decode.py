@@ -245,7 +245,7 @@ ASSIGNMENT = Assignment(
             meaning="A sequence sees context_lens positions. Slots after them, and table entries after its last block, "
             "hold anything; here NaN and -1.",
             hint="A weight of 0 is not enough: what is 0 times NaN? A load has a mask, and says with `other` what "
-            "stands where it does not load.",
+            "stands where it does not load. And what does a slot score that was not loaded?",
             check=property_of(cases(block_sizes=st.sampled_from([2, 4, 8, 16])), Case(16, (150,))),
         ),
         Test(

@@ -8,7 +8,7 @@ demo: .venv/base
 	$(BIN)/minipaged demo
 
 test: .venv/test
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 lint: .venv/test
 	$(BIN)/ruff check .

@@ -20,8 +20,6 @@ from docs import build, npm
 from minipaged.stepper.page import NO_CODE
 from tests.browser import ROOT, Watched, axe_script, missing
 
-pytestmark = pytest.mark.xdist_group("site")
-"""On one process of a run of all tests: the others have better to do than to wait for the site."""
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 

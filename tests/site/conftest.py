@@ -16,7 +16,7 @@ MEANWHILE = 200
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One test of the site goes first, and builds it; the others come when that is done: no process waits for another."""
+    """One test of the site goes first, and builds it; the others come when that is done, so that nobody waits."""
     of_the_site = [item for item in items if "site" in item.nodeid.split("/")[:2]]
     others = [item for item in items if item not in of_the_site]
     items[:] = [*of_the_site[:1], *others[:MEANWHILE], *of_the_site[1:], *others[MEANWHILE:]]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hypothesis import strategies as st
 
 from minipaged.contracts import BlockAllocator
 from minipaged.course.allocator_session import Call, Held, Number, Session, Variable, shorten
-from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test
+from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test, fastest
 from minipaged.course.isolation import Handle, Misbehaviour, Raised, StudentError
 from minipaged.course.search import search
 from minipaged.course.workloads import Run, random_workload
@@ -397,21 +398,20 @@ def measure(bench: Bench) -> Performance:
         traces += [(pool.num_blocks, pool.trace) for pool in pools if pool.trace]
     theirs = Bench(bench.assignment, reference_submission(), bench.seed)
     with theirs:
-        seconds = {True: 0.0, False: 0.0}
-        for num_blocks, trace in traces:
-            best = {True: float("inf"), False: float("inf")}
-            for _ in range(3):
-                for own in (True, False):  # side by side, so that a busy machine slows both
-                    one = bench if own else theirs
-                    allocator = one.make(num_blocks)
-                    assert isinstance(allocator, Handle)
-                    best[own] = min(best[own], one.process.seconds(allocator, MEMBERS[2:], trace))
-            for own in (True, False):
-                seconds[own] += best[own]
+
+        def seconds(one: Bench, num_blocks: int, trace: list[tuple[str, int | None, int | None]]) -> float:
+            allocator = one.make(num_blocks)
+            assert isinstance(allocator, Handle)
+            return one.process.seconds(allocator, MEMBERS[2:], trace)
+
+        total = [0.0, 0.0]
+        for traced in traces:
+            best = fastest(3, partial(seconds, bench, *traced), partial(seconds, theirs, *traced))
+            total = [before + more for before, more in zip(total, best, strict=True)]
             bench.process.forget()
             theirs.process.forget()
     num_calls = sum(len(trace) for _, trace in traces)
-    return Performance(num_calls / seconds[True], num_calls / seconds[False])
+    return Performance(num_calls / total[0], num_calls / total[1])
 
 
 def reference_submission() -> Any:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import minipaged
 from minipaged import contracts
 from minipaged.contracts import BlockAllocator, CopyPair, Tier
-from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Submission, Test
+from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Submission, Test, fastest
 from minipaged.course.block_allocator import PROMPTS, RemoteAllocator
 from minipaged.course.counterexample import make_script, must_raise, raised_message
 from minipaged.course.isolation import Handle, Raised, StudentError
@@ -262,13 +262,14 @@ def measure(bench: Bench) -> Performance:
     reference = Submission(Path(minipaged.__file__).parent / "reference" / "block_table.py", "BlockTable")
     num_blocks = 2 * sum(-(-(prompt + TIMED_TOKENS) // TIMED_BLOCK_SIZE) for prompt in TIMED_PROMPTS)
     with Bench(bench.assignment, reference, bench.seed) as theirs:
-        benches, best = (bench, theirs), [float("inf"), float("inf")]
-        for _ in range(ROUNDS):
-            for i, one in enumerate(benches):  # side by side, so that a busy machine slows both
-                allocators, worker = one.process.modules
-                allocator = allocators.call("BlockAllocator", num_blocks)
-                given = (*one.part, TIMED_BLOCK_SIZE, allocator, TIMED_PROMPTS, TIMED_TOKENS)
-                best[i] = min(best[i], worker.call("seconds", *given))
+
+        def seconds(one: Bench) -> float:
+            allocators, worker = one.process.modules
+            allocator = allocators.call("BlockAllocator", num_blocks)
+            given = (*one.part, TIMED_BLOCK_SIZE, allocator, TIMED_PROMPTS, TIMED_TOKENS)
+            return float(worker.call("seconds", *given))
+
+        best = fastest(ROUNDS, lambda: seconds(bench), lambda: seconds(theirs))
     num_calls = len(TIMED_PROMPTS) * (5 + 2 * 3 * TIMED_TOKENS)
     return Performance(num_calls / best[0], num_calls / best[1])
 

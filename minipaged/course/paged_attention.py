@@ -10,6 +10,7 @@ Llama runs here, the KV cache and the student's function are in the worker.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 
 import minipaged
 from minipaged.contracts import CopyPair
-from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Submission, Test
+from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Submission, Test, fastest
 from minipaged.course.attention_cases import Case
 from minipaged.course.block_allocator import PROMPTS
 from minipaged.course.block_table import in_engine
@@ -304,12 +305,10 @@ def measure(bench: Bench) -> Performance:
         benches = (bench, theirs)
         total = [0.0, 0.0]
         for case in TIMED:
-            best = [float("inf"), float("inf")]
-            arguments = [case.arguments(one) for one in benches]
-            for _ in range(ROUNDS):
-                for i, one in enumerate(benches):
-                    taken = one.process.modules[1].call("seconds", *one.part, *arguments[i])
-                    best[i] = min(best[i], taken)
+            timed = [
+                partial(one.process.modules[1].call, "seconds", *one.part, *case.arguments(one)) for one in benches
+            ]
+            best = fastest(ROUNDS, *timed)
             total = [before + more for before, more in zip(total, best, strict=True)]
     scores = sum(
         case.heads * (new * n - new * (new - 1) // 2)

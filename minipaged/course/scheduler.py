@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from minipaged.contracts import BlockAllocator
 from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test
-from minipaged.course.block_allocator import RemoteAllocator
+from minipaged.course.block_allocator import PROMPTS, RemoteAllocator
 from minipaged.course.isolation import StudentError
 from minipaged.course.scheduler_scenes import MAX_MODEL_LEN, PRICES, Scene, scenes
 from minipaged.course.scheduler_session import METHODS, Rule, Scenery, Session, Settings, StudentScheduler, counted
@@ -220,12 +220,6 @@ def in_engine(error: Exception, scheduler: StudentScheduler | None, where: str, 
 
 
 # --- SmolLM2 --------------------------------------------------------------------------------------
-
-PROMPTS = (
-    "Paging is a way to",
-    "Four score and seven years ago our fathers brought forth on this continent",
-    "The capital of France is",
-)
 
 
 def check_model(bench: Bench) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test
+from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test, fastest
 from minipaged.course.block_allocator import PROMPTS
 from minipaged.course.decode_cases import Case
 from minipaged.course.isolation import Limits, WorkerProcess
@@ -191,7 +192,6 @@ def measure(bench: Bench) -> Performance:
     """Scores a second (one query, one key, one head) of the compiled kernel, in turns with the fast tier's."""
     if not has_gpu():
         raise RuntimeError("there is no GPU here, and what the interpreter takes says nothing")
-    best = [float("inf"), float("inf")]
     with Bench(replace(bench.assignment, limits=GPU_LIMITS), bench.submission, bench.seed) as compiled:
         for case in CHECKED:
             try:
@@ -200,9 +200,8 @@ def measure(bench: Bench) -> Performance:
                 raise RuntimeError(f"compiled for the GPU, it is wrong: {failed}") from None
         with WorkerProcess(GPU_LIMITS, (WORKER, "minipaged.fast.gpu.attention")) as fast:
             parts = ((compiled.process.modules[0], *compiled.part), (fast.modules[0], fast.modules[0], "fast_decode"))
-            for _ in range(ROUNDS):
-                for i, (worker, module, name) in enumerate(parts):
-                    best[i] = min(best[i], worker.call("seconds", module, name, *TIMED.values()))
+            timed = [partial(worker.call, "seconds", module, name, *TIMED.values()) for worker, module, name in parts]
+            best = fastest(ROUNDS, *timed)
     scores = TIMED["seqs"] * TIMED["context"] * TIMED["heads"]
     return Performance(scores / best[0], scores / best[1])
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-import minipaged
 from minipaged.course import beam_search, search
-from minipaged.course.assignment import Bench, Status, Submission, TestResult
+from minipaged.course.assignment import Status, Submission
 from minipaged.course.beam_search import ASSIGNMENT
 from minipaged.course.formats import text
-from minipaged.course.grading import grade, run_test
+from minipaged.course.grading import grade
 from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
+from tests.course import harness
 from tests.course.beam_searches import FIRST, PLAIN, REFERENCE_SOURCE, TOGETHER, WRONG, Wrong
+from tests.course.harness import ROOT, run_script, submit
 
-ROOT = Path(minipaged.__file__).parent.parent
 STARTER = ROOT / "assignments" / "5_beam_search" / "starter.py"
+result_of = partial(harness.result_of, ASSIGNMENT)
 
 
 @pytest.fixture(autouse=True)
@@ -29,28 +28,6 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for these tests, and faster."""
     monkeypatch.setattr(search, "EXAMPLES", 100)
     monkeypatch.setattr(beam_search, "ENGINE_WORKLOADS", 4)
-
-
-def submit(source: str, folder: Path, name: str | None = None) -> Submission:
-    path = folder / "mine.py"
-    path.write_text(source)
-    return Submission(path, name)
-
-
-def result_of(name: str, submission: Submission, seed: int = 0) -> TestResult:
-    """Of the test of that name alone."""
-    [test] = [test for test in ASSIGNMENT.tests if test.name == name]
-    with Bench(ASSIGNMENT, submission, seed) as bench:
-        return run_test(test, bench)
-
-
-def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    path = folder / "counterexample.py"
-    path.write_text(script)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=30, check=False
-    )
 
 
 def wrong(name: str) -> Wrong:

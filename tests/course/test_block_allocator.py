@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-import minipaged
 from minipaged.course import block_allocator, search
 from minipaged.course.allocator_mutants import MUTANTS, Mutant
 from minipaged.course.assignment import Bench, Status, Submission, TestResult
@@ -20,10 +17,12 @@ from minipaged.course.grading import grade, run_test
 from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
+from tests.course import harness
+from tests.course.harness import ROOT, run_script, submit
 from tests.course.submissions import REFERENCE_SOURCE, RIGHT, right
 
-ROOT = Path(minipaged.__file__).parent.parent
 STARTER = ROOT / "assignments" / "1_block_allocator" / "starter.py"
+result_of = partial(harness.result_of, ASSIGNMENT)
 
 
 @pytest.fixture(autouse=True)
@@ -32,12 +31,6 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_allocator, "TRACED_WORKLOADS", 5)
     monkeypatch.setattr(search, "EXAMPLES", 50)
     monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 5)
-
-
-def submit(source: str, folder: Path, name: str | None = None) -> Submission:
-    path = folder / "mine.py"
-    path.write_text(source)
-    return Submission(path, name)
 
 
 def first_failure(submission: Submission, seed: int = 0) -> TestResult | None:
@@ -49,22 +42,6 @@ def first_failure(submission: Submission, seed: int = 0) -> TestResult | None:
             if result.status is not Status.PASSED:
                 return result
     return None
-
-
-def result_of(name: str, submission: Submission, seed: int = 0) -> TestResult:
-    """Of the test of that name alone."""
-    [test] = [test for test in ASSIGNMENT.tests if test.name == name]
-    with Bench(ASSIGNMENT, submission, seed) as bench:
-        return run_test(test, bench)
-
-
-def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    path = folder / "counterexample.py"
-    path.write_text(script)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=30, check=False
-    )
 
 
 def test_the_points_sum_to_100() -> None:

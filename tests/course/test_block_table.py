@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from minipaged.course import block_table, search
-from minipaged.course.assignment import Bench, Status, Submission, TestResult
+from minipaged.course.assignment import Status, Submission
 from minipaged.course.block_table import ASSIGNMENT
 from minipaged.course.formats import text
-from minipaged.course.grading import grade, run_test
+from minipaged.course.grading import grade
 from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
+from tests.course import harness
+from tests.course.harness import ROOT, run_script, submit
 from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR
 from tests.course.table_mutants import MUTANTS, REFERENCE_SOURCE, UNUSUAL, mutant
-from tests.course.test_block_allocator import ROOT, run_script, submit
 
 STARTER = ROOT / "assignments" / "2_block_table" / "starter.py"
+result_of = partial(harness.result_of, ASSIGNMENT)
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +29,6 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for these tests, and faster."""
     monkeypatch.setattr(search, "EXAMPLES", 100)
     monkeypatch.setattr(block_table, "ENGINE_WORKLOADS", 3)
-
-
-def result_of(name: str, submission: Submission, carried: dict[str, Submission] | None = None) -> TestResult:
-    """Of the test of that name alone."""
-    [test] = [test for test in ASSIGNMENT.tests if test.name == name]
-    with Bench(ASSIGNMENT, submission, 0, carried or {}) as bench:
-        return run_test(test, bench)
 
 
 def test_the_points_sum_to_100() -> None:
@@ -117,7 +113,7 @@ def test_the_engine_alone_catches_a_bug_too(tmp_path: Path) -> None:
 def test_a_carried_allocator_with_a_bug_is_named_in_the_engine(tmp_path: Path) -> None:
     (tmp_path / "allocator.py").write_text(ALLOCATOR.replace("self._ref_counts[block] += 1", "pass"))
     carried = {"block-allocator": Submission(tmp_path / "allocator.py")}
-    result = result_of("the engine, on a small model", submit(REFERENCE_SOURCE, tmp_path), carried)
+    result = result_of("the engine, on a small model", submit(REFERENCE_SOURCE, tmp_path), carried=carried)
     assert result.failure is not None
     assert "exact-references" in result.message
     assert "the allocator that you brought along: after " in result.message

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from minipaged.course import paged_attention, search
-from minipaged.course.assignment import Bench, Status, Submission, TestResult
+from minipaged.course.assignment import Status, Submission
 from minipaged.course.formats import text
-from minipaged.course.grading import grade, run_test
+from minipaged.course.grading import grade
 from minipaged.course.paged_attention import ASSIGNMENT
 from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
+from tests.course import harness
 from tests.course.attention_mutants import LLAMA, MEMORY, MUTANTS, PLAIN, mutant
-from tests.course.test_block_allocator import ROOT, run_script, submit
+from tests.course.harness import ROOT, run_script, submit
 
 STARTER = ROOT / "assignments" / "3_paged_attention" / "starter.py"
 REFERENCE = (ROOT / "minipaged" / "reference" / "attention.py").read_text()
+result_of = partial(harness.result_of, ASSIGNMENT)
 
 
 @pytest.fixture(autouse=True)
@@ -27,13 +30,6 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "EXAMPLES", 60)
     monkeypatch.setattr(paged_attention, "ENGINE_RUNS", 2)
     monkeypatch.setattr(paged_attention, "ROUNDS", 2)
-
-
-def result_of(name: str, submission: Submission) -> TestResult:
-    """Of the test of that name alone."""
-    [test] = [test for test in ASSIGNMENT.tests if test.name == name]
-    with Bench(ASSIGNMENT, submission, 0) as bench:
-        return run_test(test, bench)
 
 
 def test_the_points_sum_to_100() -> None:

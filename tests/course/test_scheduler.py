@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
-import os
 import re
-import subprocess
 import sys
 from dataclasses import FrozenInstanceError
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import Phase
 
-import minipaged
 from minipaged.course import scheduler, search
-from minipaged.course.assignment import Bench, Status, Submission, TestResult
+from minipaged.course.assignment import Bench, Status, Submission
 from minipaged.course.formats import text
-from minipaged.course.grading import grade, run_test
+from minipaged.course.grading import grade
 from minipaged.course.scheduler import ASSIGNMENT
 from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
+from tests.course import harness
+from tests.course.harness import ROOT, run_script, submit
 from tests.course.schedulers import (
     ENGINE,
     IDLE,
@@ -37,8 +38,8 @@ from tests.course.schedulers import (
 )
 from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR
 
-ROOT = Path(minipaged.__file__).parent.parent
 STARTER = ROOT / "assignments" / "4_scheduler" / "starter.py"
+result_of = partial(harness.result_of, ASSIGNMENT)
 
 
 @pytest.fixture(autouse=True)
@@ -47,30 +48,6 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "EXAMPLES", 100)
     monkeypatch.setattr(scheduler, "ENGINE_WORKLOADS", 3)
     monkeypatch.setattr(scheduler, "TRACED_REQUESTS", 20)
-
-
-def submit(source: str, folder: Path, name: str | None = None) -> Submission:
-    path = folder / "mine.py"
-    path.write_text(source)
-    return Submission(path, name)
-
-
-def result_of(
-    name: str, submission: Submission, seed: int = 0, carried: dict[str, Submission] | None = None
-) -> TestResult:
-    """Of the test of that name alone."""
-    [test] = [test for test in ASSIGNMENT.tests if test.name == name]
-    with Bench(ASSIGNMENT, submission, seed, carried or {}) as bench:
-        return run_test(test, bench)
-
-
-def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    path = folder / "counterexample.py"
-    path.write_text(script)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=30, check=False
-    )
 
 
 def run_here(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +59,7 @@ def run_here(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         exec(compile(script, "counterexample.py", "exec"), {})
     finally:
+        faulthandler.cancel_dump_traceback_later()  # a script of a call that did not end sets it: it would end us
         sys.modules.pop("mine", None)
 
 

@@ -28,7 +28,7 @@ from minipaged.demo.state import State
 from minipaged.errors import Invariant
 from minipaged.events import StepFailed, from_json
 from tests.course.decode_kernels import LLAMA, MATRICES, MUTANTS, PLAIN, mutant
-from tests.course.test_block_allocator import ROOT, submit
+from tests.course.harness import ROOT, submit
 
 STARTER = ROOT / "assignments" / "6_triton_decode" / "starter.py"
 TESTS = {test.name: test for test in ASSIGNMENT.tests}

@@ -1,0 +1,44 @@
+"""What tests of every assignment do: hand something in, run one test on it, run the script of a failure."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import minipaged
+from minipaged.course.assignment import Assignment, Bench, Submission, TestResult
+from minipaged.course.grading import run_test
+
+ROOT = Path(minipaged.__file__).parent.parent
+
+
+def submit(source: str, folder: Path, name: str | None = None) -> Submission:
+    path = folder / "mine.py"
+    path.write_text(source)
+    return Submission(path, name)
+
+
+def result_of(
+    assignment: Assignment,
+    name: str,
+    submission: Submission,
+    seed: int = 0,
+    *,
+    carried: Mapping[str, Submission] | None = None,
+) -> TestResult:
+    """Of the test of that name alone."""
+    [test] = [test for test in assignment.tests if test.name == name]
+    with Bench(assignment, submission, seed, carried or {}) as bench:
+        return run_test(test, bench)
+
+
+def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = folder / "counterexample.py"
+    path.write_text(script)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=30, check=False
+    )

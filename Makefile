@@ -2,13 +2,26 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint fuzz bench docs docs-serve clean
+.PHONY: demo test test-thorough test-all test-nightly lint fuzz bench docs docs-serve clean
 
 demo: .venv/base
 	$(BIN)/minipaged demo
 
+# One BLAS thread in each of the two test processes: four threads on two cores would mostly wait for each other.
+PYTEST = OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
+SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+
 test: .venv/test
-	OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(PYTEST) -m 'not thorough'
+
+# The tests that `make test` leaves out, and those with random examples once more, with all of them.
+test-thorough: .venv/test
+	$(PYTEST) -m 'thorough or scaled or hypothesis' --hypothesis-profile thorough --hypothesis-seed $(SEED)
+
+test-all: test test-thorough
+
+test-nightly: .venv/test
+	$(PYTEST) --hypothesis-profile nightly --hypothesis-seed $(SEED)
 
 lint: .venv/test
 	$(BIN)/ruff check .
@@ -37,7 +50,6 @@ docs-serve: docs
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-# One BLAS thread in each of the two test processes: four threads on two cores would mostly wait for each other.
 # Pinned torch is asked for by name, so that a machine without a GPU gets the build that its index offers for it.
 .venv/test: pyproject.toml constraints.txt | .venv/bin/python
 	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0

@@ -1,15 +1,19 @@
-"""What tests of every kind may ask for, and where the Triton kernels run."""
+"""What tests of every kind may ask for, where the Triton kernels run, and what a run says at its end."""
 
 from __future__ import annotations
 
 import os
+import resource
 import signal
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, which nothing has done yet
@@ -17,17 +21,67 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; programs under test get Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from tests import effort  # registers the profiles
 from tests.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-def pytest_report_header() -> str:
-    """Which of the two the suite runs."""
+settings.load_profile("quick")  # unless --hypothesis-profile names another
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Where the kernels run, and how many examples are tried."""
+    triton = "in the interpreter, there is no GPU (float32, float16); compiled for GPUs, but not run"
     if torch.cuda.is_available():
-        return f"Triton kernels: compiled, on {torch.cuda.get_device_name()} (float32, float16, bfloat16)"
-    return "Triton kernels: in the interpreter, there is no GPU (float32, float16); compiled for GPUs, but not run"
+        triton = f"compiled, on {torch.cuda.get_device_name()} (float32, float16, bfloat16)"
+    profile, seed = settings.get_current_profile_name(), config.getoption("--hypothesis-seed")
+    examples = (
+        f"{settings.default.max_examples} of {effort.THOROUGH}, {'always the same' if seed is None else f'{seed=}'}"
+    )
+    return [f"Triton kernels: {triton}", f"random examples: {examples} (profile {profile})"]
+
+
+# --- What was left out, and how much memory it took -----------------------------------------------
+
+Told = dict[str, Any]
+"""What one test process has to say at the end."""
+
+_left_out: Counter[str] = Counter()
+_told: list[Told] = []
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count by room what `-m` leaves out (in each process, which all have the whole list)."""
+    _left_out.update(item.path.relative_to(Path(__file__).parent).parts[0] for item in items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Say what this process knows: to the one that started it, or to the terminal."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    told = {"left out": dict(_left_out), "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    getattr(session.config, "workeroutput", {}).update(told)
+    if not session.config.getoption("numprocesses", None):
+        _told.append(told)
+
+
+def pytest_testnodedown(node: Any) -> None:
+    """Hear what a process said that has ended."""
+    _told.append(getattr(node, "workeroutput", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the run took, and what it was not about."""
+    peaks = [told["bytes"] / 2**30 for told in _told if "bytes" in told]
+    terminalreporter.write_line(f"most memory of a test process: {', '.join(f'{peak:.1f}' for peak in peaks)} GiB")
+    left_out = _told[0].get("left out", {}) if _told else {}
+    if left_out and settings.get_current_profile_name() == "quick":
+        rooms = ", ".join(f"{name} {number}" for name, number in sorted(left_out.items()))
+        terminalreporter.write_line(
+            f"left out: {sum(left_out.values())} thorough tests ({rooms}), and nine tenths of the random examples. "
+            "Everything: make test-all"
+        )
 
 
 @pytest.fixture(scope="session")

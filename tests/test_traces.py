@@ -24,6 +24,7 @@ from minipaged.events import (
 from minipaged.params import PreemptionMode
 from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner
 from minipaged.traces import Percentiles, TraceReplay, TraceRequest, read_trace
+from tests.effort import examples
 
 MACHINE = Machine(
     name="a machine of round figures",
@@ -60,7 +61,7 @@ TRACES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     requests=TRACES,
     block_size=st.sampled_from([1, 3, 4, 16]),

@@ -15,6 +15,7 @@ from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.reference import attention as reference
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from tests.agreement.kernels import CPU, TOLERANCE, KernelSet, every_kernel_set, every_kernel_set_and_dtype
+from tests.effort import examples
 
 LAYER = 1
 
@@ -87,7 +88,7 @@ def check(batch: Batch) -> None:
 
 @every_kernel_set_and_dtype
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15))
 def test_mixed_batches_agree(kernel_set: KernelSet, dtype: torch.dtype, data: st.DataObject) -> None:
     longest = 1000 if kernel_set is CPU else 150
     context = st.integers(1, 20) | st.integers(1, longest)

@@ -27,6 +27,7 @@ from minipaged.errors import BadLogits, InvalidRequest
 from minipaged.fast.beam_search import BeamSearch as FastBeamSearch
 from minipaged.params import BeamSearchParams
 from minipaged.reference.beam_search import BeamSearch as ReferenceBeamSearch
+from tests.effort import examples
 
 FloatArray = NDArray[np.floating[Any]]
 Model = Callable[[int, Sequence[Sequence[int]]], FloatArray]
@@ -138,7 +139,7 @@ def exact_model(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.data(), st.integers(2, 9), st.integers(0, 10**6), st.sampled_from([np.float32, np.float64]))
 def test_where_nothing_is_rounded_decisions_sums_and_scores_are_the_same(
     device: str, data: st.DataObject, vocab: int, seed: int, dtype: type[np.floating[Any]]
@@ -168,7 +169,7 @@ def rounded_model(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     st.data(),
     st.sampled_from([2, 5, 9, 200]),

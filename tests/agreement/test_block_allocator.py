@@ -21,6 +21,7 @@ from minipaged import contracts
 from minipaged.errors import BlockNotAllocated
 from minipaged.fast import block_allocator as fast
 from minipaged.reference import block_allocator as reference
+from tests.effort import examples, scaled
 
 FORMS: dict[str, Callable[[list[int]], Iterable[int]]] = {
     "list": list,
@@ -134,6 +135,7 @@ class Pair(RuleBasedStateMachine):
             self.both(lambda allocator: allocator.allocate_many(allocator.num_free))
 
 
+@scaled
 @pytest.mark.parametrize(
     ("many", "largest_pool"),
     [
@@ -145,8 +147,8 @@ class Pair(RuleBasedStateMachine):
 def test_every_call_has_the_same_outcome(many: int, largest_pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "MANY", many)
     machine = type("Machine", (Pair,), {"largest_pool": largest_pool})
-    examples = 250 if largest_pool < 10 else 30
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None))
+    thorough = 250 if largest_pool < 10 else 30
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(thorough), stateful_step_count=25))
 
 
 @pytest.mark.parametrize("method", ["share_many", "free_many"])

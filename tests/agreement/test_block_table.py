@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from torch import Tensor
 
+from tests.effort import examples, scaled
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
@@ -221,19 +223,18 @@ class TwoWorlds(RuleBasedStateMachine):
             self.both(lambda world, number=number: world.pools[number].allocate_many(world.pools[number].num_free))
 
 
+@scaled
 @pytest.mark.parametrize(
-    ("kernels", "device", "examples", "steps"),
+    ("kernels", "device", "thorough", "steps"),
     [pytest.param(cpu, "cpu", 300, 50, id="cpu"), pytest.param(gpu, GPU_DEVICE, 40, 40, id="gpu")],
 )
 def test_every_call_has_the_same_outcome_and_the_device_follows(
-    kernels: Kernels, device: str, examples: int, steps: int, monkeypatch: pytest.MonkeyPatch
+    kernels: Kernels, device: str, thorough: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fast, "FEW", 3)  # more than 3 positions, and
     monkeypatch.setattr(fast_allocator, "MANY", 3)  # 3 blocks or more, go the way of the many
     machine = type("Machine", (TwoWorlds,), {"kernels": kernels, "device": device})
-    run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None)
-    )
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(thorough), stateful_step_count=steps))
 
 
 # --- What is sent, and how often --------------------------------------------------------------------

@@ -7,19 +7,18 @@ from dataclasses import replace
 import pytest
 
 from minipaged.events import Event
+from tests.effort import scaled, seeds
 from tests.workloads import FAST, REFERENCE, Run, random_workload, run_workload
 
-WORKLOADS = 300
-CHUNK = 50
 
-
-@pytest.mark.parametrize("first", range(0, WORKLOADS, CHUNK))
-def test_both_tiers_go_through_the_same_events(first: int) -> None:
+@scaled
+@pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
+def test_both_tiers_go_through_the_same_events(seeds: range) -> None:
     """Every block number of every allocation, copy, swap and eviction is in the events, and so is every plan.
 
     Every other workload runs without debugging: with it, a guard around the allocator takes its batched calls apart.
     """
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         workload = random_workload(seed)
         workload = replace(workload, config=replace(workload.config, debug=seed % 2 == 0))
         told: dict[str, list[Event]] = {}
@@ -33,8 +32,9 @@ def test_both_tiers_go_through_the_same_events(first: int) -> None:
             assert reference == fast, f"workload {seed}, event {step}"
 
 
-@pytest.mark.parametrize("first", range(10_000, 10_000 + WORKLOADS, CHUNK))
-def test_every_invariant_holds_with_the_fast_tiers_parts(first: int) -> None:
+@scaled
+@pytest.mark.parametrize("seeds", seeds(300, 50, first=10_000), ids=str)
+def test_every_invariant_holds_with_the_fast_tiers_parts(seeds: range) -> None:
     """Content, exclusive-write, exact-references, conservation, liveness, scheduling-invariance."""
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         run_workload(seed, FAST)

@@ -16,6 +16,7 @@ from minipaged.fast import preemption as fast_preemption
 from minipaged.reference import kv_cache as reference
 from minipaged.reference import preemption as reference_preemption
 from tests.agreement.kernels import KernelSet, every_kernel_set
+from tests.effort import examples
 
 NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
 
@@ -73,7 +74,7 @@ def pairs(draw: st.DrawFn, sources: list[int], destinations: list[int]) -> list[
 
 @every_kernel_set
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 def test_any_calls_leave_the_same_content(kernel_set: KernelSet, data: st.DataObject) -> None:
     """Writes with padding, then swapping out, poisoning, swapping in and copying in one batch; again and again."""
     size = data.draw(sizes())

@@ -26,6 +26,7 @@ from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.reference.llama import inverse_frequencies as reference_frequencies
 from minipaged.tiers import fast_tier, reference_tier
 from tests.agreement.kernels import TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
+from tests.effort import examples
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """|fast - reference| / |reference| over a row of logits: rounding piles up over the layers."""
@@ -115,7 +116,7 @@ class Sequence:
 
 @every_kernel_set_and_dtype
 @given(data=st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6))
 def test_logits_agree_however_the_tokens_are_batched(
     kernel_set: KernelSet, dtype: torch.dtype, data: st.DataObject
 ) -> None:

@@ -28,6 +28,7 @@ from minipaged.fast import sampling as fast
 from minipaged.fast.cpu import sampling as cpu
 from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
+from tests.effort import examples
 
 FloatArray = NDArray[np.floating[Any]]
 
@@ -68,7 +69,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 with_fixtures = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 
 

@@ -12,11 +12,10 @@ import pytest
 from minipaged.demo.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, Pool, State, Timeline
 from minipaged.demo.ticker import tell
 from minipaged.events import Event, TokensComputed, from_json
+from tests.effort import scaled, seeds
 from tests.engine.test_events import ahead
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.workloads import Run, random_workload
-
-SEEDS = range(0, 240, 40)
 
 
 def summary(state: State) -> dict[str, Any]:
@@ -125,9 +124,10 @@ def check_any_prefix(run: Run, seed: int) -> None:
         assert summary(timeline.state) == known[place]
 
 
-@pytest.mark.parametrize("first", SEEDS)
-def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(first: int) -> None:
-    for seed in range(first, first + 40):
+@scaled
+@pytest.mark.parametrize("seeds", seeds(240, 40), ids=str)
+def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range) -> None:
+    for seed in seeds:
         workload = random_workload(seed)
         try:
             check_any_prefix(Run(workload), seed)

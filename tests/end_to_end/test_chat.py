@@ -25,6 +25,7 @@ from minipaged import LLM, InvalidRequest, SamplingParams
 from minipaged.chat import BlockCounts, Conversation, Progress, TerminalView
 from minipaged.cli import main
 from minipaged.events import BlockDeduplicated, Event, StepFinished
+from tests.effort import examples
 from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -341,7 +342,7 @@ def test_the_real_model_answers_and_finds_its_first_turn_in_the_cache() -> None:
 PROGRESS = Progress(BlockCounts(3, 1, 2, 64), 20, 16, 5, 1.0)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(data=st.data(), text=st.text(alphabet="ab \n東é\x1b\t", max_size=120), width=st.integers(8, 30))
 def test_rows_are_the_same_however_the_answer_comes_in_pieces(data: st.DataObject, text: str, width: int) -> None:
     def rows(pieces: list[str]) -> str:

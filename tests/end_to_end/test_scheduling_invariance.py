@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from tests.effort import examples
 from tests.end_to_end.ties import check_same_or_tied
 
 Params = SamplingParams | BeamSearchParams
@@ -135,7 +136,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @every_kind
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(schedule=schedules())
 def test_no_schedule_shows_in_the_tokens(
     small_llama: Path, alone: dict[str, list[RequestOutput]], tier: str, kind: str, schedule: dict[str, Any]

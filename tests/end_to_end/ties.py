@@ -23,9 +23,8 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
-from minipaged import tiers
 from minipaged.contracts import BatchRow, SamplingInput
-from minipaged.models.loading import load_config
+from minipaged.llm import LoadedModel
 from minipaged.params import EngineConfig
 from minipaged.reference.sampling import distribution, penalise, uniform
 from tests.tables import table_of
@@ -106,12 +105,16 @@ def exact_logits(folder: Path, tokens: Sequence[int]) -> Logits:
 
 
 def computed_logits(folder: Path, tokens: Sequence[int], tier: str = "reference") -> Logits:
-    """A tier's logits [vocab] after `tokens`, in float32: one row, one chunk, one block after another."""
-    config, block_size = load_config(folder), 16
+    """A tier's logits [vocab] after `tokens`, in float32."""
+    return logits_of(LoadedModel.load(folder, tier, dtype="float32"), tokens)
+
+
+def logits_of(model: LoadedModel, tokens: Sequence[int]) -> Logits:
+    """A model's logits [vocab] after `tokens`, on an engine of its own: one row, one chunk, one block after another."""
+    config, block_size = model.config, 16
     num_blocks = -(-len(tokens) // block_size)
-    wing = tiers.choose_tier(tier, dtype="float32")
     sizes = EngineConfig(num_blocks, block_size=block_size, max_model_len=len(tokens), vocab_size=config.vocab_size)
-    runner = wing.make_runner(config, wing.load_weights(folder, config), sizes)
-    table = table_of(range(num_blocks), block_size, wing.tier)
+    runner = model.wing.make_runner(config, model.weights, sizes)
+    table = table_of(range(num_blocks), block_size, model.wing.tier)
     row = BatchRow(list(tokens), 0, table, wants_logits=True)
     return np.asarray(runner.forward([row])[0])

@@ -25,6 +25,7 @@ from minipaged.events import (
     TokensComputed,
 )
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from tests.effort import scaled, seeds
 from tests.engine.test_failure_injection import Fault, Fuse, crowded, run_through, wired
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, letters, random_workload
@@ -91,7 +92,6 @@ def check(run: Run) -> None:
 # --- Random workloads -----------------------------------------------------------------------------
 
 WORKLOADS = 600
-CHUNK = 100
 
 EVERYTHING_THAT_CAN_HAPPEN = {
     "launched ahead",
@@ -110,11 +110,12 @@ EVERYTHING_THAT_CAN_HAPPEN = {
 }
 
 
+@scaled
 @pytest.mark.parametrize("tier", [REFERENCE, FAST], ids=["reference", "fast"])
-@pytest.mark.parametrize("first", range(0, WORKLOADS, CHUNK))
-def test_every_invariant_holds_in_random_workloads(first: int, tier: Tier) -> None:
+@pytest.mark.parametrize("seeds", seeds(WORKLOADS, 100), ids=str)
+def test_every_invariant_holds_in_random_workloads(seeds: range, tier: Tier) -> None:
     """Content, exclusive-write, exact-references, conservation, liveness, scheduling-invariance."""
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         try:
             check(Run(workload_of(seed), tier, listeners=[Overlap()]))
         except Exception as error:
@@ -122,10 +123,11 @@ def test_every_invariant_holds_in_random_workloads(first: int, tier: Tier) -> No
             raise
 
 
-@pytest.mark.parametrize("first", range(0, WORKLOADS, CHUNK))
-def test_every_invariant_holds_on_a_device_that_is_as_late_as_it_may_be(first: int) -> None:
+@scaled
+@pytest.mark.parametrize("seeds", seeds(WORKLOADS, 100), ids=str)
+def test_every_invariant_holds_on_a_device_that_is_as_late_as_it_may_be(seeds: range) -> None:
     """The same, and: what the prefix cache offers has been computed, not only launched."""
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         try:
             run = Run(workload_of(seed), LATE, make_runner=LateRunner)
             now = 0

@@ -117,7 +117,7 @@ class RandomOrder:
 @pytest.mark.parametrize("make", [BlockAllocator, LinkedList, RandomOrder])
 def test_any_right_allocator_is_accepted_and_meets_the_whole_contract(make: Callable[[int], Any]) -> None:
     """Conservation, exact-references, atomic-failure; `*_many` come from the base class."""
-    check_allocator(lambda num_blocks: CheckedAllocator(num_blocks, make), examples=50)
+    check_allocator(lambda num_blocks: CheckedAllocator(num_blocks, make), thorough=50)
 
 
 @pytest.mark.parametrize("make", [LinkedList, RandomOrder])

@@ -19,10 +19,8 @@ from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvariantViolation
 from minipaged.reference.block_table import BlockTable
+from tests.effort import scaled, seeds
 from tests.workloads import Run, random_workload, run_workload
-
-WORKLOADS = 2000
-CHUNK = 100  # of them in one test, so that every core gets some
 
 EVERYTHING_THAT_CAN_HAPPEN = {
     "block copied",
@@ -40,10 +38,11 @@ EVERYTHING_THAT_CAN_HAPPEN = {
 }
 
 
-@pytest.mark.parametrize("first", range(0, WORKLOADS, CHUNK))
-def test_every_invariant_holds_in_random_workloads(first: int) -> None:
+@scaled
+@pytest.mark.parametrize("seeds", seeds(2000, 100, least=300), ids=str)
+def test_every_invariant_holds_in_random_workloads(seeds: range) -> None:
     """Content, exclusive-write, exact-references, conservation, liveness, scheduling-invariance."""
-    for seed in range(first, first + CHUNK):
+    for seed in seeds:
         try:
             run_workload(seed)
         except Exception as error:
@@ -54,7 +53,7 @@ def test_every_invariant_holds_in_random_workloads(first: int) -> None:
 def test_the_workloads_bring_about_everything_that_can_happen() -> None:
     """The oracle must not become empty: each of these happens in several of its workloads."""
     workloads_with: Counter[str] = Counter()
-    for seed in range(WORKLOADS):
+    for seed in range(2000):
         run = Run(random_workload(seed))
         run.to_the_end()
         workloads_with.update(set(run.happened))

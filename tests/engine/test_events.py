@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from minipaged import events
 from minipaged.events import EVENT_TYPES, Event, from_json, read_jsonl
+from tests.effort import examples, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.workloads import Run, Workload, random_workload
 
@@ -22,7 +23,7 @@ from tests.workloads import Run, Workload, random_workload
 any_event = st.one_of(*(st.builds(event_type) for event_type in EVENT_TYPES.values()))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(any_event)
 def test_every_event_survives_the_way_through_json(event: Event) -> None:
     line = event.to_json()
@@ -243,10 +244,11 @@ def check_fold(run: Run) -> None:
             return
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
-def test_folding_the_events_gives_the_engines_state_after_every_step(first: int) -> None:
+@scaled
+@pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
+def test_folding_the_events_gives_the_engines_state_after_every_step(seeds: range) -> None:
     """Exact-references, from the events alone; over random workloads."""
-    for seed in range(first, first + 50):
+    for seed in seeds:
         workload = random_workload(seed)
         try:
             check_fold(Run(workload))

@@ -20,6 +20,7 @@ from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.sampling import sample
+from tests.effort import scaled, seeds
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, letters, random_workload
 
 
@@ -213,10 +214,11 @@ def test_requests_survive_errors_that_come_again_and_again() -> None:
         assert run_through(wired(workload, EveryEighth("forward"))) >= 2
 
 
-@pytest.mark.parametrize("first", range(0, 300, 50))
-def test_random_workloads_survive_an_error_anywhere(first: int) -> None:
+@scaled
+@pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
+def test_random_workloads_survive_an_error_anywhere(seeds: range) -> None:
     """Atomic-failure, exact-references, content, liveness: one call of one part raises, drawn by the seed."""
-    for seed in range(first, first + 50):
+    for seed in seeds:
         drawn = random.Random(seed)
         fuse = Fuse(drawn.choice([*PARTS, "swap out", "swap in"]), drawn.randint(1, 20))
         try:

@@ -29,6 +29,7 @@ from minipaged.contracts import BlockTable as AnyBlockTable
 from minipaged.engine.prefix_cache import ChainHash, PrefixCache, chain_hash
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
+from tests.effort import examples, scaled
 
 Prefix = tuple[int, ...]
 
@@ -192,11 +193,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert not self.kept
 
 
+@scaled
 @pytest.mark.parametrize("hash_function", [chain_hash, four_hashes, one_hash, ignores_the_parent])
 def test_content_and_exact_references_hold_whatever_the_hash(hash_function: ChainHash) -> None:
     """And conservation; and num_evictable is exact; and leaves are evicted before their parents."""
     machine = type("Machine", (PrefixCacheMachine,), {"hash_function": staticmethod(hash_function)})
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(100), stateful_step_count=30))
 
 
 # --- By example -----------------------------------------------------------------------------------

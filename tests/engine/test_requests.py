@@ -20,6 +20,7 @@ from minipaged.events import Event, RequestPreempted, RequestRefused
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.sampling import sample
+from tests.effort import examples
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest
 
 CONFIG = EngineConfig(num_blocks=8, block_size=4, max_model_len=40, vocab_size=20, max_num_seqs=4, debug=True)
@@ -489,7 +490,7 @@ def test_none_and_numpys_numbers_are_taken_where_vllm_takes_them() -> None:
     assert type(params.temperature) is float
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(prompt=st.integers(1, 20), max_tokens=st.integers(1, 12), n=st.integers(1, 4), block_size=st.integers(1, 9))
 def test_a_request_is_refused_exactly_when_the_pool_is_smaller_than_what_it_comes_to_hold(
     prompt: int, max_tokens: int, n: int, block_size: int

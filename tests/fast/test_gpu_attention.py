@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
 from minipaged.fast.gpu.attention import DecodeWorkspace, paged_decode, paged_prefill
+from tests.effort import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -215,13 +216,13 @@ def prefill_batches(draw: st.DrawFn) -> Batch:
     return make_batch(context_lens, few, **shape)  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(batch=decode_batches(), num_sms=st.sampled_from([1, 2, 4]))
 def test_decode_is_softmax_over_the_context(batch: Batch, num_sms: int) -> None:
     assert_close(batch.decoded(workspace_for(batch, num_sms=num_sms)), batch)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(batch=prefill_batches())
 def test_prefill_is_causal_softmax_over_the_context(batch: Batch) -> None:
     assert_close(batch.prefilled(), batch)

@@ -16,6 +16,7 @@ from minipaged.fast.gpu import block_table as gpu
 from minipaged.fast.gpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
+from tests.effort import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GARBAGE = -(2**31)
@@ -37,7 +38,7 @@ def garbage(num_rows: int, max_blocks: int) -> torch.Tensor:
     return torch.full((num_rows, max_blocks + 3), GARBAGE, dtype=torch.int32, device=DEVICE)[:, :max_blocks]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(block_size=BLOCK_SIZES, data=st.data())
 def test_edits_and_forks_keep_the_device_tables_as_the_reference_tables(block_size: int, data: st.DataObject) -> None:
     """Sequences grow, fork, copy on write and exchange blocks; each step's changes go to the device in two calls."""
@@ -91,7 +92,7 @@ def test_a_fork_longer_than_one_program_copies_is_whole_and_stops_where_it_shoul
     assert torch.equal(tables, expected)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(block_size=BLOCK_SIZES, lengths=st.lists(st.integers(0, 600), min_size=1, max_size=4), data=st.data())
 def test_slot_mapping_gives_the_slots_that_the_reference_tables_give(
     block_size: int, lengths: list[int], data: st.DataObject
@@ -123,7 +124,7 @@ def test_no_tokens_no_edits_and_no_forks_are_no_work():
     assert torch.equal(tables, before)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     block_size=BLOCK_SIZES,
     lengths=st.lists(st.none() | st.integers(0, 300), min_size=1, max_size=5),

@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 from minipaged.fast.gpu.kv_cache import PIECE, TILE, copy_blocks, poison_blocks, rope_and_write, write
 from minipaged.reference import llama
 from minipaged.reference.kv_cache import KVCache
+from tests.effort import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong.
@@ -61,7 +62,7 @@ def indices(values: list[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     shape=SHAPES,
     group=st.sampled_from([1, 3, 4]),
@@ -144,7 +145,7 @@ def test_padding_without_a_position_reads_no_table_out_of_bounds():
     assert same_bits(memory, before)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     shape=SHAPES,
     dtype=st.sampled_from(DTYPES),
@@ -181,7 +182,7 @@ def copies(draw: st.DrawFn, num_blocks: int) -> list[tuple[int, int]]:
     return [(draw(st.sampled_from(sources)), destination) for destination in destinations]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     num_blocks=st.integers(1, 6),
     block_elements=st.sampled_from([1, 3, 4, 6, 16, 500, 2048, 2049, 4099]) | st.integers(1, 10_000),

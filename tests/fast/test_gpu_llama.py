@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 from minipaged.fast.gpu.llama import add_rms_norm, rms_norm, swiglu
 from minipaged.reference import llama
+from tests.effort import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong.
@@ -38,7 +39,7 @@ def wide(x: torch.Tensor) -> np.ndarray:
     return x.double().cpu().numpy()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     tokens=st.integers(0, 4),
     hidden=SIZES,
@@ -60,7 +61,7 @@ def test_rms_norm_is_the_references(tokens: int, hidden: int, dtype: torch.dtype
     assert torch.isnan(memory[[0, -1]]).all()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(tokens=st.integers(0, 4), hidden=SIZES, dtype=st.sampled_from(DTYPES), strided=st.booleans())
 def test_add_rms_norm_adds_in_place_and_normalises_the_sum(
     tokens: int, hidden: int, dtype: torch.dtype, strided: bool
@@ -92,7 +93,7 @@ def test_half_precision_is_rounded_where_transformers_rounds_it(dtype: torch.dty
     assert equal.float().mean() > 0.99
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(tokens=st.integers(0, 4), intermediate=SIZES, dtype=st.sampled_from(DTYPES), strided=st.booleans())
 def test_swiglu_is_the_references(tokens: int, intermediate: int, dtype: torch.dtype, strided: bool) -> None:
     gate_up = numbers(tokens, 2 * intermediate, dtype=dtype, seed=8, strided=strided)

@@ -18,6 +18,7 @@ from minipaged.fast.gpu import sampling as gpu
 from minipaged.fast.gpu.sampling import argmax_logsumexp, draw
 from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
+from tests.effort import examples
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong.
@@ -29,7 +30,7 @@ def random_logits(rows: int, vocab: int, dtype: torch.dtype, seed: int) -> torch
     return (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 5).to(dtype)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     rows=st.integers(0, 3),
     vocab=VOCABS,
@@ -63,7 +64,7 @@ def test_the_likeliest_token_and_its_logprob_are_the_references(
         assert log_totals[i].item() == pytest.approx(prediction.log_total, rel=2e-6, abs=2e-6)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=examples(20))
 @given(vocab=VOCABS, dtype=st.sampled_from(DTYPES), data=st.data())
 def test_a_row_that_holds_nan_or_infinity_says_so_and_its_neighbours_do_not_care(
     vocab: int, dtype: torch.dtype, data: st.DataObject
@@ -105,7 +106,7 @@ def drawn(
     return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     vocab=st.sampled_from([1, 2, 259, gpu.DRAW_TILE - 1, gpu.DRAW_TILE, gpu.DRAW_TILE + 1, 3 * gpu.DRAW_TILE + 7]),
     dtype=st.sampled_from([*DTYPES, torch.float64]),

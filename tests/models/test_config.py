@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from minipaged.errors import ModelError
 from minipaged.models.config import ModelConfig, RopeScaling, weight_shapes
+from tests.effort import examples
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -57,7 +58,7 @@ def valid() -> dict[str, Any]:
     return {key: value for key, value in d.items() if value is not None}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(llama_settings())
 def test_both_formats_of_transformers_say_the_same(wanted: dict[str, Any]) -> None:
     d = LlamaConfig(**wanted).to_dict()
@@ -70,7 +71,7 @@ def test_both_formats_of_transformers_say_the_same(wanted: dict[str, Any]) -> No
     assert config.rope_theta == wanted["rope_parameters"]["rope_theta"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(llama_settings())
 def test_weight_shapes_are_those_of_transformers(wanted: dict[str, Any]) -> None:
     with torch.device("meta"):

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 
 from minipaged.errors import ModelError
 from minipaged.models.loading import load_config, load_weights
+from tests.effort import examples
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 
@@ -166,7 +167,7 @@ def test_a_truncated_file_is_named_with_its_size_and_the_expected_size(checkpoin
         load(checkpoint)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_file_cut_anywhere_is_a_model_error(checkpoint: Path, data: st.DataObject) -> None:
     path = checkpoint / "model.safetensors"
@@ -181,7 +182,7 @@ def test_a_file_cut_anywhere_is_a_model_error(checkpoint: Path, data: st.DataObj
         path.write_bytes(whole)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_header_is_read_or_a_model_error_and_nothing_else(checkpoint: Path, data: st.DataObject) -> None:
     path = checkpoint / "model.safetensors"

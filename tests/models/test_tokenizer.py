@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.gguf import convert
 from minipaged.models.tokenizer import Tokenizer
+from tests.effort import examples
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 WriteGGUF = Callable[..., Path]
@@ -110,7 +111,7 @@ print(sorted({{"torch", "transformers", "gguf", "huggingface_hub", "rich"}} & sy
 
 
 @pytest.mark.model
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(text=TEXT)
 def test_decoding_gives_back_what_was_encoded(smollm2_tokenizer: Tokenizer, text: str) -> None:
     assert smollm2_tokenizer.decode(smollm2_tokenizer.encode(text)) == text

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from minipaged.reference import attention
 from minipaged.reference.attention import paged_attention
 from minipaged.reference.kv_cache import Array, KVCache
+from tests.effort import examples
 
 LAYER = 1  # of 2: the other layer holds NaN
 
@@ -132,7 +133,7 @@ def relative_error(actual: Array, expected: Array) -> float:
     return float(difference.max())
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=examples(120))
 @given(batch=batches(), tile=st.sampled_from([attention.TILE, 1]))
 def test_paged_attention_equals_softmax_attention_over_contiguous_keys_and_values(batch: Batch, tile: int) -> None:
     with patch.object(attention, "TILE", tile):
@@ -142,7 +143,7 @@ def test_paged_attention_equals_softmax_attention_over_contiguous_keys_and_value
     assert relative_error(output, batch.contiguous()) < (1e-5 if output.dtype == np.float32 else 1e-12)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(batch=batches(), seed=st.integers(0, 2**32))
 def test_where_the_blocks_lie_changes_nothing(batch: Batch, seed: int) -> None:
     before = batch.paged()
@@ -151,7 +152,7 @@ def test_where_the_blocks_lie_changes_nothing(batch: Batch, seed: int) -> None:
     np.testing.assert_array_equal(batch.paged(), before)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(batch=batches(dtype=np.float64, max_context=100), data=st.data())
 def test_a_prompt_taken_in_chunks_gets_the_same_attention(batch: Batch, data: st.DataObject) -> None:
     whole = batch.paged()
@@ -171,7 +172,7 @@ def test_a_prompt_taken_in_chunks_gets_the_same_attention(batch: Batch, data: st
             assert relative_error(chunk, whole[tokens]) < 1e-12
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=examples(30))
 @given(batch=batches(dtype=np.float64, max_context=100), data=st.data())
 def test_a_sequence_gets_the_same_attention_in_any_company(batch: Batch, data: st.DataObject) -> None:
     together = batch.paged()

@@ -22,6 +22,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams
 from minipaged.reference.beam_search import BeamSearch, log_softmax
 from minipaged.reference.sampling import FloatArray
+from tests.effort import examples
 
 EarlyStopping = bool | Literal["never"]
 Model = Callable[[list[list[int]]], FloatArray]
@@ -139,7 +140,7 @@ def generate(
 
 # Derandomized: two candidates whose sums differ by a rounding may be ranked differently by torch and NumPy, rightly.
 @pytest.mark.usefixtures("one_thread")
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), derandomize=True)
 @given(
     seed=st.integers(0, 15),
     vocab=st.sampled_from([6, 9, 16]),

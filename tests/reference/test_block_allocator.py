@@ -25,6 +25,7 @@ from minipaged import contracts
 from minipaged.contracts import Tier
 from minipaged.errors import BlockNotAllocated, OutOfBlocks
 from minipaged.reference.block_allocator import BlockAllocator
+from tests.effort import examples, scaled
 from tests.workloads import TIERS
 
 every_tier = pytest.mark.parametrize("tier", TIERS.values(), ids=TIERS)
@@ -161,12 +162,13 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.allocator.ref_count(block) == self.counts[block], "exact-references"
 
 
-def check_allocator(make: Callable[[int], contracts.BlockAllocator], examples: int = 200) -> None:
+def check_allocator(make: Callable[[int], contracts.BlockAllocator], thorough: int = 200) -> None:
     """Run the machine over the allocators that `make` makes."""
     machine = type("Machine", (AllocatorMachine,), {"make": staticmethod(make)})
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(thorough), stateful_step_count=30))
 
 
+@scaled
 @every_tier
 def test_conservation_exact_references_and_atomic_failure_hold_after_every_call(tier: Tier) -> None:
     check_allocator(tier.block_allocator)

@@ -29,6 +29,7 @@ from minipaged import contracts
 from minipaged.contracts import Tier
 from minipaged.errors import BlockNotAllocated, OutOfBlocks
 from minipaged.reference.block_allocator import BlockAllocator
+from tests.effort import examples
 from tests.workloads import TIERS
 
 every_tier = pytest.mark.parametrize("tier", TIERS.values(), ids=TIERS)
@@ -260,7 +261,7 @@ class BlockTableMachine(RuleBasedStateMachine):
 @every_tier
 def test_exact_references_exclusive_write_content_and_atomic_failure_hold_after_every_call(tier: Tier) -> None:
     machine = type("Machine", (BlockTableMachine,), {"tier": tier})
-    run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(150), stateful_step_count=40))
 
 
 @every_tier

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged.reference.kv_cache import Array, KVCache
@@ -39,7 +39,6 @@ def everything(cache: KVCache) -> bytes:
     return cache.device_blocks.tobytes() + cache.host_blocks.tobytes()
 
 
-@settings(deadline=None)
 @given(cache=caches(), data=st.data())
 def test_what_is_written_into_slots_is_read_through_their_blocks_and_nothing_else_changes(
     cache: KVCache, data: st.DataObject
@@ -67,7 +66,6 @@ def test_what_is_written_into_slots_is_read_through_their_blocks_and_nothing_els
             np.testing.assert_array_equal(values[0, position], one_v)
 
 
-@settings(deadline=None)
 @given(cache=caches(), data=st.data())
 def test_a_slot_outside_the_cache_is_refused_and_nothing_is_written(cache: KVCache, data: st.DataObject) -> None:
     num_slots = cache.num_blocks * cache.block_size
@@ -98,7 +96,6 @@ def test_keys_that_numpy_would_stretch_to_fit_are_refused(shape: tuple[int, ...]
     assert not cache.device_blocks.any()
 
 
-@settings(deadline=None)
 @given(cache=caches(min_blocks=2), data=st.data())
 def test_copying_gives_each_destination_its_sources_content_in_every_layer(cache: KVCache, data: st.DataObject) -> None:
     destinations = data.draw(st.lists(st.integers(0, cache.num_blocks - 1), unique=True, max_size=cache.num_blocks - 1))
@@ -111,7 +108,6 @@ def test_copying_gives_each_destination_its_sources_content_in_every_layer(cache
     np.testing.assert_array_equal(cache.device_blocks, expected)
 
 
-@settings(deadline=None)
 @given(cache=caches(min_swap_blocks=1), data=st.data())
 def test_blocks_swapped_out_and_in_again_elsewhere_hold_what_they_held(cache: KVCache, data: st.DataObject) -> None:
     n = data.draw(st.integers(0, min(cache.num_blocks, cache.num_swap_blocks)))
@@ -131,7 +127,6 @@ def test_blocks_swapped_out_and_in_again_elsewhere_hold_what_they_held(cache: KV
     np.testing.assert_array_equal(cache.host_blocks[untouched], host_before[untouched])
 
 
-@settings(deadline=None)
 @given(cache=caches(), data=st.data())
 def test_poison_fills_exactly_the_blocks_named(cache: KVCache, data: st.DataObject) -> None:
     blocks = data.draw(st.lists(st.integers(0, cache.num_blocks - 1)))
@@ -144,7 +139,6 @@ def test_poison_fills_exactly_the_blocks_named(cache: KVCache, data: st.DataObje
             np.testing.assert_array_equal(cache.device_blocks[block], before[block])
 
 
-@settings(deadline=None)
 @given(cache=caches(min_blocks=3, min_swap_blocks=3), data=st.data())
 def test_a_move_with_a_block_outside_its_pool_is_refused_and_moves_nothing(cache: KVCache, data: st.DataObject) -> None:
     operation = data.draw(st.sampled_from(["copy", "swap_out", "swap_in", "poison"]))

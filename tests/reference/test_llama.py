@@ -21,6 +21,7 @@ from minipaged.contracts import BatchRow, BlockMoves
 from minipaged.models.config import ModelConfig
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.llama import Llama, inverse_frequencies, rotary_tables
+from tests.effort import examples
 from tests.tables import table_of
 from tests.workloads import REFERENCE
 
@@ -168,7 +169,7 @@ def check_agreement(model: LlamaForCausalLM, data: st.DataObject, tolerance: flo
             assert relative_error(ours, theirs) < tolerance
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(config=llama_configs(), seed=st.integers(0, 2**32), data=st.data())
 def test_logits_are_those_of_transformers_in_float32_for_any_batching(
     config: LlamaConfig, seed: int, data: st.DataObject
@@ -176,7 +177,7 @@ def test_logits_are_those_of_transformers_in_float32_for_any_batching(
     check_agreement(transformers_llama(config, seed), data, tolerance=1e-4)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(config=llama_configs(), seed=st.integers(0, 2**32), data=st.data())
 def test_logits_are_those_of_transformers_in_float64_for_any_batching(
     config: LlamaConfig, seed: int, data: st.DataObject
@@ -195,7 +196,6 @@ LLAMA_3_1 = {
 }
 
 
-@settings(deadline=None)
 @given(
     rope=st.sampled_from([*ROPE_PARAMETERS, LLAMA_3_1, {"rope_type": "default", "rope_theta": 100000.0}]),
     head_dim=st.sampled_from([32, 64, 80, 96, 128, 256]),

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged.contracts import Batch, BlockMoves
@@ -42,7 +42,6 @@ def test_swapping_is_poor_at_small_blocks_and_comparable_to_recomputing_at_16_to
     assert recompute[256] < 1.3 * swap[256]
 
 
-@settings(deadline=None)
 @given(
     num_blocks=st.integers(0, 10_000),
     start=st.floats(1e-7, 1e-3),
@@ -60,7 +59,6 @@ def test_swapping_pays_for_every_copy_and_every_byte_twice(
     assert costs.recompute_seconds(num_blocks) == pytest.approx(num_blocks / 1000)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_moves_are_made_in_the_order_of_the_contract(data: st.DataObject) -> None:
     device_size, host_size = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6))

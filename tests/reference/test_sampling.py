@@ -23,6 +23,7 @@ from transformers.generation.logits_process import (
 from minipaged.contracts import Sampled, SamplingInput
 from minipaged.params import SamplingParams
 from minipaged.reference.sampling import FloatArray, distribution, largest, penalise, philox, sample, uniform
+from tests.effort import examples
 
 VOCAB = 23
 NO_TOKENS: Any = torch.zeros((1, 0), dtype=torch.long)
@@ -382,7 +383,7 @@ def test_a_token_that_the_model_rules_out_is_never_chosen(
         assert sample(logits, [wanted])[0].token_id not in ruled_out
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 0.8])), min_size=1, max_size=20))
 def test_a_row_is_worked_on_once_however_many_inputs_use_it(uses: list[tuple[int, float]]) -> None:
     read: list[int] = []

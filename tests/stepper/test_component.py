@@ -17,6 +17,7 @@ from minipaged.events import EVENT_TYPES, EngineStarted, Event
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import STEPPER, as_data, page
 from tests.browser import Watched
+from tests.effort import scaled, seeds
 from tests.engine.test_events import Fold
 from tests.workloads import Run, random_workload
 
@@ -75,12 +76,13 @@ def opened(browser: Browser, tmp_path: Path) -> Any:
     watched.page.close()
 
 
-@pytest.mark.parametrize("first", range(0, 30, 10))
-def test_at_every_step_of_random_runs_the_component_knows_what_the_events_say(browser: Browser, first: int) -> None:
+@scaled
+@pytest.mark.parametrize("seeds", seeds(30, 10), ids=str)
+def test_at_every_step_of_random_runs_the_component_knows_what_the_events_say(browser: Browser, seeds: range) -> None:
     watched = Watched(browser)
     watched.page.add_script_tag(content=STEPPER.read_text())
     longest = 0
-    for seed in range(first, first + 10):
+    for seed in seeds:
         heard: list[Event] = []
         Run(random_workload(seed), listeners=[heard.append]).to_the_end()
         data = [{"event": event.name, **asdict(event)} for event in heard]

@@ -1,0 +1,105 @@
+"""SmolLM2, served by both tiers, says what transformers says: tokens, logits, logprobs, beams, chat.
+
+What transformers says is kept (`yardstick.json`), and made anew in `make test-all`. Greedy tokens may differ only at a
+proven tie (`ties.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minipaged import LLM, SamplingParams
+from tests.end_to_end import yardstick
+from tests.end_to_end.ties import check_same_or_tied, logits_of
+from tests.end_to_end.yardstick import assert_same_beams, assert_same_logprobs
+
+CHUNK = 32
+"""`max_num_batched_tokens`: the longest prompt runs in chunks."""
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict[str, Any]:
+    return yardstick.kept()
+
+
+@pytest.fixture(scope="module")
+def smollm2(tier: str, smollm2_folder: Path) -> Iterator[LLM]:
+    llm = LLM("smollm2-135m-instruct", tier=tier, dtype="float32", num_blocks=128, max_num_batched_tokens=CHUNK)
+    yield llm
+    del llm
+    gc.collect()  # before the other tier's
+
+
+def test_greedy_tokens_are_those_of_transformers(smollm2: LLM, smollm2_folder: Path, kept: dict[str, Any]):
+    params = SamplingParams(temperature=0, max_tokens=yardstick.GREEDY_TOKENS)
+    outputs = smollm2.generate(yardstick.TEXTS, params)
+    assert max(len(output.prompt_token_ids) for output in outputs) > CHUNK
+    for output, theirs in zip(outputs, kept["texts"], strict=True):
+        prompt = list(output.prompt_token_ids)
+        assert prompt == theirs["prompt"]
+        check_same_or_tied(smollm2_folder, prompt, output.outputs[0].token_ids, theirs["greedy"])
+
+
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, len(yardstick.TEXTS)))]
+)
+def test_beams_are_those_of_transformers(smollm2: LLM, number: int, kept: dict[str, Any]):
+    [output] = smollm2.beam_search(yardstick.TEXTS[number], yardstick.BEAMS)
+    assert_same_beams(output.outputs, [(tokens, score) for tokens, score in kept["texts"][number]["beams"]])
+
+
+def test_logits_are_within_rounding_of_those_of_transformers(smollm2: LLM, kept: dict[str, Any]):
+    theirs = kept["logits"]
+    assert len(theirs["prompt"]) > 100
+    ours = logits_of(smollm2.loaded, theirs["prompt"])[:: yardstick.LOGITS_EVERY]
+    # About 2e-6 apart; a RoPE base that is wrong by a thousandth makes it 7e-5.
+    assert np.abs(ours - np.array(theirs["values"])).max() <= 1e-5 * theirs["largest"]
+
+
+@pytest.mark.thorough
+def test_every_logit_is_within_rounding_of_that_of_transformers(
+    smollm2: LLM, smollm2_folder: Path, kept: dict[str, Any]
+):
+    prompt = kept["logits"]["prompt"]
+    theirs = yardstick.last_logits(yardstick.load(smollm2_folder), prompt)
+    assert np.abs(logits_of(smollm2.loaded, prompt) - theirs).max() <= 1e-5 * np.abs(theirs).max()
+
+
+def test_logprobs_are_those_of_transformers(smollm2: LLM, kept: dict[str, Any]):
+    params = SamplingParams(temperature=0, max_tokens=yardstick.LOGPROB_TOKENS, logprobs=yardstick.LOGPROBS)
+    [output] = smollm2.generate(yardstick.TEXTS[0], params)
+    assert_same_logprobs(output.outputs[0], [dict(row) for row in kept["logprobs"]], yardstick.LOGPROBS)
+
+
+def test_a_chat_is_seen_as_through_transformers(smollm2: LLM, kept: dict[str, Any]):
+    [output] = smollm2.chat(yardstick.MESSAGES, SamplingParams(temperature=0, max_tokens=yardstick.CHAT_TOKENS))
+    assert list(output.prompt_token_ids) == kept["chat"]["prompt"]
+    assert list(output.outputs[0].token_ids) == kept["chat"]["greedy"]
+    assert output.outputs[0].text == kept["chat"]["text"]
+
+
+@pytest.mark.thorough
+def test_what_is_kept_is_what_transformers_says_now(smollm2_folder: Path, kept: dict[str, Any], tmp_path: Path):
+    made = yardstick.make(smollm2_folder, yardstick.fetch_gguf(tmp_path))
+    assert made.keys() == kept.keys()
+    for now, then in zip(made["texts"], kept["texts"], strict=True):
+        assert (now["text"], now["prompt"]) == (then["text"], then["prompt"])
+        check_same_or_tied(smollm2_folder, now["prompt"], now["greedy"], then["greedy"])
+        assert [tokens for tokens, _ in now["beams"]] == [tokens for tokens, _ in then["beams"]]
+        assert [score for _, score in now["beams"]] == pytest.approx([score for _, score in then["beams"]], rel=1e-4)
+    for now, then in zip(made["logprobs"], kept["logprobs"], strict=True):
+        assert [token for token, _ in now] == [token for token, _ in then]
+        assert [value for _, value in now] == pytest.approx([value for _, value in then], abs=1e-4)
+    assert made["logits"]["prompt"] == kept["logits"]["prompt"]
+    apart = np.abs(np.array(made["logits"]["values"]) - np.array(kept["logits"]["values"])).max()
+    assert apart <= 1e-5 * kept["logits"]["largest"]
+    assert made["chat"] == kept["chat"]
+    assert made["weights"] == kept["weights"]

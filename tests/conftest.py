@@ -43,6 +43,12 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"Triton kernels: {triton}", f"random examples: {examples} (profile {profile})"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` chooses."""
+    effort.choose(items)
+
+
 # --- What was left out, and how much memory it took -----------------------------------------------
 
 Told = dict[str, Any]

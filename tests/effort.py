@@ -11,6 +11,8 @@ A test that needs another number of examples than its neighbours says so by `exa
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 
@@ -24,6 +26,9 @@ settings.register_profile("nightly", max_examples=THOROUGH * 10, deadline=None, 
 scaled = pytest.mark.scaled
 """Marks a test that counts by `examples`; Hypothesis' own are found without it."""
 
+thorough = pytest.mark.thorough
+"""Marks a test that is too long for `make test`."""
+
 
 def examples(thorough: int, least: int = 2) -> int:
     """As many in the profile that runs as `thorough` in the thorough one, and `least` in any."""
@@ -34,3 +39,20 @@ def seeds(thorough: int, chunk: int, *, first: int = 0, least: int = 2) -> list[
     """`examples(thorough, least)` seeds from `first` on, in parts of `chunk`: a test each, so that cores share them."""
     end = first + examples(thorough, least)
     return [range(begin, min(begin + chunk, end)) for begin in range(first, end, chunk)]
+
+
+def quick_cases(number: int) -> pytest.MarkDecorator:
+    """Of a test with many cases, only so many are in `make test`: the first."""
+    return pytest.mark.quick_cases(number)
+
+
+def choose(items: list[pytest.Item]) -> None:
+    """Mark as thorough what is so by its place: cases beyond `quick_cases`, what needs a browser or the site."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        cases[test] += 1
+        quick = item.get_closest_marker("quick_cases")
+        in_browser = not {"browser", "site"}.isdisjoint(getattr(item, "fixturenames", ()))
+        if in_browser or (quick is not None and cases[test] > quick.args[0]):
+            item.add_marker("thorough")

@@ -14,6 +14,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from tests.effort import quick_cases, thorough
+
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
 from benchmarks.gpu import checks, harness, page
@@ -36,6 +38,7 @@ def test_without_a_gpu_it_says_so_and_names_the_way_out(capsys: pytest.CaptureFi
     assert said.out == ""
 
 
+@thorough
 def test_every_check_passes_in_a_dry_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.json"
     assert main(["--tiny", "--checks-only", "--json", str(file)]) == 0
@@ -114,6 +117,7 @@ BROKEN = [
 ]
 
 
+@quick_cases(1)
 @pytest.mark.parametrize(("module", "name", "break_it", "check"), BROKEN, ids=[name for _, name, _, _ in BROKEN])
 def test_a_broken_kernel_fails_its_check(
     module: ModuleType, name: str, break_it: Callable[[Any], Break], check: str, monkeypatch: pytest.MonkeyPatch
@@ -125,6 +129,7 @@ def test_a_broken_kernel_fails_its_check(
     assert "AssertionError" in row["error"]
 
 
+@thorough
 def test_a_failed_check_is_named_the_others_still_run_and_the_exit_status_is_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

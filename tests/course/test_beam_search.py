@@ -18,6 +18,7 @@ from minipaged.llm import LoadedModel
 from tests.course import harness
 from tests.course.beam_searches import FIRST, PLAIN, REFERENCE_SOURCE, TOGETHER, WRONG, Wrong
 from tests.course.harness import ROOT, run_script, submit
+from tests.effort import quick_cases, thorough
 
 STARTER = ROOT / "assignments" / "5_beam_search" / "starter.py"
 result_of = partial(harness.result_of, ASSIGNMENT)
@@ -47,6 +48,7 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> No
         assert one.message == "__init__ is not written yet (starter.py:22): replace its `raise NotImplementedError`"
 
 
+@thorough
 @pytest.mark.model
 def test_the_reference_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path))
@@ -54,11 +56,13 @@ def test_the_reference_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
     assert result.score == 100
 
 
+@thorough
 def test_a_right_but_unusual_search_gets_full_marks(tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(PLAIN, tmp_path, "Mine"), model=None)
     assert result.full_marks, text(result)
 
 
+@quick_cases(3)
 @pytest.mark.parametrize("one", WRONG, ids=lambda one: one.name)
 def test_every_wrong_search_is_caught_and_its_counterexample_fails_by_itself(one: Wrong, tmp_path: Path) -> None:
     result = result_of(one.test, submit(one.source(), tmp_path))

@@ -20,6 +20,7 @@ from minipaged.llm import LoadedModel
 from tests.course import harness
 from tests.course.harness import ROOT, run_script, submit
 from tests.course.submissions import REFERENCE_SOURCE, RIGHT, right
+from tests.effort import quick_cases, thorough
 
 STARTER = ROOT / "assignments" / "1_block_allocator" / "starter.py"
 result_of = partial(harness.result_of, ASSIGNMENT)
@@ -59,15 +60,17 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> No
     assert text(result).count("fails like 'a new pool'") == 6
 
 
+@thorough
 @pytest.mark.model
 def test_the_reference_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path))
     assert text(result).count("100 of 100") == 1
     assert result.full_marks
     assert result.performance is not None
-    assert 0.2 < result.performance.index < 5
+    assert result.performance.index > 0  # how fast: python -m benchmarks.learners
 
 
+@quick_cases(1)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_but_unusual_allocators_get_full_marks(name: str, tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(right(name), tmp_path, "Mine"), model=None)
@@ -75,6 +78,7 @@ def test_right_but_unusual_allocators_get_full_marks(name: str, tmp_path: Path) 
     assert (result.score, result.max_score) == (90, 90)
 
 
+@quick_cases(3)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(mutant: Mutant, tmp_path: Path) -> None:
     result = first_failure(submit(mutant.source(), tmp_path))
@@ -165,6 +169,7 @@ class Late(BlockAllocator):
 """
 
 
+@thorough
 def test_a_bug_that_shows_after_many_calls_is_found_and_shortened(tmp_path: Path) -> None:
     submission = submit(REFERENCE_SOURCE + LATE, tmp_path, "Late")
     result = result_of("long runs in large pools", submission)

@@ -19,6 +19,7 @@ from tests.course import harness
 from tests.course.harness import ROOT, run_script, submit
 from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR
 from tests.course.table_mutants import MUTANTS, REFERENCE_SOURCE, UNUSUAL, mutant
+from tests.effort import quick_cases, thorough
 
 STARTER = ROOT / "assignments" / "2_block_table" / "starter.py"
 result_of = partial(harness.result_of, ASSIGNMENT)
@@ -49,6 +50,7 @@ def test_a_method_that_is_not_written_yet_is_named(tmp_path: Path) -> None:
     assert result.message.startswith("fork is not written yet (mine.py:")
 
 
+@thorough
 @pytest.mark.model
 def test_the_reference_gets_full_marks_with_smollm2_and_a_carried_allocator(tmp_path: Path) -> None:
     (tmp_path / "allocator.py").write_text(ALLOCATOR)
@@ -57,14 +59,16 @@ def test_the_reference_gets_full_marks_with_smollm2_and_a_carried_allocator(tmp_
     assert result.full_marks, text(result)
     assert "100 of 100" in text(result)
     assert result.performance is not None
-    assert 0.2 < result.performance.index < 5
+    assert result.performance.index > 0  # how fast: python -m benchmarks.learners
 
 
+@thorough
 def test_an_unusual_but_right_table_gets_full_marks(tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(UNUSUAL, tmp_path, "Row"), model=None)
     assert result.full_marks, text(result)
 
 
+@quick_cases(3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(name: str, tmp_path: Path) -> None:
     result = result_of(MUTANTS[name][0], submit(mutant(name), tmp_path))

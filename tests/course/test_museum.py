@@ -15,6 +15,7 @@ from minipaged.course.assignment import Bench, Submission, TestResult
 from minipaged.course.formats import text
 from minipaged.course.grading import grade, run_test
 from minipaged.engine.engine import Engine
+from tests.effort import quick_cases, thorough
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = ROOT / "docs" / "museum"
@@ -97,6 +98,7 @@ def test_the_grader_finds_it_and_prints_what_the_page_shows(name: str) -> None:
     assert "\n".join(quoted) in failure.script
 
 
+@quick_cases(1)
 @pytest.mark.parametrize("name", GRADED)
 def test_mended_it_gets_full_marks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "EXAMPLES", 20)
@@ -120,6 +122,7 @@ def exchange_of(path: Path) -> Callable[[Engine], None]:
     return exchange
 
 
+@thorough
 @pytest.mark.parametrize("name", SERVED)
 def test_the_program_prints_what_the_page_shows_and_mended_it_passes(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -18,6 +18,7 @@ from minipaged.llm import LoadedModel
 from tests.course import harness
 from tests.course.attention_mutants import LLAMA, MEMORY, MUTANTS, PLAIN, mutant
 from tests.course.harness import ROOT, run_script, submit
+from tests.effort import quick_cases, thorough
 
 STARTER = ROOT / "assignments" / "3_paged_attention" / "starter.py"
 REFERENCE = (ROOT / "minipaged" / "reference" / "attention.py").read_text()
@@ -46,15 +47,17 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> No
         )
 
 
+@thorough
 @pytest.mark.model
 def test_the_reference_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(REFERENCE, tmp_path))
     assert result.full_marks, text(result)
     assert "100 of 100" in text(result)
     assert result.performance is not None
-    assert 0.2 < result.performance.index < 5
+    assert result.performance.index > 0  # how fast: python -m benchmarks.learners
 
 
+@thorough
 def test_an_unusual_but_right_attention_gets_full_marks_and_its_speed_told(tmp_path: Path) -> None:
     """Loops over queries, blocks and heads: a hundred times slower, and as right."""
     result = grade(ASSIGNMENT, submit(PLAIN, tmp_path), model=None)
@@ -63,6 +66,7 @@ def test_an_unusual_but_right_attention_gets_full_marks_and_its_speed_told(tmp_p
     assert 0 < result.performance.index < 0.5
 
 
+@quick_cases(3)
 @pytest.mark.parametrize("name", [name for name in MUTANTS if MUTANTS[name][0] != LLAMA])
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(name: str, tmp_path: Path) -> None:
     result = result_of(MUTANTS[name][0], submit(mutant(name), tmp_path))

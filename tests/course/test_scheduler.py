@@ -37,6 +37,7 @@ from tests.course.schedulers import (
     Variant,
 )
 from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR
+from tests.effort import quick_cases, thorough
 
 STARTER = ROOT / "assignments" / "4_scheduler" / "starter.py"
 result_of = partial(harness.result_of, ASSIGNMENT)
@@ -80,6 +81,7 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> No
         assert one.message == "__init__ is not written yet (starter.py:21): replace its `raise NotImplementedError`"
 
 
+@thorough
 def test_the_reference_gets_full_marks_and_serves_as_well_as_the_engines_own(tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path), model=None)
     assert result.full_marks, text(result)
@@ -88,6 +90,7 @@ def test_the_reference_gets_full_marks_and_serves_as_well_as_the_engines_own(tmp
     assert "simulated tokens a second" in text(result)
 
 
+@thorough
 @pytest.mark.parametrize(("source", "name"), [(PLAIN, "Mine"), (PESSIMIST, "Scheduler")], ids=["plain", "pessimist"])
 def test_a_right_but_unusual_scheduler_passes_everything(
     source: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -99,6 +102,7 @@ def test_a_right_but_unusual_scheduler_passes_everything(
                 test.check(bench)  # raises where it fails
 
 
+@quick_cases(3)
 @pytest.mark.parametrize("one", WRONG, ids=lambda one: one.name)
 def test_every_wrong_scheduler_is_caught_and_its_counterexample_fails_by_itself(
     one: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +197,7 @@ def test_the_model_test_passes_the_reference_and_fails_a_wrong_scheduler(
         assert "Traceback" not in result.message
 
 
+@thorough
 @pytest.mark.model
 def test_the_reference_passes_with_smollm2(tmp_path: Path) -> None:
     result = result_of("SmolLM2", submit(REFERENCE_SOURCE, tmp_path))

@@ -10,6 +10,7 @@ from minipaged.course import student_tests
 from minipaged.course.allocator_mutants import MUTANTS
 from minipaged.course.assignment import CannotBeGraded, Grade, Status, Submission
 from minipaged.course.student_tests import RIGHT, grade_tests, run_tests
+from tests.effort import thorough
 
 HEAD = """
 import pytest
@@ -90,6 +91,7 @@ def killed(grade: Grade) -> set[str]:
     return {result.test.name for result in grade.results if result.status is Status.PASSED and result.test.points}
 
 
+@thorough
 def test_thorough_tests_find_every_bug(tmp_path: Path) -> None:
     grade = grade_tests("block-allocator", submit(THOROUGH, tmp_path))
     assert killed(grade) == {mutant.name for mutant in MUTANTS}
@@ -171,6 +173,7 @@ def test_spy():
     assert run_tests(submit(spying, tmp_path), MUTANTS[0].allocator()).passed == ("test_spy",)
 
 
+@thorough
 def test_tests_that_do_not_end_on_a_bug_have_found_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some_mutants(monkeypatch, "num-free-never-changes")
     monkeypatch.setattr(

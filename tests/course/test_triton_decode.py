@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import quick_cases, thorough
+
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
 from minipaged.course import triton_decode
@@ -97,6 +99,7 @@ def test_a_right_kernel_passes_every_property(
     bench.process.finish()
 
 
+@thorough
 @pytest.mark.model
 def test_a_right_kernel_decodes_under_the_engine_and_for_smollm2(tmp_path: Path) -> None:
     """And the grade says why no speed was measured."""
@@ -107,6 +110,7 @@ def test_a_right_kernel_decodes_under_the_engine_and_for_smollm2(tmp_path: Path)
         assert "speed: not measured: there is no GPU here" in text(result)
 
 
+@quick_cases(3)
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(bench: Bench, folder: Path) -> None:
     scripts = []
     for number, (name, (test, _, _)) in enumerate(MUTANTS.items()):
@@ -252,6 +256,7 @@ def paged_decode(query, keys, values, block_tables, context_lens, scale, out):
 """
 
 
+@thorough
 def test_a_kernel_is_timed_once_it_is_right_when_compiled(
     bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,7 +268,7 @@ def test_a_kernel_is_timed_once_it_is_right_when_compiled(
     small = {"seqs": 1, "context": 20, "heads": 1, "kv_heads": 1, "head_dim": 16, "block_size": 16}
     monkeypatch.setattr(triton_decode, "TIMED", small)
     bench.submission = submit(PLAIN, folder)
-    assert 0.05 < triton_decode.measure(bench).index < 20
+    assert triton_decode.measure(bench).index > 0
     bench.submission = submit(mutant("no scale"), folder)
     with pytest.raises(RuntimeError, match="compiled for the GPU, it is wrong: sequence 0"):
         triton_decode.measure(bench)

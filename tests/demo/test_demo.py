@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.color import ColorSystem
 
 from minipaged import InvalidRequest, InvariantViolation, SamplingParams
 from minipaged.demo import replay, run_demo
-from minipaged.demo.player import Film, Player
 from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, compare
 from minipaged.demo.stage import Stage
 from minipaged.demo.state import Timeline
 from minipaged.demo.ticker import Topic, numbers
-from minipaged.demo.view import Frame, View
 from minipaged.events import StepFinished, from_json
 from minipaged.llm import LLM, LoadedModel
 from minipaged.reference.block_allocator import BlockAllocator
@@ -387,27 +384,6 @@ def test_what_generate_wrote_can_be_replayed_with_words_or_without(
     assert f"{prompt[0]}|{prompt[1]}|{prompt[2]}" in with_ids  # in the slots of the block table
     replay(path, record=film, decode=llm.tokenizer.decode)
     assert "p|a|g|i|n|g" in film.read_text()
-
-
-@pytest.mark.model
-def test_drawing_takes_less_than_a_twentieth_of_the_engines_time() -> None:
-    """All that the view adds is counted, over the whole show: following the events, telling them, drawing, and the
-    escape sequences. (Beam search, with many events a step, has the largest share.)"""
-
-    class Canvas(Film):
-        pictures = 0
-
-        def show(self, frame: Frame) -> None:
-            self.pictures += 1
-            frame.ansi(ColorSystem.EIGHT_BIT)
-
-    stage = Stage(LoadedModel.load("smollm2-135m-instruct", dtype="float32"))
-    canvas = Canvas(120, 40)
-    player = Player(canvas, View(stage.tokenizer.decode), speed=1.0)
-    for scene in SCENES:
-        scene.play(stage.played_by(player))
-    assert canvas.pictures > 10
-    assert player.drawing_seconds < 0.05 * player.engine_seconds
 
 
 @pytest.mark.model

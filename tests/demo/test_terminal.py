@@ -16,6 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.effort import thorough
+
 pexpect = pytest.importorskip("pexpect")
 pyte = pytest.importorskip("pyte")
 termios = pytest.importorskip("termios")
@@ -146,6 +148,7 @@ def test_being_terminated_leaves_the_terminal_as_it_was(live: Session) -> None:
     live.check_terminal_is_as_it_was()
 
 
+@thorough
 def test_next_scene_of_a_real_run_and_the_measures_afterwards(tiny_model: Path) -> None:
     scenes = "one-request,parallel-sampling"
     session = Session("--model", str(tiny_model), "--tier", "reference", "--scene", scenes, "--speed", "20")
@@ -175,6 +178,7 @@ def test_stepping_on_at_the_end_of_what_has_happened_runs_the_engine(tiny_model:
     assert session.end() == 0
 
 
+@thorough
 def test_a_trace_is_shown_live_and_told_afterwards(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
     rows = "".join(f"{i / 10},{100 + 7 * i},{50 + i}\n" for i in range(60))
@@ -189,6 +193,7 @@ def test_a_trace_is_shown_live_and_told_afterwards(tmp_path: Path) -> None:
     assert b"Served 60 requests" in session.raw.split(LEAVE.encode())[1]
 
 
+@thorough
 @pytest.mark.parametrize(("environment", "options"), [({"NO_COLOR": "1"}, []), ({}, ["--no-color"])])
 def test_no_colours_where_none_are_wanted(run_file: Path, environment: dict[str, str], options: list[str]) -> None:
     session = Session("--replay", str(run_file), "--speed", "50", *options, **environment)

@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from minipaged import LLM, BeamSearchParams, SamplingParams
+from tests.effort import quick_cases
 from tests.end_to_end.small_llama import make_small_llama
 from tests.end_to_end.ties import check_same_or_tied
 from tests.end_to_end.yardstick import assert_same_beams, assert_same_logprobs, beams, greedy, load, logprobs
@@ -71,6 +72,7 @@ def serve(tier: str) -> Serve:
     return lambda folder, **settings: LLM(folder, tier=tier, dtype="float32", debug=True, **sizes, **settings)
 
 
+@quick_cases(2)
 def test_greedy_tokens_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
     theirs = load(shape)
     outputs = serve(shape).generate(SMALL_PROMPTS, SamplingParams(temperature=0, max_tokens=24))
@@ -78,6 +80,7 @@ def test_greedy_tokens_of_a_small_model_are_those_of_transformers(serve: Serve, 
         check_same_or_tied(shape, prompt, output.outputs[0].token_ids, greedy(theirs, prompt, 24))
 
 
+@quick_cases(2)
 def test_logprobs_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
     theirs = load(shape)
     params = SamplingParams(temperature=1, seed=5, max_tokens=12, logprobs=4, ignore_eos=True)
@@ -86,6 +89,7 @@ def test_logprobs_of_a_small_model_are_those_of_transformers(serve: Serve, shape
         assert_same_logprobs(completion, logprobs(theirs, prompt, completion.token_ids), count=4)
 
 
+@quick_cases(2)
 def test_beams_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
     theirs, params = load(shape), BeamSearchParams(beam_width=3, max_tokens=10)
     for prompt, output in zip(SMALL_PROMPTS, serve(shape).beam_search(SMALL_PROMPTS, params), strict=True):
@@ -99,6 +103,7 @@ def often_ending(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return serve(folder), load(folder)
 
 
+@quick_cases(2)
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.7, 1.0, 2.0])
 def test_beams_that_end_at_different_lengths_are_ranked_and_stopped_as_by_transformers(
@@ -114,6 +119,7 @@ def test_beams_that_end_at_different_lengths_are_ranked_and_stopped_as_by_transf
     assert len(lengths) > 1
 
 
+@quick_cases(1)
 def test_a_text_ends_where_transformers_ends_it(often_ending: tuple[LLM, LlamaForCausalLM]):
     ours, theirs = often_ending
     prompts = [[token] for token in range(3, 33)]

@@ -25,7 +25,7 @@ from minipaged import LLM, InvalidRequest, SamplingParams
 from minipaged.chat import BlockCounts, Conversation, Progress, TerminalView
 from minipaged.cli import main
 from minipaged.events import BlockDeduplicated, Event, StepFinished
-from tests.effort import examples
+from tests.effort import examples, thorough
 from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -321,6 +321,7 @@ def test_a_model_that_cannot_chat_says_so_before_a_question(
     assert "has no chat template" in capsys.readouterr().err
 
 
+@thorough
 @pytest.mark.model
 def test_the_real_model_answers_and_finds_its_first_turn_in_the_cache() -> None:
     done = subprocess.run(

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from tests.effort import examples
+from tests.effort import examples, thorough
 from tests.end_to_end.ties import check_same_or_tied
 
 Params = SamplingParams | BeamSearchParams
@@ -270,6 +270,7 @@ def smollm2_alone(smollm2_folder: Path) -> tuple[list[Job], list[RequestOutput]]
     return jobs, [run(llm, [job])[0] for job in jobs]
 
 
+@thorough
 @pytest.mark.model
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_a_crowded_smollm2_says_what_it_says_alone(

@@ -13,6 +13,7 @@ from minipaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from minipaged.contracts import SamplingInput
 from minipaged.events import BlockCopied, Event, PrefixReused, RequestPreempted
 from minipaged.llm import LoadedModel
+from tests.effort import thorough
 from tests.end_to_end.test_scheduling_invariance import Job, largest_need, run
 from tests.end_to_end.ties import check_same_or_tied, check_same_or_tied_draws
 
@@ -54,6 +55,7 @@ def random_jobs(r: random.Random, encode: Callable[[str], list[int]]) -> list[Jo
     return jobs
 
 
+@thorough
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_workloads_give_the_same_tokens(models: dict[str, LoadedModel], seed: int, preemption: str) -> None:

@@ -25,7 +25,7 @@ from minipaged.events import (
     TokensComputed,
 )
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
-from tests.effort import scaled, seeds
+from tests.effort import scaled, seeds, thorough
 from tests.engine.test_failure_injection import Fault, Fuse, crowded, run_through, wired
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, letters, random_workload
@@ -154,6 +154,7 @@ def check_cached_blocks_are_computed(run: Run) -> None:
             assert found == prefix, "a block is findable that is not computed yet"
 
 
+@thorough
 def test_the_workloads_bring_about_everything_that_can_happen() -> None:
     """Each in several of them; and a good part of the steps is launched ahead."""
     workloads_with: Counter[str] = Counter()

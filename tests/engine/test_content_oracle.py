@@ -19,7 +19,7 @@ from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvariantViolation
 from minipaged.reference.block_table import BlockTable
-from tests.effort import scaled, seeds
+from tests.effort import scaled, seeds, thorough
 from tests.workloads import Run, random_workload, run_workload
 
 EVERYTHING_THAT_CAN_HAPPEN = {
@@ -50,6 +50,7 @@ def test_every_invariant_holds_in_random_workloads(seeds: range) -> None:
             raise
 
 
+@thorough
 def test_the_workloads_bring_about_everything_that_can_happen() -> None:
     """The oracle must not become empty: each of these happens in several of its workloads."""
     workloads_with: Counter[str] = Counter()

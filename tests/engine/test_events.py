@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from minipaged import events
 from minipaged.events import EVENT_TYPES, Event, from_json, read_jsonl
-from tests.effort import examples, scaled, seeds
+from tests.effort import examples, quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.workloads import Run, Workload, random_workload
 
@@ -258,6 +258,7 @@ def test_folding_the_events_gives_the_engines_state_after_every_step(seeds: rang
             raise
 
 
+@quick_cases(6)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize(
     "part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "sample", "fetch"]

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tests.effort import thorough
+
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this machine", allow_module_level=True)
 
@@ -27,6 +29,8 @@ SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 sm_80 itself has 163 KB; but what suits it must suit consumer chips too (sm_86, 89, 120), which have 99 KB."""
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = thorough
 
 Report = dict[str, Any]
 

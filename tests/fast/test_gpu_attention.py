@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
 from minipaged.fast.gpu.attention import DecodeWorkspace, paged_decode, paged_prefill
-from tests.effort import examples
+from tests.effort import examples, quick_cases, thorough
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -240,6 +240,7 @@ def test_what_lies_past_a_context_or_a_head_is_not_read() -> None:
 # --- Decode ----------------------------------------------------------------------------------------
 
 
+@quick_cases(3)
 @pytest.mark.parametrize(
     ("context_lens", "parts"),
     [
@@ -377,6 +378,7 @@ def test_a_prompt_of_several_tiles_is_causal_everywhere(group: int) -> None:
     assert_close(batch.prefilled(), batch)
 
 
+@thorough
 def test_more_sequences_than_are_counted_at_once_are_all_served() -> None:
     """A program counts 128 sequences at a time to find its own, and 128 lengths to divide its batch."""
     random = torch.Generator().manual_seed(1)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import thorough
+
 REPORT = """
 import sys, threading
 import numba, torch
@@ -26,6 +28,7 @@ other.join()
 """
 
 
+@thorough
 @pytest.mark.parametrize("threads", range(1, min(2, os.cpu_count() or 1) + 1))
 def test_omp_num_threads_holds_for_torch_and_for_numba_in_any_thread(tiny_model: Path, threads: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}

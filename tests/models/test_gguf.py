@@ -23,7 +23,7 @@ from minipaged.models.config import RopeScaling
 from minipaged.models.gguf import convert
 from minipaged.models.loading import load_config, load_weights
 from minipaged.models.tokenizer import Tokenizer
-from tests.effort import examples
+from tests.effort import examples, thorough
 from tests.end_to_end import yardstick
 
 MakeLlama = Callable[..., LlamaForCausalLM]
@@ -183,6 +183,7 @@ def test_a_file_cut_within_its_weights_names_the_tensor_and_its_shape(
         convert(cut, tmp_path / "out")
 
 
+@thorough
 def test_conversion_and_tokenizer_work_where_torch_is_not_installed(
     tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
 ) -> None:

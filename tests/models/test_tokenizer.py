@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFas
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.gguf import convert
 from minipaged.models.tokenizer import Tokenizer
-from tests.effort import examples
+from tests.effort import examples, thorough
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 WriteGGUF = Callable[..., Path]
@@ -117,6 +117,7 @@ def test_decoding_gives_back_what_was_encoded(smollm2_tokenizer: Tokenizer, text
     assert smollm2_tokenizer.decode(smollm2_tokenizer.encode(text)) == text
 
 
+@thorough
 @pytest.mark.model
 def test_smollm2_tokenizes_as_transformers_does(
     smollm2_tokenizer: Tokenizer, smollm2: Path, smollm2_gguf: Path, tmp_path: Path

@@ -2,7 +2,16 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-thorough test-all test-nightly lint fuzz bench docs docs-serve clean
+# torch has two builds for Linux: the package index has `cuda`, for NVIDIA GPUs; `cpu` is a twelfth of its size.
+# `make test TORCH=cpu` or `TORCH=cuda` installs that one. Without TORCH what is installed stays, and a new .venv gets
+# the one that suits the machine. Elsewhere the index has `cpu` only.
+BUILDS := $(if $(filter Linux,$(shell uname -s)),cpu cuda,cpu)
+GPU = $(shell ls /dev/nvidiactl /usr/lib/wsl/lib/libcuda.so 2>/dev/null || nvidia-smi -L 2>/dev/null | grep ^GPU)
+torch := $(shell grep ^torch== constraints.txt)
+INSTALLED := $(shell cat .venv/test 2>/dev/null)
+BUILD = $(or $(TORCH),$(INSTALLED),$(if $(and $(filter cuda,$(BUILDS)),$(GPU)),cuda,cpu))
+
+.PHONY: demo test test-thorough test-all test-nightly lint fuzz bench docs docs-serve check-install another-build clean
 
 demo: .venv/base
 	$(BIN)/minipaged demo
@@ -50,11 +59,36 @@ docs-serve: docs
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-# Pinned torch is asked for by name, so that a machine without a GPU gets the build that its index offers for it.
-.venv/test: pyproject.toml constraints.txt | .venv/bin/python
-	$(BIN)/pip install --quiet --constraint constraints.txt torch==2.13.0
+.venv/test: pyproject.toml constraints.txt $(if $(filter-out $(INSTALLED),$(BUILD)),another-build) | .venv/bin/python
+	$(if $(filter-out $(BUILDS),$(BUILD))$(word 2,$(BUILD)),$(error TORCH=$(BUILD) is no build of torch here; there is: $(BUILDS)))
+	$(if $(filter cuda,$(BUILDS)),$(install_torch_$(BUILD)))
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
-	touch $@ .venv/base
+	echo $(BUILD) >$@
+	touch .venv/base
+
+# PyTorch's own index has the build for CPUs. Nothing but torch is looked for there; --retries: it may be out of reach.
+define install_torch_cpu
+@echo "Installing torch for CPUs (0.2 GB); for NVIDIA GPUs (2.5 GB): make test TORCH=cuda"
+@$(BIN)/pip install --quiet --no-deps --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu $(torch)+cpu || { \
+	echo "torch for CPUs was not found; it is at https://download.pytorch.org/whl/cpu. If that is out of reach here, either" \
+	  "get its wheel into a folder, and PIP_FIND_LINKS=FOLDER make test, or take the one for GPUs (2.5 GB), which also runs" \
+	  "without one: make test TORCH=cuda"; exit 1; }
+endef
+
+# `===`: `==` would be content with the build for CPUs.
+define install_torch_cuda
+@echo "Installing torch for NVIDIA GPUs (2.5 GB); for CPUs (0.2 GB): make test TORCH=cpu"
+@$(BIN)/pip install --quiet --constraint constraints.txt $(subst ==,===,$(torch))
+endef
+
+# From the package index alone, whatever this machine's settings are: do the pinned versions fit together everywhere?
+check-install: build/check-install
+	build/check-install/bin/python .ci/check_install.py
+
+build/check-install: constraints.txt
+	$(PYTHON) -m venv --clear $@
+	$@/bin/pip install --quiet --constraint constraints.txt pip uv
+	touch $@
 
 clean:
 	rm -rf .venv build site *.egg-info

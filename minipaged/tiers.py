@@ -184,7 +184,7 @@ class FastWing(Wing):
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         import torch
 
-        from minipaged.fast.kv_cache import kernels_for
+        from minipaged.fast.kernels import kernels_for
         from minipaged.fast.llama import Weights
         from minipaged.models.loading import load_weights
 
@@ -202,7 +202,7 @@ class FastWing(Wing):
     def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
         import torch
 
-        from minipaged.fast.cpu import kernels_are_compiled
+        from minipaged.fast.cpu.llama import kernels_are_compiled
         from minipaged.fast.kv_cache import KVCache
         from minipaged.fast.llama import Llama
 

@@ -137,9 +137,11 @@ TWINS = {
 
 
 def test_the_wings_have_the_same_rooms():
-    """Each file of one wing has its twin in the other. (The fast wing's kernels live in two rooms below.)"""
+    """Each file of one wing has its twin in the other. (The fast wing's kernels live in two rooms below; `kernels.py`
+    says what they are.)"""
     for wing in WINGS:
-        assert {path.stem for path in (ROOT / wing).glob("*.py")} == TWINS.keys() | {"__init__"}
+        others = {"__init__", "kernels"} if wing == "fast" else {"__init__"}
+        assert {path.stem for path in (ROOT / wing).glob("*.py")} == TWINS.keys() | others
 
 
 @pytest.mark.parametrize(("room", "name"), [(room, name) for room, names in TWINS.items() for name in names])
@@ -169,6 +171,24 @@ def test_triton_is_imported_only_by_its_kernels():
     assert users - {"minipaged.course.decode_worker"} == {
         name for name in users if is_under(name, "minipaged.fast.gpu")
     }
+
+
+def test_numba_is_imported_only_by_its_kernels():
+    users = {name for name, path in SOURCES.items() if any(is_under(m, "numba") for m in imports(path))}
+    assert users
+    assert users == {name for name in users if is_under(name, "minipaged.fast.cpu")}
+
+
+def test_the_fast_tier_reaches_its_kernels_by_their_interface_only():
+    """`kernels_for` chooses; no other file of the tier knows which set it has, or asks either for more."""
+    sides = ("minipaged.fast.gpu", "minipaged.fast.cpu")
+    users = {
+        name
+        for name, path in SOURCES.items()
+        if is_under(name, "minipaged.fast") and not any(is_under(name, side) for side in sides)
+        if any(is_under(module, side) for module in imports(path) for side in sides)
+    }
+    assert users == {"minipaged.fast.kernels"}
 
 
 def test_block_allocators_import_no_numpy():

@@ -29,7 +29,8 @@ from minipaged.fast import gpu
 from minipaged.fast.block_allocator import BlockAllocator
 from minipaged.fast.block_table import BlockTable
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
-from minipaged.fast.kv_cache import KVCache, kernels_for
+from minipaged.fast.kernels import kernels_for
+from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import Llama, Weights
 from minipaged.models.config import ModelConfig, weight_shapes
 
@@ -205,11 +206,10 @@ def check_decode(shape: AttentionShape, setting: Setting, dtype: torch.dtype, ra
     lengths = lengths_to_check(setting, random)
     cache = paged(shape, lengths, dtype, random)
     query = normal(len(lengths), shape.kv_heads * shape.group, shape.head_dim, dtype=dtype, random=random)
-    out = nan(*query.shape, dtype=dtype, random=random)
     scale = 1.3 * shape.head_dim**-0.5
     with poisoned():
-        attention.paged_decode(
-            query, cache.keys, cache.values, cache.tables, cache.rows, int32(lengths, random), scale, out=out
+        out = attention.paged_decode(
+            query, cache.keys, cache.values, cache.tables, cache.rows, int32(lengths, random), scale
         )
     exact = [exact_attention(query[s : s + 1], kv, scale) for s, kv in enumerate(cache.kv)]
     return compare(out, torch.cat(exact), MULTIPLIED[dtype])
@@ -245,12 +245,11 @@ def check_prefill(shape: AttentionShape, setting: Setting, dtype: torch.dtype, r
     cache = paged(shape, lengths, dtype, random)
     starts = [sum(queries[:s]) for s in range(len(queries) + 1)]
     query = normal(starts[-1], shape.kv_heads * shape.group, shape.head_dim, dtype=dtype, random=random)
-    out = nan(*query.shape, dtype=dtype, random=random)
     scale = 1.3 * shape.head_dim**-0.5
     with poisoned():
-        attention.paged_prefill(
+        out = attention.paged_prefill(
             query, cache.keys, cache.values, cache.tables, cache.rows, int32(starts, random), int32(lengths, random),
-            scale, max_query_len=max(queries), out=out,
+            scale, max_query_len=max(queries),
         )  # fmt: skip
     exact = [exact_attention(q, kv, scale) for q, kv in zip(query.split(queries), cache.kv, strict=True)]
     return compare(out, torch.cat(exact), MULTIPLIED[dtype])
@@ -288,9 +287,8 @@ def check_rope_and_write(setting: Setting, dtype: torch.dtype, random: torch.Gen
     angles = torch.rand(9000, dim // 2, generator=random, device=random.device) * 6.3
     cos, sin = angles.cos(), angles.sin()
     positions = torch.randint(9000, (len(slots),), generator=random, device=random.device).int()
-    query = nan(len(slots), heads, dim, dtype=dtype, random=random)
     with poisoned():
-        kv_cache.rope_and_write(qkv, cos, sin, positions, slots, cache[:, 1, 0], cache[:, 1, 1], heads, out=query)
+        query = kv_cache.rope_and_write(qkv, cos, sin, positions, slots, cache[:, 1, 0], cache[:, 1, 1], heads)
     every = qkv.double().view(len(slots), heads + 2 * kv_heads, dim)
     first, second = every.chunk(2, dim=2)
     c, s = cos[positions.long(), None].double(), sin[positions.long(), None].double()
@@ -370,9 +368,8 @@ def check_rms_norm(setting: Setting, dtype: torch.dtype, random: torch.Generator
     for tokens, hidden in widths(setting):
         x = normal(tokens, hidden, dtype=dtype, random=random)
         weight = normal(hidden, dtype=dtype, random=random)
-        out = nan(tokens, hidden, dtype=dtype, random=random)
         with poisoned():
-            llama.rms_norm(x, weight, 1e-5, out=out)
+            out = llama.rms_norm(x, weight, 1e-5)
         row = compare(out, exact_norm(x, weight, 1e-5), ROUNDED[dtype])
     return row
 
@@ -392,9 +389,8 @@ def check_add_rms_norm(setting: Setting, dtype: torch.dtype, random: torch.Gener
 def check_swiglu(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
     for tokens, width in widths(setting):
         gate_up = normal(tokens, 2 * width, dtype=dtype, random=random) * 3
-        out = nan(tokens, width, dtype=dtype, random=random)
         with poisoned():
-            llama.swiglu(gate_up, out=out)
+            out = llama.swiglu(gate_up)
         gate, up = gate_up.double().chunk(2, dim=1)
         row = compare(out, gate * gate.sigmoid() * up, ROUNDED[dtype])
     return row
@@ -415,9 +411,9 @@ def check_argmax_logsumexp(setting: Setting, dtype: torch.dtype, random: torch.G
     expected[1], expected[3] = vocab // 3, vocab // 2
     assert token_ids.tolist() == expected.tolist(), "a token is not the likeliest one"
     assert bool(peaks[3].isnan()), "a row that holds NaN must say so"
-    assert torch.equal(peaks[finite].double(), exact[finite].amax(1)), "a peak is not the largest logit"
+    assert torch.equal(peaks[finite], exact[finite].amax(1)), "a peak is not the largest logit"
     totals = (exact[finite].logsumexp(1) - exact[finite].amax(1)).exp()
-    return compare(log_totals[finite].double().exp(), totals, 1e-5)
+    return compare(log_totals[finite].exp(), totals, 1e-5)
 
 
 def check_draw(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
@@ -433,8 +429,9 @@ def check_draw(setting: Setting, dtype: torch.dtype, random: torch.Generator) ->
     order = torch.randint(rows, (rows,), generator=random, device=random.device)  # several of one row among them
     exact = logits.double()[order]
     peaks = exact.amax(1)
+    none = torch.zeros_like(order)
     with poisoned():
-        tokens = sampling.draw(logits, order, peaks, temperatures, least, of, uniforms)
+        tokens = sampling.draw(logits, order, peaks, temperatures, least, none, none.double(), of, uniforms, depth=0)
     scaled = (exact - peaks[:, None]) / temperatures[:, None]
     weights = torch.where(scaled >= least[:, None], scaled.exp(), 0.0)
     reached = weights.cumsum(1)

@@ -24,7 +24,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.harness import Job, Row, Setting, num_inputs, time_calls, wall_seconds, work
 from minipaged.fast import gpu
-from minipaged.fast import sampling as operations
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
 from minipaged.fast.kv_cache import KVCache
 
@@ -265,21 +264,19 @@ def time_mixed(setting: Setting) -> Row:
     def together() -> Tensor:
         return attention.paged_prefill(query, *cache, rows, starts, lens, shape.scale, max_query_len=chunk)
 
-    out = torch.empty_like(query)
+    def apart() -> tuple[Tensor, Tensor]:
+        return (
+            attention.paged_decode(query[:alone], *cache, rows[:alone], lens[:alone], shape.scale),
+            attention.paged_prefill(
+                query[alone:], *cache, rows[alone:], last_start, lens[alone:], shape.scale, max_query_len=chunk
+            ),
+        )
 
-    def apart() -> Tensor:
-        attention.paged_decode(query[:alone], *cache, rows[:alone], lens[:alone], shape.scale, out=out[:alone])
-        attention.paged_prefill(
-            query[alone:], *cache, rows[alone:], last_start, lens[alone:], shape.scale,
-            max_query_len=chunk, out=out[alone:],
-        )  # fmt: skip
-        return out
-
-    check_same(apart(), together())
+    check_same(torch.cat(apart()), together())
     seen = alone * shape.context + sum(range(shape.context - chunk + 1, shape.context + 1))
     operations = 4 * shape.heads * shape.head_dim * seen
 
-    def timed(call: Callable[[], Tensor]) -> Row:
+    def timed(call: Callable[[], object]) -> Row:
         return time_calls([call], setting).row(operations, "TFLOP/s", "matmul")
 
     return timed(together) | {"peers": {"decoding sequences apart": timed(apart)}}
@@ -500,9 +497,8 @@ def time_rope_and_write(setting: Setting, widths: Widths = LARGE) -> Row:
     calls = []
     for _ in range(num_inputs(moved, setting)):
         qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim, device=setting.device).to(setting.half)
-        out = torch.empty(tokens, heads, dim, device=setting.device, dtype=setting.half)
         keys, values, slots = empty_cache(setting, widths)
-        calls.append(partial(kv_cache.rope_and_write, qkv, cos, sin, positions, slots, keys, values, heads, out=out))
+        calls.append(partial(kv_cache.rope_and_write, qkv, cos, sin, positions, slots, keys, values, heads))
     operations = 3 * tokens * (heads + kv_heads) * dim  # two multiplications and an addition for each element
     return time_calls(calls, setting).row(moved, "GB/s", "copy") | work(operations, moved)
 
@@ -587,7 +583,7 @@ def time_norm(setting: Setting, *, added: bool, tokens: int, hidden: int) -> Row
     for _ in range(num_inputs(moved, setting)):
         x, other = torch.randn(2, tokens, hidden, device=setting.device).to(setting.half)
         call = partial(llama.add_rms_norm, x, other, weight, 1e-5) if added else None
-        calls.append(call or partial(llama.rms_norm, x, weight, 1e-5, out=other))
+        calls.append(call or partial(llama.rms_norm, x, weight, 1e-5))
     operations = (5 if added else 4) * tokens * hidden  # (add,) square, sum up, times the scale, times the weight
     return time_calls(calls, setting).row(moved, "GB/s", "copy") | work(operations, moved)
 
@@ -598,8 +594,7 @@ def time_swiglu(setting: Setting, *, tokens: int, width: int) -> Row:
     calls = []
     for _ in range(num_inputs(moved, setting)):
         gate_up = torch.randn(tokens, 2 * width, device=setting.device).to(setting.half)
-        out = torch.empty(tokens, width, device=setting.device, dtype=setting.half)
-        calls.append(partial(llama.swiglu, gate_up, out=out))
+        calls.append(partial(llama.swiglu, gate_up))
     found = time_calls(calls, setting).row(moved, "GB/s", "copy")
     return found | work(5 * tokens * width, moved)  # negate, exp, add, divide, multiply
 
@@ -621,22 +616,18 @@ def time_draw(setting: Setting, *, rows: int, vocab: int) -> Row:
     order = torch.arange(rows, device=setting.device)
     temperatures = torch.full((rows,), 0.6, dtype=torch.float64, device=setting.device)
     least, uniforms = torch.full_like(temperatures, -torch.inf), torch.rand_like(temperatures)
-    none = torch.zeros_like(temperatures)
+    no_top_k, no_top_p = torch.zeros_like(order), torch.zeros_like(temperatures)
     inputs = []
     for _ in range(num_inputs(size, setting)):
         logits = torch.randn(rows, vocab, device=setting.device).to(setting.half)
         inputs.append((logits, logits.double().amax(1)))
 
-    def timed(draw: Callable[[Tensor, Tensor], Tensor]) -> Row:
-        return time_calls([partial(draw, *given) for given in inputs], setting).row(size, "GB/s", "copy")
+    def timed(draw: Callable[..., Tensor]) -> Row:
+        others = (temperatures, least, no_top_k, no_top_p, order, uniforms)
+        calls = [partial(draw, logits, order, peaks, *others, depth=0) for logits, peaks in inputs]
+        return time_calls(calls, setting).row(size, "GB/s", "copy")
 
-    mine = timed(lambda logits, peaks: sampling.draw(logits, order, peaks, temperatures, least, order, uniforms))
-    plain = timed(
-        lambda logits, peaks: operations.draw(
-            logits, order, peaks, temperatures, least, torch.zeros_like(order), none, order, uniforms, depth=0
-        )
-    )
-    return mine | {"peers": {"torch's operations": plain}}
+    return timed(sampling.draw) | {"peers": {"torch's operations": timed(sampling.draw_ordered)}}
 
 
 def time_advance(setting: Setting) -> Row:

@@ -81,7 +81,7 @@ def fast_decode(
     from minipaged.fast.gpu.attention import paged_decode
 
     rows = torch.arange(len(query), dtype=torch.int32, device=DEVICE)
-    paged_decode(query, keys, values, block_tables, rows, context_lens, scale, out=out)
+    out.copy_(paged_decode(query, keys, values, block_tables, rows, context_lens, scale))
 
 
 def seconds(

@@ -73,14 +73,11 @@ def attend(
     """`paged_attention` unchecked, all integers int32: sequence s has row rows[s] of `tables` [rows, max_blocks]."""
     keys, values = kv_cache.layer(layer)
     kernels = kv_cache.kernels
-    out: Tensor
     if max_query_len == 1:
-        out = kernels.paged_decode(query, keys, values, tables, rows, context_lens, scale)
-    else:
-        out = kernels.paged_prefill(
-            query, keys, values, tables, rows, query_start, context_lens, scale, max_query_len=max_query_len
-        )
-    return out
+        return kernels.paged_decode(query, keys, values, tables, rows, context_lens, scale)
+    return kernels.paged_prefill(
+        query, keys, values, tables, rows, query_start, context_lens, scale, max_query_len=max_query_len
+    )
 
 
 def _check(query: Tensor, kv_cache: KVCache, block_tables: Tensor, query_start: Tensor, context_lens: Tensor) -> None:

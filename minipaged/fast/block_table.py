@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from minipaged import contracts
 from minipaged.contracts import BlockAllocator, CopyPair
+from minipaged.fast.kernels import BlockTableKernels
 from minipaged.fast.kv_cache import to_device
 
 NO_ROW = -1
@@ -156,16 +157,6 @@ class BlockTable(contracts.BlockTable):
         return num_new_tokens > 0 and room > 0 and self._allocator.ref_count(self._blocks[-1]) > 1
 
 
-class Kernels(Protocol):
-    """What changes the tables where they are: `gpu.block_table` or `cpu.block_table`."""
-
-    def edit_tables(self, tables: Tensor, edits: Tensor) -> None:
-        """edits: [n, 3] int32, each (row, logical block, physical block)."""
-
-    def fork_tables(self, tables: Tensor, forks: Tensor) -> None:
-        """forks: [n, 3] int32, each (parent's row, child's row, number of entries to copy)."""
-
-
 class DeviceTables:
     """The tables of up to `max_rows` sequences at once, of up to `max_blocks` blocks each, on `device`.
 
@@ -174,7 +165,7 @@ class DeviceTables:
     them. Twice as many rows as sequences in a batch let the children of a beam search begin beside their parents.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device | str, kernels: Kernels) -> None:
+    def __init__(self, max_rows: int, max_blocks: int, device: torch.device | str, kernels: BlockTableKernels) -> None:
         self.tables = torch.full((max_rows, max_blocks), -1, dtype=torch.int32, device=device)
         """[max_rows, max_blocks] int32. What a row holds past its table's last block means nothing."""
         self._held = np.full((max_rows, max_blocks), -1, np.int32)  # what `tables` holds, on the host

@@ -4,7 +4,7 @@ The twin of `reference/kv_cache.py`: the same blocks and slots, and the same cal
 
 - A block is laid out [layers, 2, kv_heads, block_size, head_dim]: still one piece of memory, so that copying it or
   swapping it is one copy; and the keys of one head lie next to each other, which is how attention reads them.
-- `kernels`: what moves the numbers is compiled, with Triton for a GPU (`gpu/`) and with numba for a CPU (`cpu/`).
+- `kernels`: what moves the numbers is compiled, for a GPU or for a CPU (`kernels.py`).
 - On a GPU, swapping goes by a side stream, and between the pool and the link blocks are gathered in one piece on the
   device. To gather or scatter them takes microseconds, the link to the host milliseconds. So while blocks that leave
   are on their way, the next step already writes into the places they came from; and blocks that return are on their way
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from minipaged.contracts import CopyPair
+from minipaged.fast.kernels import Kernels, kernels_for
 
 STAGED_BYTES = 64 << 20
 """What is gathered in one piece, on its way to the host or back. (The host does not wait for one piece before it queues
@@ -43,7 +43,7 @@ class KVCache:
         num_swap_blocks: int = 0,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
-        kernels: ModuleType | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """Reserve both pools. Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
 
@@ -69,7 +69,7 @@ class KVCache:
         self.num_swap_blocks = num_swap_blocks
         self.dtype = dtype
         self.device = torch.device(device)
-        self.kernels: Any = kernels or kernels_for(self.device)
+        self.kernels = kernels or kernels_for(self.device)
         block_shape = (num_layers, 2, num_kv_heads, block_size, head_dim)  # 2: keys, values
         on_gpu = self.device.type == "cuda"
         if on_gpu:
@@ -185,17 +185,6 @@ class KVCache:
     def _beside_computing(self) -> AbstractContextManager[Any]:
         """What is queued within it, by copies, does not wait for the computing that is queued already."""
         return torch.cuda.stream(self._side_stream) if self._side_stream else nullcontext()
-
-
-def kernels_for(device: torch.device) -> ModuleType:
-    """The compiled kernels for a device: `minipaged.fast.gpu` for CUDA, else `minipaged.fast.cpu`."""
-    if device.type == "cuda":
-        from minipaged.fast import gpu
-
-        return gpu
-    from minipaged.fast import cpu
-
-    return cpu
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

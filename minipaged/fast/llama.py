@@ -41,6 +41,7 @@ from minipaged.contracts import Batch, BatchRow, BlockMoves, PendingToken, Runne
 from minipaged.fast.attention import attend
 from minipaged.fast.block_allocator import BlockAllocator
 from minipaged.fast.block_table import BlockTable, DeviceTables
+from minipaged.fast.kernels import Linear, LlamaKernels
 from minipaged.fast.kv_cache import KVCache, to_device
 from minipaged.fast.preemption import PreemptionCosts, carry, measure
 from minipaged.fast.sampling import Samples
@@ -53,14 +54,14 @@ BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's weights. The matrices are callable: x [tokens, in] to [tokens, out]."""
+    """One layer's weights."""
 
     input_norm: Tensor  # [hidden]
-    qkv: Any  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    o: Any  # [hidden, heads * head_dim]
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    o: Linear  # [hidden, heads * head_dim]
     post_norm: Tensor  # [hidden]
-    gate_up: Any  # [2 * intermediate, hidden]
-    down: Any  # [hidden, intermediate]
+    gate_up: Linear  # [2 * intermediate, hidden]
+    down: Linear  # [hidden, intermediate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,10 @@ class Weights:
     embedding: Tensor  # [vocab, hidden]
     layers: list[Layer]
     norm: Tensor  # [hidden]
-    head: Any  # [vocab, hidden]
+    head: Linear  # [vocab, hidden]
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Mapping[str, Tensor], kernels: Any) -> Weights:
+    def of(cls, config: ModelConfig, weights: Mapping[str, Tensor], kernels: LlamaKernels) -> Weights:
         """From tensors by transformers' names, all on one device and of one dtype.
 
         Takes each tensor out of `weights` where it can (a dict), so that no matrix is in memory twice for long.
@@ -183,8 +184,7 @@ class Llama(Runner):
             x, residual = x[tokens.logit_rows], residual[tokens.logit_rows]  # [rows, hidden]
         if not len(x):
             return torch.empty(0, self.config.vocab_size, dtype=x.dtype, device=x.device)
-        logits: Tensor = weights.head(kernels.add_rms_norm(x, residual, weights.norm, eps))  # [rows, vocab]
-        return logits
+        return weights.head(kernels.add_rms_norm(x, residual, weights.norm, eps))  # [rows, vocab]
 
     def warm_up(self, sample: SampleFunction) -> None:
         """Run short prompts, and sample a token: what compiles on its first call does so now, and not in the middle of

@@ -14,9 +14,7 @@ numbers on a device, and what is wanted of them is a token and a log-probability
 - a row or a distribution that several inputs share is worked on once. Only inputs with penalties or forbidden tokens
   need a row of their own.
 
-The two functions that read whole rows exist twice. For a CPU both are loops compiled by numba (`fast/cpu/sampling.py`).
-On a GPU both are Triton kernels (`fast/gpu/sampling.py`); but where `top_k` or `top_p` is asked for, which need the
-logits in order, `draw` is the torch function below.
+The two functions that read whole rows are kernels (`kernels.SamplingKernels`).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from torch import Tensor
 
 from minipaged.contracts import Sampled, SamplingInput
 from minipaged.errors import BadLogits
-from minipaged.fast.cpu import sampling as cpu
+from minipaged.fast.kernels import SamplingKernels, kernels_for
 from minipaged.fast.kv_cache import to_device
 
 PIECE = 2**24
@@ -74,8 +72,8 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
         return []
     if not logits.is_cuda and logits.dtype != torch.float64:
         logits = logits.float()  # which holds all values of float16 and bfloat16; the compiled loops know neither
-    likeliest, peaks, log_totals = argmax_logsumexp(logits)  # [rows]
-    peaks, log_totals = peaks.double(), log_totals.double()
+    kernels = kernels_for(logits.device)
+    likeliest, peaks, log_totals = kernels.argmax_logsumexp(logits)  # [rows]
     if all(_is_plainly_greedy(wanted) for wanted in inputs):
         chosen_from = [wanted.row for wanted in inputs]
         one_each = chosen_from == list(range(len(likeliest)))
@@ -91,13 +89,14 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
     rows, where_altered, ranked_rows = send(logits.device, [wanted.row for wanted in inputs], altered, ranked)
 
     token_ids = likeliest[rows]  # [inputs]
-    _draw_into(token_ids, logits, peaks, inputs, [(index, inputs[index].row) for index in plain])
+    _draw_into(token_ids, logits, peaks, inputs, [(index, inputs[index].row) for index in plain], kernels)
     altered_token_ids, altered_peaks = likeliest[:0], peaks[:0]
     if altered:
         table = penalise(logits, [inputs[index] for index in altered])  # [altered, vocab]
-        altered_token_ids, altered_peaks, _ = argmax_logsumexp(table)  # [altered]
+        altered_token_ids, altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
         token_ids[where_altered] = altered_token_ids
-        _draw_into(token_ids, table, altered_peaks, inputs, [(index, row) for row, index in enumerate(altered)])
+        users = [(index, row) for row, index in enumerate(altered)]
+        _draw_into(token_ids, table, altered_peaks, inputs, users, kernels)
 
     logprobs = logits[rows, token_ids].double() - peaks[rows] - log_totals[rows]  # [inputs]
     count = max(wanted.params.logprobs or 0 for wanted in inputs)
@@ -151,22 +150,6 @@ def _leaves_logits_alone(wanted: SamplingInput) -> bool:
     params = wanted.params
     penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
     return penalties == (1, 0, 0) and not len(wanted.forbidden_token_ids)
-
-
-def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row: the likeliest token (int64), its logit (the peak), and log(sum(exp(logit - peak))).
-
-    Ties go to the lowest id. A row that holds NaN has the peak NaN and the id of its first NaN.
-    """
-    if not logits.is_cuda:
-        return cpu.argmax_logsumexp(logits)
-    if logits.dtype != torch.float64:
-        from minipaged.fast.gpu import sampling as gpu  # here, because there is no Triton where there is no GPU
-
-        return gpu.argmax_logsumexp(logits)
-    token_ids = logits.argmax(1)  # [rows], the first of the largest; NaN counts as the largest
-    peaks = logits.gather(1, token_ids[:, None])  # [rows, 1]
-    return token_ids, peaks[:, 0], (logits - peaks).exp().sum(1).log()
 
 
 def penalise(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
@@ -225,6 +208,7 @@ def _draw_into(
     peaks: Tensor,
     inputs: Sequence[SamplingInput],
     users: Sequence[tuple[int, int]],
+    kernels: SamplingKernels,
 ) -> None:
     """Put a token drawn into `token_ids` for those of `users`, (index of an input, row of `logits`), not greedy."""
     drawing_from: dict[_Distribution, list[int]] = defaultdict(list)  # the inputs that draw from each
@@ -245,6 +229,7 @@ def _draw_into(
             drawing,
             [place for place, indices in enumerate(piece.values()) for _ in indices],
             uniform(
+                kernels,
                 [inputs[index].seed for index in drawing],
                 [inputs[index].stream for index in drawing],
                 [inputs[index].position for index in drawing],
@@ -255,16 +240,18 @@ def _draw_into(
             np.array([distribution.min_logprob for distribution in piece]),
             np.array([distribution.share for distribution in piece]),
         )
-        given = (logits, row, peaks[row], temperature, least, top_k, share, distributions, uniforms)
-        depth = max(distribution.depth(vocab) for distribution in piece)
-        if not logits.is_cuda:
-            token_ids[where] = cpu.draw(*given)
-        elif depth > 0:
-            token_ids[where] = draw(*given, depth=depth)
-        else:
-            from minipaged.fast.gpu import sampling as gpu
-
-            token_ids[where] = gpu.draw(logits, row, peaks[row], temperature, least, distributions, uniforms)
+        token_ids[where] = kernels.draw(
+            logits,
+            row,
+            peaks[row],
+            temperature,
+            least,
+            top_k,
+            share,
+            distributions,
+            uniforms,
+            depth=max(distribution.depth(vocab) for distribution in piece),
+        )
 
 
 class _Distribution(NamedTuple):
@@ -285,56 +272,15 @@ class _Distribution(NamedTuple):
         return vocab if self.share > 0 else 0
 
 
-def draw(
-    logits: Tensor,
-    rows: Tensor,
-    peaks: Tensor,
-    temperatures: Tensor,
-    min_logprobs: Tensor,
-    top_ks: Tensor,
-    shares: Tensor,
-    distributions: Tensor,
-    uniforms: Tensor,
-    *,
-    depth: int,
-) -> Tensor:
-    """Draw tokens, each operation over all distributions. Distribution i is row rows[i] of `logits`, with its filters.
-
-    logits: [rows, vocab]. Of each distribution, [n]: rows int64, peaks float64 (the largest logit), temperatures
-    float64, min_logprobs float64 (log of `min_p`, -inf for none), top_ks int64 (0 or less for none), shares float64
-    (the probability that `top_p` may cut off, 0 for none). Of each draw, [m]: distributions int64 (which one),
-    uniforms float64 (in [0, 1)). `depth`: the most that a distribution's filters need in order. Returns [m] int64.
-    """
-    vocab = logits.shape[1]
-    scaled = (logits[rows].double() - peaks[:, None]) / temperatures[:, None]  # [n, vocab], the likeliest is 0
-    threshold = min_logprobs[:, None]  # [n, 1]
-    if depth > 0:
-        falling = scaled.topk(depth).values  # [n, depth]
-        kth = falling.gather(1, (top_ks.clamp(1, depth) - 1)[:, None])  # [n, 1]
-        is_limited = ((top_ks > 0) & (top_ks < vocab))[:, None]  # [n, 1]
-        threshold = torch.where(is_limited, kth.maximum(threshold), threshold)
-        rising = falling.flip(1)  # [n, depth]
-        is_listed = rising >= threshold  # [n, depth]
-        unlisted = (scaled >= threshold).sum(1, keepdim=True) - is_listed.sum(1, keepdim=True)  # ties with the least
-        tail = torch.where(is_listed, rising.exp(), 0.0).cumsum(1) + unlisted * rising[:, :1].exp()  # [n, depth]
-        may_go = (tail <= shares[:, None] * tail[:, -1:]).sum(1, keepdim=True)  # [n, 1]
-        lightest = rising.gather(1, may_go.clamp(max=depth - 1))  # [n, 1]: its tail is too much for `top_p` to cut off
-        threshold = torch.where(shares[:, None] > 0, lightest, threshold)
-    # A GPU adds up in pieces, so a running sum may move by a rounding even where a token weighs nothing. Sums that are
-    # set to 0 for the tokens not kept cannot make one of these the first that exceeds the draw.
-    kept = scaled >= threshold  # [n, vocab]
-    cumulative = torch.where(kept, torch.where(kept, scaled.exp(), 0.0).cumsum(1), 0.0)  # [n, vocab]
-    target = uniforms * cumulative.amax(1)[distributions]  # [m]
-    return (cumulative[distributions] > target[:, None]).int().argmax(1)
-
-
-def uniform(seeds: Sequence[int], streams: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+def uniform(
+    kernels: SamplingKernels, seeds: Sequence[int], streams: Sequence[int], positions: Sequence[int]
+) -> NDArray[np.float64]:
     """A number in [0, 1) for each (seed, stream, position), [n]: 53 bits of Philox4x32-10 (Salmon et al., SC 2011).
 
     Nothing of it is on the device. So it is computed on the host, and travels with the other parameters.
     """
     bits = [seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]
-    return cpu.uniform(*(np.array(words, dtype=np.uint64) for words in (bits, streams, positions)))
+    return kernels.uniform(*(np.array(words, dtype=np.uint64) for words in (bits, streams, positions)))
 
 
 def largest(values: Tensor, count: int) -> Tensor:

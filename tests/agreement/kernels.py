@@ -7,18 +7,18 @@ not in bfloat16, in which the interpreter computes nonsense without a word.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import ModuleType
 
 import pytest
 import torch
 
 from minipaged.fast import cpu, gpu
+from minipaged.fast.kernels import Kernels
 
 
 @dataclass(frozen=True)
 class KernelSet:
     name: str
-    kernels: ModuleType
+    kernels: Kernels
     device: torch.device
     dtypes: tuple[torch.dtype, ...]
 

@@ -29,9 +29,9 @@ if not torch.cuda.is_available():
 from minipaged import contracts
 from minipaged.fast import block_allocator as fast_allocator
 from minipaged.fast import block_table as fast
-from minipaged.fast.block_table import DeviceTables, Kernels
-from minipaged.fast.cpu import block_table as cpu
-from minipaged.fast.gpu import block_table as gpu
+from minipaged.fast import cpu, gpu
+from minipaged.fast.block_table import DeviceTables
+from minipaged.fast.kernels import BlockTableKernels
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 
@@ -70,7 +70,7 @@ class World:
 class TwoWorlds(RuleBasedStateMachine):
     """The same calls in both worlds; `pool_of` says which pool (0: device, 1: host) each of the tables is over."""
 
-    kernels: Kernels
+    kernels: BlockTableKernels
     device: str
 
     @initialize(
@@ -229,7 +229,7 @@ class TwoWorlds(RuleBasedStateMachine):
     [pytest.param(cpu, "cpu", 300, 50, id="cpu"), pytest.param(gpu, GPU_DEVICE, 40, 40, id="gpu")],
 )
 def test_every_call_has_the_same_outcome_and_the_device_follows(
-    kernels: Kernels, device: str, thorough: int, steps: int, monkeypatch: pytest.MonkeyPatch
+    kernels: BlockTableKernels, device: str, thorough: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fast, "FEW", 3)  # more than 3 positions, and
     monkeypatch.setattr(fast_allocator, "MANY", 3)  # 3 blocks or more, go the way of the many
@@ -243,7 +243,7 @@ def test_every_call_has_the_same_outcome_and_the_device_follows(
 class Recorder:
     """Kernels that remember what they were called with."""
 
-    def __init__(self, kernels: Kernels) -> None:
+    def __init__(self, kernels: BlockTableKernels) -> None:
         self.kernels = kernels
         self.calls: list[tuple[str, list[list[int]]]] = []
 
@@ -395,7 +395,7 @@ def test_thousands_of_slots_at_once_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize(
     ("kernels", "device"), [pytest.param(cpu, "cpu", id="cpu"), pytest.param(gpu, GPU_DEVICE, id="gpu")]
 )
-def test_a_fork_leaves_the_rest_of_the_childs_row_as_it_was(kernels: Kernels, device: str) -> None:
+def test_a_fork_leaves_the_rest_of_the_childs_row_as_it_was(kernels: BlockTableKernels, device: str) -> None:
     """`DeviceTables` remembers what the device holds there, and does not send what is there already."""
     tables = torch.arange(12, dtype=torch.int32, device=device).reshape(3, 4)
     kernels.fork_tables(tables, torch.tensor([[2, 0, 3], [2, 1, 1]], dtype=torch.int32, device=device))
@@ -405,7 +405,7 @@ def test_a_fork_leaves_the_rest_of_the_childs_row_as_it_was(kernels: Kernels, de
 @pytest.mark.parametrize(
     ("kernels", "device"), [pytest.param(cpu, "cpu", id="cpu"), pytest.param(gpu, GPU_DEVICE, id="gpu")]
 )
-def test_slots_read_on_the_device_are_those_of_the_tables(kernels: Any, device: str) -> None:
+def test_slots_read_on_the_device_are_those_of_the_tables(kernels: BlockTableKernels, device: str) -> None:
     allocator = fast_allocator.BlockAllocator(32)
     tables = [fast.BlockTable(3, allocator) for _ in range(3)]
     for num_tokens in (2, 5, 4, 9):

@@ -4,8 +4,8 @@ Tokens are compared exactly. They could differ only where a number drawn, or the
 within a rounding of a float64 (some 1e-15) of a boundary between two tokens; no test here comes so near. What is
 computed in the precision of the logits, the log-probabilities, agrees to 2e-6 for float32 and 1e-12 for float64.
 
-The fast tier has two ways to draw, loops for a CPU and torch operations for a GPU. Both are held to the reference here;
-where there is a GPU, the second one on it.
+Both sets of the fast tier's kernels are held to the reference here: the loops for a CPU; and those for a GPU, on it or,
+where there is none, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from minipaged.contracts import Sampled, SamplingInput
 from minipaged.errors import BadLogits
 from minipaged.fast import sampling as fast
-from minipaged.fast.cpu import sampling as cpu
 from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
+from tests.agreement.kernels import KERNEL_SETS, KernelSet
 from tests.effort import examples
 
 FloatArray = NDArray[np.floating[Any]]
@@ -35,37 +35,13 @@ FloatArray = NDArray[np.floating[Any]]
 TOLERANCE = {np.dtype(np.float32): 2e-6, np.dtype(np.float64): 1e-12}
 
 
-def draw_as_a_gpu_does(
-    logits: torch.Tensor,
-    rows: torch.Tensor,
-    peaks: torch.Tensor,
-    temperatures: torch.Tensor,
-    min_logprobs: torch.Tensor,
-    top_ks: torch.Tensor,
-    shares: torch.Tensor,
-    distributions: torch.Tensor,
-    uniforms: torch.Tensor,
-) -> torch.Tensor:
-    """`fast.draw` with the arguments of its twin for a CPU."""
-    vocab = logits.shape[1]
-    depth = 0
-    for top_k, share in zip(top_ks.tolist(), shares.tolist(), strict=True):
-        depth = max(depth, top_k if 0 < top_k < vocab else vocab if share > 0 else 0)
-    given_ = (logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms)
-    return fast.draw(*given_, depth=depth)
-
-
-@pytest.fixture(autouse=True, params=["loops", "operations"])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where the logits are; each test runs with both ways to draw."""
-    if request.param == "loops":
-        yield "cpu"
-    elif torch.cuda.is_available():
-        yield "cuda"
-    else:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(cpu, "draw", draw_as_a_gpu_does)
-            yield "cpu"
+@pytest.fixture(autouse=True, params=KERNEL_SETS, ids=lambda kernel_set: kernel_set.name)
+def kernel_set(request: pytest.FixtureRequest) -> Iterator[KernelSet]:
+    """What works on the logits, and where they are; each test runs with both."""
+    chosen: KernelSet = request.param
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fast, "kernels_for", lambda device: chosen.kernels)
+        yield chosen
 
 
 with_fixtures = settings(
@@ -73,11 +49,11 @@ with_fixtures = settings(
 )
 
 
-def both(logits: FloatArray, inputs: Sequence[SamplingInput], device: str) -> list[list[Sampled] | str]:
+def both(logits: FloatArray, inputs: Sequence[SamplingInput], kernel_set: KernelSet) -> list[list[Sampled] | str]:
     """What each tier returns, or the message of its error."""
     outcomes: list[list[Sampled] | str] = []
     for tier in (reference.sample, fast.sample):
-        given_: Any = logits if tier is reference.sample else torch.from_numpy(logits.copy()).to(device)
+        given_: Any = logits if tier is reference.sample else torch.from_numpy(logits.copy()).to(kernel_set.device)
         try:
             with np.errstate(over="ignore"):  # logits of which the largest and the least differ by more than a float32
                 outcomes.append(list(tier(given_, inputs)))
@@ -86,8 +62,8 @@ def both(logits: FloatArray, inputs: Sequence[SamplingInput], device: str) -> li
     return outcomes
 
 
-def assert_agreement(logits: FloatArray, inputs: Sequence[SamplingInput], device: str) -> None:
-    expected, found = both(logits, inputs, device)
+def assert_agreement(logits: FloatArray, inputs: Sequence[SamplingInput], kernel_set: KernelSet) -> None:
+    expected, found = both(logits, inputs, kernel_set)
     if isinstance(expected, str) or isinstance(found, str):
         assert found == expected
         return
@@ -162,21 +138,23 @@ def batches(draw: st.DrawFn) -> tuple[FloatArray, list[SamplingInput]]:
 
 @with_fixtures
 @given(batches())
-def test_both_tiers_choose_the_same_tokens(device: str, batch: tuple[FloatArray, list[SamplingInput]]) -> None:
-    assert_agreement(*batch, device)
+def test_both_tiers_choose_the_same_tokens(
+    kernel_set: KernelSet, batch: tuple[FloatArray, list[SamplingInput]]
+) -> None:
+    assert_agreement(*batch, kernel_set)
 
 
 @with_fixtures
 @given(st.sampled_from([1, 2, 23, 70]).flatmap(lambda vocab: logit_tables(3, vocab)), st.lists(st.integers(0, 2)))
-def test_both_tiers_agree_where_all_are_greedy(device: str, logits: FloatArray, rows: list[int]) -> None:
+def test_both_tiers_agree_where_all_are_greedy(kernel_set: KernelSet, logits: FloatArray, rows: list[int]) -> None:
     greedy = SamplingParams(temperature=0)
-    assert_agreement(logits, [SamplingInput(row, greedy, [1], [], seed=0, stream=0) for row in rows], device)
+    assert_agreement(logits, [SamplingInput(row, greedy, [1], [], seed=0, stream=0) for row in rows], kernel_set)
 
 
 @with_fixtures
 @given(batches(), st.data())
 def test_both_tiers_refuse_the_same_logits_for_the_same_reason(
-    device: str, batch: tuple[FloatArray, list[SamplingInput]], data: st.DataObject
+    kernel_set: KernelSet, batch: tuple[FloatArray, list[SamplingInput]], data: st.DataObject
 ) -> None:
     logits, inputs = batch
     for _ in range(data.draw(st.integers(1, 3))):
@@ -184,16 +162,16 @@ def test_both_tiers_refuse_the_same_logits_for_the_same_reason(
         bad = data.draw(st.sampled_from([math.nan, -math.nan, math.inf, -math.inf]))
         where = data.draw(st.integers(0, logits.shape[1] - 1) | st.just(slice(None)))
         logits[row, where] = bad
-    assert_agreement(logits, inputs, device)
+    assert_agreement(logits, inputs, kernel_set)
 
 
-def test_both_tiers_name_the_same_row_where_several_are_bad(device: str) -> None:
+def test_both_tiers_name_the_same_row_where_several_are_bad(kernel_set: KernelSet) -> None:
     """Row 0 is worked through first, and with it the input that leaves nothing of it."""
     logits = np.zeros((2, 3), dtype=np.float32)
     logits[1] = math.nan
     params, forbidden = SamplingParams(temperature=0), [(), (), (0, 1, 2)]
     inputs = [SamplingInput(i % 2, params, [1], [], 0, 0, forbidden_token_ids=forbidden[i]) for i in range(3)]
-    assert_agreement(logits, inputs, device)
+    assert_agreement(logits, inputs, kernel_set)
 
 
 @pytest.mark.parametrize(
@@ -217,13 +195,13 @@ def test_both_tiers_name_the_same_row_where_several_are_bad(device: str) -> None
     ids=str,
 )
 @pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
-def test_the_same_tokens_of_a_long_tail(device: str, params: dict[str, Any], step: float) -> None:
+def test_the_same_tokens_of_a_long_tail(kernel_set: KernelSet, params: dict[str, Any], step: float) -> None:
     """A hundred draws from each of three rows: of the tokens kept, few go unnoticed when one more or less is kept."""
     wide = np.random.default_rng(3).standard_normal((3, 3000)) * [[1], [3], [40]]
     logits = (np.round(wide / step) * step if step else wide).astype(np.float32)
     wanted = SamplingParams(logprobs=3, **params)
     inputs = [SamplingInput(i % 3, wanted, [1, 2, 3], [4, 4], seed=i, stream=i // 3) for i in range(300)]
-    assert_agreement(logits, inputs, device)
+    assert_agreement(logits, inputs, kernel_set)
 
 
 # --- The parts --------------------------------------------------------------------------------------
@@ -232,10 +210,14 @@ def test_the_same_tokens_of_a_long_tail(device: str, params: dict[str, Any], ste
 @with_fixtures
 @given(batches())
 def test_penalised_logits_are_the_same_to_the_last_bit(
-    device: str, batch: tuple[FloatArray, list[SamplingInput]]
+    kernel_set: KernelSet, batch: tuple[FloatArray, list[SamplingInput]]
 ) -> None:
     logits, inputs = batch
-    found = fast.penalise(torch.from_numpy(logits).to(device), inputs).cpu().numpy() if inputs else np.zeros((0, 0))
+    found = (
+        fast.penalise(torch.from_numpy(logits).to(kernel_set.device), inputs).cpu().numpy()
+        if inputs
+        else np.zeros((0, 0))
+    )
     for ours, wanted in zip(found, inputs, strict=True):
         np.testing.assert_array_equal(ours, reference.penalise(logits[wanted.row], wanted))
 
@@ -243,11 +225,14 @@ def test_penalised_logits_are_the_same_to_the_last_bit(
 words = st.integers(0, 2**32 - 1)
 
 
+@with_fixtures
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1) | st.sampled_from([0, 2**63, 2**64 - 1]), words, words)))
-def test_the_numbers_drawn_are_the_same_to_the_last_bit(counters: list[tuple[int, int, int]]) -> None:
+def test_the_numbers_drawn_are_the_same_to_the_last_bit(
+    kernel_set: KernelSet, counters: list[tuple[int, int, int]]
+) -> None:
     seeds, streams, positions = ([counter[i] for counter in counters] for i in range(3))
     expected = [reference.uniform(*counter) for counter in counters]
-    assert fast.uniform(seeds, streams, positions).tolist() == expected
+    assert fast.uniform(kernel_set.kernels, seeds, streams, positions).tolist() == expected
 
 
 @with_fixtures
@@ -255,8 +240,8 @@ def test_the_numbers_drawn_are_the_same_to_the_last_bit(counters: list[tuple[int
     hnp.arrays(np.float32, st.tuples(st.integers(1, 3), st.integers(1, 40)), elements=st.integers(-4, 4).map(float)),
     st.integers(0, 45),
 )
-def test_the_largest_are_the_same_and_in_the_same_order(device: str, values: FloatArray, count: int) -> None:
-    found = fast.largest(torch.from_numpy(values).to(device), count)
+def test_the_largest_are_the_same_and_in_the_same_order(kernel_set: KernelSet, values: FloatArray, count: int) -> None:
+    found = fast.largest(torch.from_numpy(values).to(kernel_set.device), count)
     assert found.tolist() == [reference.largest(row, count).tolist() for row in values]
 
 
@@ -269,22 +254,20 @@ def test_the_largest_are_the_same_and_in_the_same_order(device: str, values: Flo
     st.sampled_from([0.0, 0.2, 0.5, 1.0]),
 )
 def test_a_distribution_is_the_same_at_every_64th(
-    device: str, logits: FloatArray, temperature: float, top_k: int, top_p: float, min_p: float
+    kernel_set: KernelSet, logits: FloatArray, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     """Numbers that are asked for, not drawn: with equal weights some fall on the very boundary of two tokens."""
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     expected = [reference.distribution(logits, params).at(number / 64) for number in range(64)]
     min_logprob = math.log(min_p) if min_p > 0 else -math.inf
-    draw: Any = (
-        draw_as_a_gpu_does if device == "cuda" else cpu.draw
-    )  # which the fixture has replaced for half of the tests
-    found = draw(
-        torch.from_numpy(logits[None]).to(device),
-        torch.tensor([0], device=device),
-        *torch.tensor([[logits.max()], [temperature], [min_logprob]], dtype=torch.float64, device=device),
-        torch.tensor([top_k], device=device),
-        torch.tensor([1 - top_p], dtype=torch.float64, device=device),
-        torch.zeros(64, dtype=torch.int64, device=device),
-        torch.arange(64, dtype=torch.float64, device=device) / 64,
+    found = kernel_set.kernels.draw(
+        torch.from_numpy(logits[None]).to(kernel_set.device),
+        torch.tensor([0], device=kernel_set.device),
+        *torch.tensor([[logits.max()], [temperature], [min_logprob]], dtype=torch.float64, device=kernel_set.device),
+        torch.tensor([top_k], device=kernel_set.device),
+        torch.tensor([1 - top_p], dtype=torch.float64, device=kernel_set.device),
+        torch.zeros(64, dtype=torch.int64, device=kernel_set.device),
+        torch.arange(64, dtype=torch.float64, device=kernel_set.device) / 64,
+        depth=top_k if 0 < top_k < len(logits) else len(logits) if top_p < 1 else 0,
     )
     assert found.tolist() == expected

@@ -1,8 +1,8 @@
 """The Triton attention kernels against softmax(QKᵀ)V in float64, computed here over keys that never saw a block.
 
 Without a GPU they run in Triton's interpreter, one program after another, in fp32 and fp16 (its bf16 is wrong). All
-that no token fills is NaN: free blocks, the rest of a last block, the outputs and the workspace before a run. So
-whatever reads it shows.
+that no token fills is NaN: free blocks, the rest of a last block, what the kernels allocate before they write to it
+(`guarded.py`). So whatever reads it shows.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ if not torch.cuda.is_available():
 
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
-from minipaged.fast.gpu.attention import DecodeWorkspace, paged_decode, paged_prefill
+from minipaged.fast.gpu import attention, paged_decode, paged_prefill
 from tests.effort import examples, quick_cases, thorough
+from tests.fast.guarded import GuardedMemory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -77,40 +78,31 @@ class Batch:
             outputs.append(torch.einsum("htc,chd->thd", weights, v))
         return torch.cat(outputs)
 
-    def decoded(self, workspace: DecodeWorkspace | None = None) -> Tensor:
+    def decoded(self, *, num_sms: int) -> Tensor:
+        """On a device of so many multiprocessors."""
+        return self.decoded_in(GuardedMemory(), num_sms=num_sms)
+
+    def decoded_in(self, memory: GuardedMemory, *, num_sms: int) -> Tensor:
         keys, values = self.cache[:, LAYER, 0], self.cache[:, LAYER, 1]
-        out = torch.full(self.query.shape, torch.nan, dtype=self.query.dtype, device=DEVICE)
-        result = paged_decode(
-            self.query,
-            keys,
-            values,
-            self.tables,
-            self.rows,
-            self.context_lens,
-            self.scale,
-            out=out,
-            workspace=workspace,
-        )
-        assert result is out
-        return out
+        context_lens = self.context_lens
+        with pytest.MonkeyPatch.context() as patched, memory:
+            patched.setattr(attention, "_num_sms", lambda device: num_sms)
+            return paged_decode(self.query, keys, values, self.tables, self.rows, context_lens, self.scale)
 
     def prefilled(self) -> Tensor:
         keys, values = self.cache[:, LAYER, 0], self.cache[:, LAYER, 1]
-        out = torch.full(self.query.shape, torch.nan, dtype=self.query.dtype, device=DEVICE)
-        result = paged_prefill(
-            self.query,
-            keys,
-            values,
-            self.tables,
-            self.rows,
-            self.query_start,
-            self.context_lens,
-            self.scale,
-            max_query_len=max(self.query_lens),
-            out=out,
-        )
-        assert result is out
-        return out
+        lengths = (self.query_start, self.context_lens)
+        with GuardedMemory():
+            return paged_prefill(
+                self.query,
+                keys,
+                values,
+                self.tables,
+                self.rows,
+                *lengths,
+                self.scale,
+                max_query_len=max(self.query_lens),
+            )
 
 
 def int32(numbers: Sequence[int]) -> Tensor:
@@ -166,16 +158,6 @@ def assert_close(result: Tensor, batch: Batch) -> None:
     assert difference <= TOLERANCE[result.dtype] * exact.abs().max()
 
 
-def workspace_for(batch: Batch, *, num_sms: int, max_seqs: int | None = None) -> DecodeWorkspace:
-    """Full of NaN: what nobody wrote must not be added up."""
-    _, _, _, kv_heads, _, head_dim = batch.cache.shape
-    max_seqs = len(batch.kv) if max_seqs is None else max_seqs
-    workspace = DecodeWorkspace(max_seqs, batch.query.shape[1], kv_heads, head_dim, DEVICE, num_sms=num_sms)
-    workspace.o.fill_(torch.nan)
-    workspace.lse.fill_(torch.nan)
-    return workspace
-
-
 # --- Drawn shapes ----------------------------------------------------------------------------------
 
 
@@ -219,7 +201,7 @@ def prefill_batches(draw: st.DrawFn) -> Batch:
 @settings(max_examples=examples(30))
 @given(batch=decode_batches(), num_sms=st.sampled_from([1, 2, 4]))
 def test_decode_is_softmax_over_the_context(batch: Batch, num_sms: int) -> None:
-    assert_close(batch.decoded(workspace_for(batch, num_sms=num_sms)), batch)
+    assert_close(batch.decoded(num_sms=num_sms), batch)
 
 
 @settings(max_examples=examples(30))
@@ -233,7 +215,7 @@ def test_what_lies_past_a_context_or_a_head_is_not_read() -> None:
     batch = make_batch([5, 70], head_dim=80, kv_heads=2, dtype=torch.float16, seed=1)
     assert batch.rows.tolist() != [0, 1]
     assert batch.tables[batch.rows[0], 0] == 0  # the block that masked look-ups name has 11 slots of NaN
-    assert_close(batch.decoded(workspace_for(batch, num_sms=1)), batch)
+    assert_close(batch.decoded(num_sms=1), batch)
     assert_close(batch.prefilled(), batch)
 
 
@@ -255,11 +237,11 @@ def test_what_lies_past_a_context_or_a_head_is_not_read() -> None:
 def test_a_long_context_is_divided_and_a_short_one_is_not(context_lens: list[int], parts: list[int]) -> None:
     """Whatever the grid has room for: most of its splits are empty here."""
     batch = make_batch(context_lens, dtype=torch.float16)
-    workspace = workspace_for(batch, num_sms=8)
-    max_splits = workspace.max_splits(len(context_lens))
-    assert max_splits >= 12
-    assert_close(batch.decoded(workspace), batch)
-    written = torch.isfinite(workspace.lse[: len(context_lens) * 2 * max_splits]).view(-1, 2, max_splits)
+    memory = GuardedMemory()
+    assert_close(batch.decoded_in(memory, num_sms=8), batch)
+    _, _, partial_lse, *_ = memory.allocated  # [seqs, heads, max_splits]
+    assert partial_lse.shape[2] >= 12
+    written = torch.isfinite(partial_lse)
     expected = [
         [n if n > 1 else 0] * 2 for n in parts
     ]  # for each of two heads; what is not divided is written directly
@@ -273,29 +255,20 @@ def test_a_batch_that_fills_the_gpu_is_not_divided() -> None:
         (alone, 2),
         (together, 0),
     ):  # alone it would keep four programs busy: the grid has room for two
-        workspace = workspace_for(batch, num_sms=2)
-        assert workspace.max_splits(8) == 2
-        assert_close(batch.decoded(workspace), batch)
-        assert int(torch.isfinite(workspace.lse).sum()) == parts * batch.query.shape[1]
+        memory = GuardedMemory()
+        assert_close(batch.decoded_in(memory, num_sms=2), batch)
+        _, _, partial_lse, *_ = memory.allocated
+        assert partial_lse.shape == (8, batch.query.shape[1], 2)
+        assert int(torch.isfinite(partial_lse).sum()) == parts * batch.query.shape[1]
 
 
-def test_a_workspace_serves_smaller_batches_one_after_another() -> None:
-    first = make_batch([300, 200, 10, 400])
-    workspace = workspace_for(first, num_sms=4)
-    for context_lens in ([300, 200, 10, 400], [500], [1, 260, 3]):
-        batch = make_batch(context_lens)
-        assert_close(batch.decoded(workspace), batch)
-
-
-def test_a_workspace_has_room_for_all_the_splits_of_every_batch_size() -> None:
-    workspace = DecodeWorkspace(70, 6, 3, 64, DEVICE, num_sms=10)
+def test_a_grid_has_room_for_each_sequence_and_for_no_more_splits_than_can_be_added_up() -> None:
     for seqs in range(1, 71):
-        splits = workspace.max_splits(seqs)
-        assert 1 <= splits <= 128
-        assert len(workspace.o) == len(workspace.lse) >= seqs * 6 * splits
+        assert 1 <= attention._max_splits(seqs, kv_heads=3, num_sms=10) <= 128
+    assert attention._max_splits(1, kv_heads=1, num_sms=10_000) == 128
 
 
-def test_decode_without_a_workspace_or_an_output_makes_its_own() -> None:
+def test_decode_divides_by_the_multiprocessors_of_its_device() -> None:
     batch = make_batch([300, 40])
     keys, values = batch.cache[:, LAYER, 0], batch.cache[:, LAYER, 1]
     result = paged_decode(batch.query, keys, values, batch.tables, batch.rows, batch.context_lens, batch.scale)
@@ -305,7 +278,7 @@ def test_decode_without_a_workspace_or_an_output_makes_its_own() -> None:
 def test_scores_that_would_overflow_are_weighed_right() -> None:
     batch = make_batch([300, 130])
     batch.query *= 300  # 2 to the power of the largest score is past fp32
-    result = batch.decoded(workspace_for(batch, num_sms=4))
+    result = batch.decoded(num_sms=4)
     assert torch.isfinite(result).all()
     assert (result.double().cpu() - batch.exact()).abs().max() < 1e-3  # a score is itself rounded, by up to 1e-4
 
@@ -339,11 +312,10 @@ def test_a_block_past_two_to_the_31_elements_is_found(tmp_path: Path) -> None:
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 def test_one_cuda_graph_serves_all_lengths() -> None:
     batches = [make_batch(n, kv_heads=2, dtype=torch.bfloat16) for n in ([3000, 1, 0, 0], [1, 90, 64, 5], [700] * 4)]
-    workspace = workspace_for(batches[0], num_sms=132)
     num_blocks, max_blocks = (max(batch.cache.shape[0] for batch in batches), max(b.tables.shape[1] for b in batches))
     cache = torch.full((num_blocks, *batches[0].cache.shape[1:]), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     tables = torch.full((len(batches[0].tables), max_blocks), -1, dtype=torch.int32, device=DEVICE)
-    query, out = batches[0].query.clone(), torch.empty_like(batches[0].query)
+    query = batches[0].query.clone()
     rows, context_lens, scale = batches[0].rows.clone(), batches[0].context_lens, batches[0].scale
 
     def load(batch: Batch) -> None:
@@ -352,19 +324,19 @@ def test_one_cuda_graph_serves_all_lengths() -> None:
         query.copy_(batch.query)
         rows.copy_(batch.rows)
         context_lens.copy_(batch.context_lens)
-        out.fill_(torch.nan)
 
-    def step() -> None:
+    def step() -> Tensor:
         kv = (cache[:, LAYER, 0], cache[:, LAYER, 1])
-        paged_decode(query, *kv, tables, rows, context_lens, scale, out=out, workspace=workspace)
+        return paged_decode(query, *kv, tables, rows, context_lens, scale)
 
     load(batches[0])
     step()  # compiles; nothing can be compiled while a graph is recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        out = step()
     for batch in batches:
         load(batch)
+        out.fill_(torch.nan)
         graph.replay()
         assert_close(out, batch)
 
@@ -419,7 +391,3 @@ def test_what_does_not_fit_together_is_refused() -> None:
     refused("side by side", query=batch.query.transpose(1, 2).contiguous().transpose(1, 2))
     refused("float16", query=batch.query.half())
     refused("scale must be positive", scale=0.0)
-    refused("out must be", out=torch.empty(1))
-    refused("out must be", out=torch.empty_like(batch.query, dtype=torch.float16))
-    refused("up to 1 sequences", workspace=DecodeWorkspace(1, 4, 2, 64, DEVICE))
-    refused("cannot hold", workspace=DecodeWorkspace(2, 4, 1, 64, DEVICE))

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-from minipaged.fast.gpu import block_table as gpu
-from minipaged.fast.gpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
+from minipaged.fast import cpu, gpu
+from minipaged.fast.gpu import advance_decode, edit_tables, fork_tables, slot_mapping
+from minipaged.fast.gpu.block_table import LANES, PIECE
+from minipaged.fast.kernels import BlockTableKernels
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 from tests.effort import examples
@@ -23,9 +25,9 @@ GARBAGE = -(2**31)
 BLOCK_SIZES = st.sampled_from([1, 2, 3, 16, 256])
 
 
-def ints(values: list[int]) -> torch.Tensor:
+def ints(values: list[int], device: str = DEVICE) -> torch.Tensor:
     """[n], with a 0 past its end: a row or a position that could be used, and is not to be."""
-    return torch.tensor([*values, 0], dtype=torch.int32, device=DEVICE)[:-1]
+    return torch.tensor([*values, 0], dtype=torch.int32, device=device)[:-1]
 
 
 def triples(values: list[tuple[int, int, int]]) -> torch.Tensor:
@@ -33,9 +35,9 @@ def triples(values: list[tuple[int, int, int]]) -> torch.Tensor:
     return torch.tensor([*values, (0, 0, 2**31 - 1)], dtype=torch.int32, device=DEVICE)[:-1]
 
 
-def garbage(num_rows: int, max_blocks: int) -> torch.Tensor:
+def garbage(num_rows: int, max_blocks: int, device: str = DEVICE) -> torch.Tensor:
     """Tables of which nothing was written, in rows that do not follow one another closely."""
-    return torch.full((num_rows, max_blocks + 3), GARBAGE, dtype=torch.int32, device=DEVICE)[:, :max_blocks]
+    return torch.full((num_rows, max_blocks + 3), GARBAGE, dtype=torch.int32, device=device)[:, :max_blocks]
 
 
 @settings(max_examples=examples(30))
@@ -76,14 +78,14 @@ def test_more_edits_than_one_program_makes_all_arrive():
     num_rows, max_blocks = 3, 100
     tables = garbage(num_rows, max_blocks)
     edits = [(row, logical, row * 1000 + logical) for row in range(num_rows) for logical in range(max_blocks)]
-    assert len(edits) > 2 * gpu.LANES
+    assert len(edits) > 2 * LANES
     edit_tables(tables, triples(edits))
     assert tables.tolist() == [[row * 1000 + logical for logical in range(max_blocks)] for row in range(num_rows)]
 
 
-@pytest.mark.parametrize("length", [0, 1, gpu.PIECE - 1, gpu.PIECE, gpu.PIECE + 1, 2 * gpu.PIECE + 5])
+@pytest.mark.parametrize("length", [0, 1, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + 5])
 def test_a_fork_longer_than_one_program_copies_is_whole_and_stops_where_it_should(length: int) -> None:
-    max_blocks = 2 * gpu.PIECE + 5
+    max_blocks = 2 * PIECE + 5
     tables = torch.arange(3 * max_blocks, dtype=torch.int32, device=DEVICE).reshape(3, max_blocks)
     expected = tables.clone()
     expected[0, :length] = tables[2, :length]
@@ -124,6 +126,9 @@ def test_no_tokens_no_edits_and_no_forks_are_no_work():
     assert torch.equal(tables, before)
 
 
+@pytest.mark.parametrize(
+    ("kernels", "device"), [pytest.param(gpu, DEVICE, id="gpu"), pytest.param(cpu, "cpu", id="cpu")]
+)
 @settings(max_examples=examples(30))
 @given(
     block_size=BLOCK_SIZES,
@@ -131,20 +136,20 @@ def test_no_tokens_no_edits_and_no_forks_are_no_work():
     steps=st.integers(1, 5),
 )
 def test_decoding_advances_on_the_device_as_the_reference_does_on_the_host(
-    block_size: int, lengths: list[int | None], steps: int
+    kernels: BlockTableKernels, device: str, block_size: int, lengths: list[int | None], steps: int
 ) -> None:
     """`None` is padding. Each sequence has run `length` tokens, perhaps none; every step adds one."""
     max_blocks = 310
     allocator = BlockAllocator(len(lengths) * max_blocks)
-    tables = garbage(len(lengths), max_blocks)
+    tables = garbage(len(lengths), max_blocks, device)
     sequences: list[BlockTable | None] = []
     for length in lengths:
         sequence = None if length is None else BlockTable(block_size, allocator)
         sequences.append(sequence)
         if sequence is not None:
             sequence.append(length)
-    rows = ints([-77 if length is None else row for row, length in enumerate(lengths)])
-    positions = ints([-2 if length is None else length - 1 for length in lengths])
+    rows = ints([-77 if length is None else row for row, length in enumerate(lengths)], device)
+    positions = ints([-2 if length is None else length - 1 for length in lengths], device)
     slots, context_lens = torch.full_like(positions, GARBAGE), torch.full_like(positions, GARBAGE)
     for _ in range(steps):
         expected: list[tuple[int, int, int]] = []
@@ -153,17 +158,17 @@ def test_decoding_advances_on_the_device_as_the_reference_does_on_the_host(
                 expected.append((-2, -1, 0))
                 continue
             sequence.append(1)
-            tables[row, : len(sequence.blocks)] = ints(list(sequence.blocks))
+            tables[row, : len(sequence.blocks)] = ints(list(sequence.blocks), device)
             n = sequence.num_tokens
             expected.append((n - 1, *sequence.slot_mapping(n - 1, n), n))
 
-        advance_decode(tables, rows, positions, slots, context_lens, block_size)
+        kernels.advance_decode(tables, rows, positions, slots, context_lens, block_size)
 
         assert list(zip(positions.tolist(), slots.tolist(), context_lens.tolist(), strict=True)) == expected
 
 
 def test_a_decoding_batch_wider_than_one_program_advances_whole():
-    n = gpu.LANES + 3
+    n = LANES + 3
     tables = torch.arange(n, dtype=torch.int32, device=DEVICE)[:, None].contiguous()  # row r: block r
     memory = torch.full((3, n + 1), 4, dtype=torch.int32, device=DEVICE)  # one number past the batch: not to change
     positions, slots, context_lens = memory[:, :n]

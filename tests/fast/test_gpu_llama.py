@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
-from minipaged.fast.gpu.llama import add_rms_norm, rms_norm, swiglu
+from minipaged.fast.gpu import add_rms_norm, rms_norm, swiglu
 from minipaged.reference import llama
 from tests.effort import examples
+from tests.fast.guarded import GuardedMemory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong.
@@ -27,12 +28,6 @@ SIZES = st.sampled_from([1, 2, 31, 32, 33, 576, 1000, 1024, 2048, 4097])
 def numbers(*shape: int, dtype: torch.dtype, seed: int, strided: bool = False) -> torch.Tensor:
     wide = torch.randn(*shape[:-1], shape[-1] + 7 * strided, generator=torch.Generator().manual_seed(seed))
     return wide.to(dtype).to(DEVICE)[..., : shape[-1]]
-
-
-def unwritten(tokens: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """NaN to be written over, with a row before and after it that is to stay NaN: (what to write to, the whole)."""
-    memory = torch.full((tokens + 2, size), float("nan"), dtype=dtype, device=DEVICE)
-    return memory[1:-1], memory
 
 
 def wide(x: torch.Tensor) -> np.ndarray:
@@ -54,11 +49,10 @@ def test_rms_norm_is_the_references(tokens: int, hidden: int, dtype: torch.dtype
     x *= scale  # in place: strided it stays
     weight = numbers(hidden, dtype=dtype, seed=2)
     expected = llama.rms_norm(wide(x), wide(weight), 1e-5)
-    out, memory = unwritten(tokens, hidden, dtype)
-    assert rms_norm(x, weight, 1e-5, out) is out
-    np.testing.assert_allclose(wide(out), expected, rtol=ROUNDING[dtype], atol=1e-7)
-    assert torch.equal(rms_norm(x, weight, 1e-5), out)
-    assert torch.isnan(memory[[0, -1]]).all()
+    with GuardedMemory():
+        normed = rms_norm(x, weight, 1e-5)
+    np.testing.assert_allclose(wide(normed), expected, rtol=ROUNDING[dtype], atol=1e-7)
+    assert torch.equal(rms_norm(x, weight, 1e-5), normed)
 
 
 @settings(max_examples=examples(40))
@@ -73,7 +67,8 @@ def test_add_rms_norm_adds_in_place_and_normalises_the_sum(
     expected = memory.clone()
     expected[1:-1, 2:-1] += x  # rounded to the type
 
-    normed = add_rms_norm(x, residual, weight, 1e-5)
+    with GuardedMemory():
+        normed = add_rms_norm(x, residual, weight, 1e-5)
 
     assert torch.equal(memory, expected)  # what lies around the residual included
     summed = llama.rms_norm(wide(residual), wide(weight), 1e-5)
@@ -100,12 +95,11 @@ def test_swiglu_is_the_references(tokens: int, intermediate: int, dtype: torch.d
     gate_up[:, :intermediate] *= 10
     gate, up = wide(gate_up)[:, :intermediate], wide(gate_up)[:, intermediate:]
     expected = llama.silu(gate) * up
-    out, memory = unwritten(tokens, intermediate, dtype)
-    assert swiglu(gate_up, out) is out
+    with GuardedMemory():
+        activated = swiglu(gate_up)
     # Half precision's smallest steps are absolute.
-    np.testing.assert_allclose(wide(out), expected, rtol=ROUNDING[dtype], atol=1e-7)
-    assert torch.equal(swiglu(gate_up), out)
-    assert torch.isnan(memory[[0, -1]]).all()
+    np.testing.assert_allclose(wide(activated), expected, rtol=ROUNDING[dtype], atol=1e-7)
+    assert torch.equal(swiglu(gate_up), activated)
 
 
 def test_a_gate_far_below_zero_closes_and_far_above_lets_through():

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
+from minipaged.fast.gpu import argmax_logsumexp, draw
 from minipaged.fast.gpu import sampling as gpu
-from minipaged.fast.gpu.sampling import argmax_logsumexp, draw
 from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
 from tests.effort import examples
+from tests.fast.guarded import GuardedMemory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter's bfloat16 is wrong.
@@ -53,9 +54,12 @@ def test_the_likeliest_token_and_its_logprob_are_the_references(
             row[:] = -float("inf")
             row[first] = kept
 
-    token_ids, peaks, log_totals = argmax_logsumexp(logits.to(DEVICE))
+    logits = logits.to(DEVICE)
+    with GuardedMemory():
+        token_ids, peaks, log_totals = argmax_logsumexp(logits)
+    logits = logits.cpu()
 
-    assert token_ids.dtype == torch.int64
+    assert [found.dtype for found in (token_ids, peaks, log_totals)] == [torch.int64, torch.float64, torch.float64]
     wide = logits.float().numpy()
     for i, row in enumerate(wide):
         prediction = reference.Prediction(row.astype(np.float64), i)
@@ -100,7 +104,10 @@ def drawn(
     doubles = [torch.tensor(values, dtype=torch.float64, device=DEVICE) for values in (temperatures, least, uniforms)]
     peaks = logits.double().amax(1)[rows].to(DEVICE)
     distributions = torch.tensor(of, device=DEVICE)
-    tokens = draw(logits.to(DEVICE), rows.to(DEVICE), peaks, doubles[0], doubles[1], distributions, doubles[2])
+    none = torch.zeros_like(rows, device=DEVICE)
+    given = (logits.to(DEVICE), rows.to(DEVICE), peaks, *doubles[:2], none, none.double(), distributions, doubles[2])
+    with GuardedMemory():
+        tokens = draw(*given, depth=0)
     assert tokens.dtype == torch.int64
     found: list[int] = tokens.tolist()
     return found
@@ -145,3 +152,15 @@ def test_a_token_of_no_weight_is_never_drawn_and_a_row_without_any_does_no_harm(
     logits[0, 100] = logits[0, gpu.DRAW_TILE + 5] = 2.0
     found = drawn(logits, [1.0, 1.0], [0.0, 0.0], [0.0, 0.499, 0.5, 1 - 2**-53, 0.3], of=[0, 0, 0, 0, 1])
     assert found == [100, 100, gpu.DRAW_TILE + 5, gpu.DRAW_TILE + 5, 0]
+
+
+def test_torchs_operations_draw_the_same_where_nothing_needs_an_order():
+    """They are timed beside the kernels (`benchmarks/gpu`)."""
+    logits = random_logits(3, 500, torch.float32, seed=7).to(DEVICE)
+    rows, of = torch.arange(3, device=DEVICE), torch.arange(3, device=DEVICE).repeat_interleave(40)
+    temperatures = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64, device=DEVICE)
+    least = torch.tensor([-math.inf, -3.0, -math.inf], dtype=torch.float64, device=DEVICE)
+    uniforms = (torch.arange(120, dtype=torch.float64, device=DEVICE) + 0.5) / 120
+    none = torch.zeros_like(rows)
+    given = (logits, rows, logits.double().amax(1), temperatures, least, none, none.double(), of, uniforms)
+    assert torch.equal(gpu.draw_ordered(*given, depth=0), draw(*given, depth=0))

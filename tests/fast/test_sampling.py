@@ -15,7 +15,7 @@ import torch
 from minipaged.contracts import SamplingInput
 from minipaged.fast import sampling
 from minipaged.fast.beam_search import BeamSearch
-from minipaged.fast.cpu import sampling as cpu
+from minipaged.fast.kernels import kernels_for
 from minipaged.params import BeamSearchParams, SamplingParams
 
 VOCAB = 400
@@ -83,13 +83,13 @@ def test_logits_may_be_a_strided_view_and_are_left_as_they_were(device: str) -> 
 def test_a_batch_drawn_in_pieces_gives_the_same_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(sampling.sample(table(device=device), inputs()))
     sizes: list[int] = []
-    for module in (sampling, cpu):
+    kernels = kernels_for(torch.device(device))
 
-        def watched(*given: Any, draw: Any = module.draw, **named: Any) -> Any:
-            sizes.append(len(given[1]))
-            return draw(*given, **named)
+    def watched(*given: Any, draw: Any = kernels.draw, **named: Any) -> Any:
+        sizes.append(len(given[1]))
+        return draw(*given, **named)
 
-        monkeypatch.setattr(module, "draw", watched)
+    monkeypatch.setattr(kernels, "draw", watched)
     monkeypatch.setattr(sampling, "PIECE", 3 * VOCAB)
     assert list(sampling.sample(table(device=device), inputs())) == whole
     assert sizes == [3, 1] + [3] * 6 + [2]  # 4 distributions without penalties; 20 with, one for each input
@@ -99,7 +99,7 @@ def test_a_batch_drawn_in_pieces_gives_the_same_tokens(device: str, monkeypatch:
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 3.0, 100.0, 1e30])
 def test_the_logarithm_of_the_sum_is_right_at_any_spread(dtype: torch.dtype, spread: float) -> None:
     logits = (torch.from_numpy(np.random.default_rng(1).standard_normal((3, 5000))) * spread).to(dtype)
-    token_ids, peaks, log_totals = cpu.argmax_logsumexp(logits)
+    token_ids, peaks, log_totals = kernels_for(logits.device).argmax_logsumexp(logits)
     assert torch.equal(token_ids, logits.argmax(dim=1))
     assert torch.equal(peaks, logits.double().amax(dim=1))
     expected = torch.logsumexp(logits.double() - peaks[:, None], dim=1)

@@ -1,16 +1,19 @@
-"""The fast tier's kernels for a machine without a GPU: numba and torch. The same names as in `gpu/`."""
+"""The kernels for a machine without a GPU: numba and torch. What they do is described in `minipaged.fast.kernels`."""
 
 from minipaged.fast.cpu.attention import paged_decode, paged_prefill
-from minipaged.fast.cpu.block_table import edit_tables, fork_tables, slot_mapping
+from minipaged.fast.cpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
-from minipaged.fast.cpu.llama import add_rms_norm, kernels_are_compiled, linears, rms_norm, swiglu, use_threads
+from minipaged.fast.cpu.llama import add_rms_norm, linears, rms_norm, swiglu, use_threads
+from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, uniform
 
 __all__ = [
     "add_rms_norm",
+    "advance_decode",
+    "argmax_logsumexp",
     "copy_blocks",
+    "draw",
     "edit_tables",
     "fork_tables",
-    "kernels_are_compiled",
     "linears",
     "paged_decode",
     "paged_prefill",
@@ -19,6 +22,7 @@ __all__ = [
     "rope_and_write",
     "slot_mapping",
     "swiglu",
+    "uniform",
     "use_threads",
     "write",
 ]

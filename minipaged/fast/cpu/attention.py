@@ -48,17 +48,9 @@ def paged_decode(
     rows: Tensor,
     context_lens: Tensor,
     scale: float,
-    *,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query token a sequence.
-
-    query: [seqs, heads, head_dim] float32 or bfloat16. keys, values: one layer's views of the cache,
-    [num_blocks, kv_heads, block_size, head_dim]. tables: [num_rows, max_blocks] int32, of which sequence s has row
-    rows[s]. context_lens: [seqs] int32, the query token included. Returns [seqs, heads, head_dim]; zeros for a
-    sequence whose context length is 0 (padding).
-    """
-    out = torch.empty_like(query) if out is None else out
+    """See `minipaged.fast.kernels`."""
+    out = torch.empty_like(query)
     _decode(
         as_array(query),
         keys.data_ptr(),
@@ -88,14 +80,9 @@ def paged_prefill(
     scale: float,
     *,
     max_query_len: int,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a mixed batch: the queries of sequence s are the last ones of its context.
-
-    query: [tokens, heads, head_dim]; query_start: [seqs + 1] int32; the rest as for `paged_decode`, which the sequences
-    with one query are left to. `max_query_len`: the most queries of a sequence.
-    """
-    out = torch.empty_like(query) if out is None else out
+    """See `minipaged.fast.kernels`. The sequences with one query are left to `paged_decode`."""
+    out = torch.empty_like(query)
     query_lens = query_start[1:] - query_start[:-1]  # [seqs]
     single = torch.nonzero(query_lens == 1)[:, 0]  # [sequences with one query]
     if len(single):

@@ -30,12 +30,7 @@ def rope_and_write(
     values: Tensor,
     num_heads: int,
 ) -> Tensor:
-    """Rotate queries and keys by their positions' angles; write keys and values into their slots.
-
-    qkv: [tokens, (heads + 2 * kv_heads) * head_dim]: queries, keys, values. cos, sin: [max_positions, head_dim / 2]
-    float32. positions, slots: [tokens] int32; slot -1 is padding and is not written. keys, values: one layer's views of
-    the cache, [num_blocks, kv_heads, block_size, head_dim]. Returns the rotated queries [tokens, heads, head_dim].
-    """
+    """See `minipaged.fast.kernels`."""
     query = torch.empty(len(qkv), num_heads, keys.shape[3], dtype=qkv.dtype)
     _rope_and_write(
         as_array(qkv),
@@ -54,7 +49,7 @@ def rope_and_write(
 
 
 def write(slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Put keys and values [tokens, kv_heads, head_dim] into their slots [tokens], but for those with slot -1."""
+    """See `minipaged.fast.kernels`."""
     real = slots >= 0
     blocks = (slots[real] // keys.shape[2]).long()
     offsets = (slots[real] % keys.shape[2]).long()
@@ -63,12 +58,12 @@ def write(slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> 
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copy blocks of the cache [num_blocks, ...] (source, destination), all layers, keys and values: pairs [n, 2]."""
+    """See `minipaged.fast.kernels`."""
     cache[pairs[:, 1].long()] = cache[pairs[:, 0].long()]
 
 
 def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
-    """Fill these blocks [n] with NaN."""
+    """See `minipaged.fast.kernels`."""
     cache[blocks.long()] = torch.nan
 
 

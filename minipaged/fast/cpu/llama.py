@@ -27,6 +27,7 @@ from torch import Tensor
 from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, narrow, widen
 from minipaged.fast.cpu.kv_cache import FEW_ROWS
+from minipaged.fast.kernels import Linear
 
 FEW = 1
 """Up to so many tokens the compiled loop is the faster one."""
@@ -52,7 +53,7 @@ def use_threads() -> None:
 
 
 def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list[Linear]:
-    """All matrices of a model, ready to be multiplied by. `sizes`: (out, in) of each of `weights`, in their order.
+    """See `minipaged.fast.kernels`.
 
     Their rows lie in one piece of memory. Large pieces get large pages from the system, small ones do not; and with
     pages of 4 kB a good part of the time goes into finding them (one token through all of SmolLM2's matrices in
@@ -65,11 +66,11 @@ def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list
             room = np.empty(sum(size[0] * size[1] for size in sizes), as_array(weight).dtype)
         part, room = room[: rows * columns].reshape(rows, columns), room[rows * columns :]
         part[:] = as_array(weight)
-        prepared.append(Linear(torch.from_numpy(part).view(weight.dtype)))
+        prepared.append(Matrix(torch.from_numpy(part).view(weight.dtype)))
     return prepared
 
 
-class Linear:
+class Matrix(Linear):
     """A matrix [out, in], ready to be multiplied by."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -80,7 +81,6 @@ class Linear:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None) if has_onednn else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, in] times the matrix's transpose: [tokens, out]."""
         if len(x) > FEW:
             if self._packed is None:
                 return torch.nn.functional.linear(x, self.weight)
@@ -92,21 +92,21 @@ class Linear:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Each token's x [tokens, hidden] divided by its root mean square, times the weight [hidden]."""
+    """See `minipaged.fast.kernels`."""
     out = torch.empty(x.shape, dtype=weight.dtype)
     _rms_norm(as_array(x), as_array(weight), np.float32(eps), as_array(out))
     return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to the residual [tokens, hidden] in place; return the norm of the sum."""
+    """See `minipaged.fast.kernels`."""
     out = torch.empty(x.shape, dtype=x.dtype)
     _add_rms_norm(as_array(x), as_array(residual), as_array(weight), np.float32(eps), as_array(out))
     return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) × up, of the two halves of gate_up [tokens, 2 × intermediate]: [tokens, intermediate]."""
+    """See `minipaged.fast.kernels`."""
     out = torch.empty(len(gate_up), gate_up.shape[1] // 2, dtype=gate_up.dtype)
     _swiglu(as_array(gate_up), as_array(out))
     return out

@@ -53,12 +53,7 @@ DRAWERS = 26 << 7
 
 
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row of logits: the likeliest token, its logit (the peak), and log(sum(exp(logit - peak))).
-
-    logits: [rows, vocab] float32 or float64. Returns token_ids [rows] int64, peaks [rows] float64, log_totals [rows]
-    float64. Ties go to the lowest id. A row that holds NaN has the peak NaN and the id of its first NaN; `log_total`
-    means something only where the peak is finite.
-    """
+    """See `minipaged.fast.kernels`."""
     table: NDArray[Any] = logits.contiguous().numpy()
     kind = np.int32 if logits.dtype == torch.float32 else np.int64
     bits, magnitude = table.view(kind), kind(np.iinfo(kind).max)
@@ -78,14 +73,10 @@ def draw(
     shares: Tensor,
     distributions: Tensor,
     uniforms: Tensor,
+    *,
+    depth: int,
 ) -> Tensor:
-    """Draw tokens. Distribution i is row rows[i] of `logits` with a temperature and filters; draw j is made from it.
-
-    logits: [rows, vocab] float32 or float64. Of each distribution, [n]: rows int64, peaks float64 (the largest logit),
-    temperatures float64, min_logprobs float64 (log of `min_p`, -inf for none), top_ks int64 (0 for none), shares
-    float64 (the probability that `top_p` may cut off, 0 for none). Of each draw, [m]: distributions int64 (which one,
-    in rising order), uniforms float64 (in [0, 1)). Returns [m] int64.
-    """
+    """See `minipaged.fast.kernels`. What needs an order is found without one here, so `depth` does not matter."""
     token_ids = np.empty(len(uniforms), dtype=np.int64)
     _draw(
         logits.contiguous().numpy(),
@@ -105,7 +96,7 @@ def draw(
 def uniform(
     seeds: NDArray[np.uint64], streams: NDArray[np.uint64], positions: NDArray[np.uint64]
 ) -> NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, stream, position): 53 bits of Philox4x32-10. All [n], on the host."""
+    """A number in [0, 1) for each (seed, stream, position): 53 bits of Philox4x32-10."""
     numbers = np.empty(len(seeds))
     _uniform(seeds, streams, positions, numbers)
     return numbers

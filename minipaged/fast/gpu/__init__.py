@@ -1,14 +1,20 @@
-"""The Triton kernels, each with the function that launches it: for CUDA tensors, or any with `TRITON_INTERPRET=1`."""
+"""The Triton kernels, each with the function that launches it: for CUDA tensors, or any with `TRITON_INTERPRET=1`.
+
+What they do is described in `minipaged.fast.kernels`.
+"""
 
 from minipaged.fast.gpu.attention import paged_decode, paged_prefill
 from minipaged.fast.gpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.fast.gpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
 from minipaged.fast.gpu.llama import add_rms_norm, linears, rms_norm, swiglu, use_threads
+from minipaged.fast.gpu.sampling import argmax_logsumexp, draw, uniform
 
 __all__ = [
     "add_rms_norm",
     "advance_decode",
+    "argmax_logsumexp",
     "copy_blocks",
+    "draw",
     "edit_tables",
     "fork_tables",
     "linears",
@@ -19,6 +25,7 @@ __all__ = [
     "rope_and_write",
     "slot_mapping",
     "swiglu",
+    "uniform",
     "use_threads",
     "write",
 ]

@@ -65,37 +65,6 @@ LOG2_E = math.log2(math.e)
 # --- Decode ----------------------------------------------------------------------------------------
 
 
-class DecodeWorkspace:
-    """Room for the partial results of `paged_decode`, so that it allocates nothing and a CUDA graph can record it.
-
-    One workspace serves batches of 1 to `max_seqs` sequences, one call after another (calls on different streams need
-    one each). `num_sms` is the number of multiprocessors to keep busy: by default those of `device`.
-    """
-
-    def __init__(
-        self,
-        max_seqs: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        device: torch.device | str,
-        *,
-        num_sms: int | None = None,
-    ) -> None:
-        self.max_seqs, self.heads, self.kv_heads, self.head_dim = max_seqs, heads, kv_heads, head_dim
-        self.num_sms = _num_sms(torch.device(device)) if num_sms is None else num_sms
-        # However many there are, their splits fill the grid, unless each has one or MAX_SPLITS of them.
-        room = GRID_PER_SM * self.num_sms // kv_heads
-        partials = heads * max(max_seqs, min(int(MAX_SPLITS.value) * max_seqs, room))
-        self.o = torch.empty(partials, head_dim, dtype=torch.float32, device=device)  # each split's output
-        self.lse = torch.empty(partials, dtype=torch.float32, device=device)  # log2 of its sum of weights
-
-    def max_splits(self, seqs: int) -> int:
-        """How many splits of each sequence the grid has room for, in a batch of `seqs`."""
-        room = GRID_PER_SM * self.num_sms // max(1, seqs * self.kv_heads)
-        return max(1, min(int(MAX_SPLITS.value), room))
-
-
 def paged_decode(
     query: Tensor,
     keys: Tensor,
@@ -104,43 +73,25 @@ def paged_decode(
     rows: Tensor,
     context_lens: Tensor,
     scale: float,
-    *,
-    out: Tensor | None = None,
-    workspace: DecodeWorkspace | None = None,
 ) -> Tensor:
-    """Attention of one query token a sequence over its whole context.
+    """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
-    query: [seqs, heads, head_dim], fp32, fp16 or bf16. keys, values: [num_blocks, kv_heads, block_size, head_dim] in
-        the same dtype: one layer's views of the cache, strided alike. The query tokens' own K and V are there already.
-    tables: [num_rows, max_blocks] int32. rows: [seqs] int32, the row of `tables` that each sequence owns.
-    context_lens: [seqs] int32, the query token included. A length of 0 is padding: nothing is read, zeros are written.
-    scale: of the scores, positive. out: [seqs, heads, head_dim] like `query`. workspace: needed to allocate nothing.
-    Query head h reads key/value head h // (heads / kv_heads).
-
-    Returns [seqs, heads, head_dim], in `out` if it is given. Raises ValueError for shapes or strides that do not fit.
+    Raises ValueError for shapes or strides that do not fit. What it allocates depends on shapes alone, so that a CUDA
+    graph can record it.
     """
     seqs, heads, head_dim = query.shape
     group = _check(query, keys, values, scale)
     kv_heads = keys.shape[1]
-    out = _output(query, out)
-    if workspace is None:
-        workspace = DecodeWorkspace(seqs, heads, kv_heads, head_dim, query.device)
-    elif seqs > workspace.max_seqs or (heads, kv_heads, head_dim) != (
-        workspace.heads,
-        workspace.kv_heads,
-        workspace.head_dim,
-    ):
-        raise ValueError(
-            f"a workspace for up to {workspace.max_seqs} sequences (heads, key/value heads, head_dim: "
-            f"{workspace.heads}, {workspace.kv_heads}, {workspace.head_dim}) cannot hold {seqs} "
-            f"({heads}, {kv_heads}, {head_dim})"
-        )
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if seqs == 0:
         return out
-    max_splits = workspace.max_splits(seqs)
+    num_sms = _num_sms(query.device)
+    max_splits = _max_splits(seqs, kv_heads, num_sms)
+    partial_o = query.new_empty(seqs, heads, max_splits, head_dim, dtype=torch.float32)  # each split's output
+    partial_lse = query.new_empty(seqs, heads, max_splits, dtype=torch.float32)  # log2 of its sum of weights
     capability = _capability(query.device)
     options = decode_options(query.dtype, head_dim, group, keys.shape[2], capability, split=max_splits > 1)
-    lengths = (context_lens, seqs, kv_heads, PROGRAMS_PER_SM * workspace.num_sms, max_splits)
+    lengths = (context_lens, seqs, kv_heads, PROGRAMS_PER_SM * num_sms, max_splits)
     _decode_kernel[(kv_heads, seqs, max_splits)](
         query,
         keys,
@@ -148,8 +99,8 @@ def paged_decode(
         tables,
         rows,
         out,
-        workspace.o,
-        workspace.lse,
+        partial_o,
+        partial_lse,
         *lengths,
         scale * LOG2_E,
         *query.stride()[:2],
@@ -160,9 +111,15 @@ def paged_decode(
     )
     if max_splits > 1:
         _reduce_kernel[(heads, seqs)](
-            out, workspace.o, workspace.lse, *lengths, *out.stride()[:2], **reduce_options(options)
+            out, partial_o, partial_lse, *lengths, *out.stride()[:2], **reduce_options(options)
         )
     return out
+
+
+def _max_splits(seqs: int, kv_heads: int, num_sms: int) -> int:
+    """How many splits of each sequence the grid has room for, with this number of multiprocessors to keep busy."""
+    room = GRID_PER_SM * num_sms // (seqs * kv_heads)
+    return max(1, min(int(MAX_SPLITS.value), room))
 
 
 # The integers of a batch are pieces of one buffer, at addresses that differ from step to step: Triton would compile a
@@ -339,22 +296,15 @@ def paged_prefill(
     scale: float,
     *,
     max_query_len: int,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of a batch of sequences with any number of query tokens each (prompts, chunks, single tokens).
+    """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
-    query: [tokens, heads, head_dim], fp32, fp16 or bf16, sequence after sequence: s has the tokens query_start[s] to
-        query_start[s + 1] - 1, the last of its context_lens[s] positions. Each sees the positions up to its own.
-    query_start: [seqs + 1] int32. context_lens: [seqs] int32, query tokens included.
-    max_query_len: the most query tokens of one sequence (the launch must not wait for the GPU to read them).
-    The rest as in `paged_decode`.
-
-    Returns [tokens, heads, head_dim], in `out` if it is given. Raises ValueError for shapes or strides that do not fit.
+    Raises ValueError for shapes or strides that do not fit.
     """
     tokens, _, head_dim = query.shape
     group = _check(query, keys, values, scale)
     seqs = len(context_lens)
-    out = _output(query, out)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
     capability = _capability(query.device)
     options = prefill_options(query.dtype, head_dim, group, keys.shape[2], capability, max_query_len)
     num_tiles = tokens * group // options["ROWS"] + seqs
@@ -592,7 +542,7 @@ def _padded(head_dim: int) -> int:
     return max(16, int(triton.next_power_of_2(head_dim)))
 
 
-# --- Checks and outputs ----------------------------------------------------------------------------
+# --- Checks, and the device -----------------------------------------------------------------------
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> int:
@@ -612,14 +562,6 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> int:
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}")
     return heads // kv_heads
-
-
-def _output(query: Tensor, out: Tensor | None) -> Tensor:
-    if out is None:
-        return torch.empty_like(query, memory_format=torch.contiguous_format)
-    if out.shape != query.shape or out.dtype != query.dtype or out.stride(2) != 1:
-        raise ValueError(f"out must be {tuple(query.shape)} in {query.dtype}, the elements of one head side by side")
-    return out
 
 
 def _num_sms(device: torch.device) -> int:

@@ -34,11 +34,7 @@ PIECE = 1024
 
 
 def edit_tables(tables: Tensor, edits: Tensor) -> None:
-    """Set single entries of many tables: blocks appended, or replaced after a copy-on-write.
-
-    tables: [num_rows, max_blocks] int32. edits: [n, 3] int32, contiguous: (row, logical block, physical block). No two
-    may set the same entry: they run at the same time.
-    """
+    """See `minipaged.fast.kernels`. All entries are set at the same time."""
     n = len(edits)
     _edit_tables[(triton.cdiv(n, LANES),)](tables, edits, n, tables.stride(0), LANES=LANES, num_warps=4)
 
@@ -56,12 +52,7 @@ def _edit_tables(tables, edits, n, table_stride, LANES: tl.constexpr):
 
 
 def fork_tables(tables: Tensor, forks: Tensor) -> None:
-    """Begin child tables with the leading entries of their parents': parallel sampling and beam search.
-
-    tables: [num_rows, max_blocks] int32. forks: [n, 3] int32, contiguous: (parent row, child row, number of entries).
-    One parent may have many children, but no child's row may be a parent's row too, or come twice: all are copied at
-    the same time. The rest of the child's row stays as it was.
-    """
+    """See `minipaged.fast.kernels`. All rows are copied at the same time."""
     pieces = triton.cdiv(tables.shape[1], PIECE)
     _fork_tables[len(forks), pieces](tables, forks, tables.stride(0), PIECE=PIECE, num_warps=4)
 
@@ -80,10 +71,7 @@ def _fork_tables(tables, forks, table_stride, PIECE: tl.constexpr):
 
 
 def slot_mapping(tables: Tensor, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
-    """The slots of n tokens: of position `positions[i]` in the sequence that owns row `rows[i]`.
-
-    tables: [num_rows, max_blocks] int32. rows, positions: [n] int32. Returns [n] int32.
-    """
+    """See `minipaged.fast.kernels`."""
     n = len(positions)
     slots = torch.empty_like(positions)
     _slot_mapping[(triton.cdiv(n, LANES),)](
@@ -112,13 +100,7 @@ def _slots(tables, table_stride, row, position, BLOCK_SIZE: tl.constexpr):
 def advance_decode(
     tables: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, context_lens: Tensor, block_size: int
 ) -> None:
-    """Move every sequence of a decoding batch to its next position.
-
-    tables: [num_rows, max_blocks] int32, which has the block of that position already. rows: [n] int32. positions: [n]
-    int32, in place: one more. -1 stands before the first token; what is less is padding, and stays. slots: [n] int32,
-    written: that position's slot, -1 for padding. context_lens: [n] int32, written: the number of tokens up to it,
-    itself included; 0 for padding.
-    """
+    """See `minipaged.fast.kernels`."""
     n = len(positions)
     _advance_decode[(triton.cdiv(n, LANES),)](
         tables, rows, positions, slots, context_lens, n, tables.stride(0),

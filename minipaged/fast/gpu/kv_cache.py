@@ -43,18 +43,11 @@ def rope_and_write(
     keys: Tensor,
     values: Tensor,
     num_heads: int,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """Rotate the query and key of each token by its position; store key and value into its slot.
-
-    qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim], rows may be strided: query, key, value of each token, as one
-    matrix product makes them. cos, sin: [max_positions, head_dim / 2] float32, contiguous. positions: [tokens] int32 or
-    int64; a negative one (padding) turns as position 0 does. slots: [tokens] int32 or int64; -1: nothing is written.
-    keys, values: [num_blocks, kv_heads, block_size, head_dim], strided alike, head_dim contiguous and even.
-    Returns the rotated query [tokens, num_heads, head_dim], in `out` (contiguous) where that is given.
-    """
+    """See `minipaged.fast.kernels`. Rows of `qkv` may be strided, `head_dim` is even; positions and slots may be int64,
+    and a negative position turns as position 0 does."""
     _, num_kv_heads, block_size, head_dim = keys.shape
-    query = qkv.new_empty(len(qkv), num_heads, head_dim) if out is None else out
+    query = qkv.new_empty(len(qkv), num_heads, head_dim)
     half = triton.next_power_of_2(head_dim // 2)
     heads = max(1, TILE // half)  # of one program
     programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)  # of one token
@@ -127,11 +120,7 @@ def _rotated(pointers, turn_cos, turn_sin, mask, half_dim: tl.constexpr):
 
 
 def write(slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Store the keys and values of some tokens into their slots.
-
-    slots: [tokens] int32 or int64; -1: nothing is written. k, v: [tokens, kv_heads, head_dim], the heads of a token one
-    after another. keys, values: [num_blocks, kv_heads, block_size, head_dim], strided alike, head_dim contiguous.
-    """
+    """Store the keys and values of some tokens into their slots."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     dims = triton.next_power_of_2(head_dim)
     heads = max(1, TILE // dims)  # of one program
@@ -162,11 +151,7 @@ def _write(
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks: all layers, keys and values, of all pairs in one launch.
-
-    cache: [num_blocks, ...] contiguous, of any type. pairs: [n, 2] int32 or int64, contiguous: (source, destination).
-    No destination may be a source, or come twice: the pairs are copied at the same time.
-    """
+    """Copy whole blocks: all layers, keys and values, of all pairs in one launch, and at the same time."""
     blocks = cache.view(len(cache), -1)
     block_bytes = blocks.shape[1] * cache.element_size()
     words = blocks.view(_word(block_bytes | cache.data_ptr()))
@@ -204,5 +189,5 @@ def _copy_blocks(words, pairs, WORDS: tl.constexpr, PIECE: tl.constexpr):
 
 
 def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
-    """Fill blocks [n] int32 or int64 of cache [num_blocks, ...] with NaN. For debugging, torch's kernel will do."""
+    """See `minipaged.fast.kernels`. For debugging, torch's kernel will do."""
     cache.index_fill_(0, blocks.long(), float("nan"))

@@ -25,18 +25,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minipaged.fast.kernels import Linear
+
 TILE = 1024
 """Elements that one program of `swiglu` computes: with four warps, 8 a thread, 16 bytes in half precision."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Each row of x divided by its root mean square, times the weights.
-
-    x: [tokens, hidden], rows may be strided. weight: [hidden], of x's type. Returns [tokens, hidden], in `out`
-    (contiguous) where that is given.
-    """
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `minipaged.fast.kernels`. Rows may be strided."""
     hidden = x.shape[1]
-    normed = x.new_empty(x.shape) if out is None else out
+    normed = x.new_empty(x.shape)
     _rms_norm[(len(x),)](
         x, weight, normed, x.stride(0), eps,
         HIDDEN=hidden, WIDTH=triton.next_power_of_2(hidden), num_warps=_warps(x), enable_fp_fusion=False,
@@ -63,10 +61,7 @@ def _normed(row, weight, eps, HIDDEN: tl.constexpr, WIDTH: tl.constexpr):
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to the residual, in place and in its type, and return the norm of the sum.
-
-    x, residual: [tokens, hidden] of one type, rows may be strided. weight: [hidden]. Returns [tokens, hidden].
-    """
+    """See `minipaged.fast.kernels`. Rows of both may be strided."""
     hidden = x.shape[1]
     normed = x.new_empty(x.shape)
     _add_rms_norm[(len(x),)](
@@ -99,14 +94,10 @@ def _warps(x: Tensor) -> int:
     return min(16, max(1, row_bytes // (32 * 16)))
 
 
-def swiglu(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, where one matrix product has made both; silu(z) = z / (1 + exp(-z)).
-
-    gate_up: [tokens, 2 * intermediate], rows may be strided: gate, then up. Returns [tokens, intermediate], in `out`
-    (contiguous) where that is given. Computed in float32, rounded once.
-    """
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See `minipaged.fast.kernels`. Rows may be strided."""
     tokens, intermediate = len(gate_up), gate_up.shape[1] // 2
-    activated = gate_up.new_empty(tokens, intermediate) if out is None else out
+    activated = gate_up.new_empty(tokens, intermediate)
     _swiglu[tokens, triton.cdiv(intermediate, TILE)](
         gate_up, activated, gate_up.stride(0), INTERMEDIATE=intermediate, TILE=TILE, num_warps=4, enable_fp_fusion=False
     )
@@ -130,16 +121,15 @@ def use_threads() -> None:
 
 
 def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list[Linear]:
-    """All matrices of a model, ready to be multiplied by. `sizes`: (out, in) of each of `weights`, in their order."""
-    return [Linear(weight) for _, weight in zip(sizes, weights, strict=True)]
+    """See `minipaged.fast.kernels`."""
+    return [Matrix(weight) for _, weight in zip(sizes, weights, strict=True)]
 
 
-class Linear:
+class Matrix(Linear):
     """A matrix [out, in], ready to be multiplied by: cuBLAS wants no other layout, so it is kept as it is."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, in] times the matrix's transpose: [tokens, out]."""
         return torch.nn.functional.linear(x, self.weight)

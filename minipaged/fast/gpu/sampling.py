@@ -3,9 +3,9 @@
     argmax_logsumexp   greedy decoding: the likeliest token of each row, and what its log-probability takes
     draw               a token by temperature, with or without `min_p`
 
-`top_k` and `top_p` need the logits in order, and are torch's operations over all rows (`fast/sampling.py`). Drawing
-without them could be as well, but that is some 17 passes over float64 copies of the logits; `draw` reads them once, and
-one tile of each row a second time.
+`top_k` and `top_p` need the logits in order, and are torch's operations over all rows (`draw_ordered`). Drawing without
+them could be as well, but that is some 17 passes over float64 copies of the logits; the kernels read them once, and one
+tile of each row a second time. The numbers to draw with (`uniform`) are the host's, as for a CPU.
 """
 
 # mypy: disable-error-code="import-untyped, untyped-decorator, no-untyped-def, no-untyped-call"
@@ -17,6 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minipaged.fast.cpu.sampling import uniform
+
+__all__ = ["argmax_logsumexp", "draw", "draw_ordered", "uniform"]
+
 DRAW_TILE = 2048
 """Logits of one program of `draw`: with four warps, 16 weights in float64 a thread."""
 
@@ -26,14 +30,11 @@ at once; with eight warps a thread has two accesses of 16 bytes in flight in hal
 
 
 def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row of logits: the likeliest token, its logit (the peak), and log(sum(exp(logit - peak))).
-
-    logits: [rows, vocab] float32, float16 or bfloat16, rows may be strided. Returns token_ids [rows] int64, peaks
-    [rows] float32, log_totals [rows] float32. The log-probability of any token is `logit - peak - log_total`.
-
-    As in NumPy's argmax, ties go to the lowest id, and NaN counts as the largest: a row that holds NaN has the peak NaN
-    and the id of its first NaN. `log_total` means something only where the peak is finite.
-    """
+    """See `minipaged.fast.kernels`. In float64, which only rows with penalties are in, it is torch's operations."""
+    if logits.dtype == torch.float64:
+        token_ids = logits.argmax(1)  # [rows], the first of the largest; NaN counts as the largest
+        peaks = logits.gather(1, token_ids[:, None])  # [rows, 1]
+        return token_ids, peaks[:, 0], (logits - peaks).exp().sum(1).log()
     rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, TILE)
     tile_tokens = torch.empty(rows, tiles, dtype=torch.int64, device=logits.device)
@@ -57,7 +58,7 @@ def argmax_logsumexp(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tile_tokens, tile_peaks, tile_totals, token_ids, peaks, log_totals,
         TILES=tiles, WIDTH=triton.next_power_of_2(tiles), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
-    return token_ids, peaks, log_totals
+    return token_ids, peaks.double(), log_totals.double()
 
 
 @triton.jit
@@ -96,16 +97,29 @@ def draw(
     peaks: Tensor,
     temperatures: Tensor,
     min_logprobs: Tensor,
+    top_ks: Tensor,
+    shares: Tensor,
+    distributions: Tensor,
+    uniforms: Tensor,
+    *,
+    depth: int,
+) -> Tensor:
+    """See `minipaged.fast.kernels`. Distributions may come in any order."""
+    given = (logits, rows, peaks, temperatures, min_logprobs)
+    if depth == 0:
+        return _draw_unordered(*given, distributions, uniforms)
+    return draw_ordered(*given, top_ks, shares, distributions, uniforms, depth=depth)
+
+
+def _draw_unordered(
+    logits: Tensor,
+    rows: Tensor,
+    peaks: Tensor,
+    temperatures: Tensor,
+    min_logprobs: Tensor,
     distributions: Tensor,
     uniforms: Tensor,
 ) -> Tensor:
-    """Draw tokens. Distribution i is row rows[i] of `logits`, at its temperature, without what `min_p` cuts off.
-
-    logits: [rows, vocab], any float, rows may be strided. Of each distribution, [n]: rows int64, peaks float64 (the
-    largest logit), temperatures float64, min_logprobs float64 (log of `min_p`, -inf for none). Of each draw, [m]:
-    distributions int64 (which one), uniforms float64 in [0, 1). Returns [m] int64: the first token at which the sum of
-    weights exceeds its share of the whole. All sums are in float64, as the reference's are.
-    """
     vocab = logits.shape[1]
     tiles = triton.cdiv(vocab, DRAW_TILE)
     given = (logits, rows, peaks, temperatures, min_logprobs)
@@ -119,6 +133,43 @@ def draw(
         TILES=tiles, WIDTH=triton.next_power_of_2(tiles), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return token_ids
+
+
+def draw_ordered(
+    logits: Tensor,
+    rows: Tensor,
+    peaks: Tensor,
+    temperatures: Tensor,
+    min_logprobs: Tensor,
+    top_ks: Tensor,
+    shares: Tensor,
+    distributions: Tensor,
+    uniforms: Tensor,
+    *,
+    depth: int,
+) -> Tensor:
+    """`draw` by torch's operations, each over all distributions; `depth` may be 0 here, too."""
+    vocab = logits.shape[1]
+    scaled = (logits[rows].double() - peaks[:, None]) / temperatures[:, None]  # [n, vocab], the likeliest is 0
+    threshold = min_logprobs[:, None]  # [n, 1]
+    if depth > 0:
+        falling = scaled.topk(depth).values  # [n, depth]
+        kth = falling.gather(1, (top_ks.clamp(1, depth) - 1)[:, None])  # [n, 1]
+        is_limited = ((top_ks > 0) & (top_ks < vocab))[:, None]  # [n, 1]
+        threshold = torch.where(is_limited, kth.maximum(threshold), threshold)
+        rising = falling.flip(1)  # [n, depth]
+        is_listed = rising >= threshold  # [n, depth]
+        unlisted = (scaled >= threshold).sum(1, keepdim=True) - is_listed.sum(1, keepdim=True)  # ties with the least
+        tail = torch.where(is_listed, rising.exp(), 0.0).cumsum(1) + unlisted * rising[:, :1].exp()  # [n, depth]
+        may_go = (tail <= shares[:, None] * tail[:, -1:]).sum(1, keepdim=True)  # [n, 1]
+        lightest = rising.gather(1, may_go.clamp(max=depth - 1))  # [n, 1]: its tail is too much for `top_p` to cut off
+        threshold = torch.where(shares[:, None] > 0, lightest, threshold)
+    # A GPU adds up in pieces, so a running sum may move by a rounding even where a token weighs nothing. Sums that are
+    # set to 0 for the tokens not kept cannot make one of these the first that exceeds the draw.
+    kept = scaled >= threshold  # [n, vocab]
+    cumulative = torch.where(kept, torch.where(kept, scaled.exp(), 0.0).cumsum(1), 0.0)  # [n, vocab]
+    target = uniforms * cumulative.amax(1)[distributions]  # [m]
+    return (cumulative[distributions] > target[:, None]).int().argmax(1)
 
 
 # The numbers of a batch are pieces of one buffer, at addresses that differ from step to step (see `kv_cache.py`).

@@ -12,8 +12,8 @@ from minipaged.errors import (
     ModelError,
     OutOfBlocks,
 )
-from minipaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestMetrics, RequestOutput, RequestUpdate
+from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from minipaged.llm import LLM
@@ -23,6 +23,7 @@ __all__ = [
     "BeamSearchParams",
     "BlockNotAllocated",
     "CompletionOutput",
+    "CompletionUpdate",
     "EngineConfig",
     "InvalidRequest",
     "InvariantViolation",
@@ -31,6 +32,8 @@ __all__ = [
     "OutOfBlocks",
     "RequestMetrics",
     "RequestOutput",
+    "RequestOutputKind",
+    "RequestUpdate",
     "SamplingParams",
 ]
 

@@ -26,7 +26,6 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from minipaged.engine.detokenizer import Detokenizer
 from minipaged.errors import InvalidRequest
 from minipaged.events import (
     BlockCached,
@@ -35,11 +34,10 @@ from minipaged.events import (
     BlocksFreed,
     Event,
     PrefixReused,
-    TokenGenerated,
     TokensComputed,
 )
 from minipaged.llm import LLM, interrupt_between_steps
-from minipaged.outputs import RequestOutput
+from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams
 
 COMMANDS = "/reset forgets the conversation, /quit ends the chat"
@@ -261,46 +259,47 @@ class Conversation:
     def _serve(self, prompt: list[int], view: View, interrupted: Callable[[], bool]) -> RequestOutput:
         """One request, from its first step to its end or to Ctrl-C; whatever happens, it leaves no block behind."""
         llm, engine = self._llm, self._llm.engine
-        assert llm.tokenizer is not None  # encode_chat needed it
-        detokenizer = Detokenizer(llm.tokenizer.decode)
-        tokens: list[int] = []
-        num_cached = 0
+        num_cached = num_tokens = 0
 
         def listen(event: Event) -> None:
             nonlocal num_cached
-            if isinstance(event, TokenGenerated):
-                tokens.append(event.token_id)
-            elif isinstance(event, PrefixReused):
+            if isinstance(event, PrefixReused):
                 num_cached = len(event.blocks) * llm.config.block_size
 
         started = time.perf_counter()
 
         def progress() -> Progress:
             seconds = time.perf_counter() - started
-            return Progress(self._use.counts(), len(prompt), num_cached, len(tokens), seconds)
+            return Progress(self._use.counts(), len(prompt), num_cached, num_tokens, seconds)
 
-        outputs: list[RequestOutput] = []
-        num_shown = 0
+        output: RequestOutput | None = None
+
+        def show(updates: list[RequestUpdate]) -> None:
+            nonlocal output, num_tokens
+            for update in updates:
+                output = update.output
+                for new in update.completions:
+                    num_tokens += len(new.new_token_ids)
+                    if new.new_token_ids or new.new_text:
+                        view.write(new.new_text, progress())
+
         request_id = engine.add_request(prompt, self._params)
         engine.listeners.append(listen)
         try:
-            while not outputs and not interrupted():
-                outputs = engine.step()
-                for token in tokens[num_shown:]:
-                    view.write(detokenizer.add(token), progress())
-                num_shown = len(tokens)
+            while output is None and not interrupted():
+                show(engine.step())
         except KeyboardInterrupt:  # the second Ctrl-C, within a step
             pass
         finally:
             engine.abort(request_id)
             engine.listeners.remove(listen)
-        [output] = outputs or engine.take_outputs()
+        show(engine.take_updates())  # the end of an answer that was stopped
+        assert output is not None
         completion = output.outputs[0]
         ending = {"length": "cut off: no more tokens", "abort": "stopped; all its blocks are given back"}
-        if rest := completion.text[len(detokenizer.text) :]:  # a last character, not all of which came
-            view.write(rest, progress())
+        told = f"failed: {output.error}" if output.error else ending.get(completion.finish_reason, "")
         blocks = self._use.at_end if output.finished else self._use.counts()
-        view.finish(replace(progress(), blocks=blocks, ending=ending.get(completion.finish_reason, "")))
+        view.finish(replace(progress(), blocks=blocks, ending=told))
         return output
 
 

@@ -125,7 +125,7 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Print the engine's counts to stderr at the end.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
 ) -> None:
-    """Continue each prompt and print the text; a single sample without --stop is printed as it is generated."""
+    """Continue each prompt and print the text; a single sample is printed as it is generated."""
     params: SamplingParams | BeamSearchParams
     if beam_width:
         _refuse_given(context, SAMPLING_OPTIONS, "has no meaning with --beam-width, which does not sample")
@@ -177,35 +177,48 @@ def generate(
             debug=debug,
             listeners=listeners,
         )
-        streaming = len(prompts) == 1 and isinstance(params, SamplingParams) and n == 1 and not stop and not json_output
-        printer = _TokenPrinter(llm)
-        if streaming:
-            llm.engine.listeners.append(printer)
+        streaming = len(prompts) == 1 and isinstance(params, SamplingParams) and n == 1 and not json_output
         try:
-            outputs = _run(llm, prompts, params, chat=chat, progress=False if streaming else None)
+            outputs = (
+                _stream(llm, prompts[0], params, chat=chat) if streaming else _run(llm, prompts, params, chat=chat)
+            )
         except KeyboardInterrupt:
             print("\ninterrupted; every block has been given back", file=sys.stderr)
             raise typer.Exit(130) from None
     if json_output:
         print(json.dumps([asdict(output) for output in outputs], indent=2))
-    elif streaming:
-        printer.finish(outputs[0].outputs[0].text)
-    else:
+    elif not streaming:
         _print_outputs(outputs)
     print(f"[{llm.loaded.wing.description}]", file=sys.stderr)
     if stats:
         print(json.dumps(asdict(llm.stats()), indent=2), file=sys.stderr)
+    failed = [(place, output.error) for place, output in enumerate(outputs) if output.error]
+    for place, error in failed:
+        print(f"error: {f'prompt {place}: ' if len(outputs) > 1 else ''}{error}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)
 
 
-def _run(
-    llm: LLM, prompts: list[str], params: SamplingParams | BeamSearchParams, *, chat: bool, progress: bool | None
-) -> list[RequestOutput]:
+def _run(llm: LLM, prompts: list[str], params: SamplingParams | BeamSearchParams, *, chat: bool) -> list[RequestOutput]:
     if isinstance(params, BeamSearchParams):
         chats = [llm.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts] if chat else prompts
-        return llm.beam_search(chats, params, progress=progress)
+        return llm.beam_search(chats, params)
     if chat:
-        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, progress=progress)
-    return llm.generate(prompts, params, progress=progress)
+        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+    return llm.generate(prompts, params)
+
+
+def _stream(llm: LLM, prompt: str, params: SamplingParams | BeamSearchParams, *, chat: bool) -> list[RequestOutput]:
+    """Print the text of the only sequence as it grows."""
+    tokens = llm.encode_chat([{"role": "user", "content": prompt}]) if chat else prompt
+    outputs: list[RequestOutput] = []
+    for update in llm.stream(tokens, params):
+        for new in update.completions:
+            print(new.new_text, end="", flush=True)
+        if update.output:
+            outputs.append(update.output)
+    print()
+    return outputs
 
 
 def _refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
@@ -224,25 +237,6 @@ def _is_given(context: typer.Context, name: str) -> bool:
 def _early_stopping(value: str) -> Any:
     """true, false or never, as BeamSearchParams has it (which refuses anything else)."""
     return {"true": True, "false": False}.get(value.lower(), value)
-
-
-class _TokenPrinter:
-    """A listener that prints the text of the only sequence as it grows."""
-
-    def __init__(self, llm: LLM) -> None:
-        from minipaged.engine.detokenizer import Detokenizer
-
-        self._detokenizer = Detokenizer(llm.tokenizer.decode if llm.tokenizer else lambda token_ids: "")
-
-    def __call__(self, event: Event) -> None:
-        from minipaged.events import TokenGenerated
-
-        if isinstance(event, TokenGenerated):
-            print(self._detokenizer.add(event.token_id), end="", flush=True)
-
-    def finish(self, text: str) -> None:
-        """Print what is missing of the whole `text`: a last character of which not all bytes were generated."""
-        print(text[len(self._detokenizer.text) :])
 
 
 def _print_outputs(outputs: list[RequestOutput]) -> None:

@@ -309,15 +309,17 @@ class SamplingInput:
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes four times as long to make, and a step makes one for each sequence
 class Sampled:
-    """The token chosen for one SamplingInput."""
+    """The token chosen for one SamplingInput, or why none can be."""
 
     token_id: int
     logprob: float
     """Natural log of the model's own probability of the token: before penalties, temperature and filters."""
     top_logprobs: dict[int, float] | None
     """The `params.logprobs` likeliest tokens and the chosen one, likeliest first; None when not asked for."""
+    error: str | None = None
+    """What is wrong with the logits, so that no token can be chosen: `token_id` is then 0, and means nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,8 +367,8 @@ class BeamSearch(ABC):
 SampleFunction = Callable[[Logits, Sequence[SamplingInput]], Sequence[Sampled]]
 """Chooses one token for each input. The same inputs give the same tokens, in any order and company.
 
-It need not wait for the device: the tokens may be fetched when they are first looked at, and that is then when
-BadLogits is raised. The inputs are read before it returns.
+Logits from which nothing can be chosen are an error of the inputs that use that row, and of no other. It need not wait
+for the device: the tokens may be fetched when they are first looked at. The inputs are read before it returns.
 """
 
 

@@ -61,8 +61,16 @@ class NotAnAllocator(MinipagedError, TypeError):
     """What was given as a block allocator lacks some of its members."""
 
 
-class BadLogits(MinipagedError, ValueError):
+class RequestFailed(MinipagedError):
+    """What ends the request that it happened to, and no other."""
+
+
+class BadLogits(RequestFailed, ValueError):
     """The model's logits are no numbers to choose a token by."""
+
+
+class DetokenizerFailed(RequestFailed):
+    """The tokenizer could not turn tokens into text."""
 
 
 class ModelError(MinipagedError):

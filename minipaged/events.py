@@ -121,7 +121,7 @@ class RequestPreempted(Event):
 class RequestFinished(Event):
     name: ClassVar[str] = "request_finished"
     request: str
-    reason: Literal["finished", "aborted"]
+    reason: Literal["finished", "aborted", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +145,13 @@ class TokenGenerated(Event):
 
 @dataclass(frozen=True, slots=True)
 class SequenceFinished(Event):
-    """`reason`: "stop", "length", "abort", or "dropped" (a beam that does not go on). Its blocks are freed next."""
+    """`reason`: "stop", "length", "abort", "error" (its request failed), or "dropped" (a beam that does not go on). Its
+    blocks are freed next."""
 
     name: ClassVar[str] = "sequence_finished"
     request: str
     sequence: int
-    reason: Literal["stop", "length", "abort", "dropped"]
+    reason: Literal["stop", "length", "abort", "error", "dropped"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from minipaged.models import hub
 from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
 from minipaged.models.tokenizer import Tokenizer
-from minipaged.outputs import RequestOutput
-from minipaged.params import BeamSearchParams, EngineConfig, PreemptionMode, SamplingParams
+from minipaged.outputs import RequestOutput, RequestUpdate
+from minipaged.params import BeamSearchParams, EngineConfig, PreemptionMode, RequestOutputKind, SamplingParams
 from minipaged.tiers import Wing
 
 Prompt = str | Sequence[int]
@@ -127,7 +127,8 @@ class LLM:
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
                 "there are; lower num_blocks or num_swap_blocks"
             ) from None
-        self._lock = threading.Lock()  # threads may share an LLM; their calls follow one another
+        # Threads may share an LLM; their calls follow one another. Who reads a stream may generate in between.
+        self._lock = threading.RLock()
         self.engine = Engine(
             self.config,
             loaded.wing.tier,
@@ -149,7 +150,8 @@ class LLM:
         """Continue each prompt (text, or a list of token ids); one output a prompt, in order.
 
         `params`: one for all, or one for each prompt. `progress`: show a bar on stderr (None: if it is a terminal).
-        Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is given back.
+        Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is given back. A
+        request that fails on the way (`RequestOutput.error` says why) does not keep the others from their end.
         """
         return self._run(_as_list(prompts), params, SamplingParams, progress)
 
@@ -180,6 +182,17 @@ class LLM:
         """The `beam_width` best continuations of each prompt, best first, as transformers' beam search finds them."""
         return self._run(_as_list(prompts), params, BeamSearchParams, progress)
 
+    def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestUpdate]:
+        """Continue one prompt (text, or a list of token ids), and give what is new of it after each step.
+
+        The last update carries the whole output. Whoever does not want the rest closes the iterator (or lets it go):
+        the request is cancelled, and its blocks are given back. Raises what `generate` raises, when it is first asked.
+        """
+        with self._lock:
+            given = SamplingParams() if params is None else params
+            for _, update in self._serve([prompt], [given], RequestOutputKind.DELTA, progress=False):
+                yield update
+
     def stats(self) -> Stats:
         """Blocks used now; blocks shared, copied, swapped; tokens recomputed; cache hits; waste per kind: so far."""
         return self.engine.current_stats()
@@ -200,36 +213,48 @@ class LLM:
         for item in each:
             if not isinstance(item, kind):
                 raise InvalidRequest(f"params must be {kind.__name__}, not {type(item).__name__}")
+        outputs: dict[int, RequestOutput] = {}
         with self._lock:
-            return self._serve(prompts, each, progress)
+            for place, update in self._serve(prompts, each, RequestOutputKind.FINAL_ONLY, progress):
+                if update.output:
+                    outputs[place] = update.output
+        return [outputs[place] for place in range(len(prompts))]
 
-    def _serve(self, prompts: Sequence[Prompt], each: Sequence[Params], progress: bool | None) -> list[RequestOutput]:
-        """Add the requests and step the engine until they have ended; if anything raises, none of them stays behind."""
-        ids: list[str] = []
-        outputs: dict[str, RequestOutput] = {}
-        # Requests that somebody added to the engine by hand keep their outputs.
-        others, ended = set(self.engine.unfinished_requests), self.engine.take_outputs()
+    def _serve(
+        self, prompts: Sequence[Prompt], each: Sequence[Params], kind: RequestOutputKind, progress: bool | None
+    ) -> Iterator[tuple[int, RequestUpdate]]:
+        """Add the requests and step the engine until they have ended. Gives their updates, each with the place of its
+        prompt. Whatever ends it early, none of them stays behind."""
+        places: dict[str, int] = {}
+        unfinished = set(range(len(prompts)))
+        # Requests that somebody added to the engine by hand keep their updates.
+        others, kept = set(self.engine.unfinished_requests), self.engine.take_updates()
         try:
-            for prompt, item in zip(prompts, each, strict=True):
+            for place, (prompt, item) in enumerate(zip(prompts, each, strict=True)):
                 text = prompt if isinstance(prompt, str) else None
-                ids.append(self.engine.add_request(self._tokens(prompt), item, prompt=text))
-            wanted = set(ids)
-            with interrupt_between_steps() as interrupted, self._progress_bar(len(ids), progress):
-                while not outputs.keys() >= wanted:
+                name = self.engine.add_request(self._tokens(prompt), item, prompt=text, output_kind=kind)
+                places[name] = place
+            with interrupt_between_steps() as interrupted, self._progress_bar(len(prompts), progress):
+                while unfinished:
                     if interrupted():
                         raise KeyboardInterrupt
-                    outputs |= {output.request_id: output for output in self.engine.step()}
+                    updates = self.engine.step()
+                    kept += [update for update in updates if update.request_id not in places]
+                    for update in updates:
+                        if update.request_id in places:
+                            if update.output:
+                                unfinished.remove(places[update.request_id])
+                            yield places[update.request_id], update
                 if interrupted():  # within the last step
                     raise KeyboardInterrupt
         except BaseException:
             with suppress(InvariantViolation):  # an allocator that broke its contract may do so again
                 for request_id in set(self.engine.unfinished_requests) - others:
                     self.engine.abort(request_id)
-                outputs |= {output.request_id: output for output in self.engine.take_outputs()}
+            kept += [update for update in self.engine.take_updates() if update.request_id in others]
             raise
         finally:
-            self.engine.keep_outputs(ended + [output for name, output in outputs.items() if name in others])
-        return [outputs[request_id] for request_id in ids]
+            self.engine.keep_updates(kept)
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):

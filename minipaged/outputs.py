@@ -1,4 +1,7 @@
-"""What a user gets back: RequestOutput, with one CompletionOutput for each sequence. Names are vLLM's."""
+"""What a user gets back: a RequestOutput at the end, and on the way to it a RequestUpdate for each step that told more.
+
+Each has one part for each sequence: CompletionOutput, CompletionUpdate. Names are vLLM's.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ class CompletionOutput:
     logprobs: tuple[dict[int, float], ...] | None
     """For each token the likeliest alternatives and the token itself; None when not asked for."""
     finish_reason: str
-    """"stop" (end of sequence, stop string, stop token), "length" or "abort"."""
+    """"stop" (end of sequence, stop string, stop token), "length", "abort" or "error"."""
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it; None for the end of sequence, length and abort."""
+    """The stop token or stop string that ended it; None for whatever else did."""
     score: float | None = None
     """Beam search only: the logprob sum divided by length ** length_penalty."""
 
@@ -48,7 +51,42 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
-    """False only for a request that was aborted."""
+    """False for a request that was aborted, or that failed."""
     num_cached_tokens: int
     """Prompt tokens whose K/V came from the prefix cache when the request was first admitted."""
     metrics: RequestMetrics
+    error: str | None = None
+    """Why the request failed; its outputs are what it had produced until then."""
+
+
+# Not frozen: a frozen dataclass takes four times as long to make, and a step makes two of these for each request.
+
+
+@dataclass(slots=True)
+class CompletionUpdate:
+    """What is new of one sequence. All its updates joined are its CompletionOutput."""
+
+    index: int
+    new_token_ids: tuple[int, ...]
+    new_text: str
+    """What can be shown by now: incomplete characters wait for the next token, as does what may become a stop string.
+    The last update brings the rest."""
+    new_logprobs: tuple[dict[int, float], ...] | None
+    """As many as new tokens; None when not asked for."""
+    finish_reason: str | None
+    """None while it goes on."""
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class RequestUpdate:
+    """What is new of one request since its last update.
+
+    The beams of a search have nothing that stays until it is over: their one update comes at the end.
+    """
+
+    request_id: str
+    completions: tuple[CompletionUpdate, ...]
+    """Of those sequences of which there is something new."""
+    output: RequestOutput | None
+    """All that it produced, once it has ended: finished, aborted or failed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from numbers import Integral, Real
 from typing import Literal
 
@@ -151,6 +152,15 @@ class BeamSearchParams:
             self.early_stopping in (True, False, "never"),
             f"early_stopping is {self.early_stopping!r}; it must be True, False or 'never'",
         )
+
+
+class RequestOutputKind(Enum):
+    """When a request is told of."""
+
+    DELTA = "delta"
+    """After each step, with what is new."""
+    FINAL_ONLY = "final_only"
+    """When it has ended, with everything. Its text is made only then, unless it has stop strings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from minipaged.contracts import BlockAllocator
 from minipaged.engine.engine import Engine, Listener
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest
-from minipaged.params import EngineConfig, PreemptionMode, SamplingParams
+from minipaged.params import EngineConfig, PreemptionMode, RequestOutputKind, SamplingParams
 from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
 
 # --- Reading --------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class TraceReplay:
                 self._add(self._coming.popleft())
             if not engine.has_unfinished_requests():
                 continue  # all of them were refused
-            for output in engine.step():
+            for output in (update.output for update in engine.step() if update.output):
                 arrived, metrics = self._arrived.pop(output.request_id), output.metrics
                 assert metrics.first_token_time is not None
                 self._latency.append(metrics.finished_time - arrived)
@@ -315,7 +315,9 @@ class TraceReplay:
             return
         params = SamplingParams(max_tokens=request.generated_tokens, ignore_eos=True)
         try:
-            request_id = self.engine.add_request(range(request.context_tokens), params)
+            request_id = self.engine.add_request(
+                range(request.context_tokens), params, output_kind=RequestOutputKind.FINAL_ONLY
+            )
         except InvalidRequest:
             self._refused_too_large += 1
         else:

@@ -12,10 +12,12 @@ from minipaged.course.workloads import (
     Run,
     Workload,
     WorkloadRequest,
+    check_stream,
     letters,
     random_workload,
     run_workload,
 )
+from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.tiers import fast_tier, reference_tier
 
 __all__ = [
@@ -25,6 +27,8 @@ __all__ = [
     "Run",
     "Workload",
     "WorkloadRequest",
+    "check_stream",
+    "ended",
     "letters",
     "random_workload",
     "run_workload",
@@ -48,6 +52,12 @@ def fast_sample(logits: np.ndarray, inputs: Sequence[SamplingInput]) -> Sequence
 
 
 FAST = Tier("fast", _fast.block_allocator, _fast.block_table, FastBeamSearch, fast_sample)
+
+
+def ended(updates: Sequence[RequestUpdate]) -> list[RequestOutput]:
+    """The outputs of those requests that have ended."""
+    return [update.output for update in updates if update.output]
+
 
 TIERS = {tier.name: tier for tier in [REFERENCE, FAST]}
 """One test, every tier: the tests of what both wings have to do are run over all of these."""

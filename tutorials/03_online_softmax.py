@@ -394,8 +394,8 @@ def write(attention) -> str:
     engine = Engine(llm.config, wing.tier, runner, decode=llm.tokenizer.decode)
     engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=6))
     while engine.has_unfinished_requests():
-        outputs = engine.step()
-    return outputs[0].outputs[0].text
+        updates = engine.step()
+    return updates[0].output.outputs[0].text
 
 
 with record("The capital of France", llm.tokenizer.decode) as run:

@@ -196,8 +196,8 @@ with record("Three samples of one prompt", model.decode) as run:
     prompt_tokens = model.encode("Four score and seven years ago our")
     engine.add_request(prompt_tokens, SamplingParams(n=3, max_tokens=6, seed=1), request_id="A")
     while engine.has_unfinished_requests():
-        outputs = engine.step()  # those of the requests that this step has finished
-for completion in outputs[0].outputs:
+        updates = engine.step()  # what is new of each request; of one that has ended, the whole output too
+for completion in updates[0].output.outputs:
     print(completion.text)
 run
 

@@ -167,8 +167,8 @@ for penalty in (0.0, 1.0):
     engine = model.engine(num_blocks=32, block_size=2, eos_token_ids=eos)
     engine.add_request(prompt, BeamSearchParams(beam_width=2, max_tokens=10, length_penalty=penalty))
     while engine.has_unfinished_requests():
-        outputs = engine.step()  # those of the requests that this step has finished
-    for one, (score, tokens) in zip(outputs[0].outputs, search(2, penalty), strict=True):
+        updates = engine.step()  # what is new of each request; of one that has ended, the whole output too
+    for one, (score, tokens) in zip(updates[0].output.outputs, search(2, penalty), strict=True):
         assert [*prompt, *one.token_ids] == tokens
         assert abs(one.score - score) < 1e-6
 print("the engine finds the same")

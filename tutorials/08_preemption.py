@@ -54,15 +54,15 @@ def serve(title: str, **sizes: object) -> tuple[Recording, dict[str, str]]:
     """The run, and the words that each request was given."""
     with record(title, llm.tokenizer.decode) as run:
         engine = LLM(llm.loaded, block_size=4, enable_prefix_caching=False, **sizes).engine
-        outputs = []
+        updates = []
         for name, ids in tokens.items():
             engine.add_request(ids, SamplingParams(temperature=0, max_tokens=8), request_id=name)
-            outputs += engine.step()
+            updates += engine.step()
         while engine.has_unfinished_requests():
-            outputs += engine.step()
+            updates += engine.step()
     engine.check_invariants()
     assert engine.blocks.allocator.num_free == engine.config.num_blocks
-    return run, {output.request_id: output.outputs[0].text for output in outputs}
+    return run, {update.request_id: update.output.outputs[0].text for update in updates if update.output}
 
 
 _, words = serve("Room for all", num_blocks=16)
@@ -153,11 +153,11 @@ with record("Two samples are preempted together", model.decode) as siblings:
     engine = model.engine(num_blocks=7, num_swap_blocks=4, block_size=4, preemption="swap")
     single, double = SamplingParams(max_tokens=6, temperature=0), SamplingParams(n=2, max_tokens=4, seed=0)
     engine.add_request(model.encode("It was the best of times"), single, request_id="A")
-    outputs = engine.step()
+    updates = engine.step()
     engine.add_request(model.encode("Four score and seven years ago our"), double, request_id="B")
     while engine.has_unfinished_requests():
-        outputs += engine.step()
-for output in outputs:
+        updates += engine.step()
+for output in [update.output for update in updates if update.output]:
     print(f"{output.request_id}:", *(f"… {completion.text}" for completion in output.outputs))
 
 [out] = [event for event in siblings.events if isinstance(event, SwappedOut)]

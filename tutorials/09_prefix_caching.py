@@ -126,17 +126,17 @@ few_words = SamplingParams(max_tokens=4, temperature=0)
 
 with record("One system prompt", model.decode) as run:
     engine = model.engine(num_blocks=16, block_size=4, enable_prefix_caching=True)
-    outputs = []
+    updates = []
     for arrivals in (["page"], ["book", "shelf"], ["page again"]):
         for name in arrivals:
             asked = f"{SYSTEM} {questions[name.split()[0]]}"
             engine.add_request(model.encode(asked), few_words, request_id=name)
-        outputs += engine.step()
+        updates += engine.step()
     holders = engine.blocks.allocator.ref_count(0)
     while engine.has_unfinished_requests():
-        outputs += engine.step()
+        updates += engine.step()
 
-cached = {output.request_id: output.num_cached_tokens for output in outputs}
+cached = {update.request_id: update.output.num_cached_tokens for update in updates if update.output}
 for name, num_cached in cached.items():
     print(f"{name:>10}: {num_cached} of 12 prompt tokens found")
 
@@ -174,20 +174,20 @@ assert engine.blocks.allocator.num_free < 16
 # %%
 with record("Leaves before their parents", model.decode) as evicting:
     engine = model.engine(num_blocks=6, block_size=4, enable_prefix_caching=True)
-    outputs = []
+    updates = []
     for name, text in {"page": f"{SYSTEM} {questions['page']}", "other": " ".join(unrelated.split()[:17])}.items():
         engine.add_request(model.encode(text), few_words, request_id=name)
         while engine.has_unfinished_requests():
-            outputs += engine.step()
+            updates += engine.step()
     engine.add_request(model.encode(f"{SYSTEM} {questions['book']}"), few_words, request_id="book")
     while engine.has_unfinished_requests():
-        outputs += engine.step()
+        updates += engine.step()
 
 evicted = [event.block for event in evicting.events if isinstance(event, BlockEvicted)]
 print("evicted, in this order:", evicted)
 assert evicted == [2, 1, 5, 4, 3]
-assert outputs[-1].request_id == "book"
-assert outputs[-1].num_cached_tokens == 4
+assert updates[-1].request_id == "book"
+assert updates[-1].output.num_cached_tokens == 4
 
 # %% [markdown]
 # The leaves of the chain go before their parents: when a request ends, its blocks are released last one first. Had

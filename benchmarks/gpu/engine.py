@@ -197,7 +197,7 @@ def run_engine(engine: Engine, prompts: list[list[int]], wanted: list[int]) -> N
     add_requests(engine, prompts, wanted)
     produced = 0
     while engine.has_unfinished_requests():
-        produced += sum(len(output.outputs[0].token_ids) for output in engine.step())
+        produced += sum(len(new.new_token_ids) for update in engine.step() for new in update.completions)
     assert produced == sum(wanted), f"{produced} tokens came back, {sum(wanted)} were asked for"
 
 

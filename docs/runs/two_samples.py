@@ -15,7 +15,7 @@ with record("Two samples of one prompt", model.decode) as run:
     two = SamplingParams(n=2, max_tokens=4, seed=0)
     engine.add_request(model.encode("Four score and seven years ago our"), two, request_id="A")
     while engine.has_unfinished_requests():
-        outputs = engine.step()  # those of the requests that this step has finished
+        updates = engine.step()  # what is new of each request; of one that has ended, the whole output too
 
-assert {completion.text.split()[0] for completion in outputs[0].outputs} == {"fathers", "mothers"}
+assert {completion.text.split()[0] for completion in updates[0].output.outputs} == {"fathers", "mothers"}
 assert len([event for event in run.events if isinstance(event, BlockCopied)]) == 1

@@ -190,7 +190,7 @@ def tokens_of(
         engine.add_request(prompt, params, request_id=f"r{number}")
     found: dict[str, list[list[int]]] = {}
     while engine.has_unfinished_requests():
-        for output in engine.step():
+        for output in (update.output for update in engine.step() if update.output):
             found[output.request_id] = [list(one.token_ids) for one in output.outputs]
     return [tokens for number, _ in enumerate(work) for tokens in found[f"r{number}"]]
 

@@ -7,7 +7,7 @@ serving there is: one request at a time, all tokens at hand, no cache. The proje
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,11 +16,12 @@ import numpy as np
 from minipaged import contracts
 from minipaged.contracts import SamplingInput, Tier
 from minipaged.course.content_runner import ContentRunner, fake_logits
+from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine, Listener
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
-from minipaged.outputs import RequestOutput
-from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
+from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.tiers import reference_tier
 
 
@@ -123,7 +124,10 @@ class Run:
     tier: Tier = field(default_factory=reference_tier)
     make_runner: Callable[..., ContentRunner] = ContentRunner
     allocator: Callable[[int], contracts.BlockAllocator] | None = None
+    decode: Decode | None = None
+    """In place of `letters`."""
     listeners: Sequence[Listener] = ()
+    updates: dict[str, list[RequestUpdate]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
     happened: Counter[str] = field(default_factory=Counter)
@@ -139,7 +143,12 @@ class Run:
             self.workload.swap_is_cheap,
         )
         self.engine = Engine(
-            config, self.tier, self.runner, allocator=self.allocator, decode=letters, listeners=self.listeners
+            config,
+            self.tier,
+            self.runner,
+            allocator=self.allocator,
+            decode=self.decode or letters,
+            listeners=self.listeners,
         )
         self.engine.listeners.append(self._count)
         self.runner.engine = self.engine
@@ -157,7 +166,8 @@ class Run:
         for name, request in self.named_requests():
             if request.arrives == now:
                 try:
-                    self.engine.add_request(request.prompt, request.params, request_id=name)
+                    kind = list(RequestOutputKind)[len(request.prompt) % 2]
+                    self.engine.add_request(request.prompt, request.params, request_id=name, output_kind=kind)
                 except InvalidRequest:
                     self.refused.add(name)
             if request.cancelled == now:
@@ -166,8 +176,10 @@ class Run:
                 if self._is_in_flight(name):
                     self.happened["cancelled while in flight"] += 1
                 self.engine.abort(name)
-        for output in self.engine.step():
-            self.outputs[output.request_id] = output
+        for update in self.engine.step():
+            self.updates[update.request_id].append(update)
+            if update.output:
+                self.outputs[update.request_id] = update.output
         self.engine.check_invariants()
         return self.engine.has_unfinished_requests() or any(r.arrives > now for r in self.workload.requests)
 
@@ -192,11 +204,13 @@ class Run:
         return [(f"r{i}", request) for i, request in enumerate(self.workload.requests)]
 
     def check_outputs(self) -> None:
-        """Every request produced what it would have produced alone; a cancelled one, a beginning of it."""
+        """Every request produced what it would have produced alone; a cancelled one, a beginning of it. And what was
+        told of it on the way, joined, is its output."""
         for name, request in self.named_requests():
             if name in self.refused:
                 continue
             output = self.outputs[name]
+            check_stream(self.updates[name])
             expected = expected_tokens(request, self.workload.config)
             if output.finished:
                 assert [list(o.token_ids) for o in output.outputs] == expected, name
@@ -214,6 +228,29 @@ class Run:
         assert blocks.host_allocator is None or blocks.host_allocator.num_free == blocks.host_allocator.num_blocks
         assert not self.engine.scheduler.running
         assert not self.engine.scheduler.waiting
+
+
+def check_stream(updates: Sequence[RequestUpdate]) -> None:
+    """All updates of a request that has ended, joined, are its output: stream-equals-final."""
+    output = updates[-1].output
+    assert output is not None
+    assert not any(update.output for update in updates[:-1])
+    joined: dict[int, list[CompletionUpdate]] = {completion.index: [] for completion in output.outputs}
+    for update in updates:
+        assert update.request_id == output.request_id
+        for news in update.completions:
+            joined[news.index].append(news)
+    for whole in output.outputs:
+        parts = joined[whole.index]
+        assert tuple(token for part in parts for token in part.new_token_ids) == whole.token_ids
+        assert "".join(part.new_text for part in parts) == whole.text
+        logprobs = [part.new_logprobs for part in parts]
+        if whole.logprobs is None:
+            assert set(logprobs) == {None}
+        else:
+            assert tuple(one for some in logprobs for one in some or ()) == whole.logprobs
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [whole.finish_reason]
+        assert [part.stop_reason for part in parts] == [None] * (len(parts) - 1) + [whole.stop_reason]
 
 
 def letters(token_ids: Sequence[int]) -> str:

@@ -26,7 +26,8 @@ from minipaged.demo.stage import Stage
 from minipaged.demo.state import Timeline
 from minipaged.demo.terminal import Terminal, color_system, is_live
 from minipaged.demo.ticker import LEFT_OUT, printable, story, tell
-from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Decode, View
+from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, View
+from minipaged.engine.detokenizer import Decode
 from minipaged.errors import InvalidRequest
 from minipaged.events import EngineStarted, from_json
 

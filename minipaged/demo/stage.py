@@ -22,7 +22,7 @@ from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.events import Event
 from minipaged.outputs import RequestOutput
-from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
     from minipaged.llm import LoadedModel
@@ -89,8 +89,9 @@ class Serving:
         started = time.perf_counter()
         while self._coming and self._coming[0].step <= self._step:
             arrival = self._coming.popleft()
-            self.questions[self._engine.add_request(arrival.prompt, arrival.params)] = arrival.shown
-        self._outputs |= {output.request_id: output for output in self._engine.step()}
+            name = self._engine.add_request(arrival.prompt, arrival.params, output_kind=RequestOutputKind.FINAL_ONLY)
+            self.questions[name] = arrival.shown
+        self._outputs |= {update.request_id: update.output for update in self._engine.step() if update.output}
         self._step += 1
         self.seconds += time.perf_counter() - started
         return True

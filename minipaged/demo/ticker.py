@@ -212,6 +212,7 @@ def _tell_end(sequence: LiveSequence, reason: str) -> Sentence:
         "stop": "it said its last word",
         "length": "it has all the tokens it was to have",
         "abort": "it was cancelled",
+        "error": "its request has failed",
         "dropped": "other beams score better",
     }[reason]
     if reason == "dropped":
@@ -257,7 +258,7 @@ def _tell_preemption(request: LiveRequest, event: RequestPreempted) -> Sentence:
 
 
 def _tell_departure(state: State, request: LiveRequest, event: RequestFinished) -> Sentence:
-    ended = {"finished": "has finished", "aborted": "was cancelled"}[event.reason]
+    ended = {"finished": "has finished", "aborted": "was cancelled", "failed": "has failed"}[event.reason]
     blocks = tuple(sorted({block for s in request.done if not s.swapped for block in s.table}))
     back = f" and gives back {numbers(blocks)}" if blocks else ""
     return Sentence("leave", f"{called(request)} {ended}{back}", blocks)

@@ -29,9 +29,9 @@ from rich.style import Style
 
 from minipaged.demo.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, Pool, State
 from minipaged.demo.ticker import Sentence, printable
+from minipaged.engine.detokenizer import Decode
 
 Line = list[Segment]
-Decode = Callable[[Sequence[int]], str]
 
 COLORS = (33, 166, 28, 127, 30, 160, 99, 130, 67, 162, 100, 65)
 """Of the 256: neither light nor dark, and neighbours unlike."""

@@ -1,39 +1,136 @@
-"""Text, one token at a time, and the search for stop strings in it.
+"""Text, one token at a time: what can be shown of a sequence that still grows.
 
-A token need not be whole characters: a decoder shows an incomplete one as U+FFFD, and some decoders drop a leading
-space. So only the difference between two decodings of the same recent tokens is added to the text.
+Two things are held back until more is known, and never anything else:
+
+- *the beginning of a character*. A token is some bytes, and they need not be whole characters. A decoder shows those
+  that are none (or none yet) as U+FFFD; at the end of the text they wait for the tokens to come;
+- *the beginning of a stop string*, which is cut off the text: after "one tw" and with stop="two", "tw" waits. Of
+  several stop strings the longest beginning counts.
+
+What was given out is never taken back, and `finish` gives the rest. So the pieces joined are the text, always.
+
+Some decoders drop a space at the beginning, and some need the neighbours of a byte to tell its character. So a token is
+decoded behind a few earlier ones; what it adds to their text is new.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from minipaged.errors import DetokenizerFailed
+
 Decode = Callable[[Sequence[int]], str]
 
+NOT_WHOLE = "\ufffd"
+"""What decoders show for bytes that are no character, or none yet."""
+MOST_DOUBTFUL = 3
+"""Bytes of a character (in UTF-8) that is not whole: some decoders show U+FFFD for each, others one for all."""
 CONTEXT_TOKENS = 6
-"""How many earlier tokens are decoded along with new ones, so that the new text joins on as in one decoding."""
+"""How many earlier tokens are decoded along with a new one, at least."""
+MOST_TOKENS = 64
+"""And at most, also where no character ever becomes whole."""
 
 
 class Detokenizer:
-    """The growing text of one sequence's output."""
+    """The growing text of one sequence's output, up to the first of its stop strings."""
 
-    def __init__(self, decode: Decode) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
         self._decode = decode
-        self._context: list[int] = []  # the last tokens that are in `text`
-        self._pending: list[int] = []  # those after them, which end inside a character
-        self.text = ""
+        self._stop = stop
+        self._tokens: list[int] = []  # the latest, which are decoded together
+        self._known = ""  # of their text, what later tokens will not change
+        self._doubtful = ""  # what comes after it: U+FFFD, which may turn out to be the beginning of a character
+        self._held = ""  # known, but perhaps the beginning of a stop string
+        self._pieces: list[str] = []  # given out
+        self._num_taken = 0  # of the pieces
+        self.stopped_by: str | None = None
+        """The stop string that was found; the text ends before it."""
 
-    def add(self, token_id: int) -> str:
-        """Take one more token; returns what it added to `text` ("" inside a character)."""
-        tokens = [*self._context, *self._pending, token_id]
-        before, after = self._decode(self._context), self._decode(tokens)
-        if after.endswith("\ufffd"):
-            self._pending.append(token_id)
-            return ""
-        added = after[len(before) :]
-        self.text += added
-        self._context, self._pending = tokens[-CONTEXT_TOKENS:], []
-        return added
+    @classmethod
+    def of_all(cls, token_ids: Sequence[int], decode: Decode) -> Detokenizer:
+        """The detokenizer after these tokens: decoded at once, where that is sure to give the same text."""
+        made = cls(decode)
+        text = decode(token_ids) if token_ids else ""
+        if NOT_WHOLE in text:
+            for token_id in token_ids:
+                made.add(token_id)
+        elif text:
+            made._tokens, made._known = made._last_tokens(list(token_ids))
+            made._pieces.append(text)
+        return made
+
+    @property
+    def text(self) -> str:
+        """All that was given out."""
+        return "".join(self._pieces)
+
+    def take(self) -> str:
+        """What was given out since the last call."""
+        pieces, self._num_taken = self._pieces[self._num_taken :], len(self._pieces)
+        return pieces[0] if len(pieces) == 1 else "".join(pieces)
+
+    def add(self, token_id: int, *, may_stop: bool = True) -> None:
+        """Take one more token. `may_stop`: look for stop strings that end with it. What raises changes nothing."""
+        tokens = [*self._tokens, token_id]
+        text = self._decode(tokens)
+        if text and text == self._known:
+            return  # a token without text, as special ones are
+        known = _known_part(text)
+        if len(known) < len(text) and not known.startswith(self._known) and len(tokens) < MOST_TOKENS:
+            known = self._known  # bytes that spoil the character before them may yet turn out to be one themselves
+        added, doubtful = known[len(self._known) :], text[len(known) :]
+        if len(tokens) >= (MOST_TOKENS if doubtful else 2 * CONTEXT_TOKENS):
+            tokens, known = self._last_tokens(tokens)
+        self._tokens, self._known, self._doubtful = tokens, known, doubtful
+        self._give(added, may_stop)
+
+    def finish(self) -> None:
+        """No token comes any more: give out what was held back."""
+        if self.stopped_by is None and (rest := self._held + self._doubtful):
+            self._pieces.append(rest)
+        self._held = self._doubtful = ""
+
+    def fork(self) -> Detokenizer:
+        """One for a sequence that has the same tokens so far, and has reported none of them."""
+        child = Detokenizer(self._decode, self._stop)
+        child._tokens, child._pieces = list(self._tokens), list(self._pieces)
+        child._known, child._doubtful, child._held = self._known, self._doubtful, self._held
+        return child
+
+    def _give(self, added: str, may_stop: bool) -> None:
+        """More text is known: give out all of it that is before any stop string, and before what may become one."""
+        text = self._held + added
+        if self._stop:
+            if may_stop and (found := find_stop(text, len(added), self._stop)):
+                position, self.stopped_by = found
+            else:
+                position = len(text) - _length_held(text, self._stop)
+            self._held = text[position:]
+            text = text[:position]
+        if text:
+            self._pieces.append(text)
+
+    def _last_tokens(self, tokens: list[int]) -> tuple[list[int], str]:
+        """The latest tokens, from the beginning of a character on, and what is known of their text."""
+        for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MOST_DOUBTFUL + 1):
+            latest = tokens[-count:]
+            text = self._decode(latest)
+            if not text.startswith(NOT_WHOLE):
+                break
+        return latest, _known_part(text)
+
+
+def text_of(token_ids: Sequence[int], decode: Decode) -> str:
+    """The text of a whole output."""
+    whole = Detokenizer.of_all(token_ids, decode)
+    whole.finish()
+    return whole.text
+
+
+def _known_part(text: str) -> str:
+    """The text without those last characters that more tokens may change."""
+    whole = text.rstrip(NOT_WHOLE)
+    return text[: max(len(whole), len(text) - MOST_DOUBTFUL)]
 
 
 def find_stop(text: str, num_added: int, stop: Sequence[str]) -> tuple[int, str] | None:
@@ -44,3 +141,25 @@ def find_stop(text: str, num_added: int, stop: Sequence[str]) -> tuple[int, str]
         if (position := text.find(string, max(0, len(text) - num_added - len(string) + 1))) >= 0
     ]
     return min(found, default=None)
+
+
+def _length_held(text: str, stop: Sequence[str]) -> int:
+    """The length of the longest end of `text` with which a stop string begins, but does not end."""
+    return max(
+        (length for string in stop for length in range(1, len(string)) if text.endswith(string[:length])), default=0
+    )
+
+
+def naming_failures(decode: Decode) -> Decode:
+    """The same function; an error within it is raised as DetokenizerFailed, which ends one request and no other."""
+
+    def named(token_ids: Sequence[int]) -> str:
+        try:
+            return decode(token_ids)
+        except Exception as error:
+            raise DetokenizerFailed(
+                f"the tokens {[*token_ids[-3:]]} at the end of {len(token_ids)} could not be decoded: "
+                f"{type(error).__name__}: {error}; see that the tokenizer is this model's"
+            ) from error
+
+    return named

@@ -18,8 +18,12 @@ The token that a sequence runs in step 2 is the one that step 1 is choosing: it 
 If step 1 turns out to have ended the sequence, its row of step 2 is thrown away. Where the next step needs to know
 more of the tokens than the device does (penalties, beam search, a fork, a preemption), it waits for the commit.
 
-If anything raises within a step, the error is passed on, nothing is lost and nothing leaks: K/V that may be half
-written are dropped, and every request that held some waits to be recomputed from its tokens (`_recover`).
+What is new of each request is returned as updates: tokens, text, how it ended (`minipaged/outputs.py`).
+
+What goes wrong with one request (logits that are no numbers, tokens that have no text) ends that request, with its
+error, and no other. If anything else raises within a step, the error is passed on, nothing is lost and nothing leaks:
+K/V that may be half written are dropped, and every request that held some waits to be recomputed from its tokens
+(`_recover`).
 """
 
 from __future__ import annotations
@@ -35,16 +39,25 @@ from dataclasses import replace
 from itertools import count
 from typing import Literal
 
-from minipaged.contracts import BlockAllocator, Logits, PendingToken, Runner, Sampled, SamplingInput, Tier
+from minipaged.contracts import (
+    BeamSearch,
+    BeamStep,
+    BlockAllocator,
+    PendingToken,
+    Runner,
+    Sampled,
+    SamplingInput,
+    Tier,
+)
 from minipaged.engine.batch import LaunchedStep, ScheduledRequest
 from minipaged.engine.block_manager import BlockManager
-from minipaged.engine.detokenizer import Decode, Detokenizer, find_stop
+from minipaged.engine.detokenizer import Decode, Detokenizer, naming_failures
 from minipaged.engine.request_checks import check_fits, check_params, check_prompt
-from minipaged.engine.results import make_output
+from minipaged.engine.results import make_output, make_update
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
 from minipaged.engine.stats import Stats
-from minipaged.errors import InvalidRequest, InvariantViolation
+from minipaged.errors import BadLogits, DetokenizerFailed, InvalidRequest, InvariantViolation, RequestFailed
 from minipaged.events import (
     BeamFinished,
     EngineStarted,
@@ -58,11 +71,11 @@ from minipaged.events import (
     StepStarted,
     TokenGenerated,
 )
-from minipaged.outputs import RequestOutput
-from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.outputs import RequestUpdate
+from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 
 Listener = Callable[[Event], None]
-FinishReason = Literal["stop", "length", "abort", "dropped"]
+FinishReason = Literal["stop", "length", "abort", "error", "dropped"]
 
 
 class Engine:
@@ -70,8 +83,9 @@ class Engine:
 
     `allocator` is a class (or function) that makes the pools' allocators, in place of the tier's own; `decode` turns
     token ids into text and is needed for stop strings and for the text of outputs. Listeners get every event, in order,
-    after the step (or call) that caused it; they may call the engine's methods. `clock`: what all times are told by, in
-    seconds; a simulation has one of its own.
+    after the step (or call) that caused it; they may call the engine's methods. A listener that raises makes that call
+    fail with its error, once all listeners have been given everything; what the call did stays done. `clock`: what all
+    times are told by, in seconds; a simulation has one of its own.
     """
 
     def __init__(
@@ -89,12 +103,12 @@ class Engine:
         self.stats = Stats()
         self._tier = tier
         self._runner = runner
-        self._decode = decode
+        self._decode = naming_failures(decode) if decode else None
         self._clock = clock
         self.listeners: list[Listener] = [self.stats.on_event, *listeners]
         self._events: deque[Event] = deque()
         self._delivering = False
-        self._outputs: list[RequestOutput] = []
+        self._updates: list[RequestUpdate] = []
         self._requests: dict[str, Request] = {}
         self._random = random.Random(config.seed)
         self._sequence_ids = count()
@@ -116,8 +130,12 @@ class Engine:
         *,
         request_id: str | None = None,
         prompt: str | None = None,
+        output_kind: RequestOutputKind = RequestOutputKind.DELTA,
     ) -> str:
-        """Let a request wait for its turn; returns its id. Raises InvalidRequest when it could never be served."""
+        """Let a request wait for its turn; returns its id. Raises InvalidRequest when it could never be served.
+
+        `prompt`: the text that the tokens came from, for its output. `output_kind`: when it is told of.
+        """
         order = next(self._orders)
         if request_id is None:
             request_id = next(str(number) for number in count(order) if str(number) not in self._requests)
@@ -125,9 +143,9 @@ class Engine:
             if request_id in self._requests:
                 raise InvalidRequest(f"request id {request_id!r} is in use; wait for that request or choose another id")
             check_prompt(prompt_token_ids, self.config)
-            check_params(params, self.config, has_tokenizer=self._decode is not None)
+            check_params(params, output_kind, self.config, has_tokenizer=self._decode is not None)
             tokens = tuple(int(token) for token in prompt_token_ids)  # NumPy's integers, for one, are not JSON
-            request = self._new_request(request_id, order, tokens, params, prompt)
+            request = self._new_request(request_id, order, tokens, params, prompt, output_kind)
             check_fits(request, self.config, self.scheduler.max_sequences, self.blocks)
         except InvalidRequest as error:
             self._emit(RequestRefused(request_id, str(error)))
@@ -144,12 +162,13 @@ class Engine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._requests or self._outputs)
+        return bool(self._requests or self._updates)
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that ended since the last call.
+    def step(self) -> list[RequestUpdate]:
+        """Run one step; returns what is new of the requests since the last call, in the order in which it came.
 
-        With asynchronous scheduling: launch one step and commit the one before.
+        With asynchronous scheduling: launch one step and commit the one before. What raises here (the model, a
+        listener) loses no update: they come with the next call.
         """
         if self._requests:
             try:
@@ -160,16 +179,16 @@ class Engine:
                 raise
             finally:
                 self._deliver_events()
-        return self.take_outputs()
+        return self.take_updates()
 
-    def take_outputs(self) -> list[RequestOutput]:
-        """The requests that ended and were not yet returned."""
-        outputs, self._outputs = self._outputs, []
-        return outputs
+    def take_updates(self) -> list[RequestUpdate]:
+        """What is new of the requests and was not yet returned."""
+        updates, self._updates = self._updates, []
+        return updates
 
-    def keep_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+    def keep_updates(self, updates: Iterable[RequestUpdate]) -> None:
         """Let the next `step` return these (again): for a caller that was given somebody else's."""
-        self._outputs.extend(outputs)
+        self._updates[:0] = updates
 
     def current_stats(self) -> Stats:
         """What was counted so far, with the blocks as they are now."""
@@ -190,9 +209,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return
-        for sequence in list(request.sequences):
-            self._end_sequence(request, sequence, "abort")
-        self._finish_request(request, "aborted")
+        self._cut_short(request, "abort")
         self._drop_step_of_nobody()
         self._deliver_events()
 
@@ -278,18 +295,46 @@ class Engine:
         sampled = list(step.samples)  # this is where the host waits for the device
         rows = iter(step.batch)
         for scheduled in step.plan.scheduled:
-            for sequence, _ in scheduled.work:
-                num_tokens = next(rows).context_len
-                if sequence.finish_reason is None:
-                    self.blocks.publish(sequence, num_tokens)
-            request = scheduled.request
-            if scheduled.completes and request.state is not RequestState.FINISHED:
-                if request.beam_search is None:
-                    sequences = [sequence for sequence, _ in scheduled.work]
-                    self._commit_samples(request, sequences, [sampled[i] for i in step.sample_indices[request]])
-                else:
-                    self._commit_beams(request, step.logits, step.logit_rows)
+            computed = [(sequence, next(rows).context_len) for sequence, _ in scheduled.work]
+            try:
+                self._commit_request(step, scheduled, computed, sampled)
+            except RequestFailed as error:
+                self._cut_short(scheduled.request, "error", str(error))
         self._finish_step(step)
+
+    def _commit_request(
+        self,
+        step: LaunchedStep,
+        scheduled: ScheduledRequest,
+        computed: list[tuple[Sequence, int]],
+        sampled: list[Sampled],
+    ) -> None:
+        """One request's part of the step. `computed`: how many tokens of each of its sequences have K/V by now.
+
+        Raises RequestFailed; K/V that led to logits that are no numbers are offered to nobody.
+        """
+        request = scheduled.request
+        if not scheduled.completes or request.state is RequestState.FINISHED:
+            self._publish(computed)
+        elif request.beam_search is None:
+            choices = [sampled[index] for index in step.sample_indices[request]]
+            for choice in choices:
+                if choice.error:
+                    raise BadLogits(choice.error)
+            self._publish(computed)
+            self._commit_samples(request, [sequence for sequence, _ in computed], choices)
+        else:
+            search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
+            beams = request.sequences
+            sums = [beam.cumulative_logprob for beam in beams]
+            decided = search.step(step.logits, [step.logit_rows[beam] for beam in beams], sums)
+            self._publish(computed)
+            self._commit_beams(request, search, decided)
+
+    def _publish(self, computed: list[tuple[Sequence, int]]) -> None:
+        for sequence, num_tokens in computed:
+            if sequence.finish_reason is None:
+                self.blocks.publish(sequence, num_tokens)
 
     def _finish_step(self, step: LaunchedStep) -> None:
         """Seconds are counted once, though steps overlap: from the launch, or the commit of the step before."""
@@ -346,57 +391,57 @@ class Engine:
             inputs = [replace(inputs[0], stream=stream) for stream in range(params.n)]
         return inputs
 
-    def _commit_samples(self, request: Request, sequences: list[Sequence], sampled: list[Sampled]) -> None:
+    def _commit_samples(self, request: Request, sequences: list[Sequence], choices: list[Sampled]) -> None:
         """Append the tokens chosen for the sequences that ran; the samples of a prompt fork from it first."""
         if not request.prompt_computed:
             [parent] = sequences
-            children = self._fork(request, [parent] * (len(sampled) - 1))
+            children = self._fork(request, [parent] * (len(choices) - 1))
             for stream, child in enumerate(children, start=1):
                 child.stream = stream
             sequences = [parent, *children]
             request.sequences.extend(children)
             request.prompt_computed = True
             request.first_token_time = self._clock()
-        for sequence, choice in zip(sequences, sampled, strict=True):
-            if sequence.finish_reason is not None:
-                continue
-            # Decoding may raise, so it comes first: a token is appended together with what follows from it.
-            added = sequence.detokenizer.add(choice.token_id) if sequence.detokenizer else ""
-            self._append_token(request, sequence, choice.token_id, choice.logprob)
-            sequence.cumulative_logprob += choice.logprob
-            if choice.top_logprobs is not None:
-                sequence.logprobs.append(choice.top_logprobs)
-            if reason := self._finish_reason(request, sequence, len(added)):
-                self._end_sequence(request, sequence, reason)
-        if not request.sequences:
-            self._finish_request(request, "finished")
+        for sequence, choice in zip(sequences, choices, strict=True):
+            if sequence.finish_reason is None:
+                self._commit_token(request, sequence, choice)
+        self._report(request)
 
-    def _finish_reason(self, request: Request, sequence: Sequence, num_added: int) -> FinishReason | None:
-        """Why the sequence ends with its newest token, which added `num_added` characters of text, if it does."""
-        assert isinstance(request.params, SamplingParams)
-        params, token = request.params, sequence.tokens[-1]
-        if len(sequence.output_token_ids) >= params.min_tokens:
-            if token in params.stop_token_ids:
-                sequence.stop_reason = token
-                return "stop"
-            if token in self._eos_token_ids(params):
-                return "stop"
-            text = sequence.detokenizer.text if sequence.detokenizer else ""
-            if stopped := find_stop(text, num_added, tuple(params.stop)):
-                position, sequence.stop_reason = stopped
-                sequence.text = text[:position]
-                return "stop"
-        return "length" if len(sequence.output_token_ids) >= request.max_output_tokens else None
+    def _commit_token(self, request: Request, sequence: Sequence, choice: Sampled) -> None:
+        """Append a token, and end the sequence if that was its last."""
+        # Decoding may raise, so it comes first: a token is appended together with what follows from it.
+        reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
+        self._append_token(request, sequence, choice.token_id, choice.logprob)
+        sequence.cumulative_logprob += choice.logprob
+        if choice.top_logprobs is not None:
+            sequence.logprobs.append(choice.top_logprobs)
+        if reason:
+            self._finish_text(sequence)
+            self._end_sequence(request, sequence, reason)
+
+    def _finish_reason(
+        self, request: Request, sequence: Sequence, token: int
+    ) -> tuple[FinishReason | None, int | str | None]:
+        """Why the sequence ends with its next token, if it does, and which stop it was. Adds the token to its text."""
+        params = request.params
+        assert isinstance(params, SamplingParams)
+        may_stop = len(sequence.output_token_ids) + 1 >= params.min_tokens
+        stop_token = may_stop and token in params.stop_token_ids
+        ends = stop_token or (may_stop and token in self._eos_token_ids(params))
+        if text := sequence.detokenizer:
+            text.add(token, may_stop=may_stop and not ends)
+            if text.stopped_by is not None:
+                return "stop", text.stopped_by
+        if ends:
+            return "stop", token if stop_token else None
+        return "length" if request.ends_by_length(sequence) else None, None
 
     # --- Beam search (paper, section 4.4, Fig. 9) -------------------------------------------------
 
-    def _commit_beams(self, request: Request, logits: Logits, rows: dict[Sequence, int]) -> None:
+    def _commit_beams(self, request: Request, search: BeamSearch, step: BeamStep) -> None:
         """Survivors fork their parents' tables; beams without survivors give their blocks back at once."""
-        assert request.beam_search is not None
         beams = list(request.sequences)
         eos = self._eos_token_ids(request.params)
-        search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
-        step = search.step(logits, [rows[beam] for beam in beams], [beam.cumulative_logprob for beam in beams])
         parents = [beams[move.parent] for move in step.survivors]
         first = [beam not in parents[:i] for i, beam in enumerate(parents)]
         forks = iter(self._fork(request, [beam for beam, goes_on in zip(parents, first, strict=True) if not goes_on]))
@@ -435,7 +480,7 @@ class Engine:
                     list(parent.output_token_ids),
                     self.blocks.new_table(),
                     cumulative_logprob=parent.cumulative_logprob,
-                    detokenizer=self._new_detokenizer(request.params),
+                    detokenizer=parent.detokenizer.fork() if parent.detokenizer else None,
                 )
                 self.blocks.fork(request, parent, child)
                 children.append(child)
@@ -460,21 +505,60 @@ class Engine:
         request.sequences.remove(sequence)
         request.done.append(sequence)
 
-    def _finish_request(self, request: Request, reason: Literal["finished", "aborted"]) -> None:
+    def _finish_text(self, sequence: Sequence) -> None:
+        """The text that was held back, or all of it where nobody read along. Raises DetokenizerFailed."""
+        if sequence.detokenizer is None and self._decode:
+            sequence.detokenizer = Detokenizer.of_all(sequence.output_token_ids, self._decode)
+        if sequence.detokenizer:
+            sequence.detokenizer.finish()
+
+    def _cut_short(self, request: Request, reason: Literal["abort", "error"], error: str | None = None) -> None:
+        """End a request that has not come to its end: cancelled, or failed with `error`."""
+        for sequence in list(request.sequences):
+            try:
+                if request.beam_search is None:
+                    self._finish_text(sequence)
+            except DetokenizerFailed as failed:
+                reason, error = "error", error or str(failed)
+            sequence.stop_reason = None
+            self._end_sequence(request, sequence, reason)
+        self._finish_request(request, "aborted" if reason == "abort" else "failed", error)
+
+    def _finish_request(
+        self, request: Request, reason: Literal["finished", "aborted", "failed"], error: str | None = None
+    ) -> None:
         queue = self.scheduler.running if request.state is RequestState.RUNNING else self.scheduler.waiting
         queue.remove(request)
         del self._requests[request.request_id]
         request.state = RequestState.FINISHED
+        now, finished = self._clock(), reason == "finished"
+        try:
+            output = make_output(request, self._decode, now, finished=finished, error=error)
+        except DetokenizerFailed as failed:  # beams get their text only now
+            reason = "failed"
+            output = make_output(request, None, now, finished=False, error=error or str(failed))
         self._emit(RequestFinished(request.request_id, reason))
-        self._outputs.append(make_output(request, self._decode, self._clock(), finished=reason == "finished"))
+        self._updates.append(make_update(request, output))
+
+    def _report(self, request: Request) -> None:
+        """Tell what a step has brought: always at the end, and on the way to it if somebody reads along."""
+        if not request.sequences:
+            self._finish_request(request, "finished")
+        elif request.output_kind is RequestOutputKind.DELTA:
+            self._updates.append(make_update(request))
 
     def _eos_token_ids(self, params: SamplingParams | BeamSearchParams) -> tuple[int, ...]:
         """The tokens that end a sequence with these parameters because the model says so."""
         return () if params.ignore_eos else self.config.eos_token_ids
 
-    def _new_detokenizer(self, params: SamplingParams | BeamSearchParams) -> Detokenizer | None:
-        needed = isinstance(params, SamplingParams) and params.stop
-        return Detokenizer(self._decode) if needed and self._decode else None
+    def _new_detokenizer(
+        self, params: SamplingParams | BeamSearchParams, output_kind: RequestOutputKind
+    ) -> Detokenizer | None:
+        """One for a sequence whose text is wanted while it grows."""
+        if self._decode is None or isinstance(params, BeamSearchParams):
+            return None
+        wanted = params.stop or output_kind is RequestOutputKind.DELTA
+        return Detokenizer(self._decode, params.stop) if wanted else None
 
     # --- Requests and events ----------------------------------------------------------------------
 
@@ -485,6 +569,7 @@ class Engine:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams | BeamSearchParams,
         prompt: str | None,
+        output_kind: RequestOutputKind,
     ) -> Request:
         room = self.config.max_model_len - len(prompt_token_ids)
         max_output = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -504,13 +589,14 @@ class Engine:
             params=params,
             seed=seed & (2**64 - 1),
             max_output_tokens=max_output,
+            output_kind=output_kind,
             sequences=[
                 Sequence(
                     next(self._sequence_ids),
                     list(prompt_token_ids),
                     [],
                     self.blocks.new_table(),
-                    detokenizer=self._new_detokenizer(params),
+                    detokenizer=self._new_detokenizer(params, output_kind),
                 )
             ],
             beam_search=beam_search,
@@ -520,14 +606,23 @@ class Engine:
         self._events.append(event)
 
     def _deliver_events(self) -> None:
-        """Hand the events on in order. A listener that calls the engine adds events to the end of the same list."""
+        """Hand the events on in order. A listener that calls the engine adds events to the end of the same list.
+
+        One that raises keeps no other from any event; its error is raised when all is delivered, the first of several.
+        """
         if self._delivering:
             return
         self._delivering = True
+        errors: list[BaseException] = []
         try:
             while self._events:
                 event = self._events.popleft()
                 for listener in self.listeners:
-                    listener(event)
+                    try:
+                        listener(event)
+                    except BaseException as error:
+                        errors.append(error)
         finally:
             self._delivering = False
+        if errors:
+            raise errors[0]

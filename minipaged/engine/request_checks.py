@@ -8,7 +8,7 @@ from numbers import Integral
 from minipaged.engine.block_manager import AllocStatus, BlockManager
 from minipaged.engine.sequence import Request
 from minipaged.errors import InvalidRequest
-from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 
 
 def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:
@@ -32,8 +32,18 @@ def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:
             )
 
 
-def check_params(params: SamplingParams | BeamSearchParams, config: EngineConfig, *, has_tokenizer: bool) -> None:
+def check_params(
+    params: SamplingParams | BeamSearchParams,
+    output_kind: RequestOutputKind,
+    config: EngineConfig,
+    *,
+    has_tokenizer: bool,
+) -> None:
     """Raise InvalidRequest for parameters that go beyond this model."""
+    if not isinstance(output_kind, RequestOutputKind):
+        raise InvalidRequest(
+            f"output_kind is {output_kind!r}; choose RequestOutputKind.DELTA or RequestOutputKind.FINAL_ONLY"
+        )
     if isinstance(params, BeamSearchParams):
         if params.beam_width > config.vocab_size:
             raise InvalidRequest(

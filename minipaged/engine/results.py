@@ -1,24 +1,55 @@
-"""What a request that ended has produced, as its user gets it."""
+"""What a request has produced, as its user gets it: what is new of it, and all of it once it has ended."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as ListLike
 
-from minipaged.engine.detokenizer import Decode
-from minipaged.engine.sequence import Request
-from minipaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from minipaged.engine.detokenizer import Decode, text_of
+from minipaged.engine.sequence import Request, Sequence
+from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestMetrics, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, SamplingParams
 
 
-def make_output(request: Request, decode: Decode | None, finished_time: float, *, finished: bool) -> RequestOutput:
-    """The output of a request all of whose sequences have ended; `finished` is False when it was aborted."""
-    outputs = _beam_outputs(request, decode) if request.beam_search else _sample_outputs(request, decode)
+def make_update(request: Request, output: RequestOutput | None = None) -> RequestUpdate:
+    """What is new of the request since its last update. `output`: all of it, if it has ended."""
+    if request.beam_search:
+        beams = output.outputs if output else ()
+        return RequestUpdate(request.request_id, tuple(map(_whole_beam, beams)), output)
+    assert isinstance(request.params, SamplingParams)
+    with_logprobs = request.params.logprobs is not None
+    news = [s for s in request.sequences if s.num_reported < len(s.output_token_ids)]
+    if len(request.done) > request.num_done_reported:
+        news += request.done[request.num_done_reported :]
+        request.num_done_reported = len(request.done)
+    return RequestUpdate(request.request_id, tuple([_news(s, with_logprobs) for s in news]), output)
+
+
+def _news(sequence: Sequence, with_logprobs: bool) -> CompletionUpdate:
+    since, sequence.num_reported = sequence.num_reported, len(sequence.output_token_ids)
+    return CompletionUpdate(
+        sequence.stream,
+        tuple(sequence.output_token_ids[since:]),
+        sequence.detokenizer.take() if sequence.detokenizer else "",
+        tuple(sequence.logprobs[since:]) if with_logprobs else None,
+        sequence.finish_reason,
+        sequence.stop_reason,
+    )
+
+
+def _whole_beam(beam: CompletionOutput) -> CompletionUpdate:
+    return CompletionUpdate(beam.index, beam.token_ids, beam.text, None, beam.finish_reason, None)
+
+
+def make_output(
+    request: Request, decode: Decode | None, finished_time: float, *, finished: bool, error: str | None
+) -> RequestOutput:
+    """The output of a request all of whose sequences have ended. Raises DetokenizerFailed, for beams."""
+    outputs = tuple(_beam_outputs(request, decode) if request.beam_search else _sample_outputs(request))
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
         prompt_token_ids=request.prompt_token_ids,
-        outputs=tuple(outputs),
+        outputs=outputs,
         finished=finished,
         num_cached_tokens=request.num_cached_tokens or 0,
         metrics=RequestMetrics(
@@ -28,16 +59,17 @@ def make_output(request: Request, decode: Decode | None, finished_time: float, *
             finished_time=finished_time,
             num_preemptions=request.num_preemptions,
         ),
+        error=error,
     )
 
 
-def _sample_outputs(request: Request, decode: Decode | None) -> Iterator[CompletionOutput]:
+def _sample_outputs(request: Request) -> Iterator[CompletionOutput]:
     assert isinstance(request.params, SamplingParams)
     for sequence in sorted(request.done, key=lambda s: s.stream):
         assert sequence.finish_reason is not None
         yield CompletionOutput(
             index=sequence.stream,
-            text=_text(sequence.output_token_ids, decode) if sequence.text is None else sequence.text,
+            text=sequence.detokenizer.text if sequence.detokenizer else "",
             token_ids=tuple(sequence.output_token_ids),
             cumulative_logprob=sequence.cumulative_logprob,
             logprobs=None if request.params.logprobs is None else tuple(sequence.logprobs),
@@ -47,20 +79,16 @@ def _sample_outputs(request: Request, decode: Decode | None) -> Iterator[Complet
 
 
 def _beam_outputs(request: Request, decode: Decode | None) -> Iterator[CompletionOutput]:
-    """The best finished sequences; of an aborted search those that had finished."""
+    """The best finished sequences; of a search that was cut short those that had finished."""
     assert isinstance(request.params, BeamSearchParams)
     best = sorted(request.hypotheses, key=lambda h: -h.score)[: request.params.beam_width]
     for index, hypothesis in enumerate(best):
         yield CompletionOutput(
             index=index,
-            text=_text(hypothesis.tokens, decode),
+            text=text_of(hypothesis.tokens, decode) if decode else "",
             token_ids=hypothesis.tokens,
             cumulative_logprob=hypothesis.cumulative_logprob,
             logprobs=None,
             finish_reason=hypothesis.finish_reason,
             score=hypothesis.score,
         )
-
-
-def _text(token_ids: ListLike[int], decode: Decode | None) -> str:
-    return decode(token_ids) if decode else ""

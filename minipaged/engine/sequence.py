@@ -16,7 +16,7 @@ from enum import Enum
 
 from minipaged.contracts import BeamSearch, BlockTable, PendingToken
 from minipaged.engine.detokenizer import Detokenizer
-from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
 
 class RequestState(Enum):
@@ -57,9 +57,10 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     detokenizer: Detokenizer | None = None
-    """The text so far; only for requests with stop strings."""
-    text: str | None = None
-    """The final text, where a stop string was cut off."""
+    """The text so far. Where nobody reads along, and no stop string is looked for, it is made when the sequence ends.
+    """
+    num_reported: int = 0
+    """Output tokens that the request's updates have told of."""
 
     @property
     def num_computed(self) -> int:
@@ -109,8 +110,11 @@ class Request:
     sequences: list[Sequence]
     """The sequences that go on. Finished ones move to `done`."""
     done: list[Sequence] = field(default_factory=list)
+    num_done_reported: int = 0
+    """Those of `done` whose end the request's updates have told of."""
     beam_search: BeamSearch | None = None
     hypotheses: list[Hypothesis] = field(default_factory=list)
+    output_kind: RequestOutputKind = RequestOutputKind.DELTA
     state: RequestState = RequestState.WAITING
     prompt_computed: bool = False
     """Whether it has forked into all its sequences."""

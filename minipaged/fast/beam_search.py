@@ -21,8 +21,8 @@ from torch import Tensor
 
 from minipaged import contracts
 from minipaged.contracts import BeamMove, BeamStep
-from minipaged.errors import InvalidRequest
-from minipaged.fast.sampling import largest, receive, require_finite, send
+from minipaged.errors import BadLogits, InvalidRequest
+from minipaged.fast.sampling import largest, receive, send, why_bad
 from minipaged.params import BeamSearchParams
 
 LARGEST_PENALTY = 30
@@ -117,7 +117,8 @@ def _best_moves(
         best[0], flat.gather(1, best)[0].double(), likeliest, peaks.double()
     )
     for row, token_id, peak in zip(rows, likeliest_ids.tolist(), found_peaks.tolist(), strict=True):
-        require_finite(row, token_id, peak)
+        if error := why_bad(row, token_id, peak):
+            raise BadLogits(error)
     parents, token_ids = np.divmod(indices, table.shape[1])
     moves = zip(parents.tolist(), token_ids.tolist(), best_sums.tolist(), strict=True)
     return [BeamMove(*move) for move in moves if move[-1] > -math.inf]

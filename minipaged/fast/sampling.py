@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minipaged.contracts import Sampled, SamplingInput
-from minipaged.errors import BadLogits
 from minipaged.fast.kernels import SamplingKernels, kernels_for
 from minipaged.fast.kv_cache import to_device
 
@@ -65,8 +64,8 @@ class Samples(Sequence[Sampled]):
 def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
     """One token for each input, from `logits` [rows, vocab], float32, float16, bfloat16 or float64, on any device.
 
-    Whoever looks at them first gets BadLogits, a ValueError, for a row from which nothing can be chosen: it holds NaN
-    or plus infinity, or nothing but minus infinity is left.
+    A row from which nothing can be chosen is an error of the inputs that use it: it holds NaN or plus infinity, or
+    nothing but minus infinity is left.
     """
     if not inputs:
         return []
@@ -109,8 +108,7 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
 
     def fetch() -> list[Sampled]:
         found = on_the_way.arrays()
-        _refuse_bad(inputs, altered, *found[4:])
-        return _sampled(inputs, ranked, *found[:4])
+        return _without_bad(_sampled(inputs, ranked, *found[:4]), inputs, altered, *found[4:])
 
     return Samples(token_ids, fetch)
 
@@ -128,9 +126,9 @@ def _likeliest(
 ) -> list[Sampled]:
     """The likeliest token of each row, for inputs that ask for nothing else: its logit is the peak."""
     rows = np.array([wanted.row for wanted in inputs])
-    _refuse_bad(inputs, (), likeliest[rows], peaks[rows], likeliest[:0], peaks[:0])
     chosen = zip(likeliest[rows].tolist(), (-log_totals[rows]).tolist(), strict=True)
-    return [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
+    sampled = [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
+    return _without_bad(sampled, inputs, (), likeliest[rows], peaks[rows], likeliest[:0], peaks[:0])
 
 
 def _sampled(inputs: Sequence[SamplingInput], ranked: Sequence[int], *results: NDArray[Any]) -> list[Sampled]:
@@ -347,41 +345,33 @@ def receive(*tensors: Tensor) -> list[NDArray[Any]]:
 # --- What cannot be served --------------------------------------------------------------------------
 
 
-def _refuse_bad(
+def _without_bad(
+    sampled: list[Sampled],
     inputs: Sequence[SamplingInput],
     altered: Sequence[int],
     likeliest: NDArray[np.int64],
     peaks: NDArray[np.float64],
     altered_likeliest: NDArray[np.int64],
     altered_peaks: NDArray[np.float64],
-) -> None:
-    """Raise BadLogits if the row of an input has no finite peak, or has none once it is penalised."""
-    if np.isfinite(peaks).all() and np.isfinite(altered_peaks).all():
-        return
-    place_of = {index: place for place, index in enumerate(altered)}
-    for index in _row_by_row(inputs):
-        row = inputs[index].row
-        require_finite(row, likeliest[index], peaks[index])
-        if index in place_of:
-            require_finite(row, altered_likeliest[place_of[index]], altered_peaks[place_of[index]])
+) -> list[Sampled]:
+    """With the error in place of the token where the row of an input has no finite peak, or none once penalised."""
+    found = [(index, likeliest[index], peaks[index]) for index in np.flatnonzero(~np.isfinite(peaks)).tolist()]
+    for place in np.flatnonzero(~np.isfinite(altered_peaks)).tolist():
+        if np.isfinite(peaks[altered[place]]):
+            found.append((altered[place], altered_likeliest[place], altered_peaks[place]))
+    for index, token_id, peak in found:
+        sampled[index] = Sampled(0, math.nan, None, why_bad(inputs[index].row, token_id, peak))
+    return sampled
 
 
-def _row_by_row(inputs: Sequence[SamplingInput]) -> Iterator[int]:
-    """The inputs with those of the first one's row before all others, and so on."""
-    users: dict[int, list[int]] = defaultdict(list)
-    for index, wanted in enumerate(inputs):
-        users[wanted.row].append(index)
-    for indices in users.values():
-        yield from indices
-
-
-def require_finite(row: int, token_id: int, peak: float) -> None:
-    """Raise BadLogits, naming `row`, if its largest logit, that of `token_id`, is NaN or infinite."""
+def why_bad(row: int, token_id: int, peak: float) -> str | None:
+    """What is wrong with this row if its largest logit, that of `token_id`, is NaN or infinite; None if it is not."""
     if math.isnan(peak):
-        raise BadLogits(
+        return (
             f"row {row} of the logits holds NaN (first at token {token_id}): the model read K/V that nobody wrote, "
             "its weights are damaged, or its arithmetic overflowed"
         )
     if math.isinf(peak):
         left = "plus infinity" if peak > 0 else "nothing but minus infinity: no token is left to choose"
-        raise BadLogits(f"row {row} of the logits holds {left}")
+        return f"row {row} of the logits holds {left}"
+    return None

@@ -43,17 +43,21 @@ FloatArray = NDArray[np.floating[Any]]
 def sample(logits: FloatArray, inputs: Sequence[SamplingInput]) -> list[Sampled]:
     """One token for each input, from `logits` [rows, vocab], float32 or float64.
 
-    The work on a row is done once, however many inputs use it. Raises ValueError for a row from which nothing can
-    be chosen: it holds NaN or plus infinity, or nothing but minus infinity is left.
+    The work on a row is done once, however many inputs use it. A row from which nothing can be chosen is an error of
+    the inputs that use it: it holds NaN or plus infinity, or nothing but minus infinity is left.
     """
     users: dict[int, list[int]] = defaultdict(list)  # row -> the indices of the inputs that use it
     for index, wanted in enumerate(inputs):
         users[wanted.row].append(index)
     sampled: dict[int, Sampled] = {}
     for row, indices in users.items():
-        prediction = Prediction(logits[row], row)
+        prediction = None
         for index in indices:
-            sampled[index] = prediction.choose(inputs[index])
+            try:
+                prediction = prediction or Prediction(logits[row], row)
+                sampled[index] = prediction.choose(inputs[index])
+            except BadLogits as error:
+                sampled[index] = Sampled(0, math.nan, None, str(error))
     return [sampled[index] for index in range(len(inputs))]
 
 

@@ -139,7 +139,7 @@
   const blockList = (blocks) => `${blocks.length === 1 ? "block" : "blocks"} ${list(blocks)}`;
   const REASONS = {
     stop: "it has come to its end", length: "it has all the tokens that were asked for", abort: "it was cancelled",
-    dropped: "its beam does not go on",
+    error: "its request has failed", dropped: "its beam does not go on",
   };
 
   const sentences = {
@@ -156,7 +156,7 @@
     request_admitted: (e) => `Request ${e.request} is admitted: there are blocks for it, so it moves to running.`,
     request_preempted: (e) => `The pool is ${count(e.blocks_short, "block")} short, so request ${e.request} is preempted `
       + `(${e.mode}): it gives up ${count(e.num_blocks, "block")} with ${count(e.num_tokens, "token")}.`,
-    request_finished: (e) => `Request ${e.request} is ${e.reason}.`,
+    request_finished: (e) => `Request ${e.request} ${e.reason === "failed" ? "has" : "is"} ${e.reason}.`,
     sequence_forked: (e, before) => `Sequence ${e.child} is forked from sequence ${e.parent}: it shares `
       + `${count(before.sequences.get(e.parent).table.length, "block")}, and nothing is copied.`,
     token_generated: (e, before, after, word) => `The next token of sequence ${e.sequence} is ${word(e.token_id)}. `

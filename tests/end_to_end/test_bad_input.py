@@ -27,6 +27,7 @@ from minipaged.events import Event, RequestRefused, StepFinished
 from minipaged.llm import LoadedModel
 from minipaged.reference.block_allocator import BlockAllocator
 from tests.end_to_end.small_llama import make_small_llama, write_tokenizer
+from tests.workloads import ended
 
 GREEDY = Sampling(temperature=0, max_tokens=12)
 BLOCKS = {"num_blocks": 10, "block_size": 4, "max_model_len": 100}
@@ -170,7 +171,7 @@ def test_requests_added_by_hand_keep_their_outputs_while_generate_runs(llm: LLM)
         llm.generate([-1], GREEDY)
     outputs = []
     while llm.engine.has_unfinished_requests():
-        outputs += llm.engine.step()
+        outputs += ended(llm.engine.step())
     assert [output.request_id for output in outputs] == [by_hand]
     assert len(outputs[0].outputs[0].token_ids) == 2
 

@@ -116,7 +116,8 @@ config = EngineConfig(num_blocks=4, block_size=2, max_model_len=8, vocab_size=10
 engine = Engine(config, tier, Counts())
 engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))
 while engine.has_unfinished_requests():
-    for output in engine.step():
-        print(output.outputs[0].token_ids)
+    for update in engine.step():
+        if update.output:
+            print(update.output.outputs[0].token_ids)
 """
     assert output_of(run_without(("numpy", *NOT_IN_THE_BASE_INSTALL), code)) == "(4, 5, 6, 7)\n"

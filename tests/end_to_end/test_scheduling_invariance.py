@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from minipaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from tests.effort import examples, thorough
 from tests.end_to_end.ties import check_same_or_tied
+from tests.workloads import ended
 
 Params = SamplingParams | BeamSearchParams
 
@@ -74,7 +75,7 @@ def run(llm: LLM, jobs: Sequence[Job], arrivals: Sequence[int] = ()) -> list[Req
             if arrives.get(i, 0) == step:
                 llm.engine.add_request(job.prompt, job.params, request_id=f"job {i}")
         with suppress(PowerCut):
-            outputs |= {output.request_id: output for output in llm.engine.step()}
+            outputs |= {output.request_id: output for output in ended(llm.engine.step())}
         step += 1
         assert step < 5000, "liveness: the jobs do not come to an end"
     return [outputs[f"job {i}"] for i in range(len(jobs))]

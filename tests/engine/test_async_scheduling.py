@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from minipaged.contracts import Logits, Sampled, SamplingInput, Tier
 from minipaged.engine.engine import Engine
-from minipaged.errors import BadLogits
 from minipaged.events import (
     Event,
     RequestPreempted,
@@ -28,7 +26,7 @@ from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from tests.effort import scaled, seeds, thorough
 from tests.engine.test_failure_injection import Fault, Fuse, crowded, run_through, wired
 from tests.late_device import LATE, LateRunner
-from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, letters, random_workload
+from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, ended, letters, random_workload
 
 CONFIG = EngineConfig(
     num_blocks=40, block_size=4, max_model_len=64, vocab_size=20, eos_token_ids=(2,), debug=True, async_scheduling=True
@@ -211,7 +209,7 @@ class Late:
             self.engine.add_request([3, 1, 4, number], params, request_id=str(number))
         outputs = []
         while self.engine.has_unfinished_requests():
-            outputs += self.engine.step()
+            outputs += ended(self.engine.step())
         self.check_nothing_left()
         return [list(o.outputs[0].token_ids) for o in sorted(outputs, key=lambda output: output.request_id)]
 
@@ -323,7 +321,7 @@ def test_one_of_several_samples_ends_while_the_others_go_on() -> None:
     bench.engine.add_request([1, 2, 3], SamplingParams(n=3, max_tokens=9), request_id="r")
     outputs = []
     while bench.engine.has_unfinished_requests():
-        outputs += bench.engine.step()
+        outputs += ended(bench.engine.step())
     assert [list(one.token_ids) for one in outputs[0].outputs] == [[5, 2], [6, 6, 6, 2], [7, 7, 2]]
     bench.check_nothing_left()
 
@@ -342,10 +340,10 @@ def test_a_request_is_cancelled_while_its_step_is_in_flight(steps: int) -> None:
     late.engine.abort("0")
     assert late.engine.blocks.num_available > held
     late.engine.check_invariants()
-    outputs = {output.request_id: output for output in late.engine.step()}
+    outputs = {output.request_id: output for output in ended(late.engine.step())}
     assert list(outputs["0"].outputs[0].token_ids) == expected[0][: steps - 1]
     while late.engine.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in late.engine.step()}
+        outputs |= {output.request_id: output for output in ended(late.engine.step())}
     assert list(outputs["1"].outputs[0].token_ids) == expected[1]
     late.check_nothing_left()
 
@@ -358,7 +356,7 @@ def test_when_all_are_cancelled_the_step_in_flight_is_nobodys() -> None:
     late.engine.step()
     fetched = [entry for entry in late.log if entry[0] == "fetch"]
     late.engine.abort("r")
-    assert [output.finished for output in late.engine.take_outputs()] == [False]
+    assert [output.finished for output in ended(late.engine.take_updates())] == [False]
     late.check_nothing_left()
     assert [entry for entry in late.log if entry[0] == "fetch"] == fetched
     assert late.serve(goes_on(max_tokens=3)) == Late().serve(goes_on(max_tokens=3))
@@ -396,29 +394,6 @@ def test_an_interrupt_by_the_user_is_survived_like_any_error(part: str) -> None:
     for number in range(1, 12):
         fuse = Fuse(part, number, KeyboardInterrupt)
         assert run_through(wired(SIMPLE_CROWDED["swap, all ahead"], fuse), KeyboardInterrupt) == 1
-
-
-def test_bad_logits_are_told_when_the_tokens_are_looked_at_and_cost_nothing_but_time() -> None:
-    """The step launched meanwhile ran the bad token, and goes with it."""
-    expected = Late().serve(goes_on(max_tokens=6))
-    late = Late()
-    right: Callable[..., np.ndarray] = late.runner.run
-    passes: list[int] = []
-
-    def run(rows: Any) -> np.ndarray:
-        passes.append(len(rows))
-        return right(rows) * (np.nan if len(passes) == 3 else 1)
-
-    late.runner.run = run  # type: ignore[method-assign]
-    late.engine.add_request([3, 1, 4, 0], goes_on(max_tokens=6), request_id="0")
-    for _ in range(3):
-        late.engine.step()
-    with pytest.raises(BadLogits):
-        late.engine.step()
-    assert late.log[-2:] == [("launch", 4), ("fetch", 3)]
-    late.engine.check_invariants()
-    [output] = [output for _ in range(20) for output in late.engine.step()]
-    assert [list(output.outputs[0].token_ids)] == expected
 
 
 def test_seconds_of_steps_that_overlap_are_counted_once() -> None:

@@ -21,7 +21,7 @@ from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.sampling import sample
 from tests.effort import examples
-from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest
+from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended
 
 CONFIG = EngineConfig(num_blocks=8, block_size=4, max_model_len=40, vocab_size=20, max_num_seqs=4, debug=True)
 
@@ -57,7 +57,7 @@ class Bench:
         self.engine.add_request(prompt, params, request_id=request_id, prompt=text)
         outputs: list[RequestOutput] = []
         while self.engine.has_unfinished_requests():
-            outputs += self.engine.step()
+            outputs += ended(self.engine.step())
         self.check_nothing_leaked()
         [output] = outputs
         return output
@@ -122,7 +122,7 @@ def test_a_request_id_can_be_used_again_only_after_its_request_has_ended() -> No
     bench.engine.add_request([1], SamplingParams(max_tokens=1), request_id="same")
     with pytest.raises(InvalidRequest, match="request id 'same' is in use; wait for that request or choose another"):
         bench.engine.add_request([2], SamplingParams(), request_id="same")
-    assert [output.prompt_token_ids for output in bench.engine.step()] == [(1,)]
+    assert [output.prompt_token_ids for output in ended(bench.engine.step())] == [(1,)]
     assert bench.serve([2], SamplingParams(max_tokens=1), request_id="same").prompt_token_ids == (2,)
 
 
@@ -395,9 +395,9 @@ def test_a_cancelled_request_returns_what_it_has_generated() -> None:
     bench = Bench(script=[[1, 2, 3, 4, 5]], decode=join)
     name = bench.engine.add_request([5], SamplingParams())
     for _ in range(3):
-        assert bench.engine.step() == []
+        assert ended(bench.engine.step()) == []
     bench.engine.abort(name)
-    [output] = bench.engine.step()
+    [output] = ended(bench.engine.step())
     assert (output.finished, output.outputs[0].finish_reason) == (False, "abort")
     assert (output.outputs[0].token_ids, output.outputs[0].text) == ((1, 2, 3), "hello w")
 

@@ -16,7 +16,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.events import BlocksFreed, Event, RequestPreempted, SequenceFinished, StepStarted, SwappedOut
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
-from tests.workloads import REFERENCE
+from tests.workloads import REFERENCE, ended
 
 
 class Scene:
@@ -45,7 +45,7 @@ class Scene:
 
     def step(self, times: int = 1) -> None:
         for _ in range(times):
-            for output in self.engine.step():
+            for output in ended(self.engine.step()):
                 self.outputs[output.request_id] = output
 
     def to_the_end(self) -> None:

@@ -149,7 +149,8 @@ def served(engine: Engine, prompts: list[tuple[list[int], SamplingParams]]) -> l
     """The texts of each request, in the order of arrival."""
     for prompt, params in prompts:
         engine.add_request(prompt, params)
-    outputs = [output for _ in iter(engine.has_unfinished_requests, False) for output in engine.step()]
+    updates = [update for _ in iter(engine.has_unfinished_requests, False) for update in engine.step()]
+    outputs = [update.output for update in updates if update.output]
     assert engine.blocks.allocator.num_free == engine.config.num_blocks
     return [[o.text for o in output.outputs] for output in sorted(outputs, key=lambda output: output.request_id)]
 

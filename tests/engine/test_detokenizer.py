@@ -1,0 +1,187 @@
+"""Text, token by token: what is given out is never taken back, and no more is held back than has to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from minipaged.engine.detokenizer import MOST_DOUBTFUL, MOST_TOKENS, NOT_WHOLE, Decode, Detokenizer, text_of
+from minipaged.errors import DetokenizerFailed
+from tests.tokens import PIECES, bytes_alone, bytes_joined, token
+
+
+def without_first_space(token_ids: Sequence[int]) -> str:
+    """As sentencepiece does it."""
+    return bytes_joined(token_ids).removeprefix(" ")
+
+
+FOLLOWS_BYTES: dict[str, Decode] = {"byte-level": bytes_joined, "without the first space": without_first_space}
+DECODERS = {**FOLLOWS_BYTES, "byte by byte": bytes_alone}
+
+tokens = st.lists(st.integers(0, len(PIECES) - 1), max_size=40)
+streams = st.one_of(
+    tokens,
+    tokens.map(lambda some: some * 3),
+    st.lists(st.sampled_from([token(piece) for piece in (b"\xf0", b"\x9f", b"\x98", b"\x80")]), max_size=90),
+    st.lists(st.sampled_from([b"\xe2", b"\x82", b"\xac", b"a", b""]).map(token), max_size=60),
+)
+stops = st.lists(st.text("ab €", min_size=1, max_size=5), max_size=3).map(tuple)
+
+
+def add_all(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
+    """What each token brings, and the end."""
+    pieces = []
+    for one in token_ids:
+        detokenizer.add(one)
+        pieces.append(detokenizer.take())
+    detokenizer.finish()
+    return [*pieces, detokenizer.take()]
+
+
+@pytest.mark.parametrize("decode", FOLLOWS_BYTES.values(), ids=FOLLOWS_BYTES)
+@settings(max_examples=300, deadline=None)
+@given(token_ids=streams)
+@example([token(b"\xff")] * (3 * MOST_TOKENS) + [token("€")])
+@example([token(b"")] * (3 * MOST_TOKENS) + [token("€"), token(b"a")])
+@example([token(b" a"), *[token(b"")] * 40, token(b" a")])
+@example([token(b"\xf0")] * 30)
+def test_the_pieces_join_to_what_all_tokens_decode_to(decode: Decode, token_ids: list[int]) -> None:
+    """Stream-equals-final; wherever the tokens end."""
+    detokenizer = Detokenizer(decode)
+    for count, one in enumerate(token_ids, start=1):
+        detokenizer.add(one)
+        whole = decode(token_ids[:count])
+        ended = detokenizer.fork()
+        ended.finish()
+        assert ended.text == whole
+        held = whole.removeprefix(detokenizer.text)
+        assert detokenizer.text + held == whole
+        assert held == NOT_WHOLE * len(held)
+        assert len(held) <= MOST_DOUBTFUL
+    assert text_of(token_ids, decode) == decode(token_ids)
+
+
+@settings(max_examples=300, deadline=None)
+@given(streams)
+@example([token(piece) for piece in (b"\xe2", b"\x82", b"\xac", b"\xe2", b"\xff", b"a")])
+def test_a_decoder_that_takes_back_what_it_showed_gets_one_text_all_the_same(token_ids: list[int]) -> None:
+    """One bad byte makes it show all bytes around it as none. What was given out stays; whole characters are whole."""
+    detokenizer = Detokenizer(bytes_alone)
+    pieces = add_all(detokenizer, token_ids)
+    assert "".join(pieces) == detokenizer.text == text_of(token_ids, bytes_alone)
+    if NOT_WHOLE not in (whole := bytes_alone(token_ids)):
+        assert detokenizer.text == whole
+
+
+@pytest.mark.parametrize("decode", DECODERS.values(), ids=DECODERS)
+def test_characters_of_several_tokens_come_when_they_are_whole_however_many_follow_each_other(decode: Decode) -> None:
+    for character in ("€", "😀"):
+        token_ids = [token(bytes([byte])) for byte in character.encode()]
+        pieces = add_all(Detokenizer(decode), token_ids * 50)
+        assert pieces == ([""] * (len(token_ids) - 1) + [character]) * 50 + [""]
+
+
+def given_until_stopped(token_ids: Sequence[int], stop: Sequence[str]) -> tuple[str, str | None, str]:
+    """By trying everything: the text, the stop string that ended it, and what is held back at the end."""
+    known = ""
+    for count in range(1, len(token_ids) + 1):
+        whole = bytes_joined(token_ids[:count])
+        before, known = known, whole[: max(len(whole.rstrip(NOT_WHOLE)), len(whole) - MOST_DOUBTFUL)]
+        found = [
+            (at, string)
+            for string in stop
+            for at in range(len(known))
+            if known.startswith(string, at) and at + len(string) > len(before)
+        ]
+        if found:
+            at, string = min(found)
+            return known[:at], string, ""
+    ends = (known[at:] for at in range(len(known)))
+    return known, None, next((end for end in ends if any(s.startswith(end) and s != end for s in stop)), "")
+
+
+@settings(max_examples=600, deadline=None)
+@given(token_ids=streams, stop=stops)
+@example([token(b"a"), token(b"b"), token(b"a"), token(b"b")], ("abb", "bab"))
+@example([token(b"a"), token(b"a"), token(b"b")], ("aab", "aa b"))
+def test_stop_strings_are_found_wherever_they_are_cut_and_only_their_beginnings_are_held_back(
+    token_ids: list[int], stop: tuple[str, ...]
+) -> None:
+    detokenizer = Detokenizer(bytes_joined, stop)
+    for count, one in enumerate(token_ids, start=1):
+        detokenizer.add(one)
+        text, stopped_by, held = given_until_stopped(token_ids[:count], stop)
+        assert detokenizer.stopped_by == stopped_by
+        assert detokenizer.text == text[: len(text) - len(held)]
+        ended = detokenizer.fork()
+        ended.stopped_by = stopped_by
+        ended.finish()
+        assert ended.text == (text if stopped_by else bytes_joined(token_ids[:count]))
+        if stopped_by:
+            break
+
+
+def test_a_stop_string_that_came_too_early_does_not_hide_a_later_one() -> None:
+    """As min_tokens wants it: only what ends with a token that may stop counts."""
+    detokenizer = Detokenizer(bytes_joined, ("ab", "bab"))
+    for one in (b"a", b"b"):
+        detokenizer.add(token(one), may_stop=False)
+    assert (detokenizer.stopped_by, detokenizer.take()) == (None, "a")  # "b" may be the beginning of "bab"
+    detokenizer.add(token(b"a"))
+    assert (detokenizer.stopped_by, detokenizer.take()) == (None, "")
+    detokenizer.add(token(b"b"))
+    assert (detokenizer.stopped_by, detokenizer.take()) == ("bab", "")
+    detokenizer.finish()
+    assert detokenizer.text == "a"
+
+
+def test_a_fork_goes_its_own_way() -> None:
+    parent = Detokenizer(bytes_joined, ("ab",))
+    for one in (b"b", b"a", "€".encode()[:1]):
+        parent.add(token(one))
+    child = parent.fork()
+    for one in "€".encode()[1:]:
+        parent.add(token(bytes([one])))
+    child.finish()
+    assert (parent.text, child.text, child.take()) == ("ba€", "ba\ufffd", "ba\ufffd")
+
+
+@pytest.mark.parametrize("bad", range(1, 20))
+def test_a_call_that_raises_changes_nothing(bad: int) -> None:
+    """Atomic-failure: the token can be added again."""
+    calls: list[int] = []
+
+    def decode(token_ids: Sequence[int]) -> str:
+        calls.append(len(token_ids))
+        if len(calls) == bad:
+            raise DetokenizerFailed
+        return bytes_joined(token_ids)
+
+    token_ids = [token(piece) for piece in (b"a", b"\xe2", b"\x82", b"\xac", b" ", b"b")] * 4
+    detokenizer = Detokenizer(decode)
+    failed = 0
+    for one in token_ids:
+        try:
+            detokenizer.add(one)
+        except DetokenizerFailed:
+            failed += 1
+            detokenizer.add(one)
+    detokenizer.finish()
+    assert (failed, detokenizer.text) == (1, bytes_joined(token_ids))
+
+
+def test_only_a_few_tokens_are_decoded_at_a_time() -> None:
+    """Or a long text would take ever longer, one without whole characters too."""
+    for pieces in ([b"a"], [b"\xff"], [b""], [b"a", b"", b"\xff", b"\x80"]):
+        longest = 0
+
+        def decode(token_ids: Sequence[int]) -> str:
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return bytes_joined(token_ids)
+
+        add_all(Detokenizer(decode), [token(piece) for piece in pieces] * 500)
+        assert longest <= MOST_TOKENS

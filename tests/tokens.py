@@ -1,0 +1,38 @@
+"""A vocabulary of bytes: characters whole and in parts, cut anywhere; and two ways to decode it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+_EURO, _SMILE = "€".encode(), "😀".encode()
+PIECES = (
+    *(b"a", b"b", b" ", b" a", b"ab", b"", b"\xff", b"\x80", _EURO, _SMILE, _SMILE[:2], _SMILE[2:], _EURO[:2]),
+    *(bytes([byte]) for byte in _EURO + _SMILE),
+    *(b"b" + _EURO[:1], _EURO[1:] + b"a", _EURO[2:] + _EURO[:1], b"a" + _SMILE[:3], _SMILE[3:] + _EURO[:2]),
+)
+"""The bytes of each token."""
+
+
+def token(piece: bytes | str) -> int:
+    """The token of these bytes."""
+    return PIECES.index(piece.encode() if isinstance(piece, str) else piece)
+
+
+def bytes_joined(token_ids: Sequence[int]) -> str:
+    """As byte-level BPE does it."""
+    return b"".join(PIECES[one] for one in token_ids).decode(errors="replace")
+
+
+def bytes_alone(token_ids: Sequence[int]) -> str:
+    """As decoders with a byte fallback do it: a token that is no text is a byte, and a row of them, unless all of it is
+    UTF-8, is shown as U+FFFD for each. (A token without text is none of the row.)"""
+    pieces = [PIECES[one] for one in token_ids if PIECES[one]]
+    text = ""
+    for are_bytes, row in groupby(pieces, key=lambda piece: len(piece) == 1 and piece[0] >= 0x80):
+        joined = list(row)
+        try:
+            text += b"".join(joined).decode()
+        except UnicodeDecodeError:
+            text += "\ufffd" * len(joined) if are_bytes else b"".join(joined).decode(errors="replace")
+    return text

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from minipaged.engine.detokenizer import MOST_DOUBTFUL, MOST_TOKENS, NOT_WHOLE, Decode, Detokenizer, text_of
 from minipaged.errors import DetokenizerFailed
+from tests.effort import examples
 from tests.tokens import PIECES, bytes_alone, bytes_joined, token
 
 
@@ -42,7 +43,7 @@ def add_all(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("decode", FOLLOWS_BYTES.values(), ids=FOLLOWS_BYTES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(token_ids=streams)
 @example([token(b"\xff")] * (3 * MOST_TOKENS) + [token("€")])
 @example([token(b"")] * (3 * MOST_TOKENS) + [token("€"), token(b"a")])
@@ -64,7 +65,7 @@ def test_the_pieces_join_to_what_all_tokens_decode_to(decode: Decode, token_ids:
     assert text_of(token_ids, decode) == decode(token_ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(streams)
 @example([token(piece) for piece in (b"\xe2", b"\x82", b"\xac", b"\xe2", b"\xff", b"a")])
 def test_a_decoder_that_takes_back_what_it_showed_gets_one_text_all_the_same(token_ids: list[int]) -> None:
@@ -103,7 +104,7 @@ def given_until_stopped(token_ids: Sequence[int], stop: Sequence[str]) -> tuple[
     return known, None, next((end for end in ends if any(s.startswith(end) and s != end for s in stop)), "")
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600))
 @given(token_ids=streams, stop=stops)
 @example([token(b"a"), token(b"b"), token(b"a"), token(b"b")], ("abb", "bab"))
 @example([token(b"a"), token(b"a"), token(b"b")], ("aab", "aa b"))

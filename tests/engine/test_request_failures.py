@@ -17,6 +17,7 @@ from minipaged.course.content_runner import ContentRunner, GivenRow
 from minipaged.engine.detokenizer import Decode
 from minipaged.events import Event, RequestFinished, SequenceFinished
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from tests.effort import quick_cases
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, letters
@@ -109,8 +110,9 @@ ALL_KINDS = (
 )
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+@quick_cases(2)
 @pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 def test_a_decoder_that_raises_ends_one_request(workload: Workload, async_scheduling: bool) -> None:
     """Whichever of its calls raises; the tokens of those that failed are a beginning of what they have alone."""
     config = replace(workload.config, async_scheduling=async_scheduling)
@@ -165,6 +167,7 @@ def test_with_the_tokenizer_of_another_model_every_request_fails() -> None:
 # --- A listener that raises -----------------------------------------------------------------------
 
 
+@quick_cases(1)
 @pytest.mark.parametrize("name", ["swap, prefix caching", "recompute"])
 def test_a_listener_that_raises_fails_the_call_and_every_request_goes_on(name: str) -> None:
     """At whichever event. All listeners are given all events; all updates come."""

@@ -19,6 +19,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.events import RequestPreempted
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
+from tests.effort import examples
 from tests.tokens import PIECES, bytes_alone, bytes_joined, token
 from tests.workloads import REFERENCE, check_stream
 
@@ -143,7 +144,7 @@ def serve(config: EngineConfig, decode: Decode, requests: Sequence[Asked]) -> tu
     return bench.finish(), bench
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(500, least=60))
 @given(configs, st.sampled_from([bytes_joined, bytes_alone]), st.lists(asked, min_size=1, max_size=4))
 def test_the_updates_of_every_request_join_to_its_output_which_is_the_same_either_way(
     config: EngineConfig, decode: Decode, requests: list[Asked]

@@ -28,6 +28,8 @@ class Invariant(StrEnum):
     SCHEDULING_INVARIANCE = "scheduling-invariance"
     """Greedy tokens do not depend on block size, pool size, preemption mode, chunk size, arrival order,
     prefix caching or tier."""
+    STREAM_EQUALS_FINAL = "stream-equals-final"
+    """The updates of a request, joined, are its final tokens and text."""
 
 
 # --- The exceptions -------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ def test_a_single_sample_is_streamed_as_the_text_that_the_api_returns(generate: 
     assert generate("The one", "--temperature=0", "--max-tokens=30", "--ignore-eos") == output.outputs[0].text + "\n"
 
 
-def test_a_stream_comes_token_by_token(generate: Cli, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("options", [(), ("--stop", "~never~")])
+def test_a_stream_comes_token_by_token(generate: Cli, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]):
     """Each token is printed before the next step begins."""
     order: list[str] = []
     write, run_step = print, Engine.step
@@ -69,7 +70,7 @@ def test_a_stream_comes_token_by_token(generate: Cli, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Engine, "step", stepped)
     monkeypatch.setattr("builtins.print", printed)
-    generate("ab", "--temperature=0", "--max-tokens=4", "--ignore-eos")
+    generate("ab", "--temperature=0", "--max-tokens=4", "--ignore-eos", *options)
     assert order == ["step", "print"] * 4
 
 

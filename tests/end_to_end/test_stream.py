@@ -1,0 +1,163 @@
+"""`LLM.stream`, and what becomes of the others when one request of `LLM.generate` fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minipaged import LLM, BeamSearchParams, InvalidRequest, SamplingParams
+from minipaged.cli import main
+from minipaged.fast.llama import Llama
+from tests.workloads import check_stream, ended
+
+LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(params=[False, True], ids=["step by step", "asynchronously"])
+def llm(small_llama: Path, request: pytest.FixtureRequest) -> LLM:
+    return LLM(small_llama, num_blocks=64, block_size=4, debug=True, async_scheduling=request.param)
+
+
+def assert_all_given_back(llm: LLM) -> None:
+    llm.engine.check_invariants()
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.engine.blocks.num_available == llm.config.num_blocks
+
+
+@pytest.mark.parametrize(
+    "params",
+    [LONG, SamplingParams(n=3, seed=2, max_tokens=16, stop=["e", "ab"], logprobs=1), BeamSearchParams(2, max_tokens=9)],
+    ids=["one", "samples", "beams"],
+)
+def test_a_stream_joins_to_what_generate_returns(llm: LLM, params: SamplingParams | BeamSearchParams) -> None:
+    updates = list(llm.stream("The one", params))
+    check_stream(updates)
+    [expected] = (
+        llm.generate("The one", params) if isinstance(params, SamplingParams) else llm.beam_search("The one", params)
+    )
+    assert updates[-1].output is not None
+    assert updates[-1].output.outputs == expected.outputs
+    assert updates[-1].output.prompt == "The one"
+    assert_all_given_back(llm)
+
+
+def test_whoever_does_not_want_the_rest_of_a_stream_lets_it_go(llm: LLM) -> None:
+    for count, _ in enumerate(llm.stream([3, 4], LONG), start=1):
+        if count == 5:
+            break
+    assert_all_given_back(llm)
+    stream = llm.stream([3, 4], LONG)
+    next(stream)
+    assert llm.stats().blocks_used > 0
+    stream.close()  # type: ignore[attr-defined]
+    assert_all_given_back(llm)
+
+
+def test_a_stream_of_a_bad_prompt_is_refused_when_it_is_first_asked(llm: LLM) -> None:
+    stream = llm.stream("")
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        next(stream)
+    assert_all_given_back(llm)
+
+
+def test_generate_may_be_called_while_a_stream_is_read_and_neither_takes_from_the_other(llm: LLM) -> None:
+    """Nor from a request that somebody added to the engine by hand."""
+    alone = [list(llm.stream([3, 4], LONG)), llm.generate([5, 6], LONG), llm.generate([7, 8], LONG)]
+    by_hand = llm.engine.add_request([7, 8], LONG)
+    updates = []
+    for count, update in enumerate(llm.stream([3, 4], LONG)):
+        updates.append(update)
+        if count == 3:
+            [between] = llm.generate([5, 6], LONG)
+    check_stream(updates)
+    assert updates[-1].output.outputs == alone[0][-1].output.outputs  # type: ignore[union-attr]
+    assert between.outputs == alone[1][0].outputs  # type: ignore[union-attr]
+    theirs = []
+    while llm.engine.has_unfinished_requests():
+        theirs += llm.engine.step()
+    check_stream(theirs)
+    assert {update.request_id for update in theirs} == {by_hand}
+    assert ended(theirs)[0].outputs == alone[2][0].outputs  # type: ignore[union-attr]
+    assert_all_given_back(llm)
+
+
+# --- One request fails ----------------------------------------------------------------------------
+
+
+def damage(llm: LLM, monkeypatch: pytest.MonkeyPatch, in_pass: int, row: int) -> None:
+    """The logits of one row of one pass hold NaN."""
+    runner, passes = llm.engine._runner, list[int]()
+    forward = runner.forward
+
+    def damaged(batch: Any) -> Any:
+        logits = 1 * forward(batch)
+        passes.append(len(logits))
+        if len(passes) == in_pass:
+            logits[row, 7] = float("nan")
+        return logits
+
+    monkeypatch.setattr(runner, "forward", damaged)
+
+
+@pytest.mark.parametrize("tier", ["reference", "fast"])
+@pytest.mark.parametrize(
+    "params", [LONG, replace(LONG, temperature=1, seed=3, presence_penalty=0.5, logprobs=2)], ids=["greedy", "drawn"]
+)
+def test_nan_in_one_row_ends_that_request_and_the_others_get_their_tokens(
+    small_llama: Path, monkeypatch: pytest.MonkeyPatch, tier: str, params: SamplingParams
+) -> None:
+    prompts = ["The one", "and", "or not", "the"]
+    whole = LLM(small_llama, tier=tier, num_blocks=64, debug=True).generate(prompts, params)
+    llm = LLM(small_llama, tier=tier, num_blocks=64, debug=True)
+    with monkeypatch.context() as patch:
+        damage(llm, patch, in_pass=4, row=2)
+        outputs = llm.generate(prompts, params)
+    for place, (output, expected) in enumerate(zip(outputs, whole, strict=True)):
+        if place != 2:
+            assert (output.finished, output.error) == (True, None)
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+            assert output.outputs[0].text == expected.outputs[0].text
+            continue
+        [completion] = output.outputs
+        assert (output.finished, completion.finish_reason) == (False, "error")
+        assert completion.token_ids == expected.outputs[0].token_ids[:3]
+        assert output.error is not None
+        assert output.error.startswith("row 2 of the logits holds NaN (first at token 7)")
+    assert_all_given_back(llm)
+    assert llm.generate(prompts, params)[2].outputs[0].token_ids == whole[2].outputs[0].token_ids
+
+
+@pytest.mark.parametrize(("prompts", "place"), [(["The one"], ""), (["and", "The one"], "prompt 1: ")])
+def test_a_failed_request_is_an_error_on_the_command_line(
+    small_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prompts: list[str],
+    place: str,
+) -> None:
+    """What there is of its text is printed, and the others' too."""
+    arguments = ["--num-blocks=64", "--tier=fast", "--temperature=0", "--ignore-eos", "--max-tokens=6", *prompts]
+    with pytest.raises(SystemExit):
+        main(["generate", "--model", str(small_llama), *arguments])
+    whole = capsys.readouterr().out
+    right = Llama.forward
+
+    def forward(self: Llama, batch: Any) -> Any:
+        logits = 1 * right(self, batch)
+        for number, row in enumerate(batch):
+            if row.context_len == 11:
+                logits[number] = float("nan")
+        return logits
+
+    monkeypatch.setattr(Llama, "forward", forward)
+    with pytest.raises(SystemExit) as exit_:
+        main(["generate", "--model", str(small_llama), *arguments])
+    out, err = capsys.readouterr()
+    assert exit_.value.code == 1
+    assert f"error: {place}row {len(prompts) - 1} of the logits holds NaN" in err
+    assert err.count("error: ") == 1
+    assert whole.startswith(out.rstrip("\n"))
+    assert len(out) < len(whole)

@@ -413,7 +413,7 @@ class Engine:
         reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
         self._append_token(request, sequence, choice.token_id, choice.logprob)
         sequence.cumulative_logprob += choice.logprob
-        if choice.top_logprobs is not None:
+        if sequence.logprobs is not None and choice.top_logprobs is not None:
             sequence.logprobs.append(choice.top_logprobs)
         if reason:
             self._finish_text(sequence)
@@ -480,6 +480,7 @@ class Engine:
                     list(parent.output_token_ids),
                     self.blocks.new_table(),
                     cumulative_logprob=parent.cumulative_logprob,
+                    logprobs=None if parent.logprobs is None else list(parent.logprobs),
                     detokenizer=parent.detokenizer.fork() if parent.detokenizer else None,
                 )
                 self.blocks.fork(request, parent, child)
@@ -596,6 +597,7 @@ class Engine:
                     list(prompt_token_ids),
                     [],
                     self.blocks.new_table(),
+                    logprobs=None if isinstance(params, BeamSearchParams) or params.logprobs is None else [],
                     detokenizer=self._new_detokenizer(params, output_kind),
                 )
             ],

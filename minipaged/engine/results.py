@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from minipaged.engine.detokenizer import Decode, text_of
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestMetrics, RequestOutput, RequestUpdate
-from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.params import BeamSearchParams
 
 
 def make_update(request: Request, output: RequestOutput | None = None) -> RequestUpdate:
@@ -15,22 +15,22 @@ def make_update(request: Request, output: RequestOutput | None = None) -> Reques
     if request.beam_search:
         beams = output.outputs if output else ()
         return RequestUpdate(request.request_id, tuple(map(_whole_beam, beams)), output)
-    assert isinstance(request.params, SamplingParams)
-    with_logprobs = request.params.logprobs is not None
-    news = [s for s in request.sequences if s.num_reported < len(s.output_token_ids)]
+    news = [_news(sequence) for sequence in request.sequences if sequence.num_reported < len(sequence.output_token_ids)]
     if len(request.done) > request.num_done_reported:
-        news += request.done[request.num_done_reported :]
+        news += map(_news, request.done[request.num_done_reported :])
         request.num_done_reported = len(request.done)
-    return RequestUpdate(request.request_id, tuple([_news(s, with_logprobs) for s in news]), output)
+    return RequestUpdate(request.request_id, tuple(news), output)
 
 
-def _news(sequence: Sequence, with_logprobs: bool) -> CompletionUpdate:
-    since, sequence.num_reported = sequence.num_reported, len(sequence.output_token_ids)
+def _news(sequence: Sequence) -> CompletionUpdate:
+    """Nearly always one token, in every step of every sequence: so this is written to be fast."""
+    token_ids, since = sequence.output_token_ids, sequence.num_reported
+    sequence.num_reported = count = len(token_ids)
     return CompletionUpdate(
         sequence.stream,
-        tuple(sequence.output_token_ids[since:]),
+        (token_ids[-1],) if count == since + 1 else tuple(token_ids[since:]),
         sequence.detokenizer.take() if sequence.detokenizer else "",
-        tuple(sequence.logprobs[since:]) if with_logprobs else None,
+        None if sequence.logprobs is None else tuple(sequence.logprobs[since:]),
         sequence.finish_reason,
         sequence.stop_reason,
     )
@@ -64,7 +64,6 @@ def make_output(
 
 
 def _sample_outputs(request: Request) -> Iterator[CompletionOutput]:
-    assert isinstance(request.params, SamplingParams)
     for sequence in sorted(request.done, key=lambda s: s.stream):
         assert sequence.finish_reason is not None
         yield CompletionOutput(
@@ -72,7 +71,7 @@ def _sample_outputs(request: Request) -> Iterator[CompletionOutput]:
             text=sequence.detokenizer.text if sequence.detokenizer else "",
             token_ids=tuple(sequence.output_token_ids),
             cumulative_logprob=sequence.cumulative_logprob,
-            logprobs=None if request.params.logprobs is None else tuple(sequence.logprobs),
+            logprobs=None if sequence.logprobs is None else tuple(sequence.logprobs),
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
         )

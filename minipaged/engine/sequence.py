@@ -46,7 +46,8 @@ class Sequence:
     stream: int = 0
     """Which of the request's n samples this is."""
     cumulative_logprob: float = 0.0
-    logprobs: list[dict[int, float]] = field(default_factory=list)
+    logprobs: list[dict[int, float]] | None = None
+    """Of each output token, where the request asks for them."""
     num_published: int = 0
     """Leading blocks of the table known to the prefix cache."""
     most_computed: int = 0

@@ -22,7 +22,7 @@ from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Test
 from minipaged.course.beam_session import ALL, Look, Session, Settings
 from minipaged.course.isolation import StudentError
 from minipaged.course.search import search
-from minipaged.course.workloads import Run, Workload, random_workload
+from minipaged.course.workloads import Run, Workload, all_sound, random_workload
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed
 from minipaged.params import BeamSearchParams
@@ -272,7 +272,10 @@ def check_model(bench: Bench) -> None:
 
     def beams(model: LoadedModel) -> list[list[tuple[int, ...]]]:
         llm = LLM(model, block_size=4, num_blocks=10, num_swap_blocks=10, max_model_len=64)  # too few for both at once
-        return [[tuple(one.token_ids) for one in output.outputs] for output in llm.beam_search(list(PROMPTS), params)]
+        return [
+            [tuple(one.token_ids) for one in output.outputs]
+            for output in all_sound(llm.beam_search(list(PROMPTS), params))
+        ]
 
     expected = beams(loaded)
     tier = replace(loaded.wing.tier, beam_search=remote_search(bench))

@@ -24,7 +24,7 @@ from minipaged.course.counterexample import make_script, must_raise, raised_mess
 from minipaged.course.isolation import Handle, Raised, StudentError
 from minipaged.course.search import search
 from minipaged.course.table_session import OfferedAllocator, Op, TableSession
-from minipaged.course.workloads import Run, random_workload
+from minipaged.course.workloads import Run, all_sound, random_workload
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed
 from minipaged.tiers import reference_tier
@@ -245,7 +245,7 @@ def check_model(bench: Bench) -> None:
         prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
         sampled = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=bench.seed, max_tokens=8))
         beams = llm.beam_search(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=5))
-        return [[one.text for one in output.outputs] for output in [*sampled, *beams]]
+        return [[one.text for one in output.outputs] for output in all_sound([*sampled, *beams])]
 
     expected = texts(reference_tier())
     events.clear()

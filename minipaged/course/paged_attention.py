@@ -26,6 +26,7 @@ from minipaged.course.block_table import in_engine
 from minipaged.course.counterexample import make_script
 from minipaged.course.isolation import Handle, Raised
 from minipaged.course.search import search
+from minipaged.course.workloads import all_sound
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant
 from minipaged.events import Event
@@ -190,7 +191,7 @@ def tokens_of(
         engine.add_request(prompt, params, request_id=f"r{number}")
     found: dict[str, list[list[int]]] = {}
     while engine.has_unfinished_requests():
-        for output in (update.output for update in engine.step() if update.output):
+        for output in all_sound([update.output for update in engine.step() if update.output]):
             found[output.request_id] = [list(one.token_ids) for one in output.outputs]
     return [tokens for number, _ in enumerate(work) for tokens in found[f"r{number}"]]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ from minipaged.contracts import SamplingInput, Tier
 from minipaged.course.content_runner import ContentRunner, fake_logits
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine, Listener
-from minipaged.errors import InvalidRequest
+from minipaged.errors import BadLogits, InvalidRequest
 from minipaged.events import Event, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
@@ -203,14 +203,15 @@ class Run:
     def named_requests(self) -> list[tuple[str, WorkloadRequest]]:
         return [(f"r{i}", request) for i, request in enumerate(self.workload.requests)]
 
-    def check_outputs(self) -> None:
-        """Every request produced what it would have produced alone; a cancelled one, a beginning of it. And what was
-        told of it on the way, joined, is its output."""
+    def check_outputs(self, failed: Container[str] = ()) -> None:
+        """Every request produced what it would have produced alone; a cancelled one, or one of those that may have
+        failed, a beginning of it. And what was told of it on the way, joined, is its output."""
         for name, request in self.named_requests():
             if name in self.refused:
                 continue
             output = self.outputs[name]
             check_stream(self.updates[name])
+            assert output.error is None or name in failed, f"request {name} failed: {output.error}"
             expected = expected_tokens(request, self.workload.config)
             if output.finished:
                 assert [list(o.token_ids) for o in output.outputs] == expected, name
@@ -228,6 +229,14 @@ class Run:
         assert blocks.host_allocator is None or blocks.host_allocator.num_free == blocks.host_allocator.num_blocks
         assert not self.engine.scheduler.running
         assert not self.engine.scheduler.waiting
+
+
+def all_sound(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """The outputs of a model with a student's part. Raises BadLogits where that made it compute no numbers."""
+    for output in outputs:
+        if output.error is not None:
+            raise BadLogits(output.error)
+    return outputs
 
 
 def check_stream(updates: Sequence[RequestUpdate]) -> None:

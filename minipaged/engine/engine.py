@@ -318,8 +318,8 @@ class Engine:
             self._publish(computed)
         elif request.beam_search is None:
             choices = [sampled[index] for index in step.sample_indices[request]]
-            for choice in choices:
-                if choice.error:
+            for (sequence, _), choice in zip(computed, choices, strict=False):  # of a prompt, n from one row
+                if choice.error and sequence.finish_reason is None:
                     raise BadLogits(choice.error)
             self._publish(computed)
             self._commit_samples(request, [sequence for sequence, _ in computed], choices)

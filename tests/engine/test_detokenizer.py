@@ -137,6 +137,12 @@ def test_a_stop_string_that_came_too_early_does_not_hide_a_later_one() -> None:
     assert (detokenizer.stopped_by, detokenizer.take()) == ("bab", "")
     detokenizer.finish()
     assert detokenizer.text == "a"
+    detokenizer = Detokenizer(bytes_joined, ("a", "ab "))
+    detokenizer.add(token(b"a"), may_stop=False)
+    detokenizer.add(token(b"b"))  # "a" is held back still, and has come too early all the same
+    assert (detokenizer.stopped_by, detokenizer.take()) == (None, "")
+    detokenizer.add(token(b"b"))
+    assert (detokenizer.stopped_by, detokenizer.take()) == (None, "abb")
 
 
 def test_a_fork_goes_its_own_way() -> None:

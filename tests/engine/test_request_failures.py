@@ -29,13 +29,14 @@ def run_to_its_end(run: Run) -> dict[str, str]:
     events: list[Event] = []
     run.engine.listeners.append(events.append)
     run.to_the_end()
-    run.check_outputs()
-    run.check_nothing_leaked()
     errors = {name: output.error for name, output in run.outputs.items() if output.error is not None}
+    run.check_outputs(failed=errors)
+    run.check_nothing_leaked()
     for name in errors:
         output = run.outputs[name]
         assert not output.finished
         reasons = {completion.finish_reason for completion in output.outputs}
+        assert all(one.stop_reason is None for one in output.outputs if one.finish_reason == "error")
         assert "error" in reasons or isinstance(run.workload.requests[int(name[1:])].params, BeamSearchParams)
     assert {e.request for e in events if isinstance(e, RequestFinished) and e.reason == "failed"} == errors.keys()
     assert {e.request for e in events if isinstance(e, SequenceFinished) and e.reason == "error"} <= errors.keys()
@@ -87,6 +88,24 @@ def test_nan_in_a_row_of_logits_ends_the_request_that_needs_it(
             assert all(f"row {row} of the logits holds NaN" in error for error in errors.values())
             failed |= errors.keys()
     assert len(failed) == len(workload.requests), "each of them, sooner or later"
+
+
+def test_nan_in_the_row_of_a_sample_that_has_ended_meanwhile_is_nobodys() -> None:
+    """Its siblings go on: the row of the step in flight was thrown away."""
+    config = EngineConfig(num_blocks=40, max_model_len=32, vocab_size=11, block_size=2, async_scheduling=True)
+    params = SamplingParams(n=2, seed=1, max_tokens=9, stop_token_ids=(1, 2, 3), ignore_eos=True)
+    for seed in range(50):
+        workload = Workload(config, (WorkloadRequest(0, (1, 2, 3), replace(params, seed=seed)),), swap_is_cheap=True)
+        plain = Run(workload)
+        run_to_its_end(plain)
+        first, second = sorted(len(one.token_ids) for one in plain.outputs["r0"].outputs)
+        row = [len(one.token_ids) for one in plain.outputs["r0"].outputs].index(first)
+        if 1 < first < second - 1:
+            passes: list[int] = []
+            assert run_to_its_end(Run(workload, make_runner=with_nan(ContentRunner, first, row, passes))) == {}
+            assert passes[first - 1 : first + 2] == [2, 2, 1]
+            return
+    raise AssertionError("no seed has one sample end before the other")
 
 
 def test_keys_and_values_that_led_to_nan_are_offered_to_nobody() -> None:

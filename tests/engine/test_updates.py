@@ -299,6 +299,23 @@ def test_updates_wait_for_the_next_call_when_a_step_raises_and_can_be_given_back
     assert bench.finish()[name].outputs[0].text == "ab ab"
 
 
+def test_a_request_whose_tokens_have_no_text_keeps_its_tokens() -> None:
+    def decode(token_ids: Sequence[int]) -> str:
+        raise ValueError("no such token")
+
+    bench = Bench(decode=decode, script=[script("a", "b")])
+    name = bench.add(SamplingParams(max_tokens=9, stop_token_ids=script("b")), FINAL_ONLY)
+    output = bench.finish()[name]
+    assert [update.completions for update in bench.updates[name]] == [
+        (CompletionUpdate(0, tuple(script("a", "b")), "", None, "error", None),)
+    ]
+    assert (output.finished, output.error) == (
+        False,
+        f"the tokens {script('a', 'b')} at the end of 2 could not be decoded: ValueError: no such token; see that the "
+        "tokenizer is this model's",
+    )
+
+
 def test_without_a_tokenizer_there_are_tokens_and_no_text() -> None:
     for kind in RequestOutputKind:
         bench = Bench(decode=None, script=[script("a", "b")])

@@ -21,6 +21,7 @@ from typing import Any
 from minipaged import tiers
 from minipaged.contracts import BlockAllocator
 from minipaged.engine.engine import Engine, Listener
+from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
 from minipaged.events import Event, RequestFinished, TokenGenerated
@@ -30,6 +31,7 @@ from minipaged.models.loading import load_config
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, PreemptionMode, RequestOutputKind, SamplingParams
+from minipaged.scheduling import MakePolicy
 from minipaged.tiers import Wing
 
 Prompt = str | Sequence[int]
@@ -74,6 +76,7 @@ class LLM:
         max_model_len: int | None = None,
         async_scheduling: bool | None = None,
         allocator: Callable[[int], BlockAllocator] | None = None,
+        policy: MakePolicy = FirstComeFirstServed,
         seed: int = 0,
         debug: bool = False,
         listeners: Sequence[Listener] = (),
@@ -134,6 +137,7 @@ class LLM:
             loaded.wing.tier,
             runner,
             allocator=allocator,
+            policy=policy,
             decode=self.tokenizer.decode if self.tokenizer else None,
             listeners=listeners,
         )

@@ -22,9 +22,11 @@ from typing import NoReturn
 
 from minipaged.contracts import BlockAllocator
 from minipaged.engine.engine import Engine, Listener
+from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest
 from minipaged.params import EngineConfig, PreemptionMode, RequestOutputKind, SamplingParams
+from minipaged.scheduling import MakePolicy
 from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
 
 # --- Reading --------------------------------------------------------------------------------------
@@ -222,6 +224,7 @@ class TraceReplay:
         max_model_len: int | None = None,
         pace: float = 1.0,
         allocator: Callable[[int], BlockAllocator] | None = None,
+        policy: MakePolicy = FirstComeFirstServed,
         listeners: Sequence[Listener] = (),
         debug: bool = False,
     ) -> None:
@@ -251,6 +254,7 @@ class TraceReplay:
             simulated_tier(),
             self.runner,
             allocator=allocator,
+            policy=policy,
             listeners=listeners,
             clock=self.runner.clock,
         )

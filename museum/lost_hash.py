@@ -9,6 +9,7 @@ Something is wrong with it: docs/museum/lost_hash.md.
 from collections import OrderedDict
 
 from minipaged.course.museum import try_workloads
+from minipaged.engine import block_manager
 
 NO_HASH = 0
 
@@ -94,11 +95,16 @@ class PrefixCache:
         return block in self._idle
 
 
-def exchange(engine):
-    """Let the engine use this cache, if it uses one."""
-    if engine.blocks.prefix_cache:
-        engine.blocks.prefix_cache = PrefixCache(engine.blocks.block_size, engine.blocks.allocator)
+class BlockManager(block_manager.BlockManager):
+    """The engine's, with this cache, if it uses one."""
 
+    def __init__(self, *settings):
+        super().__init__(*settings)
+        if self.prefix_cache:
+            self.prefix_cache = PrefixCache(self.block_size, self.allocator)
+
+
+PARTS = {"memory": BlockManager}
 
 if __name__ == "__main__":
-    try_workloads(exchange)
+    try_workloads(PARTS)

@@ -24,12 +24,14 @@ MAY_IMPORT = {
     "outputs": set[str](),
     "params": {"minipaged.errors"},
     "errors": set[str](),
+    "scheduling": set[str](),
     "engine": {
         "minipaged.contracts",
         "minipaged.errors",
         "minipaged.events",
         "minipaged.outputs",
         "minipaged.params",
+        "minipaged.scheduling",
         "minipaged.engine",
     },
     "reference": {

@@ -210,7 +210,8 @@ assert first_token == {"A": 1, "B": 4, "C": 4}
 # two for C, which has exactly two. And A, in the middle of it all, gets a token in every step.
 #
 # Watch the two queues, and at the beginning of each step the code of
-# [`Scheduler.schedule`](../minipaged/engine/scheduler.py) and `Scheduler._admit`.
+# [`Scheduler.schedule`](../minipaged/engine/scheduler.py) and of the policy,
+# [`FirstComeFirstServed.admit`](../minipaged/engine/policy.py).
 
 # %%
 run
@@ -221,8 +222,8 @@ run
 # Rows and tokens are one limit; the blocks of the pool are the other. For the request at the head of the queue the
 # scheduler asks whether there are blocks, and there are three answers:
 #
-# - **OK**: for everything that it has to run, and one more for each sequence that runs already, since that will soon
-#   need it. It moves from waiting to running.
+# - **OK**: for everything that it has to run, and one more for each sequence that runs already and can still need one,
+#   since it soon will. It moves from waiting to running.
 # - **LATER**: not now. It stays at the head of the queue, and nobody overtakes it, however small: a large request would
 #   otherwise wait for as long as small ones keep coming.
 # - **NEVER**: at its full length it would not fit even if it had the whole pool to itself. That is known when it

@@ -37,7 +37,7 @@ class Scheduler:
         raise NotImplementedError
 
     def admit(self, waiting, running, num_free, tokens_left):
-        """Who of the waiting comes in now, all or none of its sequences: a list of request_ids, in any order.
+        """Who of the waiting comes in now, all or none of its sequences: a list of request_ids, in order.
 
         `num_free`: free blocks of the pool. `tokens_left`: tokens of the batch that nobody has yet, at least 1.
         """

@@ -8,8 +8,7 @@ museum = exhibit("lost_hash")
 prompts = {"A": "the cat sat", "B": "the cat drank milk slowly", "C": "drank milk quickly"}
 stage = Stage(*prompts.values())
 with record("Three requests, three blocks", stage.decode, watch=[museum["PrefixCache"]]) as run:
-    engine = stage.start(run, num_blocks=3, block_size=2, enable_prefix_caching=True)
-    museum["exchange"](engine)
+    engine = stage.start(run, parts=museum["PARTS"], num_blocks=3, block_size=2, enable_prefix_caching=True)
     cache = engine.blocks.prefix_cache
     for name, prompt in prompts.items():
         engine.add_request(stage.encode(prompt), greedy(1), request_id=name)

@@ -7,7 +7,7 @@ test would end with an error, a wrong read is only noted here, and the run goes 
 from __future__ import annotations
 
 import runpy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,15 @@ class Stage(ContentRunner):
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(self.words[token] for token in tokens)
 
-    def start(self, recording: Recording, tier: Tier | None = None, **sizes: Any) -> Engine:
-        """An engine with this model; `sizes` are fields of EngineConfig."""
+    def start(
+        self, recording: Recording, tier: Tier | None = None, parts: Mapping[str, Any] | None = None, **sizes: Any
+    ) -> Engine:
+        """An engine with this model and these parts of an exhibit's; `sizes` are fields of EngineConfig."""
         self.recording = recording
         sizes = {"max_model_len": 64, "vocab_size": len(self.words), "enable_prefix_caching": False} | sizes
         config = EngineConfig(**sizes)
         super().__init__(config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size)
-        self.engine = Engine(config, tier or reference_tier(), self, decode=self.decode)
+        self.engine = Engine(config, tier or reference_tier(), self, decode=self.decode, **(parts or {}))
         return self.engine
 
     def on_wrong_read(self, read: WrongRead) -> None:

@@ -10,8 +10,7 @@ from minipaged.stepper import record
 museum = exhibit("never_fits")
 stage = Stage("tell me everything", "and then some more", "what time is it")
 with record("Three blocks, and an answer that needs five", stage.decode, watch=[museum["BlockManager"]]) as run:
-    engine = stage.start(run, num_blocks=3, block_size=2)
-    museum["exchange"](engine)
+    engine = stage.start(run, parts=museum["PARTS"], num_blocks=3, block_size=2)
     engine.add_request(stage.encode("tell me everything"), greedy(7), request_id="long")
     with suppress(InvariantViolation):
         while engine.has_unfinished_requests():

@@ -9,8 +9,8 @@ search.py           looking for a counterexample, with Hypothesis
 block_allocator.py  assignment 1; each assignment is a file like it
 block_table.py      assignment 2, with table_session.py (what its properties are made of) and table_worker.py
 paged_attention.py  assignment 3, with attention_cases.py (inputs, what is right) and attention_worker.py
-scheduler.py        assignment 4, with scheduler_scenes.py (what is asked about), scheduler_session.py (what is right)
-                    and reference_scheduler.py, as a student would hand it in
+scheduler.py        assignment 4, with scheduler_scenes.py (what is asked about), scheduler_session.py (what is right);
+                    engine/policy.py is what a student would hand in
 beam_search.py      assignment 5
 triton_decode.py    assignment 6, with decode_cases.py (inputs, what is right) and decode_worker.py (tensors, a clock)
 student_tests.py    the students' own tests, graded by the seeded bugs (mutants) that they find

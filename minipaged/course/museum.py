@@ -1,22 +1,22 @@
 """The bug museum: running what shipped elsewhere, in our terms (`museum/`, docs/museum/).
 
-An exhibit that is a part of an assignment is graded as one. The others are exchanged for the engine's own part and run
-through random workloads, on the model that checks every read: `try_workloads` is their main program.
+An exhibit that is a part of an assignment is graded as one. The others are given to an engine in place of its own part,
+and run through random workloads, on the model that checks every read: `try_workloads` is their main program.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
+from typing import Any
 
 from minipaged.course.content_runner import ContentRunner, WrongRead
 from minipaged.course.workloads import Run, letters, random_workload
-from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant, InvariantViolation
 
-Exchange = Callable[[Engine], None]
-"""Puts an exhibit in the place of a part of a new engine."""
+Parts = Mapping[str, Any]
+"""What an engine is made with in place of its own: `memory`, `policy`."""
 
 
 class TellingRunner(ContentRunner):
@@ -30,16 +30,15 @@ class TellingRunner(ContentRunner):
         )
 
 
-def run_workload(seed: int, exchange: Exchange) -> None:
+def run_workload(seed: int, parts: Parts) -> None:
     """One workload, everything checked. Raises whatever shows that something is wrong."""
-    run = Run(random_workload(seed), make_runner=TellingRunner)
-    exchange(run.engine)
+    run = Run(random_workload(seed), make_runner=TellingRunner, **parts)
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()
 
 
-def try_workloads(exchange: Exchange) -> None:
+def try_workloads(parts: Parts) -> None:
     """The main program of an exhibit: says which workloads fail; the exit status is 0 when none does."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workloads", type=int, default=200, help="how many random workloads to run (200)")
@@ -48,13 +47,13 @@ def try_workloads(exchange: Exchange) -> None:
     if args.workloads < 1:
         parser.error(f"--workloads is {args.workloads}; run 1 at least")
     if args.seed is not None:
-        run_workload(args.seed, exchange)
+        run_workload(args.seed, parts)
         print(f"workload {args.seed} passes")
         return
     failed = 0
     for seed in range(args.workloads):
         try:
-            run_workload(seed, exchange)
+            run_workload(seed, parts)
         except Exception as error:
             failed += 1
             if failed == 1:

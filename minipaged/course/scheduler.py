@@ -23,13 +23,14 @@ from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Perf
 from minipaged.course.block_allocator import PROMPTS, RemoteAllocator
 from minipaged.course.isolation import StudentError
 from minipaged.course.scheduler_scenes import MAX_MODEL_LEN, PRICES, Scene, scenes
-from minipaged.course.scheduler_session import METHODS, Rule, Scenery, Session, Settings, StudentScheduler, counted
+from minipaged.course.scheduler_session import METHODS, Rule, Scenery, Session, Settings, StudentPolicy, counted
 from minipaged.course.search import search
 from minipaged.course.workloads import Run, Workload, random_workload
+from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import RequestState
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import EngineStarted, Event, RequestArrived, StepFailed, StepStarted
-from minipaged.scheduling import RequestView
+from minipaged.scheduling import MakePolicy, RequestView
 
 ENGINE_WORKLOADS = 16
 TRACED_REQUESTS = 80
@@ -192,21 +193,22 @@ def check_engine(bench: Bench) -> None:
     for number, workload in islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS):
         bench.process.forget()
         events: list[Event] = []
-        scheduler = None
+        policy = None
         try:
-            run = Run(workload, allocator=allocator_of(bench), listeners=[events.append])
-            run.engine.scheduler = scheduler = StudentScheduler(run.engine, run.runner, bench)
+            allocator, own = allocator_of(bench), partial(StudentPolicy, bench)
+            run = Run(workload, allocator=allocator, policy=own, listeners=[events.append])
+            policy = StudentPolicy.of(run.engine)
             run.to_the_end()
             run.check_outputs()
             run.check_nothing_leaked()
         except Exception as error:
-            raise in_engine(error, scheduler, f"in the engine, workload {number}", events) from None
+            raise in_engine(error, policy, f"in the engine, workload {number}", events) from None
 
 
-def in_engine(error: Exception, scheduler: StudentScheduler | None, where: str, events: list[Event]) -> Failed:
+def in_engine(error: Exception, policy: StudentPolicy | None, where: str, events: list[Event]) -> Failed:
     """What went wrong while an engine used the part, with the engine's events up to there."""
     if isinstance(error, Failed):
-        failure = scheduler.shorter(error).failure if scheduler else error.failure
+        failure = policy.shorter(error).failure if policy else error.failure
     else:
         invariant = error.invariant if isinstance(error, InvariantViolation) else None
         known = isinstance(error, InvariantViolation | StudentError)
@@ -238,13 +240,14 @@ def check_model(bench: Bench) -> None:
 
     sizes: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "num_swap_blocks": 12, "max_model_len": 64}
     expected = texts(LLM(loaded, **sizes))
-    scheduler = None
+    policy = None
     try:
-        llm = LLM(loaded, allocator=allocator_of(bench), listeners=[events.append], **sizes)
-        llm.engine.scheduler = scheduler = StudentScheduler(llm.engine, llm.engine._runner, bench)
+        allocator, own = allocator_of(bench), partial(StudentPolicy, bench)
+        llm = LLM(loaded, allocator=allocator, policy=own, listeners=[events.append], **sizes)
+        policy = StudentPolicy.of(llm.engine)
         found = texts(llm)
     except Exception as error:
-        raise in_engine(error, scheduler, "with SmolLM2", events) from None
+        raise in_engine(error, policy, "with SmolLM2", events) from None
     if found != expected:
         raise Failed(Failure(f"SmolLM2's tokens are {found!r}; they should be {expected!r}", trace=tuple(events)))
 
@@ -262,15 +265,14 @@ def measure(bench: Bench) -> Performance:
         for number in range(TRACED_REQUESTS)
     ]
 
-    def tokens_per_second(own: bool) -> float:
-        replay = TraceReplay(requests, num_blocks=160, num_swap_blocks=160)
-        if not own:
-            replay.engine.scheduler = StudentScheduler(replay.engine, replay.runner, bench)
+    def tokens_per_second(policy: MakePolicy) -> float:
+        replay = TraceReplay(requests, num_blocks=160, num_swap_blocks=160, policy=policy)
         for _ in replay:
             pass
         return replay.summary().tokens_per_second
 
-    return Performance(tokens_per_second(own=False), tokens_per_second(own=True), "simulated tokens")
+    students, own = tokens_per_second(partial(StudentPolicy, bench)), tokens_per_second(FirstComeFirstServed)
+    return Performance(students, own, "simulated tokens")
 
 
 # --- The assignment -------------------------------------------------------------------------------

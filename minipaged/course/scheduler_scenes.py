@@ -12,10 +12,11 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
-from minipaged.course.reference_scheduler import Scheduler as RightScheduler
-from minipaged.course.scheduler_session import Scenery, Settings, draw, view_of
+from minipaged.course.scheduler_session import Scenery, Settings, draw
 from minipaged.engine.block_manager import AllocStatus, BlockManager
+from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request, RequestState, Sequence
+from minipaged.engine.views import plain, view_of
 from minipaged.errors import OutOfBlocks
 from minipaged.events import (
     EngineStarted,
@@ -106,13 +107,13 @@ class Scene:
         request = Request(
             request_id=NAMES[order],
             order=order,
-            arrival_step=order,
             arrival_time=0.0,
             prompt=None,
             prompt_token_ids=prompt,
             params=params,
             seed=0,
             max_output_tokens=drawn.max_output_tokens,
+            priority=0,
             sequences=[Sequence(10 * order, list(prompt), [], self.blocks.new_table())],
         )
         number = request.sequences[0].sequence_id
@@ -173,7 +174,8 @@ class Scene:
 
     def views(self, *states: RequestState) -> list[RequestView]:
         """Of the requests in these states, as the scheduler is told of them."""
-        views = [view_of(request, self.blocks) for request in self.requests if request.state in states]
+        requests = [request for request in self.requests if request.state in states]
+        views = [plain(view_of(request, self.blocks)) for request in requests]
         return views[::-1] if self.turned else views
 
     def scenery(self, message: str) -> Scenery:
@@ -237,7 +239,7 @@ def scenes(
         costs=draw_(costs()) if with_costs else PRICES,
     )
     if beyond_most:
-        scheduler = RightScheduler(*settings.as_arguments())
+        scheduler = FirstComeFirstServed(*settings.as_arguments())
         num_blocks = settings.num_blocks + sum(
             scheduler.most_blocks(RequestView("", 0, one.num_sequences, one.prompt_tokens, one.max_output_tokens))
             for one in drawn

@@ -2,8 +2,8 @@
 
 A `Session` has one scheduler in the worker. Each of its methods asks one question and holds the answer against the
 rules of the handout; those about admission leave some freedom, so there they are bounds. The lines of Python that were
-carried out make a script that fails by itself. `StudentScheduler` puts a session in the place of the engine's own
-scheduler: the queues, the blocks and the moves stay the engine's, the decisions are the student's.
+carried out make a script that fails by itself. `StudentPolicy` is a session as the policy of an engine: the queues, the
+blocks and the moves stay the engine's, the decisions are the student's.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, NoReturn
 
-from minipaged.contracts import Runner
 from minipaged.course.assignment import Bench, Failed, Failure
 from minipaged.course.counterexample import aligned, make_script, raised_message
 from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, Result, StudentError
-from minipaged.course.reference_scheduler import Scheduler as RightScheduler
-from minipaged.engine.batch import Plan, ScheduledRequest
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.engine import Engine
-from minipaged.engine.scheduler import Scheduler as EngineScheduler
+from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request, RequestState
+from minipaged.engine.views import plain, view_of
 from minipaged.events import Event
 from minipaged.scheduling import Costs, RequestView, Way
 
@@ -74,7 +72,7 @@ class Session:
         self._module, self._name = bench.part
         self.settings = settings
         self._scenery = scenery
-        self.right = RightScheduler(*settings.as_arguments())
+        self.right = FirstComeFirstServed(*settings.as_arguments())
         self._lines: list[str] = beside._lines if beside else []
         self._variable = "other" if beside else "scheduler"
         self.latest: tuple[str, tuple[Any, ...]] = ("", ())
@@ -336,66 +334,54 @@ class Session:
 # --- In the engine --------------------------------------------------------------------------------
 
 
-class StudentScheduler(EngineScheduler):
-    """The engine's scheduler with a student's decisions. Raises Failed where one breaks a rule."""
+class StudentPolicy:
+    """A student's scheduler as an engine's policy. Its answers raise Failed where they break a rule."""
 
-    def __init__(self, engine: Engine, runner: Runner, bench: Bench) -> None:
-        config = engine.config
-        super().__init__(config, engine.blocks, runner, engine._emit)
-        costs = costs_of(runner)
-        self.settings = Settings(
-            config.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, costs
-        )
+    def __init__(
+        self,
+        bench: Bench,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        costs: Costs,
+    ) -> None:
         self._bench = bench
+        self.settings = Settings(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, plain(costs))
         self.session = Session(bench, self.settings, lambda message: Scenery(self.drawing()))
-        self._known: set[str] = set()
-        self._admitted: list[str] = []
+        self._engine: Engine | None = None
+
+    @classmethod
+    def of(cls, engine: Engine) -> StudentPolicy:
+        """The policy of an engine that was made with one; it draws that engine's queues and pools from now on."""
+        policy = engine.scheduler.policy
+        assert isinstance(policy, cls)
+        policy._engine = engine
+        return policy
 
     def drawing(self) -> tuple[str, ...]:
-        return draw([*self.running, *self.waiting], self._blocks)
+        """The engine's queues and pools."""
+        if self._engine is None:
+            return ()
+        scheduler = self._engine.scheduler
+        return draw([*scheduler.running, *scheduler.waiting], self._engine.blocks)
 
-    def _view(self, request: Request) -> RequestView:
-        return view_of(request, self._blocks)
+    def fits(self, request: RequestView) -> bool:
+        return self.session.fits(plain(request))
 
-    def _assign(self, requests: list[Request], budget: int) -> list[ScheduledRequest]:
-        if not requests:
-            return []
-        tokens = self.session.share_tokens([self._view(request) for request in requests])
-        assigned = [
-            self._assign_one(request, tokens.get(request.request_id, 0))
-            for request in sorted(requests, key=Request.is_behind)
-        ]
-        return [scheduled for scheduled in assigned if scheduled.work]
+    def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
+        return self.session.share_tokens([plain(view) for view in running])
 
-    def _choose_victim(self) -> Request:
-        if len(self.running) < 2:
-            return super()._choose_victim()  # which says why that cannot be
-        name = self.session.victim([self._view(request) for request in self.running])
-        return next(request for request in self.running if request.request_id == name)
+    def victim(self, running: Sequence[RequestView]) -> str:
+        return self.session.victim([plain(view) for view in running])
 
-    def _cheapest_way_back(self, request: Request) -> tuple[float, Way]:
-        """The student is asked where there is a choice."""
-        seconds, way = super()._cheapest_way_back(request)
-        host = self._blocks.host_allocator
-        if self._preemption == "auto" and host is not None and all(s.num_computed for s in request.sequences):
-            way = self.session.way_back(self._view(request), host.num_free)
-        return seconds, way
+    def way_back(self, request: RequestView, host_free: int) -> Way:
+        return self.session.way_back(plain(request), host_free)
 
-    def _admit(self, plan: Plan) -> None:
-        tokens_left = self._max_tokens - plan.num_query_tokens
-        if not self.waiting or tokens_left <= 0:
-            return
-        waiting = [self._view(request) for request in self.waiting]
-        for view in waiting:
-            if view.request_id not in self._known:
-                self._known.add(view.request_id)
-                self.session.fits(view)
-        running = [self._view(request) for request in self.running]
-        self._admitted = self.session.admit(waiting, running, self._blocks.num_available, tokens_left)
-        super()._admit(plan)
-
-    def _can_enter(self, request: Request) -> bool:
-        return request.request_id in self._admitted
+    def admit(
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
+    ) -> list[str]:
+        return self.session.admit([plain(v) for v in waiting], [plain(v) for v in running], num_free, tokens_left)
 
     def shorter(self, failed: Failed) -> Failed:
         """The same failure as a script of one question, if that fails by itself; else as it is."""
@@ -408,41 +394,6 @@ class StudentScheduler(EngineScheduler):
             if again.failure.message == failed.failure.message:
                 return Failed(replace(failed.failure, script=again.failure.script))
         return failed
-
-
-def costs_of(runner: Runner) -> Costs:
-    """What the runner's two answers come to, as costs: they are proportional to blocks and tokens."""
-    return Costs(
-        seconds_per_copy=runner.swap_seconds(1) / 2,
-        copies_per_block=1,
-        block_bytes=0,
-        link_bytes_per_second=1.0,
-        prefill_tokens_per_second=1 / runner.recompute_seconds(1),
-    )
-
-
-def view_of(request: Request, blocks: BlockManager) -> RequestView:
-    """The request as a scheduler is told of it."""
-    filled = request.filled_slots(blocks.block_size)
-    remaining = [sequence.num_remaining for sequence in request.sequences]
-    behind = [number for number in remaining if number > 1]
-    if request.state is RequestState.RUNNING:
-        needed = blocks.blocks_needed(list(zip(request.sequences, remaining, strict=True)))
-    else:
-        needed = blocks.blocks_to_admit(request)
-    return RequestView(
-        request_id=request.request_id,
-        arrival=request.order,
-        num_sequences=request.num_sequences,
-        prompt_tokens=len(request.prompt_token_ids),
-        max_output_tokens=request.max_output_tokens,
-        # Siblings that were dropped catch up one after another.
-        tokens_to_run=sum(remaining) if len(behind) <= 1 else behind[0] - 1,
-        decodes=not behind,
-        num_blocks=len(filled),
-        num_tokens=sum(filled.values()),
-        blocks_needed=needed,
-    )
 
 
 # --- Drawing --------------------------------------------------------------------------------------

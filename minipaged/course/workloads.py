@@ -16,12 +16,15 @@ import numpy as np
 from minipaged import contracts
 from minipaged.contracts import SamplingInput, Tier
 from minipaged.course.content_runner import ContentRunner, fake_logits
+from minipaged.engine.block_manager import BlockManager, MakeMemory
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine, Listener
+from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.errors import BadLogits, InvalidRequest
 from minipaged.events import Event, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.scheduling import MakePolicy
 from minipaged.tiers import reference_tier
 
 
@@ -126,6 +129,8 @@ class Run:
     allocator: Callable[[int], contracts.BlockAllocator] | None = None
     decode: Decode | None = None
     """In place of `letters`."""
+    memory: MakeMemory = BlockManager
+    policy: MakePolicy = FirstComeFirstServed
     listeners: Sequence[Listener] = ()
     updates: dict[str, list[RequestUpdate]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
@@ -147,6 +152,8 @@ class Run:
             self.tier,
             self.runner,
             allocator=self.allocator,
+            memory=self.memory,
+            policy=self.policy,
             decode=self.decode or letters,
             listeners=self.listeners,
         )
@@ -306,9 +313,9 @@ def expected_tokens(request: WorkloadRequest, config: EngineConfig) -> list[list
     return outputs
 
 
-def run_workload(seed: int, tier: Tier | None = None) -> Run:
+def run_workload(seed: int, tier: Tier | None = None, policy: MakePolicy = FirstComeFirstServed) -> Run:
     """Run the workload of one seed and check everything there is to check."""
-    run = Run(random_workload(seed), tier or reference_tier())
+    run = Run(random_workload(seed), tier or reference_tier(), policy=policy)
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()

@@ -23,6 +23,11 @@ class ScheduledRequest:
     def num_query_tokens(self) -> int:
         return sum(num_tokens for _, num_tokens in self.work)
 
+    @property
+    def decodes(self) -> bool:
+        """Whether all that it runs is the latest token of each of its sequences."""
+        return self.completes and self.num_query_tokens == len(self.work)
+
     def rows(self) -> list[BatchRow]:
         """What the runner is to compute."""
         rows: list[BatchRow] = []

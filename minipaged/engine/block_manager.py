@@ -314,3 +314,7 @@ class BlockManager:
                     Invariant.CONSERVATION,
                     f"{allocator.num_free} free and {len(counts)} held blocks in a pool of {allocator.num_blocks}",
                 )
+
+
+MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, Emit], BlockManager]
+"""A class of block managers, or a function, given what BlockManager is made with."""

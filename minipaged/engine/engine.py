@@ -50,9 +50,10 @@ from minipaged.contracts import (
     Tier,
 )
 from minipaged.engine.batch import LaunchedStep, ScheduledRequest
-from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.block_manager import BlockManager, MakeMemory
 from minipaged.engine.detokenizer import Decode, Detokenizer, naming_failures
-from minipaged.engine.request_checks import check_fits, check_params, check_prompt
+from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.request_checks import check_fits, check_params, check_priority, check_prompt
 from minipaged.engine.results import make_output, make_update
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
@@ -73,6 +74,7 @@ from minipaged.events import (
 )
 from minipaged.outputs import RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.scheduling import MakePolicy
 
 Listener = Callable[[Event], None]
 FinishReason = Literal["stop", "length", "abort", "error", "dropped"]
@@ -81,11 +83,12 @@ FinishReason = Literal["stop", "length", "abort", "error", "dropped"]
 class Engine:
     """Serves requests on one tier's parts and one runner. Not thread-safe: call its methods from one thread.
 
-    `allocator` is a class (or function) that makes the pools' allocators, in place of the tier's own; `decode` turns
-    token ids into text and is needed for stop strings and for the text of outputs. Listeners get every event, in order,
-    after the step (or call) that caused it; they may call the engine's methods. A listener that raises makes that call
-    fail with its error, once all listeners have been given everything; what the call did stays done. `clock`: what all
-    times are told by, in seconds; a simulation has one of its own.
+    `allocator` is a class (or function) that makes the pools' allocators, in place of the tier's own; `memory` one that
+    makes the block manager; `policy` one that makes what decides who is served when (`scheduling.py`), in place of
+    first come, first served. `decode` turns token ids into text and is needed for stop strings and for the text of
+    outputs. Listeners get every event, in order, after the step (or call) that caused it; they may call the engine's
+    methods. A listener that raises makes that call fail with its error, once all listeners have been given everything;
+    what the call did stays done. `clock`: what all times are told by, in seconds; a simulation has one of its own.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class Engine:
         runner: Runner,
         *,
         allocator: Callable[[int], BlockAllocator] | None = None,
+        memory: MakeMemory = BlockManager,
+        policy: MakePolicy = FirstComeFirstServed,
         decode: Decode | None = None,
         listeners: ListLike[Listener] = (),
         clock: Callable[[], float] = time.perf_counter,
@@ -117,8 +122,8 @@ class Engine:
         self._in_flight: LaunchedStep | None = None
         self._may_run_ahead = False
         self._last_commit = 0.0
-        self.blocks = BlockManager(config, tier, allocator, self._emit)
-        self.scheduler = Scheduler(config, self.blocks, runner, self._emit)
+        self.blocks = memory(config, tier, allocator, self._emit)
+        self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy)
         self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
 
     # --- What callers do --------------------------------------------------------------------------
@@ -131,10 +136,12 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
         output_kind: RequestOutputKind = RequestOutputKind.DELTA,
+        priority: int = 0,
     ) -> str:
         """Let a request wait for its turn; returns its id. Raises InvalidRequest when it could never be served.
 
-        `prompt`: the text that the tokens came from, for its output. `output_kind`: when it is told of.
+        `prompt`: the text that the tokens came from, for its output. `output_kind`: when it is told of. `priority`: the
+        smaller, the earlier, where the policy goes by it.
         """
         order = next(self._orders)
         if request_id is None:
@@ -144,9 +151,11 @@ class Engine:
                 raise InvalidRequest(f"request id {request_id!r} is in use; wait for that request or choose another id")
             check_prompt(prompt_token_ids, self.config)
             check_params(params, output_kind, self.config, has_tokenizer=self._decode is not None)
+            check_priority(priority)
             tokens = tuple(int(token) for token in prompt_token_ids)  # NumPy's integers, for one, are not JSON
-            request = self._new_request(request_id, order, tokens, params, prompt, output_kind)
+            request = self._new_request(request_id, order, tokens, params, prompt, output_kind, int(priority))
             check_fits(request, self.config, self.scheduler.max_sequences, self.blocks)
+            self.scheduler.check_fits(request)
         except InvalidRequest as error:
             self._emit(RequestRefused(request_id, str(error)))
             self._deliver_events()
@@ -154,7 +163,7 @@ class Engine:
         if isinstance(params, SamplingParams) and params.seed is None:
             request.seed = self._random.getrandbits(64)  # drawn only now: a refused request uses none up
         self._requests[request_id] = request
-        self.scheduler.waiting.append(request)  # the latest arrival is the last
+        self.scheduler.add(request)
         first = request.sequences[0].sequence_id
         self._emit(RequestArrived(request_id, first, request.prompt_token_ids, request.num_sequences))
         self._deliver_events()
@@ -352,14 +361,7 @@ class Engine:
         """After an error within a step: drop all K/V that may be half written; their requests wait to be recomputed."""
         self.blocks.take_moves()
         self._in_flight = None
-        dropped = [*self.scheduler.running, *(r for r in self.scheduler.waiting if r.state is RequestState.SWAPPED)]
-        for request in dropped:
-            for sequence in request.sequences:
-                self.blocks.free(sequence)
-                sequence.pending = None
-            request.state = RequestState.WAITING
-        self.scheduler.waiting = sorted(self._requests.values(), key=lambda request: request.order)
-        self.scheduler.running.clear()
+        dropped = self.scheduler.start_over(self._requests.values())
         self._emit(StepFailed(self._step, repr(error), tuple(request.request_id for request in dropped)))
 
     # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
@@ -528,8 +530,7 @@ class Engine:
     def _finish_request(
         self, request: Request, reason: Literal["finished", "aborted", "failed"], error: str | None = None
     ) -> None:
-        queue = self.scheduler.running if request.state is RequestState.RUNNING else self.scheduler.waiting
-        queue.remove(request)
+        self.scheduler.remove(request)
         del self._requests[request.request_id]
         request.state = RequestState.FINISHED
         now, finished = self._clock(), reason == "finished"
@@ -571,6 +572,7 @@ class Engine:
         params: SamplingParams | BeamSearchParams,
         prompt: str | None,
         output_kind: RequestOutputKind,
+        priority: int,
     ) -> Request:
         room = self.config.max_model_len - len(prompt_token_ids)
         max_output = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -583,7 +585,6 @@ class Engine:
         return Request(
             request_id=request_id,
             order=order,
-            arrival_step=self._step,
             arrival_time=self._clock(),
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
@@ -591,6 +592,7 @@ class Engine:
             seed=seed & (2**64 - 1),
             max_output_tokens=max_output,
             output_kind=output_kind,
+            priority=priority,
             sequences=[
                 Sequence(
                     next(self._sequence_ids),

@@ -59,6 +59,12 @@ def check_params(
         raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
 
 
+def check_priority(priority: int) -> None:
+    """Raise InvalidRequest unless it is a whole number."""
+    if isinstance(priority, bool) or not isinstance(priority, Integral):
+        raise InvalidRequest(f"priority is {priority!r}; it must be a whole number, and the smaller, the earlier")
+
+
 def check_fits(request: Request, config: EngineConfig, max_sequences: int, blocks: BlockManager) -> None:
     """Raise InvalidRequest when the answer to admission is NEVER."""
     name = "beam_width" if request.beam_search else "n"

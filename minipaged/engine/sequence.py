@@ -99,8 +99,6 @@ class Request:
     request_id: str
     order: int
     """Arrival order: no two requests have the same."""
-    arrival_step: int
-    """Requests that arrived between the same two steps are equals when a victim is chosen."""
     arrival_time: float
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
@@ -108,6 +106,8 @@ class Request:
     seed: int
     max_output_tokens: int
     """`max_tokens`, cut to what `max_model_len` leaves."""
+    priority: int
+    """As whoever sent it wishes: the smaller, the earlier, if the policy looks at it."""
     sequences: list[Sequence]
     """The sequences that go on. Finished ones move to `done`."""
     done: list[Sequence] = field(default_factory=list)
@@ -131,9 +131,9 @@ class Request:
             return len(self.sequences)
         return self.params.beam_width if isinstance(self.params, BeamSearchParams) else self.params.n
 
-    def is_behind(self) -> bool:
-        """Whether one of its sequences has more to run than its latest token: prompts, and what was dropped."""
-        return any(sequence.num_remaining > 1 for sequence in self.sequences)
+    def remaining(self) -> list[tuple[Sequence, int]]:
+        """Its sequences that have tokens to run, each with how many."""
+        return [(sequence, n) for sequence in self.sequences if (n := sequence.num_remaining)]
 
     def ends_by_length(self, sequence: Sequence) -> bool:
         """Whether the sequence's next token is its last, whichever it is."""

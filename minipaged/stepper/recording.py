@@ -43,10 +43,16 @@ WATCHED: dict[str, tuple[str, ...]] = {
     ),
     "engine/scheduler.py": (
         "Scheduler.schedule",
-        "Scheduler._assign_one",
-        "Scheduler._choose_victim",
+        "Scheduler._whole",
+        "Scheduler._part",
         "Scheduler._preempt",
         "Scheduler._admit",
+    ),
+    "engine/policy.py": (
+        "FirstComeFirstServed.share_tokens",
+        "FirstComeFirstServed.victim",
+        "FirstComeFirstServed.way_back",
+        "FirstComeFirstServed.admit",
     ),
     "engine/block_manager.py": (
         "BlockManager.begin",

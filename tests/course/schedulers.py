@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 
-from minipaged.course import reference_scheduler
+from minipaged.engine import policy
 
-REFERENCE_SOURCE = inspect.getsource(reference_scheduler)
+REFERENCE_SOURCE = inspect.getsource(policy).replace("FirstComeFirstServed", "Scheduler")
+"""The engine's own policy, as a file that a student could hand in."""
 
 PLAIN = '''
 """No class of ours but the views, NumPy for admission, tuples for lists; nothing is held back from newcomers."""
@@ -95,10 +96,9 @@ VICTIM, WAY, PURE, ENGINE = (
 FITS = "request.num_sequences <= self.max_sequences and self.most_blocks(request) <= self.num_blocks"
 SEQUENCES = "sequences > self.max_sequences or "
 BLOCKS = "blocks > num_free or "
-SORTED = "for request in sorted(waiting, key=lambda r: r.arrival):"
-SHARE = "for request in sorted(running, key=lambda r: (not r.decodes, r.arrival)):"
+SORTED = "queue = sorted(waiting, key=self.turn)"
 GIVEN = "tokens[request.request_id] = min(request.tokens_to_run, left)"
-CHOSEN = "return max(running, key=lambda r: r.arrival).request_id"
+CHOSEN = "return max(running, key=self.turn).request_id"
 WAY_BACK = '"swap" if request.num_blocks <= host_free and self.price(request) < 0 else "recompute"'
 COPIES = "request.num_blocks * costs.copies_per_block * costs.seconds_per_copy"
 ADMITTED = "        return admitted\n"
@@ -118,10 +118,10 @@ WRONG = (
         "self.max_sequences = max_num_seqs",
     ),
     Variant("the budget is ignored", BUDGET, GIVEN, "tokens[request.request_id] = request.tokens_to_run"),
-    Variant("prompts first", BUDGET, "(not r.decodes, r.arrival)", "(r.decodes, r.arrival)"),
+    Variant("prompts first", BUDGET, "(not r.decodes, self.turn(r))", "(r.decodes, self.turn(r))"),
     Variant("no chunks", BUDGET, GIVEN, f"{GIVEN} if request.tokens_to_run <= left else 0"),
-    Variant("last in, first out", ORDER, SORTED, SORTED.replace("r.arrival", "-r.arrival")),
-    Variant("in the order of the list", ORDER, SORTED, "for request in waiting:"),
+    Variant("last in, first out", ORDER, SORTED, SORTED.replace("self.turn", "lambda r: -r.arrival")),
+    Variant("in the order of the list", ORDER, SORTED, "queue = waiting"),
     Variant("small ones overtake", ORDER, BREAK, "                continue\n"),
     Variant("as many sequences as there are", BATCH, SEQUENCES, ""),
     Variant("siblings are split", BATCH, "sequences += request.num_sequences", "sequences += 1"),
@@ -138,7 +138,9 @@ WRONG = (
     ),
     Variant("one at a time", IDLE, ADMITTED, "        return [] if running else admitted[:1]\n"),
     Variant("the oldest is starved", VICTIM, CHOSEN, CHOSEN.replace("max", "min")),
-    Variant("the largest makes room", VICTIM, CHOSEN, CHOSEN.replace("r.arrival", "(r.num_blocks, r.arrival)")),
+    Variant(
+        "the largest makes room", VICTIM, CHOSEN, CHOSEN.replace("self.turn", "lambda r: (r.num_blocks, r.arrival)")
+    ),
     Variant("the last of the list", VICTIM, CHOSEN, "return running[-1].request_id"),
     Variant(
         "the same victim for ever",

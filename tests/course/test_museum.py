@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from minipaged.course import block_allocator, block_table, find_assignment, muse
 from minipaged.course.assignment import Bench, Submission, TestResult
 from minipaged.course.formats import text
 from minipaged.course.grading import grade, run_test
-from minipaged.engine.engine import Engine
 from tests.effort import quick_cases, thorough
 
 ROOT = Path(__file__).parent.parent.parent
@@ -117,9 +115,9 @@ def test_counting_the_remainder_one_later_fails_for_blocks_of_one_token(tmp_path
 # --- Served ---------------------------------------------------------------------------------------
 
 
-def exchange_of(path: Path) -> Callable[[Engine], None]:
-    exchange: Callable[[Engine], None] = runpy.run_path(str(path))["exchange"]
-    return exchange
+def parts_of(path: Path) -> museum.Parts:
+    parts: museum.Parts = runpy.run_path(str(path))["PARTS"]
+    return parts
 
 
 @thorough
@@ -130,17 +128,17 @@ def test_the_program_prints_what_the_page_shows_and_mended_it_passes(
     tried: dict[int, bool] = {}
     right = museum.run_workload
 
-    def noting(seed: int, exchange: Callable[[Engine], None]) -> None:
+    def noting(seed: int, parts: museum.Parts) -> None:
         tried[seed] = False
-        right(seed, exchange)
+        right(seed, parts)
         tried[seed] = True
 
     monkeypatch.setattr(museum, "run_workload", noting)
     monkeypatch.setattr(sys, "argv", [f"museum/{name}.py"])
     with pytest.raises(SystemExit) as ended:
-        museum.try_workloads(exchange_of(ROOT / "museum" / f"{name}.py"))
+        museum.try_workloads(parts_of(ROOT / "museum" / f"{name}.py"))
     assert ended.value.code == 1
     assert f"$ python museum/{name}.py\n{capsys.readouterr().out}" == shown(name)
-    exchange = exchange_of(mended(name, tmp_path))
+    parts = parts_of(mended(name, tmp_path))
     for seed in (seed for seed, passed in tried.items() if not passed):
-        right(seed, exchange)
+        right(seed, parts)

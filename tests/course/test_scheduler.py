@@ -156,7 +156,7 @@ def test_the_same_seed_gives_the_same_score_and_the_same_counterexamples(tmp_pat
 
 
 LATE = REFERENCE_SOURCE.replace(
-    "key=lambda r: r.arrival).request_id", "key=lambda r: r.arrival * (-1) ** (len(r.request_id) - 1)).request_id"
+    "key=self.turn).request_id", "key=lambda r: r.arrival * (-1) ** (len(r.request_id) - 1)).request_id"
 )
 
 

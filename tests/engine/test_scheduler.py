@@ -106,11 +106,22 @@ def test_requests_are_admitted_in_order_of_arrival_and_nobody_overtakes() -> Non
 def test_a_newcomer_must_leave_a_block_for_each_sequence_that_runs() -> None:
     """Or it would be preempted, and its work lost, as soon as those sequences grow."""
     scene = Scene(num_blocks=7)
-    scene.add("two samples", prompt=4, n=2, max_tokens=5)  # 3 blocks in the end
+    scene.add("two samples", prompt=4, n=2, max_tokens=9)  # 5 blocks in the end
     scene.step(2)
     scene.add("newcomer", prompt=12, max_tokens=4)  # 3 blocks; of the 4 that are free 2 are kept back
     scene.step()
     assert (scene.running, scene.waiting) == (["two samples"], ["newcomer"])
+    scene.to_the_end()
+    assert scene.engine.stats.preempted_by_recompute == 0
+
+
+def test_what_nobody_can_come_to_need_is_not_held_back() -> None:
+    scene = Scene(num_blocks=7)
+    scene.add("two samples", prompt=4, n=2, max_tokens=5)  # 3 blocks in the end, and it has them
+    scene.step(2)
+    scene.add("newcomer", prompt=12, max_tokens=4)  # 3 blocks, then 4: all that are free
+    scene.step()
+    assert (scene.running, scene.waiting) == (["two samples", "newcomer"], [])
     scene.to_the_end()
     assert scene.engine.stats.preempted_by_recompute == 0
 
@@ -220,15 +231,14 @@ def test_the_latest_arrival_is_preempted_first_and_the_oldest_never() -> None:
 
 
 @pytest.mark.parametrize("cheapest", ["second", "third"])
-def test_among_equals_the_one_that_is_cheapest_to_bring_back_is_preempted(cheapest: str) -> None:
-    """Equals are those that arrived between the same two steps; of them the shorter one costs less."""
+def test_among_those_that_arrived_together_the_last_is_preempted_whatever_it_costs_to_bring_back(cheapest: str) -> None:
     scene = Scene(num_blocks=9, num_swap_blocks=20, preemption="swap")
     scene.add("first", prompt=4, max_tokens=12)
     scene.step()
     scene.add("second", prompt=4 if cheapest == "second" else 12, max_tokens=12)
     scene.add("third", prompt=4 if cheapest == "third" else 12, max_tokens=12)
     scene.step_until(lambda: scene.preempted)
-    assert scene.preempted == [(cheapest, "swap")]
+    assert scene.preempted == [("third", "swap")]
     scene.to_the_end()
 
 

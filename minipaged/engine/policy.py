@@ -1,7 +1,14 @@
-"""What is right in assignment 4, as a file that a student could hand in. The grader compares with it.
+"""The engine's own policy: first come, first served (paper, section 4.5).
 
-The engine's own scheduler (`engine/scheduler.py`) decides in the same way. It is asked no questions: it looks at the
-requests, and takes the blocks at once.
+This is what is right in assignment 4: students write it, the grader compares theirs with it, and the engine is run by
+it. It is asked, and decides; `scheduler.py` asks, and carries out.
+
+1. Every running request gets its tokens: decoding ones first, then those that still compute a prompt share what is left
+   of the batch, in order of arrival (chunked prefill).
+2. While the blocks for that are not there, the latest arrival makes room, and comes back by whichever way costs less.
+   So the oldest always gets on, it ends some day, and then the next one is the oldest: liveness.
+3. Those that wait come in in order of arrival, as long as their blocks are there, and one more for each sequence that
+   runs already and can still need one. The first that has to wait ends it: nobody overtakes.
 """
 
 from __future__ import annotations
@@ -11,8 +18,8 @@ from collections.abc import Sequence
 from minipaged.scheduling import Costs, RequestView, Way
 
 
-class Scheduler:
-    """First come, first served; all of a request's sequences or none; the latest arrival makes room."""
+class FirstComeFirstServed:
+    """In order of arrival; all of a request's sequences or none; the latest arrival makes room."""
 
     def __init__(
         self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int, costs: Costs
@@ -24,7 +31,15 @@ class Scheduler:
         self.max_sequences = min(max_num_seqs, max_num_batched_tokens)
         self.costs = costs
 
+    def turn(self, request: RequestView) -> float:
+        """Whose turn it is: the smaller, the earlier. For a request it is always the same, and no two share one."""
+        return request.arrival
+
     # --- Who can be served at all -----------------------------------------------------------------
+
+    def fits(self, request: RequestView) -> bool:
+        """Whether the request could be served if it had everything to itself. If not, the answer to it is NEVER."""
+        return request.num_sequences <= self.max_sequences and self.most_blocks(request) <= self.num_blocks
 
     def most_blocks(self, request: RequestView) -> int:
         """Most blocks that the request can come to hold: only the prompt's full blocks are sure to be shared."""
@@ -38,24 +53,20 @@ class Scheduler:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
 
-    def fits(self, request: RequestView) -> bool:
-        """Whether the request could be served if it had everything to itself. If not, the answer to it is NEVER."""
-        return request.num_sequences <= self.max_sequences and self.most_blocks(request) <= self.num_blocks
-
     # --- Every step -------------------------------------------------------------------------------
 
     def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
-        """How many tokens each running request gets: decoding ones first, then prompts in order of arrival."""
+        """How many tokens each running request gets: decoding ones first, then prompts, each in its turn."""
         left = self.max_tokens
         tokens: dict[str, int] = {}
-        for request in sorted(running, key=lambda r: (not r.decodes, r.arrival)):
+        for request in sorted(running, key=lambda r: (not r.decodes, self.turn(r))):
             tokens[request.request_id] = min(request.tokens_to_run, left)
             left -= tokens[request.request_id]
         return tokens
 
     def victim(self, running: Sequence[RequestView]) -> str:
-        """Who makes room, when blocks are short: the latest arrival."""
-        return max(running, key=lambda r: r.arrival).request_id
+        """Who makes room, when blocks are short: whose turn is last."""
+        return max(running, key=self.turn).request_id
 
     def way_back(self, request: RequestView, host_free: int) -> Way:
         """How the victim comes back: the cheaper way, if the host has room for its blocks."""
@@ -71,12 +82,15 @@ class Scheduler:
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
     ) -> list[str]:
-        """Who comes in now: in order of arrival, up to the first that has to wait."""
+        """Who comes in now: each in its turn, up to the first that has to wait."""
+        queue = sorted(waiting, key=self.turn)
+        if not queue or queue[0].blocks_needed > num_free:
+            return []  # as it mostly is: then there is no need to look at all that run
         admitted: list[str] = []
         # Held back for those that run, or the newcomer would soon be preempted for their next blocks.
         spare = sum(self.soon(r, r.num_blocks) for r in running)
         sequences = sum(r.num_sequences for r in running)
-        for request in sorted(waiting, key=lambda r: r.arrival):
+        for request in queue:
             sequences += request.num_sequences
             least = request.tokens_to_run if request.decodes else 1
             blocks = request.blocks_needed + spare

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from minipaged.contracts import BlockAllocator
 from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.params import PENALTIES, BeamSearchParams, SamplingParams
 
@@ -59,10 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
-        place = _place_in_allocator_file(error)
-        if place is None:
+        where = _place_in_users_file(error)
+        if where is None:
             raise
-        print(f"error: the allocator raised {type(error).__name__}: {error} ({place})", file=sys.stderr)
+        print(f"error: the {where[0]} raised {type(error).__name__}: {error} ({where[1]})", file=sys.stderr)
         sys.exit(1)
 
 
@@ -120,6 +119,12 @@ def generate(
         ),
     ] = None,
     allocator: AllocatorOption = None,
+    scheduling_policy: Annotated[
+        str, typer.Option(help="fcfs, priority, shortest-first, or FILE.py:Class: who is served when.")
+    ] = "fcfs",
+    priority: Annotated[
+        list[int] | None, typer.Option(help="The smaller, the earlier (one for each prompt: may be repeated).")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="NaN-filled memory, invariants checked each step.")] = False,
     events: Annotated[Path | None, typer.Option(help="Write what happened to this file, as JSON Lines.")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print the engine's counts to stderr at the end.")] = False,
@@ -149,7 +154,8 @@ def generate(
             frequency_penalty=frequency_penalty,
             repetition_penalty=repetition_penalty,
         )
-    make_allocator = load_allocator(allocator) if allocator else None
+    make_allocator = load_class("--allocator", allocator) if allocator else None
+    own_policy = load_class("--scheduling-policy", scheduling_policy) if ":" in scheduling_policy else None
     from minipaged.llm import LLM
 
     with ExitStack() as stack:
@@ -173,14 +179,19 @@ def generate(
             max_model_len=max_model_len,
             async_scheduling=async_scheduling,
             allocator=make_allocator,
+            policy=own_policy or scheduling_policy,
             seed=seed,
             debug=debug,
             listeners=listeners,
         )
-        streaming = len(prompts) == 1 and isinstance(params, SamplingParams) and n == 1 and not json_output
+        streaming = (
+            len(prompts) == 1 and isinstance(params, SamplingParams) and n == 1 and not priority and not json_output
+        )
         try:
             outputs = (
-                _stream(llm, prompts[0], params, chat=chat) if streaming else _run(llm, prompts, params, chat=chat)
+                _stream(llm, prompts[0], params, chat=chat)
+                if streaming
+                else _run(llm, prompts, params, chat=chat, priority=priority or None)
             )
         except KeyboardInterrupt:
             print("\ninterrupted; every block has been given back", file=sys.stderr)
@@ -199,13 +210,20 @@ def generate(
         raise typer.Exit(1)
 
 
-def _run(llm: LLM, prompts: list[str], params: SamplingParams | BeamSearchParams, *, chat: bool) -> list[RequestOutput]:
+def _run(
+    llm: LLM,
+    prompts: list[str],
+    params: SamplingParams | BeamSearchParams,
+    *,
+    chat: bool,
+    priority: Sequence[int] | None,
+) -> list[RequestOutput]:
     if isinstance(params, BeamSearchParams):
         chats = [llm.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts] if chat else prompts
-        return llm.beam_search(chats, params)
+        return llm.beam_search(chats, params, priority=priority)
     if chat:
-        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
-    return llm.generate(prompts, params)
+        return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, priority=priority)
+    return llm.generate(prompts, params, priority=priority)
 
 
 def _stream(llm: LLM, prompt: str, params: SamplingParams | BeamSearchParams, *, chat: bool) -> list[RequestOutput]:
@@ -354,7 +372,7 @@ def demo(
                 pace=pace,
                 block_size=block_size,
                 num_blocks=num_blocks,
-                allocator=load_allocator(allocator) if allocator else None,
+                allocator=load_class("--allocator", allocator) if allocator else None,
                 speed=speed if _is_given(context, "speed") else None,
                 color=not no_color,
                 record=record,
@@ -368,7 +386,7 @@ def demo(
             tier=tier,
             block_size=block_size,
             num_blocks=num_blocks,
-            allocator=load_allocator(allocator) if allocator else None,
+            allocator=load_class("--allocator", allocator) if allocator else None,
             seed=seed,
             steps=steps,
             speed=speed,
@@ -555,30 +573,33 @@ def _exit_2(error: MinipagedError) -> typer.Exit:
     return typer.Exit(2)
 
 
-# --- A student's allocator ------------------------------------------------------------------------
+# --- A user's own parts ---------------------------------------------------------------------------
 
 
-ALLOCATOR_MODULE = "minipaged_users_allocator"
+USERS_MODULE = "minipaged_users_{}"
 """The name under which a user's file is imported, whatever the file is called."""
+PARTS = {"--allocator": "allocator", "--scheduling-policy": "policy"}
 
 
-def _place_in_allocator_file(error: BaseException) -> str | None:
-    """FILE:LINE of the user's allocator that an error came out of, if it did."""
+def _place_in_users_file(error: BaseException) -> tuple[str, str] | None:
+    """The user's own part, and FILE:LINE of it, that an error came out of, if it did."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if not frames or frames[-1].f_globals.get("__name__") != ALLOCATOR_MODULE:
-        return None
-    return f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
+    for part in PARTS.values():
+        if frames and frames[-1].f_globals.get("__name__") == USERS_MODULE.format(part):
+            return part, f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
+    return None
 
 
-def load_allocator(spec: str) -> Callable[[int], BlockAllocator]:
+def load_class(option: str, spec: str) -> Any:
     """The class that FILE.py:Class names. Raises InvalidRequest when it is not there or the file does not load."""
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise InvalidRequest(f"--allocator is {spec!r}; write it as FILE.py:Class, e.g. my_allocator.py:BlockAllocator")
+        example = f"my_{PARTS[option]}.py:{'BlockAllocator' if option == '--allocator' else 'Scheduler'}"
+        raise InvalidRequest(f"{option} is {spec!r}; write it as FILE.py:Class, e.g. {example}")
     path = Path(file).expanduser()
     if not path.is_file():
-        raise InvalidRequest(f"--allocator: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(ALLOCATOR_MODULE, path)
+        raise InvalidRequest(f"{option}: there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(USERS_MODULE.format(PARTS[option]), path)
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
@@ -586,9 +607,9 @@ def load_allocator(spec: str) -> Callable[[int], BlockAllocator]:
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
-        raise InvalidRequest(f"--allocator: {path} does not load: {type(error).__name__}: {error}") from error
+        raise InvalidRequest(f"{option}: {path} does not load: {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not isinstance(found, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise InvalidRequest(f"--allocator: {path} has no class {name}; it has {', '.join(classes) or 'none'}")
+        raise InvalidRequest(f"{option}: {path} has no class {name}; it has {', '.join(classes) or 'none'}")
     return found

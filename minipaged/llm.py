@@ -21,7 +21,7 @@ from typing import Any
 from minipaged import tiers
 from minipaged.contracts import BlockAllocator
 from minipaged.engine.engine import Engine, Listener
-from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.policies import POLICIES
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
 from minipaged.events import Event, RequestFinished, TokenGenerated
@@ -50,9 +50,10 @@ class LLM:
     a quarter of it (or what half of the host's free memory holds, if that is less), `max_model_len` from the model, or
     from the pool where that is smaller. `async_scheduling` launches a step before the tokens of the one before are
     known (None: on a GPU, which then need not wait for the host); it changes no token. `allocator` is a class to use in
-    place of the tier's own block allocator; it is checked at every call. `debug` fills memory that is nobody's with NaN
-    and checks the invariants after every step. Raises ModelError for a model that cannot be had or run, and
-    InvalidRequest (a ValueError) for a setting out of range.
+    place of the tier's own block allocator; it is checked at every call. `policy` says who is served when: "fcfs"
+    (first come, first served), "priority", "shortest-first", or a class of one's own (`scheduling.py`). `debug` fills
+    memory that is nobody's with NaN and checks the invariants after every step. Raises ModelError for a model that
+    cannot be had or run, and InvalidRequest (a ValueError) for a setting out of range.
 
     Several LLMs can share one `LoadedModel`, each with sizes, policies and a KV cache of its own: give it as `model`
     (`LLM(llm.loaded, num_blocks=8)`). `tier`, `device` and `dtype` were settled when it was loaded.
@@ -76,7 +77,7 @@ class LLM:
         max_model_len: int | None = None,
         async_scheduling: bool | None = None,
         allocator: Callable[[int], BlockAllocator] | None = None,
-        policy: MakePolicy = FirstComeFirstServed,
+        policy: str | MakePolicy = "fcfs",
         seed: int = 0,
         debug: bool = False,
         listeners: Sequence[Listener] = (),
@@ -137,7 +138,7 @@ class LLM:
             loaded.wing.tier,
             runner,
             allocator=allocator,
-            policy=policy,
+            policy=_policy(policy),
             decode=self.tokenizer.decode if self.tokenizer else None,
             listeners=listeners,
         )
@@ -149,28 +150,31 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt (text, or a list of token ids); one output a prompt, in order.
 
-        `params`: one for all, or one for each prompt. `progress`: show a bar on stderr (None: if it is a terminal).
+        `params`: one for all, or one for each prompt. `priority`: one for each prompt; the smaller, the earlier, where
+        the policy goes by it. `progress`: show a bar on stderr (None: if it is a terminal).
         Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is given back. A
         request that fails on the way (`RequestOutput.error` says why) does not keep the others from their end.
         """
-        return self._run(_as_list(prompts), params, SamplingParams, progress)
+        return self._run(_as_list(prompts), params, SamplingParams, progress, priority)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """The model's answer to a conversation (a list of {"role", "content"}), or to each of several."""
         one = not messages or isinstance(messages[0], Mapping)
         conversations = [messages] if one else messages
         prompts = [self.encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, params, SamplingParams, progress)
+        return self._run(prompts, params, SamplingParams, progress, priority)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, in the model's chat template, up to where its answer begins."""
@@ -181,10 +185,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """The `beam_width` best continuations of each prompt, best first, as transformers' beam search finds them."""
-        return self._run(_as_list(prompts), params, BeamSearchParams, progress)
+        return self._run(_as_list(prompts), params, BeamSearchParams, progress, priority)
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestUpdate]:
         """Continue one prompt (text, or a list of token ids), and give what is new of it after each step.
@@ -194,7 +199,7 @@ class LLM:
         """
         with self._lock:
             given = SamplingParams() if params is None else params
-            for _, update in self._serve([prompt], [given], RequestOutputKind.DELTA, progress=False):
+            for _, update in self._serve([(prompt, given, 0)], RequestOutputKind.DELTA, progress=False):
                 yield update
 
     def stats(self) -> Stats:
@@ -209,6 +214,7 @@ class LLM:
         params: Params | Sequence[Params] | None,
         kind: type[Params],
         progress: bool | None,
+        priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         params = kind() if params is None else params
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
@@ -217,28 +223,34 @@ class LLM:
         for item in each:
             if not isinstance(item, kind):
                 raise InvalidRequest(f"params must be {kind.__name__}, not {type(item).__name__}")
+        priority = [0] * len(prompts) if priority is None else priority
+        if len(priority) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts need as many priorities; got {len(priority)}")
         outputs: dict[int, RequestOutput] = {}
+        requests = list(zip(prompts, each, priority, strict=True))
         with self._lock:
-            for place, update in self._serve(prompts, each, RequestOutputKind.FINAL_ONLY, progress):
+            for place, update in self._serve(requests, RequestOutputKind.FINAL_ONLY, progress):
                 if update.output:
                     outputs[place] = update.output
         return [outputs[place] for place in range(len(prompts))]
 
     def _serve(
-        self, prompts: Sequence[Prompt], each: Sequence[Params], kind: RequestOutputKind, progress: bool | None
+        self, requests: Sequence[tuple[Prompt, Params, int]], kind: RequestOutputKind, progress: bool | None
     ) -> Iterator[tuple[int, RequestUpdate]]:
-        """Add the requests and step the engine until they have ended. Gives their updates, each with the place of its
-        prompt. Whatever ends it early, none of them stays behind."""
+        """Add the requests (prompt, params, priority) and step the engine until they have ended. Gives their updates,
+        each with the place of its prompt. Whatever ends it early, none of them stays behind."""
         places: dict[str, int] = {}
-        unfinished = set(range(len(prompts)))
+        unfinished = set(range(len(requests)))
         # Requests that somebody added to the engine by hand keep their updates.
         others, kept = set(self.engine.unfinished_requests), self.engine.take_updates()
         try:
-            for place, (prompt, item) in enumerate(zip(prompts, each, strict=True)):
+            for place, (prompt, params, priority) in enumerate(requests):
                 text = prompt if isinstance(prompt, str) else None
-                name = self.engine.add_request(self._tokens(prompt), item, prompt=text, output_kind=kind)
+                name = self.engine.add_request(
+                    self._tokens(prompt), params, prompt=text, output_kind=kind, priority=priority
+                )
                 places[name] = place
-            with interrupt_between_steps() as interrupted, self._progress_bar(len(prompts), progress):
+            with interrupt_between_steps() as interrupted, self._progress_bar(len(requests), progress):
                 while unfinished:
                     if interrupted():
                         raise KeyboardInterrupt
@@ -342,6 +354,18 @@ class LoadedModel:
     def block_bytes(self, block_size: int) -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
         return self.wing.block_bytes(self.config, block_size)
+
+
+def _policy(policy: str | MakePolicy) -> MakePolicy:
+    """The class of that name, or as it is."""
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES:
+        names = ", ".join(map(repr, POLICIES))
+        raise InvalidRequest(
+            f"policy is {policy!r}; choose {names}, or give a class of yours (on the command line, FILE.py:Class)"
+        )
+    return POLICIES[policy]
 
 
 def _free_host_bytes() -> float:

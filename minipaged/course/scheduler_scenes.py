@@ -16,7 +16,7 @@ from minipaged.course.scheduler_session import Scenery, Settings, draw
 from minipaged.engine.block_manager import AllocStatus, BlockManager
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request, RequestState, Sequence
-from minipaged.engine.views import plain, view_of
+from minipaged.engine.views import view_of
 from minipaged.errors import OutOfBlocks
 from minipaged.events import (
     EngineStarted,
@@ -175,7 +175,7 @@ class Scene:
     def views(self, *states: RequestState) -> list[RequestView]:
         """Of the requests in these states, as the scheduler is told of them."""
         requests = [request for request in self.requests if request.state in states]
-        views = [plain(view_of(request, self.blocks)) for request in requests]
+        views = [view_of(request, self.blocks) for request in requests]
         return views[::-1] if self.turned else views
 
     def scenery(self, message: str) -> Scenery:

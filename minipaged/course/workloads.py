@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -36,6 +36,7 @@ class WorkloadRequest:
     params: SamplingParams | BeamSearchParams
     cancelled: int | None = None
     """The step before which it is cancelled."""
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def random_workload(seed: int) -> Workload:
         seed=seed,
         debug=True,
     )
-    return Workload(config, tuple(requests), swap_is_cheap=r.random() < 0.5)
+    swap_is_cheap = r.random() < 0.5
+    return Workload(config, tuple(replace(one, priority=r.randint(-2, 2)) for one in requests), swap_is_cheap)
 
 
 def _largest_need(requests: list[WorkloadRequest], block_size: int) -> int:
@@ -173,8 +175,13 @@ class Run:
         for name, request in self.named_requests():
             if request.arrives == now:
                 try:
-                    kind = list(RequestOutputKind)[len(request.prompt) % 2]
-                    self.engine.add_request(request.prompt, request.params, request_id=name, output_kind=kind)
+                    self.engine.add_request(
+                        request.prompt,
+                        request.params,
+                        request_id=name,
+                        output_kind=list(RequestOutputKind)[len(request.prompt) % 2],
+                        priority=request.priority,
+                    )
                 except InvalidRequest:
                     self.refused.add(name)
             if request.cancelled == now:

@@ -31,9 +31,9 @@ class FirstComeFirstServed:
         self.max_sequences = min(max_num_seqs, max_num_batched_tokens)
         self.costs = costs
 
-    def turn(self, request: RequestView) -> float:
-        """Whose turn it is: the smaller, the earlier. For a request it is always the same, and no two share one."""
-        return request.arrival
+    def turn(self, request: RequestView) -> tuple[float, ...]:
+        """Whose turn it is: the smaller, the earlier. Of a request it is always the same, and no two have the same."""
+        return (request.arrival,)
 
     # --- Who can be served at all -----------------------------------------------------------------
 

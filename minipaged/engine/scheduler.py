@@ -25,11 +25,11 @@ from minipaged.contracts import Runner
 from minipaged.engine.batch import Plan, ScheduledRequest
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.sequence import Request, RequestState
-from minipaged.engine.views import LateCosts, LateView, LateViews, view_of
+from minipaged.engine.views import LateCosts, LateViews, WaitingView, view_of
 from minipaged.errors import InvalidRequest, Invariant, InvariantViolation
 from minipaged.events import Emit, RequestAdmitted, RequestPreempted
 from minipaged.params import EngineConfig
-from minipaged.scheduling import MakePolicy, Policy, RequestView, Way
+from minipaged.scheduling import Costs, MakePolicy, Policy, RequestView, Way
 
 
 class Scheduler:
@@ -40,15 +40,9 @@ class Scheduler:
     ) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.policy: Policy = policy(
-            config.num_blocks,
-            config.block_size,
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            LateCosts(runner),
-        )
+        self.policy = _make(policy, config, LateCosts(runner))
         """May be replaced by another between two steps."""
-        self._views: dict[Request, LateView] = {}  # of those that wait
+        self._views: dict[Request, WaitingView] = {}  # of those that wait
         self._nobody: tuple[Policy, int, int, int] | None = None
         """Room, free blocks and tokens left when the policy let nobody in; None once others wait."""
         self._blocks = blocks
@@ -84,6 +78,7 @@ class Scheduler:
         insort(self.running, request, key=_order)
         request.state = RequestState.RUNNING
         self._views.pop(request, None)
+        self._nobody = None
 
     def start_over(self, requests: Iterable[Request]) -> list[Request]:
         """After an error: those that hold blocks, whose K/V may be half written, give them back, and all wait.
@@ -188,7 +183,7 @@ class Scheduler:
 
     def _share_tokens(self, wholes: list[ScheduledRequest]) -> Mapping[str, int]:
         """Ask who gets how many tokens of a batch that has not enough of them."""
-        given = self.policy.share_tokens(LateViews(self.running, self._blocks))
+        given = self.policy.share_tokens([view_of(request, self._blocks) for request in self.running])
         if not isinstance(given, Mapping):
             self._broken("share_tokens", f"{given!r}; it has to answer with a dict, request_id -> tokens")
         most = {request.request_id: 0 for request in self.running} | {
@@ -250,7 +245,7 @@ class Scheduler:
                 f"the only running request needs more blocks than the pool of {self._blocks.allocator.num_blocks} has "
                 "available, although it was admitted as one that fits",
             )
-        name = self.policy.victim(LateViews(self.running, self._blocks))
+        name = self.policy.victim([view_of(request, self._blocks) for request in self.running])
         victim = next((request for request in self.running if request.request_id == name), None)
         if victim is None:
             self._broken("victim", f"{name!r}, which does not run", (r.request_id for r in self.running))
@@ -298,7 +293,10 @@ class Scheduler:
         if room <= 0 or num_free <= 0 or self._said_nobody(room, num_free, tokens_left):
             return []
         running = LateViews(self.running, self._blocks)
-        names = self.policy.admit(self._waiting_views(), running, num_free, tokens_left)
+        try:
+            names = self.policy.admit(self._waiting_views(), running, num_free, tokens_left)
+        finally:
+            running.close()
         if isinstance(names, str) or not isinstance(names, ListLike):
             self._broken("admit", f"{names!r}; it has to answer with a list of request_ids")
         if not names:
@@ -344,7 +342,8 @@ class Scheduler:
         """Of a request that waits: it stays as it is until it comes in, but for what the prefix cache has of it."""
         view = self._views.get(request)
         if view is None or (view.counted and self._blocks.prefix_cache):
-            view = self._views[request] = view_of(request, self._blocks)
+            view = WaitingView(request, self._blocks, lambda view: self._views.get(request) is view)
+            self._views[request] = view
         return view
 
     # --- What cannot be carried out ---------------------------------------------------------------
@@ -371,3 +370,16 @@ class Scheduler:
 
 def _order(request: Request) -> int:
     return request.order
+
+
+def _make(policy: MakePolicy, config: EngineConfig, costs: Costs) -> Policy:
+    """Raises InvalidRequest for what is no policy."""
+    if not callable(policy):
+        raise InvalidRequest(f"policy is {policy!r}; it must be a class (or a function) that makes policies")
+    made = policy(config.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, costs)
+    questions = ("fits", "share_tokens", "victim", "way_back", "admit")
+    if missing := [name for name in questions if not callable(getattr(made, name, None))]:
+        raise InvalidRequest(
+            f"the policy {type(made).__name__} lacks {', '.join(missing)}; it needs all of {', '.join(questions)}"
+        )
+    return made

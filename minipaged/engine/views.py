@@ -1,7 +1,7 @@
-"""What a policy is shown: requests, and the costs of a runner, as frozen data (`scheduling.py`) that is made late.
+"""What a policy is shown: requests, and the costs of a runner, as frozen data (`scheduling.py`).
 
-A thousand may wait, and the policy may look at one of them: so what takes time to find out is found out when somebody
-looks, and stays as it was then.
+A thousand may wait, and the policy may look at one of them. So what takes time to find out is found out when somebody
+looks; then it stays as it was. What nobody looked at while it was so cannot be found out later: that is a LookupError.
 """
 
 from __future__ import annotations
@@ -15,68 +15,90 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.scheduling import Costs, RequestView
 
-
-class LateView(RequestView):
-    """A view whose `blocks_needed` are counted when somebody looks: with a prefix cache, by a walk along the prompt."""
-
-    __slots__ = ("_count", "counted")
-    _count: Callable[[], int]
-    counted: bool
-    """Whether somebody has looked."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for what is not there yet."""
-        if name != "blocks_needed":
-            raise AttributeError(name)
-        object.__setattr__(self, "counted", True)
-        object.__setattr__(self, "blocks_needed", self._count())
-        return self.blocks_needed
+TOO_LATE = "the question is over, and things have changed; look while it is asked"
 
 
-def view_of(request: Request, blocks: BlockManager) -> LateView:
+def view_of(request: Request, blocks: BlockManager) -> RequestView:
     """The request as a policy is told of it."""
-    remaining = [sequence.num_remaining for sequence in request.sequences]
-    behind = [number for number in remaining if number > 1]
+    return RequestView(**_told(request, blocks), blocks_needed=_blocks_needed(request, blocks))
+
+
+def _told(request: Request, blocks: BlockManager) -> dict[str, Any]:
+    """All fields but one."""
+    remaining = [n for _, n in request.remaining()]
+    behind = [n for n in remaining if n > 1]
     if len(request.sequences) == 1:  # nothing is shared
         table = request.sequences[0].table
         num_blocks, num_tokens = len(table.blocks), table.num_tokens
     else:
         filled = request.filled_slots(blocks.block_size)
         num_blocks, num_tokens = len(filled), sum(filled.values())
-    view = LateView(
-        request_id=request.request_id,
-        arrival=request.order,
-        num_sequences=request.num_sequences,
-        prompt_tokens=len(request.prompt_token_ids),
-        max_output_tokens=request.max_output_tokens,
+    return {
+        "request_id": request.request_id,
+        "arrival": request.order,
+        "num_sequences": request.num_sequences,
+        "prompt_tokens": len(request.prompt_token_ids),
+        "max_output_tokens": request.max_output_tokens,
         # Siblings that were dropped catch up one after another.
-        tokens_to_run=sum(remaining) if len(behind) <= 1 else behind[0] - 1,
-        decodes=not behind,
-        num_blocks=num_blocks,
-        num_tokens=num_tokens,
-        priority=request.priority,
-    )
+        "tokens_to_run": sum(remaining) if len(behind) <= 1 else behind[0] - 1,
+        "decodes": not behind,
+        "num_blocks": num_blocks,
+        "num_tokens": num_tokens,
+        "priority": request.priority,
+    }
 
-    def count() -> int:
-        if request.state is RequestState.RUNNING:
-            return blocks.blocks_needed(list(zip(request.sequences, remaining, strict=True)))
-        return blocks.blocks_to_admit(request)
 
-    object.__delattr__(view, "blocks_needed")
-    object.__setattr__(view, "_count", count)
-    object.__setattr__(view, "counted", False)
-    return view
+def _blocks_needed(request: Request, blocks: BlockManager) -> int:
+    if request.state is RequestState.RUNNING:
+        return blocks.blocks_needed(request.remaining())
+    return blocks.blocks_to_admit(request)
+
+
+class WaitingView(RequestView):
+    """Of a request that waits. Its blocks are counted when somebody looks: with a prefix cache, along the prompt."""
+
+    __slots__ = ("_count", "counted")
+    _count: Callable[[WaitingView], int]
+    counted: bool
+    """Whether somebody has looked."""
+
+    def __init__(self, request: Request, blocks: BlockManager, is_up_to_date: Callable[[WaitingView], bool]) -> None:
+        super().__init__(**_told(request, blocks))
+
+        def count(view: WaitingView) -> int:
+            if not is_up_to_date(view):
+                raise LookupError(TOO_LATE)
+            return _blocks_needed(request, blocks)
+
+        object.__delattr__(self, "blocks_needed")
+        object.__setattr__(self, "_count", count)
+        object.__setattr__(self, "counted", False)
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not there yet."""
+        if name != "blocks_needed":
+            raise AttributeError(name)
+        object.__setattr__(self, "blocks_needed", self._count(self))
+        object.__setattr__(self, "counted", True)
+        return self.blocks_needed
 
 
 class LateViews(Sequence[RequestView]):
     """Views of these requests, made when somebody looks at one."""
 
     def __init__(self, requests: Sequence[Request], blocks: BlockManager) -> None:
-        self._requests, self._blocks = tuple(requests), blocks
+        self._requests: tuple[Request, ...] = tuple(requests)
+        self._blocks: BlockManager | None = blocks
         self._views: list[RequestView] | None = None
+
+    def close(self) -> None:
+        """The question is over."""
+        self._blocks = None
 
     def _made(self) -> list[RequestView]:
         if self._views is None:
+            if self._blocks is None:
+                raise LookupError(TOO_LATE)
             self._views = [view_of(request, self._blocks) for request in self._requests]
         return self._views
 

@@ -291,6 +291,8 @@ def test_sampling_params_out_of_range_are_refused_when_made(params: dict[str, An
 WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "a share in words": ({"memory_utilization": "half"}, "memory_utilization is 'half'; .* a number above 0"),
     "an allocator that makes none": ({"allocator": object()}, "allocator is <object .*; it must be a class"),
+    "a policy that makes none": ({"policy": object()}, "policy is <object .*; it must be a class"),
+    "a policy of no name": ({"policy": "lifo"}, "policy is 'lifo'; choose 'fcfs', 'priority', 'shortest-first', or"),
     "yes for True": ({"async_scheduling": "yes"}, "async_scheduling is 'yes'; it must be True or False"),
 }
 """What only Python lets through."""
@@ -589,6 +591,107 @@ def test_an_allocator_that_cannot_be_used_is_refused_in_one_line(
     code, _, err = cli("generate", "--model", small_llama, "--num-blocks=20", "--n=2", "--allocator", allocator, "abc")
     assert code == 1
     assert message.replace("{file}", str(student_file)) in one_error_line(err)
+
+
+POLICY = """
+class Mine:
+    \"\"\"One at a time, the latest first.\"\"\"
+
+    def __init__(self, *settings):
+        self.max_tokens = settings[3]
+
+    def fits(self, request):
+        return True
+
+    def share_tokens(self, running):
+        return {r.request_id: min(r.tokens_to_run, self.max_tokens) for r in running[:1]}
+
+    def victim(self, running):
+        return running[0].request_id
+
+    def way_back(self, request, host_free):
+        return "recompute"
+
+    def admit(self, waiting, running, num_free, tokens_left):
+        return [] if running else [max(waiting, key=lambda r: r.arrival).request_id]
+
+class Half:
+    def __init__(self, *settings):
+        pass
+    fits = victim = len
+
+class Lies(Mine):
+    def admit(self, *asked):
+        return ["nobody"]
+
+class Todo(Mine):
+    def admit(self, *asked):
+        raise NotImplementedError("to do")
+
+class NoRoom(Mine):
+    def fits(self, request):
+        return False
+"""
+
+
+def test_a_students_policy_serves_from_a_file(
+    cli: Callable[..., tuple[int, str, str]], tmp_path: Path, small_llama: Path
+):
+    """With the same tokens, in another order."""
+    (tmp_path / "mine.py").write_text(POLICY)
+    events = tmp_path / "events.jsonl"
+    arguments = ("generate", "--model", small_llama, "--temperature=0", "--num-blocks=20", "--json", "abcdef", "bcd")
+    finished = {}
+    said = set()
+    for policy in ("fcfs", f"{tmp_path / 'mine.py'}:Mine"):
+        code, out, _ = cli(*arguments, "--scheduling-policy", policy, "--events", events)
+        assert code == 0
+        said.add(json.dumps([[o["token_ids"] for o in one["outputs"]] for one in json.loads(out)]))
+        told = map(json.loads, events.read_text().splitlines())
+        finished[policy] = [event["request"] for event in told if event["event"] == "request_finished"]
+    assert len(said) == 1
+    assert [*finished.values()] == [["0", "1"], ["1", "0"]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("{file}:Half", "the policy Half lacks share_tokens, way_back, admit; it needs all of fits, share_tokens, "),
+        (
+            "{file}:Lies",
+            "the policy Lies, asked for admit, answers 'nobody', which does not wait; there are: 0",
+        ),
+        ("{file}:NoRoom", "the engine's policy, NoRoom, does not take this request, though it could be served"),
+        ("{file}:Todo", "the policy raised NotImplementedError: to do ({file}:"),
+        ("{file}:Yours", "mine.py has no class Yours; it has Mine, Half, Lies, Todo, NoRoom"),
+        ("elsewhere.py:Mine", "--scheduling-policy: there is no file elsewhere.py"),
+        (":Mine", "--scheduling-policy is ':Mine'; write it as FILE.py:Class, e.g. my_policy.py:Scheduler"),
+        ("lottery", "policy is 'lottery'; choose 'fcfs', 'priority', 'shortest-first', or give a class of yours"),
+    ],
+)
+def test_a_policy_that_cannot_be_used_is_refused_in_one_line(
+    cli: Callable[..., tuple[int, str, str]], tmp_path: Path, small_llama: Path, spec: str, message: str
+):
+    file = tmp_path / "mine.py"
+    file.write_text(POLICY)
+    policy = spec.format(file=file)
+    code, _, err = cli("generate", "--model", small_llama, "--num-blocks=20", "--scheduling-policy", policy, "abc")
+    assert code == 1
+    assert message.replace("{file}", str(file)) in one_error_line(err)
+
+
+def test_the_prompt_of_the_smallest_priority_comes_first(
+    cli: Callable[..., tuple[int, str, str]], tmp_path: Path, small_llama: Path
+):
+    events = tmp_path / "events.jsonl"
+    arguments = ("generate", "--model", small_llama, "--max-num-seqs=1", "--scheduling-policy=priority", "a", "b", "c")
+    code, _, _ = cli(*arguments, "--priority=1", "--priority=2", "--priority=0", "--events", events)
+    assert code == 0
+    told = map(json.loads, events.read_text().splitlines())
+    assert [event["request"] for event in told if event["event"] == "request_admitted"] == ["2", "0", "1"]
+    code, _, err = cli(*arguments, "--priority=1")
+    assert code == 1
+    assert "3 prompts need as many priorities; got 1" in one_error_line(err)
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------

@@ -18,14 +18,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from minipaged.errors import BlockNotAllocated, InvariantViolation, OutOfBlocks
 from minipaged.params import BeamSearchParams, SamplingParams
-
-CopyPair = tuple[int, int]
-"""(source block, destination block)."""
+from minipaged.steps import CopyPair, StepInput
 
 Logits = Any
 """An array [rows, vocab_size] of the tier that made it. The engine hands it on and never looks inside."""
@@ -195,49 +193,19 @@ class BlockTable(ABC):
         """The slots of positions start .. stop - 1. Raises ValueError where there is none."""
 
 
-# --- Running a plan -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class BlockMoves:
-    """Blocks to move before a forward pass. Run in the order of the fields, each as one batched call."""
-
-    swap_out: list[CopyPair] = field(default_factory=list)
-    """(device block, host block)."""
-    poison: list[int] = field(default_factory=list)
-    """Device blocks whose content is now nobody's: filled with NaN. Empty unless debugging."""
-    swap_in: list[CopyPair] = field(default_factory=list)
-    """(host block, device block)."""
-    copy: list[CopyPair] = field(default_factory=list)
-    """(device block, device block), for copy-on-write. No destination is a source."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PendingToken:
-    """A token that was asked for, and may not have been chosen yet: what the step in flight is choosing.
-
-    A runner on the host asks for its number, `int(token)`. One whose samples stay on the device finds it there, and so
-    need not wait.
-    """
-
-    samples: Sequence[Sampled]
-    """What `SampleFunction` returned."""
-    index: int
-
-    def __int__(self) -> int:
-        return self.samples[self.index].token_id
+# --- Running a step -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """The tokens of one sequence that one forward pass runs: its query tokens."""
 
-    token_ids: Sequence[int | PendingToken]
-    """[num_query_tokens]; a pending token comes alone, and those of one batch come from the same samples."""
+    token_ids: Sequence[int]
+    """[num_query_tokens]. Where a runner does not wait for the tokens of the step before, -1 - i is choice i there."""
     first_position: int
     """The position of `token_ids[0]`: everything before it is in the KV cache already."""
-    table: BlockTable
-    """The sequence's own, to be read: its blocks cover positions 0 .. first_position + num_query_tokens - 1."""
+    blocks: Sequence[int]
+    """The sequence's block table: covers positions 0 .. first_position + num_query_tokens - 1."""
     wants_logits: bool
     """Whether the logits after the last query token are asked for."""
 
@@ -246,31 +214,42 @@ class BatchRow:
         """How many of the sequence's tokens have K and V after the pass."""
         return self.first_position + len(self.token_ids)
 
-    @property
-    def slots(self) -> Sequence[int]:
-        """[num_query_tokens]: where to write K and V of each token; to be read before the table is changed again."""
-        return self.table.slot_mapping(self.first_position, self.context_len)
+    def slots(self, block_size: int) -> list[int]:
+        """[num_query_tokens]: where to write K and V of each token."""
+        return slots_of(self.blocks, self.first_position, self.context_len, block_size)
+
+
+def slots_of(blocks: Sequence[int], start: int, stop: int, block_size: int) -> list[int]:
+    """The slots of positions start .. stop - 1 of the sequence with this block table."""
+    return [blocks[p // block_size] * block_size + p % block_size for p in range(start, stop)]
 
 
 Batch = Sequence[BatchRow]
 """One forward pass: prefill (many query tokens), decode (one) and mixed batches are all the same."""
 
 
-class Runner(ABC):
-    """What runs a plan: blocks to move, a batch in, logits out.
+class StepResult(NamedTuple):
+    """What a step has come to."""
 
-    Each tier has one; so have the tests (a model that checks every read), and later a simulator.
+    choices: Sequence[Sampled]
+    """The tokens chosen, in the order of the rows. They may be fetched when they are first looked at; then is when
+    BadLogits is raised."""
+    logits: Logits
+    """[rows with `num_choices` other than 0, vocab_size], for beam search."""
+
+
+class Runner(ABC):
+    """What runs steps: each tier's Llama; a model that checks every read; a simulated machine.
+
+    A runner that is given batches of plain rows, and need not know of differences, is a `mirror.MirroredRunner`.
     """
 
     @abstractmethod
-    def move(self, moves: BlockMoves) -> None:
-        """Swap out, poison, swap in, copy: in this order, each batched over all blocks, layers and K/V."""
+    def run(self, step: StepInput) -> StepResult:
+        """Follow the differences; move blocks; run the rows: write K and V of every query token into its slot, attend
+        through the block tables; choose tokens.
 
-    @abstractmethod
-    def forward(self, batch: Batch) -> Logits:
-        """Write K/V of every query token into its slot and attend through the block tables.
-
-        Returns logits [number of rows with `wants_logits`, vocab_size], in row order.
+        After an error the next step is a `fresh` one, so whatever this one has half done is forgotten.
         """
 
     @abstractmethod
@@ -381,3 +360,4 @@ class Tier:
     block_table: type[BlockTable]
     beam_search: type[BeamSearch]
     sample: SampleFunction
+    """How its runners choose tokens. The engine never calls it."""

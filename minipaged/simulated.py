@@ -18,11 +18,12 @@ whatever a machine does at the same time; a swap is paid in full, before the ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from minipaged import tiers
-from minipaged.contracts import Batch, BlockMoves, Logits, Runner, Sampled, SamplingInput, Tier
+from minipaged.contracts import Runner, Sampled, StepResult, Tier
+from minipaged.mirror import Rows
+from minipaged.steps import BlockMoves, StepInput
 
 TOKEN = 0
 """The token that is always chosen: a simulation knows how long a text is, not what it says."""
@@ -96,22 +97,24 @@ class SimulatedRunner(Runner):
         self.block_size = block_size
         self.now = 0.0
         """Seconds since the simulation began."""
+        self._rows = Rows()
 
     def clock(self) -> float:
         return self.now
 
+    def run(self, step: StepInput) -> StepResult:
+        rows = self._rows
+        rows.follow(step)
+        self.move(step.moves)
+        self.now += self.machine.step_seconds(rows.num_query_tokens, rows.num_context_tokens)
+        return StepResult([_CHOSEN] * rows.num_choices, None)
+
     def move(self, moves: BlockMoves) -> None:
+        """Pay for the moves."""
         if moves.swap_out or moves.swap_in:
             self.now += self.machine.carry_seconds(len(moves.swap_out) + len(moves.swap_in), self.block_size)
         copied = 2 * len(moves.copy) * self.block_size * self.machine.kv_bytes_per_token  # read and written
         self.now += copied / self.machine.memory_bytes_per_second
-
-    def forward(self, batch: Batch) -> Logits:
-        num_query_tokens = num_context_tokens = 0
-        for row in batch:
-            num_query_tokens += len(row.token_ids)
-            num_context_tokens += row.first_position + len(row.token_ids)
-        self.now += self.machine.step_seconds(num_query_tokens, num_context_tokens)
 
     def swap_seconds(self, num_blocks: int) -> float:
         return 2 * self.machine.carry_seconds(num_blocks, self.block_size)
@@ -121,12 +124,8 @@ class SimulatedRunner(Runner):
 
 
 def simulated_tier() -> Tier:
-    """The reference tier's block allocator and block table, and a choice of tokens that asks for no logits."""
-    return replace(tiers.reference_tier(), name="simulated", sample=_sample)
+    """The reference tier's block allocator and block table: all that an engine with such a runner needs."""
+    return replace(tiers.reference_tier(), name="simulated")
 
 
 _CHOSEN = Sampled(TOKEN, logprob=0.0, top_logprobs=None)
-
-
-def _sample(logits: Logits, inputs: Sequence[SamplingInput]) -> list[Sampled]:
-    return [_CHOSEN] * len(inputs)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minipaged.contracts import Batch, BeamStep, BlockMoves, PendingToken, Sampled, SamplingInput, Tier
-from minipaged.course.content_runner import ContentRunner
+from minipaged.contracts import BeamStep, Sampled, SamplingInput, StepResult, Tier
+from minipaged.course.content_runner import ContentRunner, GivenRow
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.sampling import sample
+from minipaged.steps import StepInput
 from tests.workloads import REFERENCE
 
 
@@ -84,30 +85,40 @@ class LateSamples(Sequence[Sampled]):
 
 
 class LateRunner(ContentRunner):
-    """The content oracle on a late device."""
+    """The content oracle on a late device. What is done there asks nothing of the mirror, which is ahead of it."""
 
-    def __init__(self, *sizes: Any) -> None:
-        super().__init__(*sizes)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._choose = sample_late
         self.late = LateDevice()
+        self._chosen: Sequence[Sampled] = ()
+        """By the step before."""
 
-    def move(self, moves: BlockMoves) -> None:
-        right = super().move
-        Later(self.late, lambda: right(moves))
-
-    def forward(self, batch: Batch) -> Later:
-        rows = [self.take(row) for row in batch]
+    def run(self, step: StepInput) -> StepResult:
+        mirror, before = self.mirror, self._chosen
+        mirror.apply(step, wait=False)
+        Later(self.late, lambda: self.move(step.moves))
+        rows = self.take(mirror.batch())
         self.late.num_launched += 1
         self.late.log.append(("launch", self.late.num_launched))
-        return Later(self.late, lambda: self.run(rows))
+        logits = Later(self.late, lambda: self.compute([known(row, before) for row in rows]))
+        self._chosen = self.sample(logits, mirror.sampling_inputs())
+        mirror.chosen(self._chosen)
+        return StepResult(self._chosen, logits)
 
-    def token_id(self, token: int | PendingToken) -> int:
-        """Where the token is pending, the device has it: the host need not look."""
-        if isinstance(token, PendingToken):
-            assert isinstance(token.samples, LateSamples)
-            assert token.samples.later.is_done, "the device works in order"
-            chosen: int = token.samples.later.result()[token.index].token_id
-            return chosen
-        return token
+
+def known(row: GivenRow, before: Sequence[Sampled]) -> GivenRow:
+    """The row with the tokens that the step before has chosen: the device has them, and the host need not look."""
+
+    def token_id(token: int) -> int:
+        if token >= 0:
+            return token
+        assert isinstance(before, LateSamples)
+        assert before.later.is_done, "the device works in order"
+        chosen: int = before.later.result()[-1 - token].token_id
+        return chosen
+
+    return replace(row, token_ids=list(map(token_id, row.token_ids)))
 
 
 class LateBeams(BeamSearch):

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipaged.contracts import BlockMoves
 from minipaged.errors import InvalidRequest
 from minipaged.events import (
     Event,
@@ -23,6 +22,7 @@ from minipaged.events import (
 )
 from minipaged.params import PreemptionMode
 from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner
+from minipaged.steps import BlockMoves
 from minipaged.traces import Percentiles, TraceReplay, TraceRequest, read_trace
 from tests.effort import examples
 

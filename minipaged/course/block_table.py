@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import minipaged
 from minipaged import contracts
-from minipaged.contracts import BlockAllocator, CopyPair, Tier
+from minipaged.contracts import BlockAllocator, Tier
 from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Submission, Test, fastest
 from minipaged.course.block_allocator import PROMPTS, RemoteAllocator
 from minipaged.course.counterexample import make_script, must_raise, raised_message
@@ -27,6 +27,7 @@ from minipaged.course.table_session import OfferedAllocator, Op, TableSession
 from minipaged.course.workloads import Run, all_sound, random_workload
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed
+from minipaged.steps import CopyPair
 from minipaged.tiers import reference_tier
 
 ENGINE_WORKLOADS = 20

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from minipaged.contracts import Batch, BatchRow, BlockMoves, PendingToken, Runner
+from minipaged.contracts import Batch, Logits, Sampled, SampleFunction, SamplingInput, slots_of
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant, InvariantViolation
+from minipaged.mirror import Mirror, MirroredRunner
+from minipaged.steps import BlockMoves, StepInput
+from minipaged.tiers import reference_tier
 
 Prefix = int
 """A token prefix, numbered when first seen; 0 is the empty one."""
@@ -47,11 +50,11 @@ def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class GivenRow:
-    """A row of a batch, with all that the engine changes copied."""
+    """A row of a batch, with all that later steps change copied."""
 
     tokens_before: list[int]
-    token_ids: Sequence[int | PendingToken]
-    slots: Sequence[int]
+    token_ids: list[int]
+    slots: list[int]
     blocks: list[int]
     wants_logits: bool
 
@@ -68,12 +71,55 @@ class WrongRead:
     """The tokens whose K/V are there; None for memory that nobody wrote."""
 
 
-class ContentRunner(Runner):
-    """Runs plans on memory that remembers who wrote it."""
+class CheckedMirror(Mirror):
+    """After each step's differences, what the mirror knows has to be what the runner's engine knows."""
+
+    def __init__(self, runner: ContentRunner) -> None:
+        super().__init__()
+        self._runner = runner
+
+    def apply(self, step: StepInput, *, wait: bool = True) -> None:
+        super().apply(step, wait=wait)
+        if self._runner.engine is not None:
+            self._compare(self._runner.engine)
+
+    def _compare(self, engine: Engine) -> None:
+        """Raise InvariantViolation unless they agree. (What has not run yet, or not since an error, is not mirrored.)"""
+        requests = (*engine.scheduler.running, *engine.scheduler.waiting)
+        theirs = {sequence.sequence_id: sequence for request in requests for sequence in request.sequences}
+        for number, mine in self.sequences.items():
+            if number not in theirs:
+                self._differs(f"the mirror still has sequence {number}, which has ended")
+            blocks = [] if theirs[number].swapped else list(theirs[number].table.blocks)
+            if mine.blocks != blocks:
+                self._differs(f"the block table of sequence {number} is {blocks}, in the mirror {mine.blocks}")
+            # What the step in flight chooses may be known on one side only.
+            pairs = zip(theirs[number].tokens, mine.token_ids(0, mine.num_tokens), strict=False)
+            if abs(mine.num_tokens - len(theirs[number].tokens)) > 1 or any(a != b for a, b in pairs):
+                self._differs(f"the tokens of sequence {number} are {theirs[number].tokens}, in the mirror others")
+        for row in self.rows:
+            slots = list(theirs[row.sequence].table.slot_mapping(row.start, row.stop))
+            blocks = self.sequences[row.sequence].blocks
+            if slots != slots_of(blocks, row.start, row.stop, self._runner.block_size):
+                self._differs(f"positions {row.start} to {row.stop - 1} of blocks {blocks} cannot be in slots {slots}")
+
+    def _differs(self, message: str) -> NoReturn:
+        raise InvariantViolation(Invariant.CONTENT, message)
+
+
+class ContentRunner(MirroredRunner):
+    """Runs steps on memory that remembers who wrote it. `choose`: how to choose tokens; None: as the reference does."""
 
     def __init__(
-        self, num_blocks: int, num_swap_blocks: int, block_size: int, vocab_size: int, swap_is_cheap: bool = True
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        swap_is_cheap: bool = True,
+        choose: SampleFunction | None = None,
     ) -> None:
+        super().__init__()
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.swap_is_cheap = swap_is_cheap
@@ -81,7 +127,9 @@ class ContentRunner(Runner):
         self.device: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
         self.engine: Engine | None = None
-        """Set by the test: where the truth about the sequences' tokens comes from."""
+        """Set by the test: where the truth about the sequences comes from, with which the mirror is compared."""
+        self.mirror = CheckedMirror(self)
+        self._choose = choose or reference_tier().sample
 
     def move(self, moves: BlockMoves) -> None:
         for device, host in moves.swap_out:
@@ -96,15 +144,21 @@ class ContentRunner(Runner):
             self.device[destination] = list(self.device[source])
 
     def forward(self, batch: Batch) -> Any:
-        return self.run([self.take(row) for row in batch])
+        return self.compute(self.take(batch))
 
-    def take(self, row: BatchRow) -> GivenRow:
-        """What there is to know of a row when the batch is handed over."""
-        return GivenRow(self._tokens_before(row), row.token_ids, row.slots, list(row.table.blocks), row.wants_logits)
+    def take(self, batch: Batch) -> list[GivenRow]:
+        """What there is to know of the rows when the batch is handed over. `batch`: all rows of the step, or some of
+        the first."""
+        given = []
+        for row, of in zip(self.mirror.rows, batch, strict=False):
+            before = self.mirror.sequences[row.sequence].token_ids(0, row.start)
+            slots = of.slots(self.block_size)
+            given.append(GivenRow(before, list(of.token_ids), slots, list(of.blocks), of.wants_logits))
+        return given
 
-    def run(self, rows: Sequence[GivenRow]) -> np.ndarray:
+    def compute(self, rows: Sequence[GivenRow]) -> np.ndarray:
         """The forward pass; nothing but memory and the tokens being chosen may have changed since."""
-        tokens = [[*row.tokens_before, *map(self.token_id, row.token_ids)] for row in rows]
+        tokens = [[*row.tokens_before, *row.token_ids] for row in rows]
         for row, known in zip(rows, tokens, strict=True):  # first every write, as in one layer of a real model
             prefix = 0
             for token in row.tokens_before:
@@ -119,27 +173,14 @@ class ContentRunner(Runner):
                 logits.append(fake_logits(found, self.vocab_size))
         return np.array(logits).reshape(len(logits), self.vocab_size)
 
-    def token_id(self, token: int | PendingToken) -> int:
-        """The number of a query token."""
-        return int(token)
+    def sample(self, logits: Logits, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
+        return self._choose(logits, inputs)
 
     def swap_seconds(self, num_blocks: int) -> float:
         return num_blocks * (1e-6 if self.swap_is_cheap else 1.0)
 
     def recompute_seconds(self, num_tokens: int) -> float:
         return num_tokens * 1e-3
-
-    def _tokens_before(self, row: BatchRow) -> list[int]:
-        """The tokens before the row's, of the sequence that owns the slot of the row's last token."""
-        assert self.engine is not None
-        start, stop = row.first_position, row.context_len
-        for request in self.engine.scheduler.running:
-            for sequence in request.sequences:
-                table = sequence.table
-                if table.num_tokens == stop and table.slot_mapping(stop - 1, stop) == [row.slots[-1]]:
-                    assert sequence.query_tokens(start, stop) == list(row.token_ids)
-                    return sequence.tokens[:start]
-        raise InvariantViolation(Invariant.EXCLUSIVE_WRITE, f"no running sequence owns slot {row.slots[-1]}")
 
     def _read(self, blocks: Sequence[int], tokens: list[int]) -> list[int]:
         """The tokens whose K/V are found: `tokens`, or where a wrong read is let pass, others."""

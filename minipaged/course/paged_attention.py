@@ -18,7 +18,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 import minipaged
-from minipaged.contracts import CopyPair
 from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Submission, Test, fastest
 from minipaged.course.attention_cases import Case
 from minipaged.course.block_allocator import PROMPTS
@@ -32,6 +31,7 @@ from minipaged.errors import Invariant
 from minipaged.events import Event
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig, SamplingParams
+from minipaged.steps import CopyPair
 from minipaged.tiers import Wing, choose_tier
 
 ENGINE_RUNS = 4

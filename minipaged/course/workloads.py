@@ -148,6 +148,7 @@ class Run:
             config.block_size,
             config.vocab_size,
             self.workload.swap_is_cheap,
+            self.tier.sample,
         )
         self.engine = Engine(
             config,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ListLike
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from minipaged.contracts import BatchRow, Logits, Sampled
+from minipaged.contracts import StepResult
 from minipaged.engine.sequence import Request, Sequence
+from minipaged.steps import LOGITS, Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +29,21 @@ class ScheduledRequest:
         """Whether all that it runs is the latest token of each of its sequences."""
         return self.completes and self.num_query_tokens == len(self.work)
 
-    def rows(self) -> list[BatchRow]:
+    @property
+    def num_choices(self) -> int:
+        """How many tokens are chosen for each of its sequences that runs, as in `steps.Row`."""
+        if not self.completes:
+            return 0
+        if self.request.beam_search is not None:
+            return LOGITS
+        return 1 if self.request.prompt_computed else self.request.num_sequences
+
+    def rows(self) -> list[Row]:
         """What the runner is to compute."""
-        rows: list[BatchRow] = []
-        for sequence, num_tokens in self.work:
-            stop = sequence.num_computed
-            start = stop - num_tokens
-            rows.append(
-                BatchRow(
-                    token_ids=sequence.query_tokens(start, stop),
-                    first_position=start,
-                    table=sequence.table,
-                    wants_logits=self.completes,
-                )
-            )
-        return rows
+        return [
+            Row(sequence.sequence_id, sequence.num_computed - num_tokens, num_tokens, self.num_choices)
+            for sequence, num_tokens in self.work
+        ]
 
 
 @dataclass(slots=True)
@@ -52,8 +53,12 @@ class Plan:
     scheduled: list[ScheduledRequest] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
 
-    def batch(self) -> list[BatchRow]:
+    def rows(self) -> list[Row]:
         return [row for scheduled in self.scheduled for row in scheduled.rows()]
+
+    def owners(self) -> Iterator[tuple[Request, Sequence]]:
+        """The request and the sequence of each row."""
+        return ((scheduled.request, sequence) for scheduled in self.scheduled for sequence, _ in scheduled.work)
 
     @property
     def num_query_tokens(self) -> int:
@@ -67,9 +72,10 @@ class LaunchedStep:
     number: int
     started: float
     plan: Plan
-    batch: list[BatchRow]
-    logits: Logits
+    rows: list[Row]
+    result: StepResult
     logit_rows: dict[Sequence, int]
-    samples: ListLike[Sampled]
-    sample_indices: dict[Request, range]
-    """Which of `samples` are a request's: one for each of its sequences that ran, in their order; `n` from a prompt."""
+    """Where the logits of sequences are for which none is chosen: beams."""
+    choices: dict[Request, range]
+    """Which of the result's choices are a request's: one for each of its sequences that ran, in their order; `n` from a
+    prompt."""

@@ -15,10 +15,11 @@ from collections.abc import Sequence as ListLike
 from enum import Enum
 from typing import Literal
 
-from minipaged.contracts import Batch, BlockAllocator, BlockMoves, BlockTable, CopyPair, Tier
+from minipaged.contracts import BlockAllocator, BlockTable, Tier
 from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, RequestState, Sequence
+from minipaged.engine.step_writer import StepWriter
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import (
     BlockCached,
@@ -34,6 +35,7 @@ from minipaged.events import (
     TokensComputed,
 )
 from minipaged.params import EngineConfig
+from minipaged.steps import BlockMoves, CopyPair, Row
 
 
 class AllocStatus(Enum):
@@ -50,8 +52,15 @@ class BlockManager:
     """Block tables of one engine, over one device pool and one host pool."""
 
     def __init__(
-        self, config: EngineConfig, tier: Tier, allocator: Callable[[int], BlockAllocator] | None, emit: Emit
+        self,
+        config: EngineConfig,
+        tier: Tier,
+        allocator: Callable[[int], BlockAllocator] | None,
+        writer: StepWriter,
+        emit: Emit,
     ) -> None:
+        """`writer`: is told of every table that changes."""
+
         def pool(num_blocks: int) -> BlockAllocator:
             if allocator is None and not config.debug:
                 return tier.block_allocator(num_blocks)
@@ -61,9 +70,12 @@ class BlockManager:
         self.allocator = pool(config.num_blocks)
         self.host_allocator = pool(config.num_swap_blocks) if config.num_swap_blocks else None
         self.prefix_cache = PrefixCache(config.block_size, self.allocator) if config.enable_prefix_caching else None
-        self.moves = BlockMoves()
+        self._swap_out: list[CopyPair] = []  # the block moves since they were last taken
+        self._swap_in: list[CopyPair] = []
+        self._copy: list[CopyPair] = []
         self._debug = config.debug
         self._make_table = tier.block_table
+        self._writer = writer
         self._emit = emit
 
     # --- How much room there is -------------------------------------------------------------------
@@ -163,6 +175,7 @@ class BlockManager:
         if not blocks:
             return
         sequence.table.adopt(blocks)
+        self._writer.table_changed(sequence, 0)
         if self.prefix_cache:
             self.prefix_cache.reused(blocks)
         if source == "cache":
@@ -175,9 +188,12 @@ class BlockManager:
         start = table.num_tokens
         self._make_room(table.blocks_needed(num_tokens))
         for source, destination in table.append(num_tokens):
-            self.moves.copy.append((source, destination))
+            self._copy.append((source, destination))
+            self._writer.table_changed(sequence, held - 1)
             holders = self.allocator.ref_count(source) + 1  # before the copy
             self._emit(BlockCopied(sequence.sequence_id, held - 1, source, destination, holders))
+        if len(table.blocks) > held:
+            self._writer.table_changed(sequence, held)
         recomputed = max(0, min(sequence.most_computed, table.num_tokens) - start)
         sequence.most_computed = max(sequence.most_computed, table.num_tokens)
         self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
@@ -203,6 +219,7 @@ class BlockManager:
             if own == cached:
                 self._emit(BlockCached(sequence.sequence_id, logical, cached))
             else:
+                self._writer.table_changed(sequence, logical)
                 self._emit(BlockDeduplicated(sequence.sequence_id, logical, own, cached))
         sequence.num_published = num_full
 
@@ -224,6 +241,7 @@ class BlockManager:
         else:
             self._released(blocks)
         if blocks:
+            self._writer.table_changed(sequence, 0)
             self._emit(BlocksFreed(sequence.sequence_id, blocks))
 
     def _released(self, blocks: ListLike[int]) -> None:
@@ -242,14 +260,14 @@ class BlockManager:
         """Give the request host blocks for its device blocks. Raises OutOfBlocks and changes nothing."""
         assert self.host_allocator is not None
         pairs = self._move(request, self.host_allocator)
-        self.moves.swap_out.extend(pairs)
+        self._swap_out += pairs
         self._emit(SwappedOut(request.request_id, tuple(pairs)))
 
     def swap_in(self, request: Request) -> None:
         """Give the request device blocks for its host blocks. Raises OutOfBlocks and changes nothing."""
         self._make_room(len(request.filled_slots(self.block_size)))
         pairs = self._move(request, self.allocator)
-        self.moves.swap_in.extend(pairs)
+        self._swap_in += pairs
         self._emit(SwappedIn(request.request_id, tuple(pairs)))
 
     def _move(self, request: Request, target: BlockAllocator) -> list[CopyPair]:
@@ -267,6 +285,7 @@ class BlockManager:
         for sequence in request.sequences:
             old = tuple(sequence.table.blocks)
             sequence.table.relocate([new[block] for block in old], target)
+            self._writer.table_changed(sequence, 0)
             sequence.num_published = 0
             sequence.swapped = target is self.host_allocator
             if sequence.swapped:
@@ -277,21 +296,22 @@ class BlockManager:
 
     def take_moves(self) -> BlockMoves:
         """The block moves recorded since the last call."""
-        moves, self.moves = self.moves, BlockMoves()
+        poison: list[int] = []
         if self._debug and isinstance(self.allocator, CheckedAllocator):
-            moves.poison.extend(sorted(self.allocator.touched))
+            poison = sorted(self.allocator.touched)
             self.allocator.touched.clear()
+        moves = BlockMoves(tuple(self._swap_out), tuple(poison), tuple(self._swap_in), tuple(self._copy))
+        self._swap_out, self._swap_in, self._copy = [], [], []
         return moves
 
-    def check_exclusive_writes(self, batch: Batch) -> None:
-        """Raise InvariantViolation if the batch would write into a block that more than one holds."""
-        for row in batch:
-            for block in {slot // self.block_size for slot in row.slots}:
-                if (holders := self.allocator.ref_count(block)) != 1:
-                    raise InvariantViolation(
-                        Invariant.EXCLUSIVE_WRITE,
-                        f"a slot of block {block} is about to be written, but {holders} hold it",
-                    )
+    def check_exclusive_writes(self, sequence: Sequence, row: Row) -> None:
+        """Raise InvariantViolation if the row would be written into a block that more than one holds."""
+        for block in {slot // self.block_size for slot in sequence.table.slot_mapping(row.start, row.stop)}:
+            if (holders := self.allocator.ref_count(block)) != 1:
+                raise InvariantViolation(
+                    Invariant.EXCLUSIVE_WRITE,
+                    f"a slot of block {block} is about to be written, but {holders} hold it",
+                )
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise InvariantViolation unless conservation and exact-references hold in both pools."""
@@ -316,5 +336,5 @@ class BlockManager:
                 )
 
 
-MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, Emit], BlockManager]
+MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, StepWriter, Emit], BlockManager]
 """A class of block managers, or a function, given what BlockManager is made with."""

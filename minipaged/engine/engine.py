@@ -14,7 +14,7 @@ commits this one, so that the device has work while the host commits and schedul
     device       | step 1        | step 2        | step 3        |
     host   launch 1, launch 2,  commit 1, launch 3,  commit 2, launch 4, ...
 
-The token that a sequence runs in step 2 is the one that step 1 is choosing: it stays on the device (`PendingToken`).
+The token that a sequence runs in step 2 is the one that step 1 is choosing: it stays on the device.
 If step 1 turns out to have ended the sequence, its row of step 2 is thrown away. Where the next step needs to know
 more of the tokens than the device does (penalties, beam search, a fork, a preemption), it waits for the commit.
 
@@ -35,21 +35,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from typing import Literal
 
-from minipaged.contracts import (
-    BeamSearch,
-    BeamStep,
-    BlockAllocator,
-    PendingToken,
-    Runner,
-    Sampled,
-    SamplingInput,
-    Tier,
-)
-from minipaged.engine.batch import LaunchedStep, ScheduledRequest
+from minipaged.contracts import BeamSearch, BeamStep, BlockAllocator, Runner, Sampled, StepResult, Tier
+from minipaged.engine.batch import LaunchedStep, Plan, ScheduledRequest
 from minipaged.engine.block_manager import BlockManager, MakeMemory
 from minipaged.engine.detokenizer import Decode, Detokenizer, naming_failures
 from minipaged.engine.policy import FirstComeFirstServed
@@ -58,6 +48,7 @@ from minipaged.engine.results import make_output, make_update
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
 from minipaged.engine.stats import Stats
+from minipaged.engine.step_writer import StepWriter
 from minipaged.errors import BadLogits, DetokenizerFailed, InvalidRequest, InvariantViolation, RequestFailed
 from minipaged.events import (
     BeamFinished,
@@ -75,6 +66,7 @@ from minipaged.events import (
 from minipaged.outputs import RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
+from minipaged.steps import LOGITS, Row
 
 Listener = Callable[[Event], None]
 FinishReason = Literal["stop", "length", "abort", "error", "dropped"]
@@ -122,7 +114,8 @@ class Engine:
         self._in_flight: LaunchedStep | None = None
         self._may_run_ahead = False
         self._last_commit = 0.0
-        self.blocks = memory(config, tier, allocator, self._emit)
+        self._writer = StepWriter()
+        self.blocks = memory(config, tier, allocator, self._writer, self._emit)
         self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy)
         self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
 
@@ -260,27 +253,32 @@ class Engine:
         for scheduled in plan.scheduled:
             if scheduled.request.first_scheduled_time is None:
                 scheduled.request.first_scheduled_time = started
-        batch = plan.batch()
+        rows = plan.rows()
         if self.config.debug:
-            self.blocks.check_exclusive_writes(batch)
-        self._runner.move(self.blocks.take_moves())
-        logits = self._runner.forward(batch)
-        rows: dict[Sequence, int] = {}
-        inputs: list[SamplingInput] = []
-        sample_indices: dict[Request, range] = {}
+            for row, (_, sequence) in zip(rows, plan.owners(), strict=True):
+                self.blocks.check_exclusive_writes(sequence, row)
+        step = self._writer.write(self._step, rows, plan.owners(), self.blocks.take_moves())
+        result = self._runner.run(step)
+        return self._launched(started, plan, rows, result)
+
+    def _launched(self, started: float, plan: Plan, rows: list[Row], result: StepResult) -> LaunchedStep:
+        """Note which of the choices, and which of the logits, are whose."""
+        logit_rows: dict[Sequence, int] = {}
+        choices: dict[Request, range] = {}
+        num_logits = num_choices = 0
         for scheduled in plan.scheduled:
-            if scheduled.completes:
+            if scheduled.num_choices > 0:
+                first, num_logits = num_choices, num_logits + len(scheduled.work)
+                num_choices += len(scheduled.work) * scheduled.num_choices
+                choices[scheduled.request] = range(first, num_choices)
+            elif scheduled.num_choices == LOGITS:
                 for sequence, _ in scheduled.work:
-                    rows[sequence] = len(rows)
-                if scheduled.request.beam_search is None:
-                    first = len(inputs)
-                    inputs += self._sampling_inputs(scheduled, rows)
-                    sample_indices[scheduled.request] = range(first, len(inputs))
-        samples = self._tier.sample(logits, inputs)
-        return LaunchedStep(self._step, started, plan, batch, logits, rows, samples, sample_indices)
+                    logit_rows[sequence] = num_logits
+                    num_logits += 1
+        return LaunchedStep(self._step, started, plan, rows, result, logit_rows, choices)
 
     def _expect_tokens(self, step: LaunchedStep) -> bool:
-        """Let the sequences that run on know where the tokens come from that the step in flight is choosing.
+        """Let the sequences that run on know that the step in flight is choosing a token for them.
 
         False if one of the requests has to know more of them: then the next step is not launched before this one's
         commit.
@@ -290,9 +288,9 @@ class Engine:
             return False
         for scheduled in completed:
             request = scheduled.request
-            for (sequence, _), index in zip(scheduled.work, step.sample_indices.get(request, ()), strict=False):
+            for sequence, _ in scheduled.work:
                 if sequence.finish_reason is None and not request.ends_by_length(sequence):
-                    sequence.pending = PendingToken(step.samples, index)
+                    sequence.pending = True
         return True
 
     def _commit(self, step: LaunchedStep) -> None:
@@ -301,10 +299,10 @@ class Engine:
         What ended while the step was in flight (with the token before, or aborted) has no use for them. Its blocks are
         given back already: the device works in order, so whoever was given them writes after this step has.
         """
-        sampled = list(step.samples)  # this is where the host waits for the device
-        rows = iter(step.batch)
+        sampled = list(step.result.choices)  # this is where the host waits for the device
+        rows = iter(step.rows)
         for scheduled in step.plan.scheduled:
-            computed = [(sequence, next(rows).context_len) for sequence, _ in scheduled.work]
+            computed = [(sequence, next(rows).stop) for sequence, _ in scheduled.work]
             try:
                 self._commit_request(step, scheduled, computed, sampled)
             except RequestFailed as error:
@@ -326,7 +324,7 @@ class Engine:
         if not scheduled.completes or request.state is RequestState.FINISHED:
             self._publish(computed)
         elif request.beam_search is None:
-            choices = [sampled[index] for index in step.sample_indices[request]]
+            choices = [sampled[index] for index in step.choices[request]]
             for (sequence, _), choice in zip(computed, choices, strict=False):  # of a prompt, n from one row
                 if choice.error and sequence.finish_reason is None:
                     raise BadLogits(choice.error)
@@ -336,7 +334,7 @@ class Engine:
             search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
             beams = request.sequences
             sums = [beam.cumulative_logprob for beam in beams]
-            decided = search.step(step.logits, [step.logit_rows[beam] for beam in beams], sums)
+            decided = search.step(step.result.logits, [step.logit_rows[beam] for beam in beams], sums)
             self._publish(computed)
             self._commit_beams(request, search, decided)
 
@@ -349,7 +347,7 @@ class Engine:
         """Seconds are counted once, though steps overlap: from the launch, or the commit of the step before."""
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
-        self._emit(StepFinished(step.number, len(step.batch), step.plan.num_query_tokens, seconds))
+        self._emit(StepFinished(step.number, len(step.rows), step.plan.num_query_tokens, seconds))
 
     def _drop_step_of_nobody(self) -> None:
         """When all requests have ended, nobody will ask for what the step in flight chooses."""
@@ -360,45 +358,20 @@ class Engine:
     def _recover(self, error: BaseException) -> None:
         """After an error within a step: drop all K/V that may be half written; their requests wait to be recomputed."""
         self.blocks.take_moves()
+        self._writer.forget()
         self._in_flight = None
         dropped = self.scheduler.start_over(self._requests.values())
         self._emit(StepFailed(self._step, repr(error), tuple(request.request_id for request in dropped)))
 
     # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
 
-    def _sampling_inputs(self, scheduled: ScheduledRequest, rows: dict[Sequence, int]) -> list[SamplingInput]:
-        """One input a sequence; for the first token `n` inputs from the one row of the prompt."""
-        request = scheduled.request
-        assert isinstance(request.params, SamplingParams)
-        params = request.params
-        inputs: list[SamplingInput] = []
-        for sequence, _ in scheduled.work:
-            forbidden: tuple[int, ...] = ()
-            num_pending = int(sequence.pending is not None)
-            if len(sequence.output_token_ids) + num_pending < params.min_tokens:
-                forbidden = tuple({*params.stop_token_ids, *self._eos_token_ids(params)})
-            inputs.append(
-                SamplingInput(
-                    row=rows[sequence],
-                    params=params,
-                    prompt_token_ids=request.prompt_token_ids,
-                    output_token_ids=sequence.output_token_ids,
-                    seed=request.seed,
-                    stream=sequence.stream,
-                    forbidden_token_ids=forbidden,
-                    num_pending=num_pending,
-                )
-            )
-        if not request.prompt_computed:
-            inputs = [replace(inputs[0], stream=stream) for stream in range(params.n)]
-        return inputs
-
     def _commit_samples(self, request: Request, sequences: list[Sequence], choices: list[Sampled]) -> None:
         """Append the tokens chosen for the sequences that ran; the samples of a prompt fork from it first."""
         if not request.prompt_computed:
             [parent] = sequences
-            children = self._fork(request, [parent] * (len(choices) - 1))
-            for stream, child in enumerate(children, start=1):
+            others = range(1, len(choices))
+            children = self._fork(request, [(parent, choice) for choice in others])
+            for stream, child in zip(others, children, strict=True):
                 child.stream = stream
             sequences = [parent, *children]
             request.sequences.extend(children)
@@ -446,7 +419,8 @@ class Engine:
         eos = self._eos_token_ids(request.params)
         parents = [beams[move.parent] for move in step.survivors]
         first = [beam not in parents[:i] for i, beam in enumerate(parents)]
-        forks = iter(self._fork(request, [beam for beam, goes_on in zip(parents, first, strict=True) if not goes_on]))
+        others = [(beam, LOGITS) for beam, goes_on in zip(parents, first, strict=True) if not goes_on]
+        forks = iter(self._fork(request, others))
         survivors = [beam if goes_on else next(forks) for beam, goes_on in zip(parents, first, strict=True)]
         request.beam_search = search
 
@@ -465,17 +439,19 @@ class Engine:
         request.sequences[:] = survivors
         for beam, move in zip(survivors, step.survivors, strict=True):
             self._append_token(request, beam, move.token_id, move.cumulative_logprob - beam.cumulative_logprob)
+            self._writer.told(beam)
             beam.cumulative_logprob = move.cumulative_logprob
         if not survivors:
             self._finish_request(request, "finished")
 
     # --- Sequences and requests -------------------------------------------------------------------
 
-    def _fork(self, request: Request, parents: list[Sequence]) -> list[Sequence]:
-        """A child of each parent (one may occur twice), sharing all its blocks; all of them or an error and none."""
+    def _fork(self, request: Request, parents: list[tuple[Sequence, int]]) -> list[Sequence]:
+        """A child of each parent (one may occur twice), sharing all its blocks; all of them or an error and none. Its
+        newest token will be that choice of those for the parent (or LOGITS: none of them)."""
         children: list[Sequence] = []
         try:
-            for parent in parents:
+            for parent, choice in parents:
                 child = Sequence(
                     next(self._sequence_ids),
                     list(parent.tokens),
@@ -486,6 +462,7 @@ class Engine:
                     detokenizer=parent.detokenizer.fork() if parent.detokenizer else None,
                 )
                 self.blocks.fork(request, parent, child)
+                self._writer.forked(child, parent, choice)
                 children.append(child)
         except BaseException:
             for child in children:
@@ -495,13 +472,14 @@ class Engine:
         return children
 
     def _append_token(self, request: Request, sequence: Sequence, token: int, logprob: float) -> None:
-        sequence.pending = None
+        sequence.pending = False
         sequence.tokens.append(token)
         sequence.output_token_ids.append(token)
         self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, logprob))
 
     def _end_sequence(self, request: Request, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
+        self._writer.ended(sequence)
         self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason))
         self.blocks.free(sequence)
         self.stats.sequence_ended(sequence)
@@ -553,6 +531,12 @@ class Engine:
         """The tokens that end a sequence with these parameters because the model says so."""
         return () if params.ignore_eos else self.config.eos_token_ids
 
+    def _forbidden_at_first(self, params: SamplingParams | BeamSearchParams) -> tuple[int, ...]:
+        """The tokens that must not be chosen before there are `min_tokens`, because they would end the sequence."""
+        if isinstance(params, BeamSearchParams) or params.min_tokens == 0:
+            return ()
+        return tuple({*params.stop_token_ids, *self._eos_token_ids(params)})
+
     def _new_detokenizer(
         self, params: SamplingParams | BeamSearchParams, output_kind: RequestOutputKind
     ) -> Detokenizer | None:
@@ -590,6 +574,7 @@ class Engine:
             prompt_token_ids=prompt_token_ids,
             params=params,
             seed=seed & (2**64 - 1),
+            forbidden_token_ids=self._forbidden_at_first(params),
             max_output_tokens=max_output,
             output_kind=output_kind,
             priority=priority,

@@ -93,7 +93,7 @@ class Scheduler:
         for request in dropped:
             for sequence in request.sequences:
                 self._blocks.free(sequence)
-                sequence.pending = None
+                sequence.pending = False
             request.state = RequestState.WAITING
         return dropped
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from minipaged.contracts import BeamSearch, BlockTable, PendingToken
+from minipaged.contracts import BeamSearch, BlockTable
 from minipaged.engine.detokenizer import Detokenizer
 from minipaged.params import BeamSearchParams, RequestOutputKind, SamplingParams
 
@@ -41,8 +41,8 @@ class Sequence:
     table: BlockTable
     swapped: bool = False
     """Whether `table` is over the host pool."""
-    pending: PendingToken | None = None
-    """The token after `tokens` that the step in flight is choosing; None too if nothing runs after it."""
+    pending: bool = False
+    """Whether the step in flight is choosing the token after `tokens`, and it is to run."""
     stream: int = 0
     """Which of the request's n samples this is."""
     cumulative_logprob: float = 0.0
@@ -71,15 +71,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens to run before the next one can be chosen: 1 while decoding; 0 while its last token is chosen."""
-        return len(self.tokens) + (self.pending is not None) - self.table.num_tokens
-
-    def query_tokens(self, start: int, stop: int) -> list[int | PendingToken]:
-        """The tokens at positions start .. stop - 1, of which the last may be the pending one."""
-        tokens: list[int | PendingToken] = [*self.tokens[start:stop]]
-        if stop > len(self.tokens):
-            assert self.pending is not None
-            tokens.append(self.pending)
-        return tokens
+        return len(self.tokens) + self.pending - self.table.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +96,8 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams | BeamSearchParams
     seed: int
+    forbidden_token_ids: tuple[int, ...]
+    """What must not be chosen before there are `min_tokens`: whatever would end it."""
     max_output_tokens: int
     """`max_tokens`, cut to what `max_model_len` leaves."""
     priority: int

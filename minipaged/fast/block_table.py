@@ -30,9 +30,10 @@ import torch
 from torch import Tensor
 
 from minipaged import contracts
-from minipaged.contracts import BlockAllocator, CopyPair
+from minipaged.contracts import BlockAllocator
 from minipaged.fast.kernels import BlockTableKernels
 from minipaged.fast.kv_cache import to_device
+from minipaged.steps import CopyPair
 
 NO_ROW = -1
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.contracts import CopyPair
 from minipaged.fast.kernels import Kernels, kernels_for
+from minipaged.steps import CopyPair
 
 STAGED_BYTES = 64 << 20
 """What is gathered in one piece, on its way to the host or back. (The host does not wait for one piece before it queues

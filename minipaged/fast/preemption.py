@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from minipaged.contracts import Batch, BatchRow, BlockMoves
+from minipaged.contracts import Batch, BatchRow
 from minipaged.fast.block_allocator import BlockAllocator
 from minipaged.fast.block_table import BlockTable
 from minipaged.fast.kv_cache import KVCache
+from minipaged.steps import BlockMoves
 
 SCRATCH_BYTES, SCRATCH_BLOCKS = 32 << 20, 256
 """What `measure` copies at most."""

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minipaged import contracts
-from minipaged.contracts import BlockAllocator, CopyPair
+from minipaged.contracts import BlockAllocator
+from minipaged.steps import CopyPair
 
 
 class BlockTable(contracts.BlockTable):

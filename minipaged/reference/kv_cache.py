@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minipaged.contracts import CopyPair
+from minipaged.steps import CopyPair
 
 Array = npt.NDArray[Any]
 

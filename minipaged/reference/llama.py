@@ -14,25 +14,29 @@ and the logits are computed only for the rows that asked for them. Weights have 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from minipaged.contracts import Batch, BlockMoves, Runner
+from minipaged.contracts import Batch, Sampled, SamplingInput
+from minipaged.mirror import MirroredRunner
 from minipaged.models.config import ModelConfig
 from minipaged.reference.attention import paged_attention
 from minipaged.reference.kv_cache import Array, KVCache
-from minipaged.reference.preemption import PreemptionCosts, carry, measure
+from minipaged.reference.preemption import PreemptionCosts, carry, measure, probe_cache
+from minipaged.reference.sampling import sample
+from minipaged.steps import BlockMoves
 
 
-class Llama(Runner):
-    """Runs plans: moves blocks in `kv_cache` and computes logits."""
+class Llama(MirroredRunner):
+    """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens by them."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Array], kv_cache: KVCache) -> None:
         """`weights`: arrays of one floating type, by transformers' names. The cache should have the same type."""
+        super().__init__()
         self.config = config
         self.weights = weights
         self.kv_cache = kv_cache
@@ -42,8 +46,8 @@ class Llama(Runner):
         self.head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
 
     def forward(self, batch: Batch) -> Array:
-        """Logits [rows that want them, vocab_size] after the last query token of each. See `Runner.forward`."""
-        tokens = flatten(batch)
+        """Logits [rows that want them, vocab_size] after the last query token of each row."""
+        tokens = flatten(batch, self.kv_cache.block_size)
         rotation = rotary_tables(tokens.positions, self.inverse_frequencies, self.head.dtype)
         x = self.weights["model.embed_tokens.weight"][tokens.ids]  # [tokens, hidden]
         for layer in range(self.config.num_hidden_layers):
@@ -82,6 +86,10 @@ class Llama(Runner):
         """Swap out, poison, swap in, copy."""
         carry(self.kv_cache, moves)
 
+    def sample(self, logits: Array, inputs: Sequence[SamplingInput]) -> list[Sampled]:
+        """One token for each input."""
+        return sample(logits, inputs)
+
     def swap_seconds(self, num_blocks: int) -> float:
         """What swapping `num_blocks` out and in again costs on this machine, in seconds."""
         return self._costs.swap_seconds(num_blocks)
@@ -92,7 +100,8 @@ class Llama(Runner):
 
     @cached_property
     def _costs(self) -> PreemptionCosts:
-        return measure(self.kv_cache, self.forward)
+        probe = Llama(self.config, self.weights, probe_cache(self.kv_cache))
+        return measure(self.kv_cache, probe.forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +117,20 @@ class FlatBatch:
     logit_rows: Array  # [rows that want logits], their last query tokens' places in [tokens]
 
 
-def flatten(batch: Batch) -> FlatBatch:
+def flatten(batch: Batch, block_size: int) -> FlatBatch:
     """Lay the rows of a batch out one after another."""
     query_lens = np.array([len(row.token_ids) for row in batch], dtype=np.int64)  # [seqs]
     first = np.array([row.first_position for row in batch], dtype=np.int64)  # [seqs]
     query_start = np.zeros(len(batch) + 1, dtype=np.int64)  # [seqs + 1]
     np.cumsum(query_lens, out=query_start[1:])
-    max_blocks = max((len(row.table.blocks) for row in batch), default=0)
+    max_blocks = max((len(row.blocks) for row in batch), default=0)
     block_tables = np.full((len(batch), max_blocks), -1, dtype=np.int64)  # [seqs, max_blocks]
     for table, row in zip(block_tables, batch, strict=True):
-        table[: len(row.table.blocks)] = row.table.blocks
+        table[: len(row.blocks)] = row.blocks
     return FlatBatch(
-        ids=np.array([int(token) for row in batch for token in row.token_ids], dtype=np.int64),
+        ids=np.array([token for row in batch for token in row.token_ids], dtype=np.int64),
         positions=np.arange(query_start[-1]) + np.repeat(first - query_start[:-1], query_lens),
-        slots=np.array([slot for row in batch for slot in row.slots], dtype=np.int64),
+        slots=np.array([slot for row in batch for slot in row.slots(block_size)], dtype=np.int64),
         query_start=query_start,
         context_lens=first + query_lens,
         block_tables=block_tables,

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 
 import numpy.typing as npt
 
-from minipaged.contracts import Batch, BatchRow, BlockMoves
-from minipaged.reference.block_allocator import BlockAllocator
-from minipaged.reference.block_table import BlockTable
+from minipaged.contracts import Batch, BatchRow
 from minipaged.reference.kv_cache import KVCache
+from minipaged.steps import BlockMoves
 
 SCRATCH_BYTES = 32 << 20
 """What `measure` copies, so that most of it comes from memory and not from a processor's cache."""
@@ -63,7 +62,8 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
 
 
 def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> PreemptionCosts:
-    """Time this machine's copies and its prefill, in a fraction of a second. The live cache is only read.
+    """Time this machine's copies and its prefill, in a fraction of a second. The live cache is left alone: `forward`
+    runs a prompt in the first blocks of another one like it.
 
     Copies run between the blocks of two scratch caches: one with blocks of a few bytes, where starting is
     everything, and one with blocks of this cache's own size.
@@ -90,19 +90,18 @@ def _seconds_per_block(shape: tuple[int, int, int, int], num_blocks: int, dtype:
 
 
 def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object]) -> float:
-    """Tokens a second of a short prompt that is written nowhere and attends to whatever is in the first blocks."""
+    """Tokens a second of a short prompt."""
     num_tokens = min(PROBE_TOKENS, kv_cache.num_blocks * kv_cache.block_size)
-    table = ReadOnlyTable(kv_cache.block_size, BlockAllocator(kv_cache.num_blocks))
-    table.append(num_tokens)
-    prompt = BatchRow([0] * num_tokens, first_position=0, table=table, wants_logits=False)
+    blocks = range(-(-num_tokens // kv_cache.block_size))
+    prompt = BatchRow([0] * num_tokens, first_position=0, blocks=blocks, wants_logits=False)
     return num_tokens / _seconds(lambda: forward([prompt]))
 
 
-class ReadOnlyTable(BlockTable):
-    """The table of a sequence whose keys and values are thrown away: its slots are padding, which is not written."""
-
-    def slot_mapping(self, start: int, stop: int) -> list[int]:
-        return [-1] * (stop - start)
+def probe_cache(kv_cache: KVCache) -> KVCache:
+    """A cache like the live one, with blocks for the prompt that `measure` runs."""
+    num_blocks = min(kv_cache.num_blocks, -(-PROBE_TOKENS // kv_cache.block_size))
+    layers, kv_heads = kv_cache.num_layers, kv_cache.num_kv_heads
+    return KVCache(layers, num_blocks, kv_cache.block_size, kv_heads, kv_cache.head_dim, dtype=kv_cache.dtype)
 
 
 def _seconds(work: Callable[[], object]) -> float:

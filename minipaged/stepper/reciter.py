@@ -14,10 +14,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from minipaged.contracts import Batch, BatchRow, BlockMoves, Sampled, SamplingInput, Tier
+from minipaged.contracts import Batch, BlockTable, Logits, Sampled, SamplingInput, Tier
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest, Invariant, InvariantViolation
 from minipaged.stepper.storyteller import Storyteller
+from minipaged.steps import BlockMoves, Row
 from minipaged.tiers import plain_parts
 
 Slots = dict[int, int]
@@ -28,7 +29,7 @@ class Reciter(Storyteller):
     """Knows texts by heart, and where it has put them."""
 
     def engine(self, **options: Any) -> Engine:
-        engine = super().engine(**{"debug": True} | options)
+        self._engine = engine = super().engine(**{"debug": True} | options)
         self._block_size = engine.config.block_size
         self._device: dict[int, Slots] = {}
         self._host: dict[int, Slots] = {}
@@ -53,28 +54,26 @@ class Reciter(Storyteller):
 
     def forward(self, batch: Batch) -> list[list[int]]:
         """What may follow each row that wants to know."""
-        for row in batch:
-            for token, slot in zip(row.token_ids, self._slots(row, row.first_position), strict=True):
-                self._device.setdefault(slot // self._block_size, {})[slot % self._block_size] = int(token)
-        for row in batch:
-            self._check_reads(row)
-        return [self._following(int(row.token_ids[-1])) for row in batch if row.wants_logits]
+        rows, tables = self.mirror.rows, self._tables()
+        for given, row in zip(batch, rows, strict=True):
+            for token, slot in zip(given.token_ids, _slots(tables[row.sequence], row.start, row.stop), strict=True):
+                self._device.setdefault(slot // self._block_size, {})[slot % self._block_size] = token
+        for given, row in zip(batch, rows, strict=True):
+            self._check_reads(given.token_ids[-1], row, tables[row.sequence])
+        return [self._following(row.token_ids[-1]) for row in batch if row.wants_logits]
 
     def _following(self, token: int) -> list[int]:
         return self.following[token] or [token]
 
-    def _slots(self, row: BatchRow, start: int) -> Sequence[int]:
-        """Where the table says that the positions from `start` on are."""
-        slots = row.table.slot_mapping(start, row.context_len)
-        if len(slots) != row.context_len - start:
-            message = f"positions {start} to {row.context_len - 1} have {len(slots)} slots"
-            raise InvariantViolation(Invariant.CONTENT, message)
-        return slots
+    def _tables(self) -> dict[int, BlockTable]:
+        """The tables themselves: they may be somebody's work, and have to find the slots."""
+        running = self._engine.scheduler.running
+        return {sequence.sequence_id: sequence.table for request in running for sequence in request.sequences}
 
-    def _check_reads(self, row: BatchRow) -> None:
-        token: int | None = int(row.token_ids[-1])
-        slots = self._slots(row, 0)
-        for position in reversed(range(row.context_len)):  # from the end, since a token knows the one before it
+    def _check_reads(self, last: int, row: Row, table: BlockTable) -> None:
+        token: int | None = last
+        slots = _slots(table, 0, row.stop)
+        for position in reversed(range(row.stop)):  # from the end, since a token knows the one before it
             block, offset = divmod(slots[position], self._block_size)
             found = self._device.get(block, {}).get(offset)
             if token is None or found != token:
@@ -89,12 +88,21 @@ class Reciter(Storyteller):
 
     # --- Tier -------------------------------------------------------------------------------------
 
-    def _choose(self, following: Sequence[Sequence[int]], inputs: Sequence[SamplingInput]) -> list[Sampled]:
+    def _choose(self, following: Logits, inputs: Sequence[SamplingInput]) -> list[Sampled]:
         return [
             Sampled(ways[wanted.stream % len(ways)], -math.log(len(ways)), None)
             for wanted in inputs
             for ways in [following[wanted.row]]
         ]
+
+
+def _slots(table: BlockTable, start: int, stop: int) -> Sequence[int]:
+    """Where the table says that positions are."""
+    slots = table.slot_mapping(start, stop)
+    if len(slots) != stop - start:
+        message = f"positions {start} to {stop - 1} have {len(slots)} slots"
+        raise InvariantViolation(Invariant.CONTENT, message)
+    return slots
 
 
 def _no_beams(*_: Any) -> NoReturn:

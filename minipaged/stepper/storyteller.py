@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from minipaged.contracts import Batch, BlockAllocator, BlockMoves, BlockTable, Runner, Tier
+from minipaged.contracts import Batch, BlockAllocator, BlockTable, Logits, Sampled, SamplingInput, Tier
 from minipaged.engine.engine import Engine
+from minipaged.mirror import MirroredRunner
 from minipaged.params import EngineConfig
+from minipaged.steps import BlockMoves
 from minipaged.tiers import reference_tier
 
 
 @dataclass
-class Storyteller(Runner):
+class Storyteller(MirroredRunner):
     """Runs batches without reading or writing any memory."""
 
     texts: Sequence[str]
@@ -28,6 +30,7 @@ class Storyteller(Runner):
     """The tokens that may follow each."""
 
     def __post_init__(self) -> None:
+        super().__init__()
         self._tokens: dict[tuple[str, ...], int] = {}
         for text in self.texts:
             self._learn(text.split())
@@ -87,6 +90,9 @@ class Storyteller(Runner):
         for i, token in enumerate(rows):
             logits[i, self.following[token] or [token]] = 0
         return logits
+
+    def sample(self, logits: Logits, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
+        return self.tier().sample(logits, inputs)
 
     def swap_seconds(self, num_blocks: int) -> float:
         return 1e-6 * num_blocks

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipaged.contracts import BlockMoves, CopyPair
 from minipaged.fast import kv_cache as fast
 from minipaged.fast import preemption as fast_preemption
 from minipaged.reference import kv_cache as reference
 from minipaged.reference import preemption as reference_preemption
+from minipaged.steps import BlockMoves, CopyPair
 from tests.agreement.kernels import KernelSet, every_kernel_set
 from tests.effort import examples
 

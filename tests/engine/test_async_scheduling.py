@@ -287,7 +287,7 @@ class Scripted(Late):
 
     def __init__(self, *script: Sequence[int], config: EngineConfig = CONFIG) -> None:
         super().__init__(config)
-        self.engine._tier = replace(LATE, sample=self.sample)
+        self.runner._choose = self.sample
         self.script = script
         self.asked: list[tuple[int, int]] = []  # (stream, number of the token)
 

@@ -10,7 +10,6 @@ from collections import Counter
 
 import pytest
 
-from minipaged.contracts import BlockMoves
 from minipaged.course.content_runner import ContentRunner
 from minipaged.engine import block_manager
 from minipaged.engine.block_manager import BlockManager
@@ -20,6 +19,7 @@ from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvariantViolation
 from minipaged.reference.block_table import BlockTable
 from tests.effort import scaled, seeds, thorough
+from minipaged.steps import BlockMoves
 from tests.workloads import Run, random_workload, run_workload
 
 EVERYTHING_THAT_CAN_HAPPEN = {

@@ -35,9 +35,9 @@ class Bench:
         self.script = script
         self.sampled: list[SamplingInput] = []
         self.events: list[Event] = []
-        runner = ContentRunner(config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size)
-        tier = replace(REFERENCE, sample=self.sample)
-        self.engine = Engine(config, tier, runner, decode=decode, listeners=[self.events.append])
+        sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size)
+        runner = ContentRunner(*sizes, choose=self.sample)
+        self.engine = Engine(config, REFERENCE, runner, decode=decode, listeners=[self.events.append])
         runner.engine = self.engine
 
     def sample(self, logits: Logits, inputs: Sequence[SamplingInput]) -> list[Sampled]:

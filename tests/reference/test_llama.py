@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
-from minipaged.contracts import BatchRow, BlockMoves
+from minipaged.contracts import BatchRow
 from minipaged.models.config import ModelConfig
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.llama import Llama, inverse_frequencies, rotary_tables
 from tests.effort import examples
-from tests.tables import table_of
-from tests.workloads import REFERENCE
+from minipaged.steps import BlockMoves
 
 ROPE_PARAMETERS = [
     {"rope_type": "default", "rope_theta": 10000.0},
@@ -121,7 +120,7 @@ class Sequence:
         return BatchRow(
             token_ids=self.token_ids[positions.start : positions.stop],
             first_position=positions.start,
-            table=table_of(self.block_table[: -(-positions.stop // block_size)], block_size, REFERENCE),
+            blocks=self.block_table[: -(-positions.stop // block_size)],
             wants_logits=wants_logits,
         )
 
@@ -233,8 +232,7 @@ def small_llama(
 
 def row(first_position: int, num_tokens: int, block_table: list[int], wants_logits: bool = True) -> BatchRow:
     positions = range(first_position, first_position + num_tokens)
-    table = table_of(block_table, 4, REFERENCE)
-    return BatchRow([(7 * p) % 50 for p in positions], first_position, table, wants_logits)
+    return BatchRow([(7 * p) % 50 for p in positions], first_position, block_table, wants_logits)
 
 
 def test_no_rows_that_want_logits_give_no_logits() -> None:

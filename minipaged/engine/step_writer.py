@@ -1,0 +1,107 @@
+"""Writes the steps that runners are given: collects what changes while it does, and says it at the next step.
+
+The other end is the runner's mirror (`mirror.py`). Nothing is compared to find out what has changed: the block manager
+says which tables have, the engine which sequences forked and ended. So the writing of a step costs what has changed,
+not what runs. (Rows are compared; but not those of a step in which all that ran only goes on.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from minipaged.engine.sequence import Request, Sequence
+from minipaged.steps import Begun, BlockMoves, Forked, Row, Sampling, StepInput, TableChange, Told
+
+
+class StepWriter:
+    """What the runner knows, and what it has to be told."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """The runner may have lost what it knew: the next step begins anew."""
+        self._fresh = True
+        self._known: set[int] = set()
+        self._rows: list[Row] = []  # of the latest step
+        self._forked: dict[int, Forked] = {}
+        self._ended: list[int] = []
+        self._changed: dict[Sequence, int] = {}  # tables, and how many of their first blocks are as they were
+        self._told: dict[int, Told] = {}
+
+    # --- What changes -----------------------------------------------------------------------------
+
+    def table_changed(self, sequence: Sequence, kept: int) -> None:
+        """The sequence's table has other blocks than it had, from logical block `kept` on."""
+        self._changed[sequence] = min(kept, self._changed.get(sequence, kept))
+
+    def forked(self, child: Sequence, parent: Sequence, choice: int) -> None:
+        """`child` is a copy of `parent` now, but for its newest token (see `steps.Forked`)."""
+        self._forked[child.sequence_id] = Forked(child.sequence_id, parent.sequence_id, choice)
+        if parent in self._changed:  # what the runner copies is the table that it knows
+            self._changed[child] = self._changed[parent]
+
+    def told(self, sequence: Sequence) -> None:
+        """The host has chosen the sequence's newest token."""
+        self._told[sequence.sequence_id] = Told(sequence.sequence_id, len(sequence.tokens) - 1, sequence.tokens[-1])
+
+    def ended(self, sequence: Sequence) -> None:
+        """The sequence will not run again."""
+        self._changed.pop(sequence, None)
+        self._told.pop(sequence.sequence_id, None)
+        if not self._forked.pop(sequence.sequence_id, None):
+            self._ended.append(sequence.sequence_id)
+
+    # --- The step ---------------------------------------------------------------------------------
+
+    def write(
+        self, number: int, rows: list[Row], owners: Iterable[tuple[Request, Sequence]], moves: BlockMoves
+    ) -> StepInput:
+        """The step in which `rows` run; `owners`: the request and the sequence of each."""
+        self._known.update(self._forked)
+        begun = tuple(
+            self._begin(request, sequence) for request, sequence in owners if sequence.sequence_id not in self._known
+        )
+        left_out, added = self._compare(rows)
+        ended = tuple(one for one in self._ended if one in self._known)
+        self._known.difference_update(ended)
+        step = StepInput(
+            number,
+            fresh=self._fresh,
+            forked=tuple(self._forked.values()),
+            ended=ended,
+            begun=begun,
+            tables=tuple(
+                TableChange(sequence.sequence_id, kept, () if sequence.swapped else tuple(sequence.table.blocks[kept:]))
+                for sequence, kept in self._changed.items()
+                if sequence.sequence_id in self._known
+            ),
+            told=tuple(self._told.values()),
+            moves=moves,
+            left_out=left_out,
+            added=added,
+        )
+        self._known.update(one.sequence for one in begun)
+        self._rows, self._fresh = rows, False
+        self._forked, self._ended, self._changed, self._told = {}, [], {}, {}
+        return step
+
+    def _begin(self, request: Request, sequence: Sequence) -> Begun:
+        sampling = None
+        if request.beam_search is None:
+            sampling = Sampling(request.params, request.seed, sequence.stream, request.forbidden_token_ids)
+        num_prompt = len(request.prompt_token_ids)
+        blocks = tuple(sequence.table.blocks)
+        return Begun(sequence.sequence_id, tuple(sequence.tokens), num_prompt, blocks, sampling)
+
+    def _compare(self, rows: list[Row]) -> tuple[tuple[int, ...], tuple[Row, ...]]:
+        """What of the rows of the step before does not go on as it is, and what comes after those that do."""
+        ended, left_out, goes_on = set(self._ended), [], 0
+        for row in self._rows:
+            if not row.num_choices or row.sequence in ended:
+                continue
+            if goes_on < len(rows) and row.next() == rows[goes_on]:
+                goes_on += 1
+            else:
+                left_out.append(row.sequence)
+        return tuple(left_out), tuple(rows[goes_on:])

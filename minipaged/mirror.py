@@ -1,0 +1,262 @@
+"""The mirror: what a runner knows of the sequences, kept up to date by the differences that steps bring (`steps.py`).
+
+    StepInput ──► Mirror.apply ──► a plain batch: of each row its tokens, positions and block table;
+                                   and what choosing their next tokens takes
+                  Mirror.chosen ◄── the choices
+
+A `MirroredRunner` is a model that is given plain batches; it need not know of differences. The reference's Llama is
+one, and so are the models without weights that tests, grader and tutorials run. A runner that wants to make use of the
+differences (the fast tier keeps block tables, positions and tokens on the device) has a mirror and looks at the steps
+itself.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from collections.abc import Sequence as ListLike
+from typing import NamedTuple
+
+from minipaged.contracts import Batch, BatchRow, Logits, Runner, Sampled, SamplingInput, StepResult
+from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
+
+
+class Sequence:
+    """One sequence, as a runner knows it."""
+
+    __slots__ = ("blocks", "first_choice", "output_token_ids", "prompt_token_ids", "sampling")
+
+    def __init__(
+        self, prompt: tuple[int, ...], output: list[int], blocks: ListLike[int], sampling: Sampling | None
+    ) -> None:
+        self.prompt_token_ids = prompt
+        self.output_token_ids = output
+        """As far as it is known: not a token that the step before has chosen and nobody has looked at."""
+        self.blocks = list(blocks)
+        self.sampling = sampling
+        self.first_choice = 0
+        """The first of the choices for it in the latest step that made some."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """The known ones of the tokens at positions start .. stop - 1."""
+        length = len(self.prompt_token_ids)
+        output = self.output_token_ids[max(0, start - length) : max(0, stop - length)]
+        return [*self.prompt_token_ids[start:stop], *output]
+
+
+class _Chosen(NamedTuple):
+    """The choices of a step, which may not have been looked at yet."""
+
+    sequences: ListLike[Sequence]
+    indices: ListLike[int]
+    """Which of the choices is a sequence's next token."""
+    choices: ListLike[Sampled]
+
+
+class Rows:
+    """The rows of the latest step: those of the step before, each one token further, without some, and with others
+    after them. All that a runner needs to know which only counts."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """The step's."""
+        self.num_choices = 0
+        """Tokens to choose."""
+        self.num_query_tokens = 0
+        self.num_context_tokens = 0
+        """The tokens of all rows that have K and V after the step."""
+        self.num_steady = 0
+        """For so many steps the rows have been the same ones, each only going on."""
+        self._rows: list[Row] = []  # as they were before those steps
+        self._may_go_on = False  # whether all of them choose one token
+
+    def follow(self, step: StepInput) -> None:
+        """Raises ValueError for a step that is not the next one."""
+        if step.fresh:
+            self.__init__()  # type: ignore[misc]
+        elif step.number != self.number + 1:
+            raise ValueError(f"step {step.number} cannot follow step {self.number}; only a fresh one can")
+        self.number = step.number
+        if self._may_go_on and not (step.ended or step.left_out or step.added):
+            self.num_steady += 1
+            self.num_query_tokens = len(self._rows)
+            self.num_context_tokens += len(self._rows)
+            return
+        out = {*step.ended, *step.left_out}
+        going = [row.next() for row in self if row.num_choices and row.sequence not in out]
+        self._rows, self.num_steady = [*going, *step.added], 0
+        self.num_choices = sum(max(0, row.num_choices) for row in self._rows)
+        self.num_query_tokens = sum(row.num_tokens for row in self._rows)
+        self.num_context_tokens = sum(row.stop for row in self._rows)
+        self._may_go_on = all(row.num_choices == 1 for row in self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        if not self.num_steady:
+            return iter(self._rows)
+        further = self.num_steady - 1
+        return (Row(row.sequence, row.stop + further, 1, 1) for row in self._rows)
+
+
+class Mirror:
+    """All sequences that the runner was told of, and the rows of the latest step."""
+
+    def __init__(self) -> None:
+        self.rows = Rows()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.sequences: dict[int, Sequence] = {}
+        self._choosing: list[Sequence] = []  # the sequences of the rows for which tokens are chosen
+        self._first_choices: list[int] = []  # for each of them
+        self._unsettled: list[_Chosen] = []
+        self._latest: ListLike[Sampled] = ()
+
+    # --- Following --------------------------------------------------------------------------------
+
+    def apply(self, step: StepInput, *, wait: bool = True) -> None:
+        """Follow one step's differences. Whatever raises leaves it half changed: a fresh step has to come next.
+
+        `wait`: look at what the step before has chosen. Otherwise a token that is not known yet is named by its choice
+        (`BatchRow.token_ids`). The choices of earlier steps are known: the engine looks at them one step later.
+        """
+        if step.fresh:
+            self._begin_anew()
+        self.rows.follow(step)
+        self._settle(keep=0 if wait or step.told or step.forked else 1)
+        self._follow_sequences(step)
+        if not self.rows.num_steady:
+            self._note_choices()
+
+    def chosen(self, choices: ListLike[Sampled]) -> None:
+        """The tokens of the step applied last are these; they are looked at when they are needed."""
+        if len(choices) != self.rows.num_choices:
+            raise ValueError(f"{len(choices)} tokens were chosen, not {self.rows.num_choices}")
+        self._latest = choices
+        self._unsettled.append(_Chosen(self._choosing, self._first_choices, choices))
+
+    def _settle(self, keep: int) -> None:
+        """Append the tokens of all choices but the latest `keep`."""
+        while len(self._unsettled) > keep:
+            sequences, indices, choices = self._unsettled.pop(0)
+            tokens = [sampled.token_id for sampled in choices]
+            for sequence, index in zip(sequences, indices, strict=True):
+                sequence.output_token_ids.append(tokens[index])
+
+    def _follow_sequences(self, step: StepInput) -> None:
+        sequences = self.sequences
+        for child, parent, choice in step.forked:
+            sequences[child] = self._fork(sequences[parent], choice)
+        for ended in step.ended:
+            del sequences[ended]
+        for begun in step.begun:
+            sequences[begun.sequence] = _begin(begun)
+        for changed, kept, blocks in step.tables:
+            sequences[changed].blocks[kept:] = blocks
+        for told, position, token in step.told:
+            sequence = sequences[told]
+            sequence.output_token_ids[position - len(sequence.prompt_token_ids) :] = [token]
+
+    def _fork(self, parent: Sequence, choice: int) -> Sequence:
+        output, sampling = list(parent.output_token_ids), parent.sampling
+        if choice >= 0:
+            assert sampling is not None
+            output[-1] = self._latest[parent.first_choice + choice].token_id
+            sampling = sampling._replace(stream=choice)
+        return Sequence(parent.prompt_token_ids, output, parent.blocks, sampling)
+
+    def _note_choices(self) -> None:
+        """Which choices will be whose."""
+        self._choosing, self._first_choices = [], []
+        num_choices = 0
+        for row in self.rows:
+            if row.num_choices > 0:
+                sequence = self.sequences[row.sequence]
+                sequence.first_choice = num_choices
+                self._choosing.append(sequence)
+                self._first_choices.append(num_choices)
+                num_choices += row.num_choices
+
+    # --- What there is to run ---------------------------------------------------------------------
+
+    def batch(self) -> list[BatchRow]:
+        """The rows of the latest step, with all that running them takes."""
+        pending: dict[Sequence, int] = {}
+        for chosen in self._unsettled:
+            pending = dict(zip(chosen.sequences, chosen.indices, strict=True))
+        batch: list[BatchRow] = []
+        for row in self.rows:
+            sequence = self.sequences[row.sequence]
+            tokens = sequence.token_ids(row.start, row.stop)
+            if len(tokens) < row.num_tokens:
+                tokens.append(-1 - pending[sequence])
+            batch.append(BatchRow(tokens, row.start, sequence.blocks, wants_logits=row.num_choices != 0))
+        return batch
+
+    def sampling_inputs(self) -> list[SamplingInput]:
+        """One input for each token to choose, in the order of the rows."""
+        inputs: list[SamplingInput] = []
+        rows_with_logits = (row for row in self.rows if row.num_choices)
+        for place, row in enumerate(rows_with_logits):
+            if row.num_choices < 0:
+                continue
+            sequence = self.sequences[row.sequence]
+            sampling, output = sequence.sampling, sequence.output_token_ids
+            assert sampling is not None
+            num_pending = row.stop - sequence.num_tokens
+            early = len(output) + num_pending < sampling.params.min_tokens
+            inputs += [
+                SamplingInput(
+                    row=place,
+                    params=sampling.params,
+                    prompt_token_ids=sequence.prompt_token_ids,
+                    output_token_ids=output,
+                    seed=sampling.seed,
+                    stream=sampling.stream + choice,
+                    forbidden_token_ids=sampling.forbidden_token_ids if early else (),
+                    num_pending=num_pending,
+                )
+                for choice in range(row.num_choices)
+            ]
+        return inputs
+
+
+def _begin(begun: Begun) -> Sequence:
+    prompt, output = begun.token_ids[: begun.prompt_length], begun.token_ids[begun.prompt_length :]
+    return Sequence(prompt, list(output), begun.blocks, begun.sampling)
+
+
+class MirroredRunner(Runner):
+    """A model that is given plain batches, one after another, each when the tokens of the one before are known."""
+
+    def __init__(self) -> None:
+        self.mirror = Mirror()
+
+    @abstractmethod
+    def move(self, moves: BlockMoves) -> None:
+        """Swap out, poison, swap in, copy: in this order, each batched over all blocks, layers and K/V."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Logits:
+        """Write K/V of every query token into its slot and attend through the block tables.
+
+        Returns logits [number of rows with `wants_logits`, vocab_size], in row order.
+        """
+
+    @abstractmethod
+    def sample(self, logits: Logits, inputs: ListLike[SamplingInput]) -> ListLike[Sampled]:
+        """Choose one token for each input (`contracts.SampleFunction`)."""
+
+    def run(self, step: StepInput) -> StepResult:
+        self.mirror.apply(step)
+        self.move(step.moves)
+        logits = self.forward(self.mirror.batch())
+        choices = self.sample(logits, self.mirror.sampling_inputs())
+        self.mirror.chosen(choices)
+        return StepResult(choices, logits)

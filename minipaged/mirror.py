@@ -81,7 +81,7 @@ class Rows:
         elif step.number != self.number + 1:
             raise ValueError(f"step {step.number} cannot follow step {self.number}; only a fresh one can")
         self.number = step.number
-        if self._may_go_on and not (step.ended or step.left_out or step.added):
+        if self._may_go_on and not (step.ended or step.told or step.left_out or step.added):
             self.num_steady += 1
             self.num_query_tokens = len(self._rows)
             self.num_context_tokens += len(self._rows)
@@ -115,8 +115,10 @@ class Mirror:
         self.sequences: dict[int, Sequence] = {}
         self._choosing: list[Sequence] = []  # the sequences of the rows for which tokens are chosen
         self._first_choices: list[int] = []  # for each of them
+        self._has_penalties = False
         self._unsettled: list[_Chosen] = []
-        self._latest: ListLike[Sampled] = ()
+        self.latest: ListLike[Sampled] = ()
+        """The choices of the latest step that was run."""
 
     # --- Following --------------------------------------------------------------------------------
 
@@ -133,12 +135,14 @@ class Mirror:
         self._follow_sequences(step)
         if not self.rows.num_steady:
             self._note_choices()
+        if self._has_penalties:  # which depend on all tokens; the engine has waited for them already
+            self._settle(keep=0)
 
     def chosen(self, choices: ListLike[Sampled]) -> None:
         """The tokens of the step applied last are these; they are looked at when they are needed."""
         if len(choices) != self.rows.num_choices:
             raise ValueError(f"{len(choices)} tokens were chosen, not {self.rows.num_choices}")
-        self._latest = choices
+        self.latest = choices
         self._unsettled.append(_Chosen(self._choosing, self._first_choices, choices))
 
     def _settle(self, keep: int) -> None:
@@ -167,13 +171,13 @@ class Mirror:
         output, sampling = list(parent.output_token_ids), parent.sampling
         if choice >= 0:
             assert sampling is not None
-            output[-1] = self._latest[parent.first_choice + choice].token_id
+            output[-1] = self.latest[parent.first_choice + choice].token_id
             sampling = sampling._replace(stream=choice)
         return Sequence(parent.prompt_token_ids, output, parent.blocks, sampling)
 
     def _note_choices(self) -> None:
         """Which choices will be whose."""
-        self._choosing, self._first_choices = [], []
+        self._choosing, self._first_choices, self._has_penalties = [], [], False
         num_choices = 0
         for row in self.rows:
             if row.num_choices > 0:
@@ -182,6 +186,7 @@ class Mirror:
                 self._choosing.append(sequence)
                 self._first_choices.append(num_choices)
                 num_choices += row.num_choices
+                self._has_penalties |= sequence.sampling is not None and sequence.sampling.params.has_penalties
 
     # --- What there is to run ---------------------------------------------------------------------
 

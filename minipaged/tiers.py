@@ -228,7 +228,7 @@ class FastWing(Wing):
                 max_num_seqs=engine_config.max_num_seqs,
                 max_model_len=engine_config.max_model_len,
             )
-            llama.warm_up(self.tier.sample)
+            llama.warm_up()
             return llama
         except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
             if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):  # the latter: pinned memory

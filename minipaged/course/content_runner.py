@@ -84,7 +84,7 @@ class CheckedMirror(Mirror):
             self._compare(self._runner.engine)
 
     def _compare(self, engine: Engine) -> None:
-        """Raise InvariantViolation unless they agree. (What has not run yet, or not since an error, is not mirrored.)"""
+        """Raise InvariantViolation unless they agree. (What has not run, or not since an error, is not mirrored.)"""
         requests = (*engine.scheduler.running, *engine.scheduler.waiting)
         theirs = {sequence.sequence_id: sequence for request in requests for sequence in request.sequences}
         for number, mine in self.sequences.items():

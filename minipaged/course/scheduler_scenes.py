@@ -17,6 +17,7 @@ from minipaged.engine.block_manager import AllocStatus, BlockManager
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request, RequestState, Sequence
 from minipaged.engine.views import view_of
+from minipaged.engine.step_writer import StepWriter
 from minipaged.errors import OutOfBlocks
 from minipaged.events import (
     EngineStarted,
@@ -76,7 +77,7 @@ class Scene:
             num_swap_blocks=self.num_swap_blocks,
             enable_prefix_caching=False,
         )
-        self.blocks = BlockManager(config, reference_tier(), None, self.events.append)
+        self.blocks = BlockManager(config, reference_tier(), None, StepWriter(), self.events.append)
         self.events += [
             EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, MAX_MODEL_LEN),
             StepStarted(1),
@@ -112,6 +113,7 @@ class Scene:
             prompt_token_ids=prompt,
             params=params,
             seed=0,
+            forbidden_token_ids=(),
             max_output_tokens=drawn.max_output_tokens,
             priority=0,
             sequences=[Sequence(10 * order, list(prompt), [], self.blocks.new_table())],

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from minipaged.engine.sequence import Request, Sequence
+from minipaged.params import SamplingParams
 from minipaged.steps import Begun, BlockMoves, Forked, Row, Sampling, StepInput, TableChange, Told
 
 
@@ -87,9 +88,9 @@ class StepWriter:
         return step
 
     def _begin(self, request: Request, sequence: Sequence) -> Begun:
-        sampling = None
-        if request.beam_search is None:
-            sampling = Sampling(request.params, request.seed, sequence.stream, request.forbidden_token_ids)
+        params, sampling = request.params, None
+        if isinstance(params, SamplingParams):
+            sampling = Sampling(params, request.seed, sequence.stream, request.forbidden_token_ids)
         num_prompt = len(request.prompt_token_ids)
         blocks = tuple(sequence.table.blocks)
         return Begun(sequence.sequence_id, tuple(sequence.tokens), num_prompt, blocks, sampling)

@@ -8,21 +8,16 @@ It is asked a few things for each sequence at each step, and nearly always the a
 room. That case takes a few additions here; the allocator is asked for blocks only where blocks are needed.
 
 `DeviceTables` is what the attention kernels read: one int32 tensor [max_rows, max_blocks] in the device's memory, one
-row for each sequence, kept up to date by sending what changed. A decoding sequence changes its table once in
-`block_size` steps, and a fork is the parent's row with, later, one entry replaced. So `sync` makes at most two calls,
-for a batch of any size: one copies rows of parents to rows of children on the device, one sets single entries.
-
-Who knows what: `DeviceTables` keeps a copy on the host of what each row of the device holds, whoever wrote it. Only
-differences from it are sent, and what a row may be begun with is read from it. So whatever a table says about itself
-can only save work: `changed_from`, entries before which agree with its row; and `row`, which for a table without a row
-names one that began like it (that of the table it was forked from), if nobody has overwritten that since.
+row for each sequence that holds blocks. It follows the differences that a step brings (`steps.StepInput`), as the
+runner's mirror does: a decoding sequence changes its table once in `block_size` steps, and a fork is the parent's row
+with, later, one entry replaced. So a step makes at most two calls, for a batch of any size: one copies rows of parents
+to rows of children on the device, one sets single entries.
 """
 
 from __future__ import annotations
 
-import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,16 +28,14 @@ from minipaged import contracts
 from minipaged.contracts import BlockAllocator
 from minipaged.fast.kernels import BlockTableKernels
 from minipaged.fast.kv_cache import to_device
-from minipaged.steps import CopyPair
-
-NO_ROW = -1
+from minipaged.steps import CopyPair, StepInput
 
 FEW = 50
 """Positions up to which a loop finds the slots sooner than NumPy: measured at 50 to 60, x86 server, Python 3.11."""
 
 
 class BlockTable(contracts.BlockTable):
-    """An array of physical blocks, the number of filled slots, and where the device's copy stands."""
+    """An array of physical blocks and the number of filled slots."""
 
     def __init__(self, block_size: int, allocator: BlockAllocator) -> None:
         if block_size < 1:
@@ -51,12 +44,6 @@ class BlockTable(contracts.BlockTable):
         self._allocator = allocator
         self._blocks = array("i")
         self._num_tokens = 0
-        self.mirror: DeviceTables | None = None
-        """Who keeps a row for this table."""
-        self.row = NO_ROW
-        """That row. Without a mirror: a row that may begin with the same blocks."""
-        self.changed_from = 0
-        """The mirror has seen the blocks before this one as they are now. All of them: nothing has changed."""
 
     @property
     def blocks(self) -> array[int]:
@@ -84,7 +71,7 @@ class BlockTable(contracts.BlockTable):
             if copied:
                 source = self._blocks[-1]
                 try:
-                    self._set(len(self._blocks) - 1, self._allocator.copy_on_write(source))
+                    self._blocks[-1] = self._allocator.copy_on_write(source)
                 except BaseException:
                     self._allocator.free_many(reversed(new))
                     raise
@@ -104,7 +91,6 @@ class BlockTable(contracts.BlockTable):
         child = BlockTable(self.block_size, self._allocator)
         child.adopt(self._blocks)
         child._num_tokens = self._num_tokens  # the last block may be partly filled
-        child.row = self.row
         return child
 
     def trim(self, num_tokens: int) -> None:
@@ -116,14 +102,13 @@ class BlockTable(contracts.BlockTable):
         self._allocator.free_many(given_back)
         del self._blocks[kept:]
         self._num_tokens = num_tokens
-        self.changed_from = min(self.changed_from, kept)
 
     def replace(self, logical_block: int, block: int) -> None:
         if not 0 <= logical_block < len(self._blocks):
             raise ValueError(f"there is no logical block {logical_block}; the table holds {len(self._blocks)} blocks")
         old = self._blocks[logical_block]
         self._allocator.share(block)
-        self._set(logical_block, block)
+        self._blocks[logical_block] = block
         self._allocator.free(old)
 
     def relocate(self, blocks: Sequence[int], allocator: BlockAllocator) -> None:
@@ -132,7 +117,6 @@ class BlockTable(contracts.BlockTable):
         self._allocator.free_many(self._blocks[::-1])
         self._blocks = array("i", blocks)
         self._allocator = allocator
-        self.changed_from = 0
 
     def slot_mapping(self, start: int, stop: int) -> Sequence[int]:
         """The slots of positions start .. stop - 1: a list where they are few, else an array("q")."""
@@ -149,10 +133,6 @@ class BlockTable(contracts.BlockTable):
         offset = first * block_size
         return array("q", slots.reshape(-1)[start - offset : stop - offset].tobytes())
 
-    def _set(self, logical_block: int, block: int) -> None:
-        self._blocks[logical_block] = block
-        self.changed_from = min(self.changed_from, logical_block)
-
     def _writes_into_shared_block(self, num_new_tokens: int, room: int) -> bool:
         """Whether the next tokens go into a last block that has `room` left and is held by others too."""
         return num_new_tokens > 0 and room > 0 and self._allocator.ref_count(self._blocks[-1]) > 1
@@ -161,94 +141,85 @@ class BlockTable(contracts.BlockTable):
 class DeviceTables:
     """The tables of up to `max_rows` sequences at once, of up to `max_blocks` blocks each, on `device`.
 
-    The tensor stays where it is for good, so that a captured CUDA graph may read it. A table keeps its row as long as
-    it lives; but when rows run out, those of tables that are not in the batch (waiting, or swapped out) are taken from
-    them. Twice as many rows as sequences in a batch let the children of a beam search begin beside their parents.
+    The tensor stays where it is for good, so that a captured CUDA graph may read it. A sequence has a row from its
+    first block to its last. Twice as many rows as sequences in a batch let the children of a beam search begin beside
+    their parents.
     """
 
     def __init__(self, max_rows: int, max_blocks: int, device: torch.device | str, kernels: BlockTableKernels) -> None:
         self.tables = torch.full((max_rows, max_blocks), -1, dtype=torch.int32, device=device)
         """[max_rows, max_blocks] int32. What a row holds past its table's last block means nothing."""
-        self._held = np.full((max_rows, max_blocks), -1, np.int32)  # what `tables` holds, on the host
         self._kernels = kernels
-        self._owners: list[weakref.ref[BlockTable] | None] = [None] * max_rows
-        self._vacant = list(reversed(range(max_rows)))  # some of the rows that belong to nobody; a stack
+        self._forget()
 
-    def sync(self, batch: Sequence[BlockTable]) -> list[int]:
-        """Bring the device up to date with the tables of a batch, each of which occurs once. Returns their rows.
+    def _forget(self) -> None:
+        self._row_of: dict[int, int] = {}  # sequence -> its row
+        self._num_blocks = [0] * len(self.tables)  # in each row
+        self._vacant = list(reversed(range(len(self.tables))))  # the rows that belong to nobody; a stack
 
-        Raises ValueError when they are more than `max_rows`, or one has more than `max_blocks` blocks.
+    def rows_of(self, sequences: Iterable[int]) -> list[int]:
+        """The rows of sequences that hold blocks."""
+        return [self._row_of[sequence] for sequence in sequences]
+
+    def apply(self, step: StepInput) -> None:
+        """Bring the device up to date. Whatever raises leaves it half changed: a fresh step has to come next.
+
+        Raises ValueError when more than `max_rows` sequences hold blocks, or one has more than `max_blocks` of them.
         """
-        # Three short loops, because they are run over all sequences at each step, and mostly there is nothing to do.
-        if new := [table for table in batch if table.mirror is not self]:
-            self._begin(new, batch)
-        if changed := [table for table in batch if table.changed_from < len(table._blocks)]:
-            self._edit(changed)
-        return [table.row for table in batch]
+        if step.fresh:
+            self._forget()
+        if step.forked:
+            self._fork([(forked.sequence, forked.parent) for forked in step.forked])
+        for ended in step.ended:
+            self._vacate(ended)
+        changes = [(begun.sequence, 0, begun.blocks) for begun in step.begun]
+        changes += step.tables
+        if changes:
+            self._edit(changes)
 
-    def _begin(self, new: list[BlockTable], batch: Sequence[BlockTable]) -> None:
-        """A row for each new table; those that were forked begin with a copy of their parent's."""
-        rows = self._take_rows(new, batch)
-        overwritten = set(rows)
+    def _fork(self, families: list[tuple[int, int]]) -> None:
+        """A row for each child (child, parent), which begins as a copy of its parent's."""
         forks: list[tuple[int, int, int]] = []
-        for table, row in zip(new, rows, strict=True):
-            parent, count = table.row, min(len(table._blocks), self._held.shape[1])
-            table.mirror, table.row, table.changed_from = self, row, 0
-            self._owners[row] = weakref.ref(table)
-            # All forks are made at the same time: none can begin with what another leaves.
-            known = 0 <= parent < len(self._owners) and parent not in overwritten
-            if known and count and self._held[parent, 0] == table._blocks[0]:
-                forks.append((parent, row, count))
+        for child, parent in families:
+            if (row := self._row_of.get(parent)) is not None:
+                forks.append((row, self._take_row(child), self._num_blocks[row]))
+                self._num_blocks[forks[-1][1]] = self._num_blocks[row]
         if forks:
-            for _, row, count in forks:
-                self._held[row, :count] = -1  # unknown, should the copy not be made
             self._kernels.fork_tables(self.tables, self._to_device(np.array(forks, np.int32)))
-            for parent, row, count in forks:
-                self._held[row, :count] = self._held[parent, :count]
 
-    def _take_rows(self, new: list[BlockTable], batch: Sequence[BlockTable]) -> list[int]:
-        """As many rows as there are new tables, now nobody's."""
-        if len(batch) > len(self._owners):
-            raise ValueError(f"{len(batch)} sequences in one batch; there are block tables for {len(self._owners)}")
-        if len(self._vacant) < len(new):
-            parents = {table.row for table in new}
-            self._vacant = [row for row in range(len(self._owners)) if self._owner(row) is None]
-            self._vacant.sort(key=lambda row: row not in parents)  # rows to copy from are overwritten last
-        if (missing := len(new) - len(self._vacant)) > 0:
-            staying = {table.row for table in batch if table.mirror is self}
-            absent = (owner for row in range(len(self._owners)) if row not in staying and (owner := self._owner(row)))
-            for owner in list(absent)[:missing]:
-                self._vacant.append(owner.row)
-                owner.mirror = None
-        return [self._vacant.pop() for _ in new]
+    def _edit(self, changes: list[tuple[int, int, tuple[int, ...]]]) -> None:
+        """Set the entries of tables (sequence, first that changes, those from there on)."""
+        rows, first, counts, physical = [], [], [], array("i")
+        for sequence, kept, blocks in changes:
+            num_blocks = kept + len(blocks)
+            if num_blocks > self.tables.shape[1]:
+                room = self.tables.shape[1]
+                raise ValueError(f"a sequence has {num_blocks} blocks; the block tables have room for {room}")
+            if not num_blocks:
+                self._vacate(sequence)
+                continue
+            row = self._row_of.get(sequence)
+            rows.append(self._take_row(sequence) if row is None else row)
+            self._num_blocks[rows[-1]] = num_blocks
+            first.append(kept)
+            counts.append(len(blocks))
+            physical.extend(blocks)
+        if physical:
+            ends = np.cumsum(counts)
+            logical = np.arange(ends[-1]) - np.repeat(ends - counts - first, counts)  # [entries]
+            edits = np.stack([np.repeat(rows, counts), logical, np.array(physical)], axis=1)  # [entries, 3]
+            self._kernels.edit_tables(self.tables, self._to_device(edits.astype(np.int32)))
 
-    def _owner(self, row: int) -> BlockTable | None:
-        """The table that the row belongs to, if it is still there."""
-        reference = self._owners[row]
-        table = reference() if reference else None
-        return table if table is not None and table.mirror is self and table.row == row else None
+    def _take_row(self, sequence: int) -> int:
+        if not self._vacant:
+            raise ValueError(f"there are block tables for {len(self.tables)} sequences, and one more holds blocks")
+        row = self._row_of[sequence] = self._vacant.pop()
+        return row
 
-    def _edit(self, changed: list[BlockTable]) -> None:
-        """Send those entries of the changed tables that differ from what the device holds."""
-        longest = max(len(table._blocks) for table in changed)
-        if longest > self._held.shape[1]:
-            raise ValueError(f"a sequence has {longest} blocks; the block tables have room for {self._held.shape[1]}")
-        physical, counts, first = array("i"), [], []
-        for table in changed:
-            physical.extend(table._blocks[table.changed_from :])
-            counts.append(len(table._blocks) - table.changed_from)
-            first.append(table.changed_from)
-        ends = np.cumsum(counts)
-        rows = np.repeat([table.row for table in changed], counts)  # [entries], and so are the others
-        logical = np.arange(ends[-1]) - np.repeat(ends - counts - first, counts)
-        edits = np.stack([rows, logical, np.array(physical)], axis=1).astype(np.int32)  # [entries, 3]
-        edits = edits[self._held[rows, logical] != edits[:, 2]]
-        if len(edits):
-            self._held[edits[:, 0], edits[:, 1]] = -1  # unknown, should they not be made
-            self._kernels.edit_tables(self.tables, self._to_device(edits))
-            self._held[edits[:, 0], edits[:, 1]] = edits[:, 2]
-        for table in changed:
-            table.changed_from = len(table._blocks)
+    def _vacate(self, sequence: int) -> None:
+        row = self._row_of.pop(sequence, None)
+        if row is not None:
+            self._vacant.append(row)
 
     def _to_device(self, numbers: np.ndarray[Any, np.dtype[np.int32]]) -> Tensor:
         return to_device(torch.from_numpy(numbers), self.tables.device)

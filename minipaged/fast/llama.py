@@ -1,6 +1,6 @@
 """A Llama on the device, with its keys and values in the paged cache.
 
-The twin of `reference/llama.py`: the same batch in, the same logits out. Between the matrix products, which are the
+The twin of `reference/llama.py`: the same steps in, the same tokens out. Between the matrix products, which are the
 library's, everything is fused, because each pass over memory and each start of a kernel costs:
 
     residual += the layer before it; x = norm of the residual        one kernel
@@ -11,8 +11,9 @@ library's, everything is fused, because each pass over memory and each start of 
     gate, up = x through one matrix; silu(gate) × up                  one kernel
     x through down_proj
 
-A step's numbers (token ids, positions, ...) go to the device as one tensor. The block tables are there already: only
-what changed since the last step follows them (`block_table.DeviceTables`), and slots are looked up in them there.
+A step's numbers (token ids, positions, ...) go to the device as one tensor. The block tables are there already: they
+follow the step's differences (`block_table.DeviceTables`), and slots are looked up in them there. While the same
+sequences go on, the other numbers are there as well, and each is one more than it was.
 
 On a GPU a step of decoding starts some 250 kernels, most of which run shorter than it takes to start one. So the whole
 step is captured once for each batch size as a CUDA graph and started as one. Between the sizes that are captured the
@@ -20,7 +21,7 @@ batch is padded: slot -1 is not written, and a context of length 0 is not attend
 sequences to their next position by itself (`DecodeGraph`): while the same ones go on, the host sends nothing.
 
 Nothing in a step waits for the device, so that with asynchronous scheduling the next one can be launched while it runs.
-The tokens which that one is choosing never leave the device on their way into the next batch (`FlatBatch.token_ids`).
+The tokens that a step chooses never leave the device on their way into the next batch (`FlatBatch.token_ids`).
 """
 
 from __future__ import annotations
@@ -28,25 +29,26 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minipaged.contracts import Batch, BatchRow, BlockMoves, PendingToken, Runner, SampleFunction, SamplingInput
+from minipaged.contracts import Batch, Runner, Sampled, SamplingInput, StepResult
 from minipaged.fast.attention import attend
-from minipaged.fast.block_allocator import BlockAllocator
-from minipaged.fast.block_table import BlockTable, DeviceTables
+from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.kernels import Linear, LlamaKernels
 from minipaged.fast.kv_cache import KVCache, to_device
 from minipaged.fast.preemption import PreemptionCosts, carry, measure
-from minipaged.fast.sampling import Samples
+from minipaged.fast.sampling import Samples, sample
+from minipaged.mirror import Mirror
 from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.params import SamplingParams
+from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
 
 BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
 """The batch sizes for which a step of decoding is captured: at most 7 rows of padding up to 64, 15 from there on."""
@@ -107,7 +109,7 @@ class Weights:
 
 
 class Llama(Runner):
-    """Runs plans: moves blocks in `kv_cache` and computes logits."""
+    """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens by them."""
 
     def __init__(
         self,
@@ -131,31 +133,77 @@ class Llama(Runner):
         longest = config.max_position_embeddings if max_model_len is None else max_model_len
         self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
         max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
+        self.mirror = Mirror()
         self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels)
+        self._steady: FlatBatch | None = None  # the batch of the step before, if the rows may go on from it
         self._graphs: dict[int, DecodeGraph] = {}
         if kv_cache.device.type == "cuda":
             self._capture(max_num_seqs)
         self._costs: PreemptionCosts = measure(kv_cache, self.forward, longest)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits [rows that want them, vocab_size] after the last query token of each. See `Runner.forward`."""
-        if not batch:
-            return torch.empty(0, self.config.vocab_size, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
-        self.kernels.use_threads()
-        rows = self.tables.sync([cast("BlockTable", row.table) for row in batch])
-        if (graph := self._graph_for(len(batch))) and all(len(row.token_ids) == 1 for row in batch):
-            return graph.run(batch, rows)
-        tokens = flatten(batch, rows).on(self.kv_cache.device)
-        slots = self.kernels.slot_mapping(
-            self.tables.tables, tokens.token_rows, tokens.positions, self.kv_cache.block_size
-        )
-        return self._compute(tokens, slots)
+    def run(self, step: StepInput) -> StepResult:
+        self.mirror.apply(step, wait=False)
+        self.tables.apply(step)
+        self.move(step.moves)
+        logits = self._forward()
+        choices = self.sample(logits, self.mirror.sampling_inputs())
+        self.mirror.chosen(choices)
+        return StepResult(choices, logits)
 
-    def _compute(self, tokens: FlatBatch, slots: Tensor) -> Tensor:
-        """All layers, K and V going into `slots` [tokens], and the logits [rows that want them, vocab_size]."""
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [rows that want them, vocab_size] after the last query token of each row; all tokens are known.
+
+        The block tables are those of the batch, not those that steps have told of.
+        """
+        if not batch:
+            return self._no_logits()
+        tables = np.full((len(batch), max(len(row.blocks) for row in batch)), -1, np.int32)  # [seqs, max_blocks]
+        for table, row in zip(tables, batch, strict=True):
+            table[: len(row.blocks)] = row.blocks
+        on_device = to_device(torch.from_numpy(tables), self.kv_cache.device)
+        return self._compute(flatten(batch, range(len(batch)), on_device).on(self.kv_cache.device))
+
+    def sample(self, logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
+        """One token for each input; they may still be on the device (`sampling.Samples`)."""
+        return sample(logits, inputs)
+
+    def _forward(self) -> Tensor:
+        """The logits of the mirror's rows."""
+        rows, before = self.mirror.rows, self._steady
+        self._steady = None  # should this be cut short
+        if not len(rows):
+            return self._no_logits()
+        graph = self._graph_for(len(rows)) if rows.num_query_tokens == len(rows) else None
+        # What the step before has chosen, on the device; the host may not know it yet.
+        chosen = self.mirror.latest.token_ids if isinstance(self.mirror.latest, Samples) else None  # [choices] int64
+        if rows.num_steady > 1 and chosen is not None:
+            if graph:
+                return graph.run_again(chosen)
+            if before:
+                self._steady = tokens = before.one_further(chosen)
+                return self._compute(tokens)
+        device_rows = self.tables.rows_of(row.sequence for row in rows)
+        tokens = flatten(self.mirror.batch(), device_rows, self.tables.tables, chosen)
+        if rows.num_steady and chosen is not None:  # from here on, each row runs the token that was chosen for it
+            tokens = replace(tokens, ids=-1 - torch.arange(len(rows), dtype=torch.int32), chosen=chosen)
+        if graph:
+            return graph.run(tokens)
+        self._steady = tokens = tokens.on(self.kv_cache.device)
+        return self._compute(tokens)
+
+    def _no_logits(self) -> Tensor:
+        return torch.empty(0, self.config.vocab_size, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
+
+    def _compute(self, tokens: FlatBatch, slots: Tensor | None = None) -> Tensor:
+        """All layers, and the logits [rows that want them, vocab_size]. `slots`: [tokens], where they are known."""
         eps, heads = self.config.rms_norm_eps, self.config.num_attention_heads
         kernels, weights = self.kernels, self.weights
+        kernels.use_threads()
+        if slots is None:
+            block_size = self.kv_cache.block_size
+            slots = kernels.slot_mapping(tokens.tables, tokens.token_rows, tokens.positions, block_size)
         residual = weights.embedding[tokens.token_ids()]  # [tokens, hidden]
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
         for i, layer in enumerate(weights.layers):
@@ -170,7 +218,7 @@ class Llama(Runner):
                 q,
                 self.kv_cache,
                 i,
-                self.tables.tables,
+                tokens.tables,
                 tokens.rows,
                 tokens.query_start,
                 tokens.context_lens,
@@ -183,20 +231,20 @@ class Llama(Runner):
         if tokens.logit_rows is not None:
             x, residual = x[tokens.logit_rows], residual[tokens.logit_rows]  # [rows, hidden]
         if not len(x):
-            return torch.empty(0, self.config.vocab_size, dtype=x.dtype, device=x.device)
+            return self._no_logits()
         return weights.head(kernels.add_rms_norm(x, residual, weights.norm, eps))  # [rows, vocab]
 
-    def warm_up(self, sample: SampleFunction) -> None:
-        """Run short prompts, and sample a token: what compiles on its first call does so now, and not in the middle of
+    def warm_up(self) -> None:
+        """Run short prompts, and choose tokens: what compiles on its first call does so now, and not in the middle of
         serving. (On a GPU, prefill is compiled for several numbers of query tokens.) Nobody may use the cache yet."""
         lengths = [1, 2, 4, 8, 16, 32, 64, 128] if self.kv_cache.device.type == "cuda" else [1]
         most = min(len(self.cos), self.kv_cache.num_blocks * self.kv_cache.block_size)
         for length in lengths[: max(1, bisect_right(lengths, most))]:
-            table = BlockTable(self.kv_cache.block_size, BlockAllocator(self.kv_cache.num_blocks))
-            table.append(length)
-            logits = self.forward([BatchRow([0] * length, 0, table, wants_logits=True)])
-        for temperature in (0.0, 1.0):
-            list(sample(logits, [SamplingInput(0, SamplingParams(temperature=temperature), [0], [], seed=0, stream=0)]))
+            blocks = tuple(range(-(-length // self.kv_cache.block_size)))
+            for temperature in (0.0, 1.0):
+                sampling = Sampling(SamplingParams(temperature=temperature), seed=0, stream=0)
+                begun = Begun(0, (0,) * length, length, blocks, sampling)
+                list(self.run(StepInput(0, fresh=True, begun=(begun,), added=(Row(0, 0, length, 1),))).choices)
 
     def move(self, moves: BlockMoves) -> None:
         """Swap out, poison, swap in, copy."""
@@ -256,7 +304,8 @@ class DecodeGraph:
         self._llama = llama
         self._chosen = chosen
         self._slots = slots
-        self._tokens = FlatBatch(ids, positions, rows, rows, context_lens, start, None, 1, chosen)
+        tables = llama.tables.tables
+        self._tokens = FlatBatch(tables, ids, positions, rows, rows, context_lens, start, None, 1, chosen)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), torch.inference_mode():
             self.step()  # compiles every kernel: nothing may be compiled during the capture
@@ -280,38 +329,45 @@ class DecodeGraph:
         )
         return llama._compute(tokens, self._slots)
 
-    def run(self, batch: Batch, rows: Sequence[int]) -> Tensor:
+    def run(self, batch: FlatBatch) -> Tensor:
         """The logits [rows that want them, vocab_size]; they are overwritten by the next run.
 
-        Every row of the batch has one token; `rows`: where the device has their block tables.
+        `batch`: on the host; every row has one token.
         """
-        count = len(batch)
+        count = len(batch.ids)
         numbers = self._padding.copy()
-        numbers[0, :count] = [known_ids(row)[0] for row in batch]
-        numbers[1, :count] = rows
-        numbers[2, :count] = [row.first_position - 1 for row in batch]
+        numbers[0, :count] = batch.ids
+        numbers[1, :count] = batch.rows
+        numbers[2, :count] = batch.positions - 1
         held, self._held = self._held, None  # unknown, should this be cut short
         if held is None or not np.array_equal(numbers, held):
             self.numbers.copy_(torch.from_numpy(numbers).pin_memory(), non_blocking=True)
-        if (chosen := chosen_tokens(batch)) is not None:
+        logits = self._replay(numbers, count, batch.chosen)
+        return logits if batch.logit_rows is None else logits[to_device(batch.logit_rows, logits.device)]
+
+    def run_again(self, chosen: Tensor) -> Tensor:
+        """The same sequences as in the last run, each one token further, as it is chosen for its row."""
+        held, self._held = self._held, None
+        assert held is not None
+        return self._replay(held, len(chosen), chosen)
+
+    def _replay(self, numbers: NDArray[np.int32], count: int, chosen: Tensor | None) -> Tensor:
+        if chosen is not None:
             self._chosen[: len(chosen)].copy_(chosen)
         self.graph.replay()
         numbers[2, :count] += 1  # as the device has done
         self._held = numbers
-        every: Tensor = self.logits[:count]
-        if all(row.wants_logits for row in batch):
-            return every
-        wanted = torch.tensor([i for i, row in enumerate(batch) if row.wants_logits], dtype=torch.int32)
-        return every[to_device(wanted, every.device)]
+        return self.logits[:count]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
     """A batch as int32 tensors: the query tokens of all sequences, one after another."""
 
+    tables: Tensor  # [any, max_blocks], block tables, on the device
     ids: Tensor  # [tokens]; a negative one, -1 - i, stands for chosen[i]
     positions: Tensor  # [tokens]
-    token_rows: Tensor  # [tokens], of the device's block tables
+    token_rows: Tensor  # [tokens], of the block tables
     rows: Tensor  # [seqs], of the same
     context_lens: Tensor  # [seqs]
     query_start: Tensor  # [seqs + 1]
@@ -332,13 +388,20 @@ class FlatBatch:
         parts = [self.ids, self.positions, self.token_rows, self.rows, self.context_lens, self.query_start]
         parts += [] if self.logit_rows is None else [self.logit_rows]
         whole = to_device(torch.cat(parts), device)
-        ids, positions, token_rows, rows, context_lens, start, *logit_rows = torch.split(whole, list(map(len, parts)))
+        ids, positions, token_rows, rows, lens, start, *logit_rows = torch.split(whole, list(map(len, parts)))
         last = logit_rows[0] if logit_rows else None
-        return FlatBatch(ids, positions, token_rows, rows, context_lens, start, last, self.max_query_len, self.chosen)
+        numbers = (ids, positions, token_rows, rows, lens, start, last)
+        return FlatBatch(self.tables, *numbers, max_query_len=self.max_query_len, chosen=self.chosen)
+
+    def one_further(self, chosen: Tensor) -> FlatBatch:
+        """The same sequences with the tokens that were chosen for them. This batch is used up."""
+        self.positions.add_(1)
+        self.context_lens.add_(1)
+        return replace(self, chosen=chosen)
 
 
-def flatten(batch: Batch, rows: Sequence[int]) -> FlatBatch:
-    """Lay the rows of a batch out one after another; `rows`: where the device has their block tables."""
+def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | None = None) -> FlatBatch:
+    """Lay the rows of a batch out one after another; `rows`: which of `tables` are theirs."""
     query_lens = np.array([len(row.token_ids) for row in batch], np.int32)  # [seqs]
     first = np.array([row.first_position for row in batch], np.int32)  # [seqs]
     owners = np.array(rows, np.int32)  # [seqs]
@@ -346,9 +409,10 @@ def flatten(batch: Batch, rows: Sequence[int]) -> FlatBatch:
     np.cumsum(query_lens, out=query_start[1:])
     wanted = [row.wants_logits for row in batch]
     every = len(query_lens) == query_start[-1] and all(wanted)
-    ids = np.fromiter(chain.from_iterable(known_ids(row) for row in batch), np.int32, query_start[-1])
+    ids = np.fromiter(chain.from_iterable(row.token_ids for row in batch), np.int32, query_start[-1])
     positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(first - query_start[:-1], query_lens)
     return FlatBatch(
+        tables=tables,
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(positions),
         token_rows=torch.from_numpy(np.repeat(owners, query_lens)),
@@ -357,20 +421,8 @@ def flatten(batch: Batch, rows: Sequence[int]) -> FlatBatch:
         query_start=torch.from_numpy(query_start),
         logit_rows=None if every else torch.from_numpy(query_start[1:][wanted] - 1),
         max_query_len=int(query_lens.max(initial=1)),
-        chosen=chosen_tokens(batch),
+        chosen=chosen if (ids < 0).any() else None,
     )
-
-
-def known_ids(row: BatchRow) -> Sequence[int]:
-    """The ids of a row's tokens; of a pending one, the number that stands for it (see `FlatBatch.ids`)."""
-    first = row.token_ids[0]
-    return (-1 - first.index,) if isinstance(first, PendingToken) else cast("Sequence[int]", row.token_ids)
-
-
-def chosen_tokens(batch: Batch) -> Tensor | None:
-    """[samples] int64, on the device: where it finds the batch's pending tokens. None if it has none."""
-    pending = (token for row in batch if isinstance(token := row.token_ids[0], PendingToken))
-    return cast("Samples", one.samples).token_ids if (one := next(pending, None)) else None
 
 
 def rotary_tables(config: ModelConfig, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:

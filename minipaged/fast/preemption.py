@@ -17,8 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from minipaged.contracts import Batch, BatchRow
-from minipaged.fast.block_allocator import BlockAllocator
-from minipaged.fast.block_table import BlockTable
 from minipaged.fast.kv_cache import KVCache
 from minipaged.steps import BlockMoves
 
@@ -100,9 +98,8 @@ def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], max_mod
     """Tokens a second of a prompt in the first blocks."""
     most = kv_cache.num_blocks * kv_cache.block_size
     num_tokens = min(PROBE_TOKENS[kv_cache.device.type], most, max_model_len or most)
-    table = BlockTable(kv_cache.block_size, BlockAllocator(kv_cache.num_blocks))
-    table.append(num_tokens)
-    prompt = BatchRow([0] * num_tokens, first_position=0, table=table, wants_logits=False)
+    blocks = range(-(-num_tokens // kv_cache.block_size))
+    prompt = BatchRow([0] * num_tokens, first_position=0, blocks=blocks, wants_logits=False)
     forward([prompt])  # compiles what it needs
     return num_tokens / _seconds(kv_cache.device, lambda: forward([prompt]))
 

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,38 +97,27 @@ def speeds(new_tokens: int, repetitions: int) -> list[Result]:
 
 
 def share_of_scheduling(llm: Any, prompt: list[int], num_steps: int) -> Result:
-    """Of the time of a step that decodes CROWD sequences: what is neither the runner's work nor the sampler's.
+    """Of the time of a step that decodes CROWD sequences: what is not the runner's work.
 
     That is the scheduler, the block manager, committing the tokens, and counting the events.
     """
     from minipaged import SamplingParams
-    from minipaged.contracts import (
-        BlockMoves,
-        Runner,
-    )
+    from minipaged.contracts import Runner, StepResult
     from minipaged.engine.engine import Engine
+    from minipaged.steps import StepInput
 
-    spent = 0.0  # in runner and sampler
-
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            nonlocal spent
-            start = time.perf_counter()
-            result = call(*arguments)
-            spent += time.perf_counter() - start
-            return result
-
-        return run
+    spent = 0.0  # in the runner
 
     class Timed(Runner):
         def __init__(self, runner: Runner) -> None:
-            self._move, self._forward = timed(runner.move), timed(runner.forward)
+            self._runner = runner
 
-        def move(self, moves: BlockMoves) -> None:
-            self._move(moves)
-
-        def forward(self, batch: Any) -> Any:
-            return self._forward(batch)
+        def run(self, step: StepInput) -> StepResult:
+            nonlocal spent
+            start = time.perf_counter()
+            result = self._runner.run(step)
+            spent += time.perf_counter() - start
+            return result
 
         def swap_seconds(self, num_blocks: int) -> float:
             raise AssertionError("the pool is large enough for all")
@@ -139,8 +127,7 @@ def share_of_scheduling(llm: Any, prompt: list[int], num_steps: int) -> Result:
     loaded, config = llm.loaded, llm.config
     config = replace(config, num_swap_blocks=0, enable_prefix_caching=True)
     runner = loaded.wing.make_runner(loaded.config, loaded.weights, config)
-    tier = replace(loaded.wing.tier, sample=timed(loaded.wing.tier.sample))
-    engine = Engine(config, tier, Timed(runner))
+    engine = Engine(config, loaded.wing.tier, Timed(runner))
     for i in range(CROWD):
         params = SamplingParams(temperature=0, max_tokens=num_steps + 1, ignore_eos=True)
         engine.add_request([*prompt[:-1], 1000 + i], params)

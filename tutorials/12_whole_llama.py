@@ -165,10 +165,8 @@ assert chosen.tolist() == list(said)
 from minipaged.contracts import BatchRow
 from minipaged.reference.llama import Llama
 
-table = BlockTable(4, BlockAllocator(8))
-table.append(len(text))
 llama = Llama(config, weights, KVCache(config.num_hidden_layers, 8, 4, KV_HEADS, DIM))
-[last] = llama.forward([BatchRow(text, first_position=0, table=table, wants_logits=True)])
+[last] = llama.forward([BatchRow(text, first_position=0, blocks=range(8), wants_logits=True)])
 difference = float(np.abs(last - logits[-1]).max())
 print(f"logits up to {np.abs(last).max():.1f}, largest difference {difference:.1e}")
 assert difference < 1e-3

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.harness import Job, Row, Setting
-from minipaged.contracts import BatchRow
 from minipaged.fast import gpu
 from minipaged.fast.block_allocator import BlockAllocator
 from minipaged.fast.block_table import BlockTable
@@ -33,6 +32,7 @@ from minipaged.fast.kernels import kernels_for
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import Llama, Weights
 from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged import steps
 
 ROUNDED = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Tolerance where a result is rounded once or twice."""
@@ -573,16 +573,19 @@ class Served:
         cache.poison(range(num_blocks))
         self._allocator = BlockAllocator(num_blocks)
         self._tables: list[BlockTable] = []
+        self._tokens: list[list[int]] = []
 
     def step(self, tokens: Sequence[Sequence[int]]) -> Tensor:
         """Logits [sequences, vocab] after these further tokens of each sequence."""
         self._tables = self._tables or [BlockTable(self.block_size, self._allocator) for _ in tokens]
-        batch = []
-        for table, new in zip(self._tables, tokens, strict=True):
-            start = table.num_tokens
+        self._tokens = self._tokens or [[] for _ in tokens]
+        begun, rows = [], []
+        for number, (table, known, new) in enumerate(zip(self._tables, self._tokens, tokens, strict=True)):
+            rows.append(steps.Row(number, len(known), len(new), steps.LOGITS))
+            known += new
             table.append(len(new))
-            batch.append(BatchRow(new, start, table, wants_logits=True))
-        logits: Tensor = self.llama.forward(batch)
+            begun.append(steps.Begun(number, tuple(known), len(known), tuple(table.blocks), None))
+        logits: Tensor = self.llama.run(steps.StepInput(0, fresh=True, begun=tuple(begun), added=tuple(rows))).logits
         return logits.clone()
 
 

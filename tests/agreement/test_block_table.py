@@ -1,17 +1,15 @@
-"""The two block tables, side by side; and the tables on the device beside both.
+"""The two block tables, side by side; and the tables on the device beside those of whole engines.
 
 Two worlds, one of each tier, with a device pool and a host pool and several tables, are given the same calls. What
-the calls return or raise, all tables and all counts must be the same after each (atomic-failure included). Now and then
-a batch of the fast tables is brought to the device, and must read there as it does in the reference.
+the calls return or raise, all tables and all counts must be the same after each (atomic-failure included). The tables
+on the device follow the steps of random workloads, and after each must read as those of the engine.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +25,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 from minipaged import contracts
+from minipaged.contracts import StepResult
+from minipaged.course.content_runner import ContentRunner
 from minipaged.fast import block_allocator as fast_allocator
 from minipaged.fast import block_table as fast
 from minipaged.fast import cpu, gpu
@@ -34,9 +34,11 @@ from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.kernels import BlockTableKernels
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
+from minipaged.steps import LOGITS, Begun, Forked, StepInput, TableChange
+from tests.workloads import Run, random_workload
 
 GPU_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAX_ROWS, MAX_BLOCKS, MAX_TABLES = 3, 4, 5
+MAX_TABLES = 5
 picks = st.integers(0, MAX_TABLES - 1)
 token_counts = st.integers(0, 9)
 
@@ -70,9 +72,6 @@ class World:
 class TwoWorlds(RuleBasedStateMachine):
     """The same calls in both worlds; `pool_of` says which pool (0: device, 1: host) each of the tables is over."""
 
-    kernels: BlockTableKernels
-    device: str
-
     @initialize(
         block_size=st.integers(1, 5), pool_sizes=st.sampled_from([(7, 4), (3, 3), (4, 2), (12, 8)]), prompt=token_counts
     )
@@ -85,10 +84,8 @@ class TwoWorlds(RuleBasedStateMachine):
         for world in self.worlds:
             world.pools = [world.make_allocator(num_blocks) for num_blocks in pool_sizes]
         self.pool_of: list[int] = []
-        self.mirror = DeviceTables(MAX_ROWS, MAX_BLOCKS, type(self).device, type(self).kernels)
         self.make()
         self.append(0, prompt)
-        self.sync([0])
         self.fork(0)
 
     def both(self, call: Callable[[World], Any]) -> Any:
@@ -140,7 +137,6 @@ class TwoWorlds(RuleBasedStateMachine):
             for world in self.worlds:
                 del world.tables[which]
             del self.pool_of[which]
-            gc.collect(0)
 
     @rule(which=picks, blocks=st.lists(st.integers(-1, 7), max_size=5))
     def adopt(self, which: int, blocks: list[int]) -> None:
@@ -188,28 +184,6 @@ class TwoWorlds(RuleBasedStateMachine):
         self.on_both(which, lambda table: table.append(num_tokens))
         self.on_both(which, lambda table: table.blocks_needed(num_tokens))
 
-    # --- The device -------------------------------------------------------------------------------
-
-    @rule(which=st.lists(picks, unique=True))
-    def sync(self, which: list[int]) -> None:
-        """The batch's tables read on the device as they do in the reference; too large a batch is refused."""
-        which = [i for i in which if i < len(self.pool_of)]
-        expected = [list(self.reference.tables[i].blocks) for i in which]
-        batch = [self.worlds[1].tables[i] for i in which]
-        if len(batch) > MAX_ROWS or any(len(blocks) > MAX_BLOCKS for blocks in expected):
-            with pytest.raises(ValueError, match=r"sequences in one batch|a sequence has"):
-                self.mirror.sync(batch)
-            return
-        rows = self.mirror.sync(batch)
-        assert len(set(rows)) == len(rows)
-        assert [self.mirror.tables[row, : len(e)].tolist() for row, e in zip(rows, expected, strict=True)] == expected
-        assert self.mirror.sync(batch) == rows  # a table keeps its row
-
-    @rule(which=picks)
-    def sync_all_but_some(self, which: int) -> None:
-        """The batch of most steps: as many as there is room for."""
-        self.sync([i for i in range(len(self.pool_of)) if i != which][:MAX_ROWS])
-
     # --- What always holds ------------------------------------------------------------------------
 
     @invariant()
@@ -219,22 +193,53 @@ class TwoWorlds(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """The free blocks come in the same order."""
-        for number in range(2 if hasattr(self, "mirror") else 0):
+        for number in range(2 if hasattr(self, "worlds") else 0):
             self.both(lambda world, number=number: world.pools[number].allocate_many(world.pools[number].num_free))
 
 
 @scaled
-@pytest.mark.parametrize(
-    ("kernels", "device", "thorough", "steps"),
-    [pytest.param(cpu, "cpu", 300, 50, id="cpu"), pytest.param(gpu, GPU_DEVICE, 40, 40, id="gpu")],
-)
-def test_every_call_has_the_same_outcome_and_the_device_follows(
-    kernels: BlockTableKernels, device: str, thorough: int, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_call_has_the_same_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "FEW", 3)  # more than 3 positions, and
     monkeypatch.setattr(fast_allocator, "MANY", 3)  # 3 blocks or more, go the way of the many
-    machine = type("Machine", (TwoWorlds,), {"kernels": kernels, "device": device})
-    run_state_machine_as_test(machine, settings=settings(max_examples=examples(thorough), stateful_step_count=steps))
+    run_state_machine_as_test(TwoWorlds, settings=settings(max_examples=examples(300), stateful_step_count=50))
+
+
+# --- On the device ----------------------------------------------------------------------------------
+
+
+class TablesRunner(ContentRunner):
+    """The content oracle, which brings the tables to the device as well, and reads them there."""
+
+    tables: DeviceTables
+
+    def run(self, step: StepInput) -> StepResult:
+        self.tables.apply(step)
+        result = super().run(step)
+        rows = [row.sequence for row in self.mirror.rows]
+        places = self.tables.rows_of(rows)
+        assert len(set(places)) == len(places)
+        on_device = self.tables.tables.tolist()
+        for sequence, place in zip(rows, places, strict=True):
+            blocks = self.mirror.sequences[sequence].blocks
+            assert on_device[place][: len(blocks)] == blocks
+        return result
+
+
+@pytest.mark.parametrize(
+    ("kernels", "device", "seeds"),
+    [pytest.param(cpu, "cpu", range(200), id="cpu"), pytest.param(gpu, GPU_DEVICE, range(8), id="gpu")],
+)
+def test_the_tables_on_the_device_are_those_of_the_engine(
+    kernels: BlockTableKernels, device: str, seeds: Sequence[int]
+) -> None:
+    """At every step, with twice as many rows as sequences may run. (The oracle makes sure that the mirror is right.)"""
+    for seed in seeds:
+        run = Run(random_workload(seed), make_runner=TablesRunner)
+        config = run.workload.config
+        assert isinstance(run.runner, TablesRunner)
+        run.runner.tables = DeviceTables(2 * config.max_num_seqs, config.num_blocks, device, kernels)
+        run.to_the_end()
+        run.check_outputs()
 
 
 # --- What is sent, and how often --------------------------------------------------------------------
@@ -261,125 +266,77 @@ class Recorder:
 
 
 class Setup:
-    """Tables over one pool, and what is sent to the device for them."""
+    """Tables on a device, and what is sent to it for them."""
 
     def __init__(self, max_rows: int = 8, max_blocks: int = 8) -> None:
-        self.allocator = fast_allocator.BlockAllocator(64)
         self.recorder = Recorder(cpu)
-        self.mirror = DeviceTables(max_rows, max_blocks, "cpu", self.recorder)
+        self.tables = DeviceTables(max_rows, max_blocks, "cpu", self.recorder)
+        self.step = 0
 
-    def table(self, num_tokens: int) -> fast.BlockTable:
-        table = fast.BlockTable(2, self.allocator)
-        table.append(num_tokens)
-        return table
+    def begin(self, *tables: tuple[int, ...], fresh: bool = False) -> list[tuple[str, list[list[int]]]]:
+        """Sequences 0, 1, ... with these blocks."""
+        begun = tuple(Begun(i, (), 0, blocks, None) for i, blocks in enumerate(tables))
+        return self.sent(begun=begun, fresh=fresh)
 
-    def sent(self, *batch: fast.BlockTable) -> list[tuple[str, list[list[int]]]]:
-        """What it takes to bring the device up to date; it is then."""
-        for row, table in zip(self.mirror.sync(batch), batch, strict=True):
-            assert self.mirror.tables[row, : len(table.blocks)].tolist() == list(table.blocks)
+    def sent(self, **differences: Any) -> list[tuple[str, list[list[int]]]]:
+        """What it takes to bring the device up to date."""
+        self.step += 1
+        self.tables.apply(StepInput(self.step, **differences))
         return self.recorder.take()
+
+    def read(self, sequence: int) -> list[int]:
+        [row] = self.tables.rows_of([sequence])
+        return self.tables.tables[row].tolist()
 
 
 def test_only_what_changed_is_sent_and_nothing_when_nothing_did() -> None:
     setup = Setup()
-    one, two = setup.table(5), setup.table(2)
-    assert setup.sent(one, two) == [
-        ("edit", [[one.row, 0, 0], [one.row, 1, 1], [one.row, 2, 2], [two.row, 0, 3]]),
-    ]
-    one.append(1)  # its last block had room
-    assert setup.sent(one, two) == []
-    one.append(1)
-    two.append(1)
-    assert setup.sent(one, two) == [("edit", [[one.row, 3, 4], [two.row, 1, 5]])]
-    one.trim(5)
-    assert setup.sent(one, two) == []
-    one.append(2)  # takes the same block again
-    assert setup.sent(one, two) == []
-    one.trim(5)
-    two.append(3)  # takes it first
-    one.append(2)
-    assert setup.sent(one, two) == [("edit", [[one.row, 3, 6], [two.row, 2, 4]])]
+    assert setup.begin((5, 6, 7), (3,)) == [("edit", [[0, 0, 5], [0, 1, 6], [0, 2, 7], [1, 0, 3]])]
+    assert setup.sent() == []
+    changes = (TableChange(0, 3, (4,)), TableChange(1, 0, (2, 8)))
+    assert setup.sent(tables=changes) == [("edit", [[0, 3, 4], [1, 0, 2], [1, 1, 8]])]
+    assert (setup.read(0)[:4], setup.read(1)[:2]) == ([5, 6, 7, 4], [2, 8])
 
 
 def test_forks_are_copied_on_the_device_and_their_copies_on_write_are_edits() -> None:
     """Paper, section 4.4, Fig. 8: three samples of one prompt, whose last block has room."""
     setup = Setup()
-    parent = setup.table(5)
-    setup.sent(parent)
-    children = [parent.fork(), parent.fork()]
-    for table in (parent, *children):
-        table.append(1)  # the last of the three writes into the block itself
-    assert setup.sent(parent, *children) == [
-        ("fork", [[parent.row, child.row, 3] for child in children]),
-        ("edit", [[parent.row, 2, 3], [children[0].row, 2, 4]]),
+    setup.begin((0, 1, 2))
+    forked = (Forked(1, 0, 1), Forked(2, 0, 2))
+    changes = (TableChange(0, 2, (3,)), TableChange(1, 2, (4,)))
+    assert setup.sent(forked=forked, tables=changes) == [
+        ("fork", [[0, 1, 3], [0, 2, 3]]),
+        ("edit", [[0, 2, 3], [1, 2, 4]]),
     ]
-
-
-def test_a_fork_of_a_fork_is_copied_from_the_ancestor_that_the_device_knows() -> None:
-    setup = Setup()
-    parent = setup.table(5)
-    setup.sent(parent)
-    child = parent.fork()
-    grandchild = child.fork()
-    assert setup.sent(grandchild, child) == [("fork", [[parent.row, table.row, 3] for table in (grandchild, child)])]
+    assert [setup.read(sequence)[:3] for sequence in range(3)] == [[0, 1, 3], [0, 1, 4], [0, 1, 2]]
 
 
 def test_children_of_a_parent_that_is_gone_are_copied_from_what_it_left() -> None:
-    """As at each step of a beam search (Fig. 9)."""
+    """As at each step of a beam search (Fig. 9): two beams need four rows."""
     setup = Setup(max_rows=4)
-    beams = [setup.table(4), setup.table(4)]
-    setup.sent(*beams)
-    for _ in range(5):
-        rows = [beam.row for beam in beams]
-        beams = [beams[1].fork(), beams[1].fork()]  # and the old ones are no more
-        assert setup.sent(*beams) == [("fork", [[rows[1], beam.row, 2] for beam in beams])]
+    setup.begin((3, 1), (3, 2))
+    for step in range(5):
+        old, new = (2 * step, 2 * step + 1), (2 * step + 2, 2 * step + 3)
+        forked = tuple(Forked(child, old[1], LOGITS) for child in new)
+        [(kind, forks)] = setup.sent(forked=forked, ended=old)
+        assert (kind, [count for *_, count in forks]) == ("fork", [2, 2])
+        assert [setup.read(child)[:2] for child in new] == [[3, 2], [3, 2]]
 
 
-def test_a_row_that_is_overwritten_in_the_same_call_is_copied_to_nobody() -> None:
-    """With rows for the batch alone, the children of one that is gone take its row."""
+def test_a_sequence_that_waits_gives_up_its_row_and_is_sent_anew() -> None:
     setup = Setup(max_rows=2)
-    parent, other = setup.table(4), setup.table(2)
-    setup.sent(parent, other)
-    children = [parent.fork(), parent.fork()]
-    blocks = list(parent.blocks)
-    del parent, other
-    [(kind, edits)] = setup.sent(*children)
-    assert kind == "edit"
-    assert {tuple(edit[1:]) for edit in edits} <= set(enumerate(blocks))
+    setup.begin((1,), (2, 3))
+    with pytest.raises(ValueError, match="block tables for 2 sequences, and one more holds blocks"):
+        setup.sent(begun=(Begun(2, (), 0, (4,), None),))
+    setup.begin((1,), (2, 3), fresh=True)
+    assert setup.sent(tables=(TableChange(1, 0, ()),)) == []
+    assert setup.sent(begun=(Begun(2, (), 0, (4,), None),)) == [("edit", [[1, 0, 4]])]
+    assert setup.sent(ended=(0,), tables=(TableChange(1, 0, (5, 6)),)) == [("edit", [[0, 0, 5], [0, 1, 6]])]
 
 
-def test_a_table_that_is_not_in_the_batch_gives_up_its_row_only_when_rows_run_out() -> None:
-    setup = Setup(max_rows=2)
-    one, two, three = setup.table(2), setup.table(4), setup.table(6)
-    setup.sent(one, two)
-    assert setup.sent(one) == []
-    assert len(setup.sent(one, three)) == 1
-    assert two.mirror is None
-    assert len(setup.sent(two)) == 1
-    assert setup.sent(two) == []
-
-
-def test_swapped_in_again_a_table_is_sent_anew() -> None:
-    setup = Setup()
-    table = setup.table(4)
-    setup.sent(table)
-    host = fast_allocator.BlockAllocator(8)
-    host.allocate_many(3)
-    table.relocate(host.allocate_many(2), host)
-    setup.allocator.allocate_many(5)
-    table.relocate(setup.allocator.allocate_many(2), setup.allocator)
-    assert setup.sent(table) == [("edit", [[table.row, logical, block] for logical, block in enumerate(table.blocks)])]
-
-
-def test_a_table_may_go_from_one_mirror_to_another_and_back() -> None:
-    setup = Setup()
-    table = setup.table(4)
-    other = DeviceTables(1, 8, "cpu", cpu)
-    for mirror in (setup.mirror, other, setup.mirror, other):
-        [row] = mirror.sync([table])
-        assert mirror.tables[row, :2].tolist() == list(table.blocks)
-        table.append(1)
-        table.trim(4)
+def test_a_table_that_is_too_long_is_refused() -> None:
+    with pytest.raises(ValueError, match="a sequence has 9 blocks; the block tables have room for 8"):
+        Setup().begin(tuple(range(9)))
 
 
 def test_thousands_of_slots_at_once_are_those_of_the_reference() -> None:
@@ -396,7 +353,7 @@ def test_thousands_of_slots_at_once_are_those_of_the_reference() -> None:
     ("kernels", "device"), [pytest.param(cpu, "cpu", id="cpu"), pytest.param(gpu, GPU_DEVICE, id="gpu")]
 )
 def test_a_fork_leaves_the_rest_of_the_childs_row_as_it_was(kernels: BlockTableKernels, device: str) -> None:
-    """`DeviceTables` remembers what the device holds there, and does not send what is there already."""
+    """Nobody reads it; but neither is it anybody's to write."""
     tables = torch.arange(12, dtype=torch.int32, device=device).reshape(3, 4)
     kernels.fork_tables(tables, torch.tensor([[2, 0, 3], [2, 1, 1]], dtype=torch.int32, device=device))
     assert tables.tolist() == [[8, 9, 10, 3], [8, 5, 6, 7], [8, 9, 10, 11]]
@@ -412,7 +369,9 @@ def test_slots_read_on_the_device_are_those_of_the_tables(kernels: BlockTableKer
         for table in tables:
             table.append(num_tokens)  # in turns, so that blocks do not follow one another
     mirror = DeviceTables(4, 8, device, kernels)
-    rows = mirror.sync(tables)
+    begun = tuple(Begun(i, (), 0, tuple(table.blocks), None) for i, table in enumerate(tables))
+    mirror.apply(StepInput(1, fresh=True, begun=begun))
+    rows = mirror.rows_of(range(3))
     tokens = [(i, position) for i in (2, 0, 1) for position in range(20)]
     expected = [tables[i].slot_mapping(position, position + 1)[0] for i, position in tokens]
     positions = torch.tensor([position for _, position in tokens], dtype=torch.int32, device=device)
@@ -422,30 +381,21 @@ def test_slots_read_on_the_device_are_those_of_the_tables(kernels: BlockTableKer
 
 @pytest.mark.parametrize("failing", ["edit_tables", "fork_tables"])
 @pytest.mark.parametrize("made", [False, True], ids=["before the change", "after the change"])
-def test_a_sync_that_fails_is_made_good_by_the_next(failing: str, made: bool) -> None:
-    """Whether the device was changed or not before the error: the next sync sends what it must."""
-    kernels = SimpleNamespace(edit_tables=cpu.edit_tables, fork_tables=cpu.fork_tables)
-    device = DeviceTables(8, 16, "cpu", kernels)
-    allocator = fast_allocator.BlockAllocator(32)
-    parent, other = fast.BlockTable(1, allocator), fast.BlockTable(1, allocator)
-    parent.append(4)
-    device.sync([parent])
-    child = parent.fork()
-    other.append(2)
+def test_after_an_error_a_fresh_step_makes_everything_good(failing: str, made: bool) -> None:
+    """Whether the device was changed or not before the error."""
+    setup = Setup()
+    setup.begin((4, 3, 2, 1))
+    right = getattr(cpu, failing)
 
     def fail(*arguments: Tensor) -> None:
         if made:
-            getattr(cpu, failing)(*arguments)
+            right(*arguments)
         raise RuntimeError
 
-    setattr(kernels, failing, fail)
+    setattr(setup.recorder, failing, fail)
     with pytest.raises(RuntimeError):
-        device.sync([parent, child, other])
-    setattr(kernels, failing, getattr(cpu, failing))
-    other.trim(0)
-    parent.trim(0)  # their blocks go round, in another order
-    parent.append(3)
-    other.append(3)
-    tables = [other, child, parent]
-    for table, row in zip(tables, device.sync(tables), strict=True):
-        assert device.tables[row, : len(table.blocks)].tolist() == list(table.blocks)
+        setup.sent(forked=(Forked(1, 0, 1),), begun=(Begun(2, (), 0, (7, 8), None),))
+    delattr(setup.recorder, failing)
+    setup.begin((7,), (1, 2, 3), (3, 2, 1), fresh=True)
+    assert setup.read(0)[:1] == [7]
+    assert [setup.read(1)[:3], setup.read(2)[:3]] == [[1, 2, 3], [3, 2, 1]]

@@ -732,17 +732,16 @@ def test_a_second_ctrl_c_within_a_step_stops_it_at_once_and_gives_every_block_ba
     """The step dies between the moves of its blocks and its results: all that it had begun is undone."""
     llm = llm_either_way
     runner = llm.engine._runner
-    forward, calls = runner.forward, []
+    sample, calls = runner.sample, []
 
-    def impatient(batch: Any) -> Any:
-        logits = forward(batch)
-        calls.append(len(batch))
+    def impatient(logits: Any, inputs: Any) -> Any:
+        calls.append(len(inputs))
         if len(calls) == 4:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
-        return logits
+        return sample(logits, inputs)
 
-    monkeypatch.setattr(runner, "forward", impatient)
+    monkeypatch.setattr(runner, "sample", impatient)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["abc", "abd"], Sampling(n=2, max_tokens=12, ignore_eos=True))
     assert llm.stats().steps == 3 - llm.config.async_scheduling  # the third was in flight, and goes too
@@ -754,7 +753,7 @@ def test_an_error_within_a_step_is_passed_on_and_gives_every_block_back(
 ):
     llm = llm_either_way
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._runner, "forward", lambda batch: 1 / 0)
+        patch.setattr(llm.engine._runner, "run", lambda step: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate(["abc", "abd"], GREEDY)
 

@@ -96,22 +96,21 @@ def test_engine_contracts_and_the_block_allocator_run_without_numpy():
     code = """
 import minipaged
 from minipaged import BeamSearchParams, SamplingParams
-from minipaged.contracts import Runner, Sampled, Tier
+from minipaged.contracts import Sampled, Tier
 from minipaged.engine.engine import Engine
+from minipaged.mirror import MirroredRunner
 from minipaged.params import EngineConfig
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 
-class Counts(Runner):
+class Counts(MirroredRunner):
     def move(self, moves): pass
     def forward(self, batch): return [row.token_ids[-1] + 1 for row in batch if row.wants_logits]
+    def sample(self, logits, inputs): return [Sampled(logits[wanted.row], 0.0, None) for wanted in inputs]
     def swap_seconds(self, num_blocks): return 1.0
     def recompute_seconds(self, num_tokens): return 1.0
 
-def sample(logits, inputs):
-    return [Sampled(logits[wanted.row], 0.0, None) for wanted in inputs]
-
-tier = Tier("counting", BlockAllocator, BlockTable, None, sample)
+tier = Tier("counting", BlockAllocator, BlockTable, None, None)
 config = EngineConfig(num_blocks=4, block_size=2, max_model_len=8, vocab_size=100, debug=True)
 engine = Engine(config, tier, Counts())
 engine.add_request([1, 2, 3], SamplingParams(max_tokens=4))

@@ -220,17 +220,16 @@ def test_steps_that_fail_half_way_do_not_show_in_the_tokens(
         dtype=DTYPE[kind], max_num_batched_tokens=23, max_model_len=128, debug=True,
     )  # fmt: skip
     runner, failures = llm.engine._runner, 0
-    forward = runner.forward
+    sample = runner.sample
 
-    def unsteady(batch: Any) -> Any:
+    def unsteady(logits: Any, inputs: Any) -> Any:
         nonlocal failures
-        logits = forward(batch)
         if llm.engine.stats.steps % 7 == 3 and failures <= llm.engine.stats.steps // 7:
             failures += 1
             raise PowerCut
-        return logits
+        return sample(logits, inputs)
 
-    monkeypatch.setattr(runner, "forward", unsteady)
+    monkeypatch.setattr(runner, "sample", unsteady)
     check_same(small_llama, JOBS[kind], run(llm, JOBS[kind], [0, 0, 0, 2, 2, 6, 6]), alone[kind])
     check_nothing_is_held(llm)
     assert failures > 3

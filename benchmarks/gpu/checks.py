@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.harness import Job, Row, Setting
+from minipaged import steps
 from minipaged.fast import gpu
 from minipaged.fast.block_allocator import BlockAllocator
 from minipaged.fast.block_table import BlockTable
@@ -32,7 +33,6 @@ from minipaged.fast.kernels import kernels_for
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import Llama, Weights
 from minipaged.models.config import ModelConfig, weight_shapes
-from minipaged import steps
 
 ROUNDED = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Tolerance where a result is rounded once or twice."""

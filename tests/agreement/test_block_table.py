@@ -225,15 +225,16 @@ class TablesRunner(ContentRunner):
         return result
 
 
+@scaled
 @pytest.mark.parametrize(
-    ("kernels", "device", "seeds"),
-    [pytest.param(cpu, "cpu", range(200), id="cpu"), pytest.param(gpu, GPU_DEVICE, range(8), id="gpu")],
+    ("kernels", "device", "thorough"),
+    [pytest.param(cpu, "cpu", 300, id="cpu"), pytest.param(gpu, GPU_DEVICE, 20, id="gpu")],
 )
 def test_the_tables_on_the_device_are_those_of_the_engine(
-    kernels: BlockTableKernels, device: str, seeds: Sequence[int]
+    kernels: BlockTableKernels, device: str, thorough: int
 ) -> None:
     """At every step, with twice as many rows as sequences may run. (The oracle makes sure that the mirror is right.)"""
-    for seed in seeds:
+    for seed in range(examples(thorough)):
         run = Run(random_workload(seed), make_runner=TablesRunner)
         config = run.workload.config
         assert isinstance(run.runner, TablesRunner)

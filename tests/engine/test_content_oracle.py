@@ -18,8 +18,8 @@ from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvariantViolation
 from minipaged.reference.block_table import BlockTable
-from tests.effort import scaled, seeds, thorough
 from minipaged.steps import BlockMoves
+from tests.effort import scaled, seeds, thorough
 from tests.workloads import Run, random_workload, run_workload
 
 EVERYTHING_THAT_CAN_HAPPEN = {

@@ -20,8 +20,8 @@ from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.sampling import sample
-from tests.effort import scaled, seeds
 from minipaged.steps import BlockMoves
+from tests.effort import scaled, seeds
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended, random_workload
 
 

@@ -21,8 +21,8 @@ from minipaged.contracts import BatchRow
 from minipaged.models.config import ModelConfig
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.llama import Llama, inverse_frequencies, rotary_tables
-from tests.effort import examples
 from minipaged.steps import BlockMoves
+from tests.effort import examples
 
 ROPE_PARAMETERS = [
     {"rope_type": "default", "rope_theta": 10000.0},

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-
-from minipaged.reference import preemption
 from minipaged.contracts import Batch
+from minipaged.reference import preemption
 from minipaged.reference.kv_cache import KVCache
 from minipaged.reference.preemption import PreemptionCosts, carry, measure, probe_cache
 from minipaged.steps import BlockMoves

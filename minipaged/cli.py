@@ -1,4 +1,4 @@
-"""The command line: `minipaged demo | generate | trace | chat | model | grade | grade-tests | course`.
+"""The command line: `minipaged demo | generate | replay-steps | trace | chat | model | grade | grade-tests | course`.
 
 Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams) and leaves checking to
 them: an error is one line on stderr and exit status 1 (2 for a wrong usage). Heavy imports wait until they are needed.
@@ -11,8 +11,8 @@ import itertools
 import json
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -127,6 +127,9 @@ def generate(
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="NaN-filled memory, invariants checked each step.")] = False,
     events: Annotated[Path | None, typer.Option(help="Write what happened to this file, as JSON Lines.")] = None,
+    record_steps: Annotated[
+        Path | None, typer.Option(help="Write each step and the tokens chosen to this file, for replay-steps.")
+    ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print the engine's counts to stderr at the end.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
 ) -> None:
@@ -184,6 +187,8 @@ def generate(
             debug=debug,
             listeners=listeners,
         )
+        if record_steps:
+            stack.enter_context(_recording(llm, model, record_steps))
         streaming = (
             len(prompts) == 1 and isinstance(params, SamplingParams) and n == 1 and not priority and not json_output
         )
@@ -266,11 +271,53 @@ def _print_outputs(outputs: list[RequestOutput]) -> None:
             print(completion.text)
 
 
-def _open_for_writing(path: Path) -> Any:
+@app.command(name="replay-steps")
+def replay_steps(
+    recording: Annotated[Path, typer.Argument(help="What `generate --record-steps` wrote.", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="Where the model is here; else as when it was recorded.")] = None,
+    tier: TierOption = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="What to compute in; else as when it was recorded.")] = None,
+) -> None:
+    """Run recorded steps again, here, and compare each token chosen; what differs has to be a tie."""
+    from minipaged.llm import LoadedModel
+    from minipaged.replay_steps import open_replay
+    from minipaged.step_files import read_recording
+
+    header, steps = read_recording(recording)
+    loaded = LoadedModel.load(model or header.model, tier, device, dtype or header.dtype)
+    replay = open_replay(header, steps, loaded)
+    for difference in replay:
+        print(difference)
+    print(f"recorded on the {header.tier} tier in {header.dtype}, run on the {loaded.wing.description}")
+    print(
+        f"{replay.num_steps} steps, {replay.num_choices} tokens: {replay.num_failures} differ, {replay.num_ties} more at "
+        f"ties; the logprobs of the others differ by {replay.largest_error:.2g} at most"
+    )
+    if replay.num_failures:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _recording(llm: LLM, model: str, path: Path) -> Iterator[None]:
+    """Record all steps of the LLM, from its first one on; complete however it ends."""
+    from minipaged.step_files import Header, StepRecorder
+
+    with _open_for_writing(path, "wb") as file:
+        recorder = StepRecorder(llm.engine.runner, file, Header.of(model, llm))
+        llm.engine.runner = recorder
+        try:
+            yield
+        finally:
+            recorder.close()
+
+
+def _open_for_writing(path: Path, mode: str = "w") -> Any:
     try:
-        return path.open("w", encoding="utf-8")
+        return path.open(mode, encoding=None if "b" in mode else "utf-8")
     except OSError as error:
-        raise InvalidRequest(f"cannot write events to {path}: {error.strerror}") from None
+        what = "steps" if "b" in mode else "events"
+        raise InvalidRequest(f"cannot write {what} to {path}: {error.strerror}") from None
 
 
 # --- chat -----------------------------------------------------------------------------------------

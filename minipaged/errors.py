@@ -75,5 +75,9 @@ class DetokenizerFailed(RequestFailed):
     """The tokenizer could not turn tokens into text."""
 
 
+class BadRecording(MinipagedError, ValueError):
+    """A file that is no recording of steps, or not a whole one, or not of this model; the message says which."""
+
+
 class ModelError(MinipagedError):
     """A model that cannot be found, fetched, read or run; the message names the file, tensor or setting."""

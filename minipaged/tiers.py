@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from minipaged.contracts import BlockAllocator, BlockTable, Runner, Tier
+from minipaged.contracts import BlockAllocator, BlockTable, Runner, SamplingInput, Tier
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig
@@ -258,6 +258,26 @@ def give_back_unused() -> None:
 
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def reference_penalties(logits: Any, wanted: SamplingInput) -> Any:
+    """The logits [vocab] in float64 that the reference would choose `wanted` from."""
+    from minipaged.reference.sampling import penalise
+
+    return penalise(logits, wanted)
+
+
+def reference_draw(logits: Any, wanted: SamplingInput) -> tuple[float, Any]:
+    """The number that the reference would draw for `wanted`; and the probability [vocab] of each token or one before
+    it, among which that number falls."""
+    import numpy as np
+
+    from minipaged.reference.sampling import distribution, penalise, uniform
+
+    chances = distribution(penalise(logits, wanted), wanted.params)
+    sums = np.zeros(len(logits))
+    sums[chances.token_ids] = chances.cumulative / chances.cumulative[-1]
+    return uniform(wanted.seed, wanted.stream, wanted.position), np.maximum.accumulate(sums)
 
 
 def reference_tier() -> Tier:

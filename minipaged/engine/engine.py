@@ -99,7 +99,7 @@ class Engine:
         self.config = config
         self.stats = Stats()
         self._tier = tier
-        self._runner = runner
+        self.runner = runner
         self._decode = naming_failures(decode) if decode else None
         self._clock = clock
         self.listeners: list[Listener] = [self.stats.on_event, *listeners]
@@ -258,7 +258,7 @@ class Engine:
             for row, (_, sequence) in zip(rows, plan.owners(), strict=True):
                 self.blocks.check_exclusive_writes(sequence, row)
         step = self._writer.write(self._step, rows, plan.owners(), self.blocks.take_moves())
-        result = self._runner.run(step)
+        result = self.runner.run(step)
         return self._launched(started, plan, rows, result)
 
     def _launched(self, started: float, plan: Plan, rows: list[Row], result: StepResult) -> LaunchedStep:

@@ -240,7 +240,7 @@ def test_a_captured_step_moves_its_sequences_on_by_itself_and_is_told_of_every_o
     twins = Twins(TRITON, torch.float32, config_of(), seed=3)
     for first in range(4):
         twins.begin(DIGITS[first:], 5)
-    twins.run([5, 4, 5, 0], [1, 0, 1, 0])
+    twins.run([5, 5, 5, 0], [1, 1, 1, 0])
     graph = captured(twins)
     sent: list[list[int]] = []
     graph.numbers = SpiedCopy(graph.numbers, sent)  # type: ignore[assignment]
@@ -261,11 +261,12 @@ def test_a_captured_step_moves_its_sequences_on_by_itself_and_is_told_of_every_o
         return replay(*arguments)
 
     graph._replay = counted  # type: ignore[method-assign]
-    assert step(0, 1, 2), "the first step: also that of the last known token"
+    assert step(0, 1, 2), "the first step"
     assert [step(0, 1, 2) for _ in range(4)] == [False] * 4, "the same ones go on"
-    assert step(0, 2, 3, silent=3), "another takes a place, and has a known token, but no logits"
+    assert step(0, 2, 3, silent=3), "another takes a place, with a known token, and wants no logits"
     assert step(0, 2, 3, silent=3)
-    assert step(0, 1, 2), "the first comes back"
+    assert step(0, 1, 2), "the first comes back, with a known token"
+    assert step(0, 1, 2), "each runs the choice of its own row from here on"
     assert [step(0, 1, 2) for _ in range(3)] == [False] * 3
 
 

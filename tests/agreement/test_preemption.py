@@ -41,7 +41,7 @@ def test_measuring_gives_a_devices_plausible_speeds_and_copies_nothing_of_the_ca
 
 def test_the_costs_are_measured_when_the_model_is_made_and_not_when_they_are_asked_for(tiny_model: object) -> None:
     llm = LLM(tiny_model, tier="fast", num_blocks=32)  # type: ignore[arg-type]
-    runner = llm.engine._runner
+    runner = llm.engine.runner
     runner.forward = None  # type: ignore[method-assign, assignment]  # asking must not run the model
     assert 0 < runner.swap_seconds(1) < runner.swap_seconds(100) < 10
     assert 0 < runner.recompute_seconds(1) < runner.recompute_seconds(100) < 100
@@ -60,10 +60,10 @@ def test_measuring_leaves_no_trace_in_what_is_generated(tiny_model: object) -> N
 
 def test_an_empty_batch_is_no_work(tiny_model: object) -> None:
     llm = LLM(tiny_model, tier="fast", num_blocks=8)  # type: ignore[arg-type]
-    assert llm.engine._runner.forward([]).shape == (0, llm.config.vocab_size)
+    assert llm.engine.runner.forward([]).shape == (0, llm.config.vocab_size)
 
 
 @pytest.mark.parametrize("max_model_len", [1, 33, 63])
 def test_the_probe_fits_any_longest_sequence(tiny_model: object, max_model_len: int) -> None:
     llm = LLM(tiny_model, tier="fast", num_blocks=64, max_model_len=max_model_len)  # type: ignore[arg-type]
-    assert llm.engine._runner.recompute_seconds(1) > 0
+    assert llm.engine.runner.recompute_seconds(1) > 0

@@ -731,7 +731,7 @@ def test_a_second_ctrl_c_within_a_step_stops_it_at_once_and_gives_every_block_ba
 ):
     """The step dies between the moves of its blocks and its results: all that it had begun is undone."""
     llm = llm_either_way
-    runner = llm.engine._runner
+    runner = llm.engine.runner
     sample, calls = runner.sample, []
 
     def impatient(logits: Any, inputs: Any) -> Any:
@@ -753,7 +753,7 @@ def test_an_error_within_a_step_is_passed_on_and_gives_every_block_back(
 ):
     llm = llm_either_way
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine._runner, "run", lambda step: 1 / 0)
+        patch.setattr(llm.engine.runner, "run", lambda step: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate(["abc", "abd"], GREEDY)
 

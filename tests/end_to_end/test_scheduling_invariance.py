@@ -219,7 +219,7 @@ def test_steps_that_fail_half_way_do_not_show_in_the_tokens(
         small_llama, tier=tier, block_size=4, num_blocks=num_blocks, num_swap_blocks=30, preemption="swap",
         dtype=DTYPE[kind], max_num_batched_tokens=23, max_model_len=128, debug=True,
     )  # fmt: skip
-    runner, failures = llm.engine._runner, 0
+    runner, failures = llm.engine.runner, 0
     sample = runner.sample
 
     def unsteady(logits: Any, inputs: Any) -> Any:

@@ -1,0 +1,202 @@
+"""Running recorded steps again, on another tier or machine: the invariant replay-equals-run.
+
+The steps are those of the recording, and so is every token that goes on: where this runner chooses another one, it is
+told the recorded one at the next step. So a difference is seen once, and everything after it is compared as well. A
+difference may be a tie, where rounding decides; whether it was one is computed in float64, by the reference
+(`ties.py`). What the host chose (beam search) is carried out as it was recorded, and is not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minipaged.contracts import BatchRow, Runner, Sampled, SamplingInput
+from minipaged.errors import BadRecording, InvalidRequest
+from minipaged.llm import LoadedModel
+from minipaged.mirror import Mirror
+from minipaged.params import EngineConfig
+from minipaged.step_files import Header, RecordedStep
+from minipaged.steps import Row, StepInput, Told
+from minipaged.ties import ROUNDING, Logits, why_no_tie
+
+Exact = Callable[[tuple[int, ...]], Logits]
+"""The logits [vocab] after some tokens, in float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A choice that is not as it was recorded."""
+
+    step: int
+    sequence: int
+    position: int
+    recorded: int
+    chosen: int
+    margin: float
+    """By how much this runner's logits of the two tokens differ."""
+    objection: str | None
+    """Why rounding cannot explain it; None: it was a tie."""
+
+    def __str__(self) -> str:
+        where = f"step {self.step}, sequence {self.sequence}, position {self.position}"
+        if self.chosen == self.recorded:
+            return f"{where}: token {self.chosen} is as recorded, but {self.objection}"
+        tokens = f"token {self.chosen} was chosen, {self.recorded} is recorded"
+        return f"{where}: {tokens}, their logits differ by {self.margin:.3g}: {self.objection or 'a tie'}"
+
+
+class _Choice(NamedTuple):
+    """A token to choose: for which sequence, and the how manieth of those for it."""
+
+    row: Row
+    number: int
+    wanted: SamplingInput
+
+
+@dataclass
+class Replay:
+    """Recorded steps on a runner. Iterate over it to run it; it gives the differences as they come.
+
+    `dtype`: the coarser one of those that were computed in. Raises BadRecording for steps that do not follow one
+    another.
+    """
+
+    steps: Iterable[RecordedStep]
+    runner: Runner
+    exact: Exact
+    dtype: str = "float32"
+    num_steps: int = 0
+    num_choices: int = 0
+    num_ties: int = 0
+    num_failures: int = 0
+    """Differences that are no ties."""
+    largest_error: float = 0.0
+    """Between the logprobs of tokens that are the same."""
+    _mirror: Mirror = field(default_factory=Mirror)  # knows the recorded tokens
+    _corrections: list[tuple[_Choice, int]] = field(default_factory=list)  # of the step before: what was recorded
+
+    def __iter__(self) -> Iterator[Difference]:
+        for recorded in self.steps:
+            for difference in self._run(recorded):
+                self.num_ties += difference.objection is None
+                self.num_failures += difference.objection is not None
+                yield difference
+
+    def _run(self, recorded: RecordedStep) -> Iterator[Difference]:
+        step = self._corrected(recorded.step)
+        try:
+            self._mirror.apply(recorded.step)
+        except (ValueError, LookupError) as error:
+            raise BadRecording(f"step {step.number} does not follow from those before it: {error}") from None
+        self.num_steps += 1
+        try:
+            result = self.runner.run(step)
+            chosen = list(result.choices)
+        except Exception:
+            if recorded.choices is None:  # it failed then as well, or nobody looked
+                return
+            raise
+        if recorded.choices is None:
+            self._mirror.chosen(chosen)
+            return
+        choices = list(self._choices())
+        if len(recorded.choices) != len(choices):
+            found = len(recorded.choices)
+            raise BadRecording(f"step {step.number} chooses {len(choices)} tokens, and {found} are recorded")
+        for choice, one, (token, logprob) in zip(choices, chosen, recorded.choices, strict=True):
+            self.num_choices += 1
+            if difference := self._compare(choice, one, token, logprob, result.logits):
+                yield difference
+        self._mirror.chosen([Sampled(token, logprob, None) for token, logprob in recorded.choices])
+
+    def _choices(self) -> Iterator[_Choice]:
+        """The tokens that this step chooses, in order."""
+        inputs = iter(self._mirror.sampling_inputs())
+        for row in self._mirror.rows:
+            for number in range(row.num_choices):
+                yield _Choice(row, number, next(inputs))
+
+    def _compare(self, choice: _Choice, one: Sampled, token: int, logprob: float, logits: Any) -> Difference | None:
+        row, _, wanted = choice
+        place = (self._mirror.rows.number, row.sequence, row.stop, token, one.token_id)
+        if token == one.token_id:
+            error = abs(one.logprob - logprob)
+            self.largest_error = max(self.largest_error, error)
+            if error <= ROUNDING[self.dtype]:
+                return None
+            # Each of two computations may be off by so much of the largest logit, in a logit and in the sum of all.
+            allowed = 4 * ROUNDING[self.dtype] * float(np.abs(_on_host(logits[wanted.row])).max())
+            if error <= allowed:
+                return None
+            off = f"its logprob is {one.logprob:.4f} and was {logprob:.4f}: rounding explains {allowed:.3g}"
+            return Difference(*place, 0.0, off)
+        self._corrections.append((choice, token))
+        computed = _on_host(logits[wanted.row])
+        known = (*wanted.prompt_token_ids, *wanted.output_token_ids)
+        objection = why_no_tie(self.exact(known), computed, wanted, one.token_id, token, self.dtype)
+        return Difference(*place, abs(float(computed[token] - computed[one.token_id])), objection)
+
+    def _corrected(self, step: StepInput) -> StepInput:
+        """The step, and what the recorded tokens are where this runner has chosen others."""
+        forks = {(forked.parent, forked.choice): forked.sequence for forked in step.forked}
+        told: list[Told] = []
+        for choice, token in self._corrections:
+            sequence = choice.row.sequence if choice.number == 0 else forks.get((choice.row.sequence, choice.number))
+            if sequence is not None and sequence not in step.ended and not step.fresh:
+                told.append(Told(sequence, choice.row.stop, token))
+        self._corrections.clear()
+        return step._replace(told=(*step.told, *told)) if told else step
+
+
+def _on_host(logits: Any) -> Logits:
+    """A row of logits, of any tier, as a NumPy array [vocab] in float64."""
+    on_host = logits.double().cpu() if hasattr(logits, "cpu") else logits
+    return np.asarray(on_host, dtype=np.float64)
+
+
+def open_replay(header: Header, steps: Iterable[RecordedStep], loaded: LoadedModel) -> Replay:
+    """The replay of a recording on a model. Raises BadRecording for the steps of another model."""
+    if loaded.config != header.model_config:
+        names = [name for name in header.model_config.__slots__ if _differ(name, loaded.config, header.model_config)]
+        raise BadRecording(
+            f"the steps were recorded with another model, {header.model}: its {', '.join(names)} is not this one's; "
+            "give the right one with --model"
+        )
+    try:
+        runner = loaded.wing.make_runner(loaded.config, loaded.weights, header.engine_config)
+    except MemoryError:
+        sizes = header.engine_config
+        raise InvalidRequest(
+            f"the recording needs a cache of {sizes.num_blocks} blocks, and {sizes.num_swap_blocks} for swapping: more "
+            "memory than there is here"
+        ) from None
+    dtype = max(header.dtype, loaded.wing.dtype, key=ROUNDING.__getitem__)
+    return Replay(steps, runner, exact_logits(loaded), dtype)
+
+
+def _differ(name: str, one: object, other: object) -> bool:
+    return bool(getattr(one, name) != getattr(other, name))
+
+
+def exact_logits(model: LoadedModel) -> Exact:
+    """The model's logits in float64, by the reference. It is loaded for that when they are first asked for."""
+
+    @cache
+    def load() -> LoadedModel:
+        return LoadedModel.load(model.folder, "reference", dtype="float64")
+
+    return lambda tokens: logits_of(load(), tokens)
+
+
+def logits_of(model: LoadedModel, tokens: Sequence[int]) -> Logits:
+    """A model's logits [vocab] after `tokens`, in a cache of its own: one row, one chunk, one block after another."""
+    block_size = 16
+    num_blocks = -(-len(tokens) // block_size)
+    sizes = EngineConfig(num_blocks, len(tokens), model.config.vocab_size, block_size)
+    runner: Any = model.wing.make_runner(model.config, model.weights, sizes)
+    return _on_host(runner.forward([BatchRow(list(tokens), 0, range(num_blocks), wants_logits=True)])[0])

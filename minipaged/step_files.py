@@ -1,0 +1,215 @@
+"""Steps as bytes, and files of recorded steps: what a runner was asked, and which tokens it chose.
+
+**The encoding** of a step is one MessagePack value (https://msgpack.org). Each of the types of `steps.py` is an array
+of its fields, in their order there, none left out:
+
+| type        | array of                                                                                             |
+|-------------|------------------------------------------------------------------------------------------------------|
+| StepInput   | number, fresh, forked, ended, begun, tables, told, moves, left_out, added                            |
+| Forked      | sequence, parent, choice                                                                             |
+| Begun       | sequence, token ids, prompt length, blocks, sampling (null: the host chooses)                        |
+| Sampling    | params, seed, stream, forbidden token ids                                                            |
+| TableChange | sequence, kept, blocks                                                                               |
+| Told        | sequence, position, token id                                                                         |
+| BlockMoves  | swapped out, poisoned, swapped in, copied; a pair of blocks is an array of two                       |
+| Row         | sequence, start, number of tokens, number of choices (-1: logits)                                    |
+
+`params` is a map: the fields of `SamplingParams` by name. A list of anything is an array. So a step in which all
+sequences go on and no table grows is the 13 bytes `9a n c2 90 90 90 90 90 94 90 90 90 90 90 90`, however many they are.
+
+**A file** begins with the line `minipaged steps 1`. Then come frames, each a length in four bytes (big-endian) and so
+many bytes of MessagePack: a `Header` (a map), a `RecordedStep` (an array) for each step, and at the end the number of
+steps. A file without that was cut short.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
+
+import msgspec
+
+from minipaged.contracts import Runner, Sampled, StepResult
+from minipaged.errors import BadRecording
+from minipaged.llm import LLM
+from minipaged.models.config import ModelConfig
+from minipaged.params import EngineConfig
+from minipaged.steps import StepInput
+
+FIRST_LINE = b"minipaged steps 1\n"
+_LENGTH = struct.Struct(">I")
+_encoder = msgspec.msgpack.Encoder()
+_step_decoder = msgspec.msgpack.Decoder(StepInput)
+
+Decoded = TypeVar("Decoded")
+
+
+def encode(step: StepInput) -> bytes:
+    """The step in the encoding above."""
+    return _encoder.encode(step)
+
+
+def decode(data: bytes) -> StepInput:
+    """The step that `encode` was given. Raises BadRecording for what is no step."""
+    return _decode(_step_decoder, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+    try:
+        return decoder.decode(data)
+    except msgspec.DecodeError as error:
+        raise BadRecording(f"not what a recording holds: {error}") from None
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the steps were recorded on."""
+
+    version: str
+    """minipaged's."""
+    model: str
+    """As it was asked for."""
+    model_config: ModelConfig
+    tier: str
+    device: str
+    dtype: str
+    engine_config: EngineConfig
+
+    @classmethod
+    def of(cls, model: str, llm: LLM) -> Header:
+        """For the steps of an LLM that was made for `model`."""
+        wing = llm.loaded.wing
+        sizes = (wing.name, wing.device, wing.dtype, llm.config)
+        return cls(version("minipaged"), model, llm.model_config, *sizes)
+
+
+class RecordedStep(NamedTuple):
+    """A step, and what came of it."""
+
+    step: StepInput
+    choices: tuple[tuple[int, float], ...] | None
+    """(token id, logprob) of each choice; None where the step failed, or nobody looked."""
+
+
+def write_frame(file: BinaryIO, value: Any) -> None:
+    """Append one value to a recording."""
+    data = _encoder.encode(value)
+    file.write(_LENGTH.pack(len(data)))
+    file.write(data)
+
+
+def read_recording(path: Path) -> tuple[Header, Iterator[RecordedStep]]:
+    """What a file of recorded steps holds. The steps are read as they are asked for.
+
+    Raises BadRecording for what is no recording, or one that was cut short.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise BadRecording(f"cannot read {path}: {error.strerror}") from None
+    first = file.readline(len(FIRST_LINE))
+    if first != FIRST_LINE:
+        known = first.startswith(b"minipaged steps ")
+        what = f"a recording of another kind ({first.decode(errors='replace').strip()!r})" if known else "no recording"
+        raise BadRecording(f"{path} is {what}; `minipaged generate --record-steps FILE` writes one")
+    header = _decode(msgspec.msgpack.Decoder(Header), _read_frame(file, path))
+    return header, _read_steps(file, path)
+
+
+def _read_steps(file: BinaryIO, path: Path) -> Iterator[RecordedStep]:
+    decoder = msgspec.msgpack.Decoder(RecordedStep | int)
+    with file:
+        count = 0
+        while not isinstance(frame := _decode(decoder, _read_frame(file, path)), int):
+            yield frame
+            count += 1
+        if frame != count or file.read(1):
+            raise BadRecording(f"{path} is damaged: it should hold {frame} steps")
+
+
+def _read_frame(file: BinaryIO, path: Path) -> bytes:
+    head = file.read(_LENGTH.size)
+    data = file.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
+    if len(head) < _LENGTH.size or len(data) < _LENGTH.unpack(head)[0]:
+        raise BadRecording(f"{path} was cut short: its last step is not there")
+    return data
+
+
+# --- Recording ------------------------------------------------------------------------------------
+
+
+class StepRecorder(Runner):
+    """Writes down each step that a runner is given, and what it chose, as soon as somebody has looked at that."""
+
+    def __init__(self, runner: Runner, file: BinaryIO, header: Header) -> None:
+        self._runner = runner
+        self._file = file
+        self._pending: deque[tuple[StepInput, _Watched | None]] = deque()  # run, and not written yet
+        self._count = 0
+        file.write(FIRST_LINE)
+        write_frame(file, header)
+
+    def run(self, step: StepInput) -> StepResult:
+        self._write(all_of_it=step.fresh)
+        try:
+            result = self._runner.run(step)
+        except BaseException:
+            self._pending.append((step, None))
+            raise
+        choices = _Watched(result.choices)
+        self._pending.append((step, choices))
+        return StepResult(choices, result.logits)
+
+    def close(self) -> None:
+        """Write what is left. The file is complete then."""
+        self._write(all_of_it=True)
+        write_frame(self._file, self._count)
+        self._file.flush()
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        return self._runner.swap_seconds(num_blocks)
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        return self._runner.recompute_seconds(num_tokens)
+
+    def _write(self, *, all_of_it: bool) -> None:
+        """Write the steps whose choices are known; with `all_of_it` the others too, which nobody will look at."""
+        while self._pending:
+            step, choices = self._pending[0]
+            seen = choices.seen if choices is not None else None
+            if choices is not None and seen is None and not all_of_it:
+                return
+            self._pending.popleft()
+            write_frame(self._file, RecordedStep(step, seen))
+            self._count += 1
+
+
+class _Watched(Sequence[Sampled]):
+    """Choices that remember what they were when somebody looked."""
+
+    def __init__(self, choices: Sequence[Sampled]) -> None:
+        self._choices = choices
+        self.seen: tuple[tuple[int, float], ...] | None = None if len(choices) else ()
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def __iter__(self) -> Iterator[Sampled]:
+        choices = list(self._choices)
+        self.seen = tuple((one.token_id, one.logprob) for one in choices)
+        return iter(choices)
+
+    @overload
+    def __getitem__(self, index: int) -> Sampled: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sampled]: ...
+    def __getitem__(self, index: int | slice) -> Sampled | Sequence[Sampled]:
+        return list(self)[index]

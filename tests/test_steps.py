@@ -1,0 +1,393 @@
+"""Steps as data: their encoding, their size, what the mirror makes of them, recordings and their replay."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minipaged.contracts import Sampled, SamplingInput, StepResult
+from minipaged.course.content_runner import ContentRunner, fake_logits
+from minipaged.engine.engine import Engine
+from minipaged.engine.step_writer import StepWriter
+from minipaged.errors import BadRecording, InvariantViolation
+from minipaged.mirror import Mirror
+from minipaged.models.config import ModelConfig
+from minipaged.params import EngineConfig, SamplingParams
+from minipaged.reference.sampling import sample
+from minipaged.replay_steps import Replay
+from minipaged.step_files import FIRST_LINE, Header, RecordedStep, StepRecorder, decode, encode, read_recording
+from minipaged.steps import (
+    LOGITS,
+    Begun,
+    BlockMoves,
+    Forked,
+    Row,
+    Sampling,
+    StepInput,
+    TableChange,
+    Told,
+)
+from tests.effort import scaled, seeds
+from tests.engine.test_async_scheduling import workload_of as async_workload
+from tests.engine.test_failure_injection import WORKLOADS as CROWDED
+from tests.workloads import REFERENCE, Run, Workload, random_workload
+
+# --- The encoding ---------------------------------------------------------------------------------
+
+numbers = st.integers(0, 2**32)
+lists = st.lists(numbers, max_size=5).map(tuple)
+pairs = st.lists(st.tuples(numbers, numbers), max_size=3).map(tuple)
+params = st.builds(
+    SamplingParams,
+    n=st.integers(1, 4),
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0.1, 1),
+    top_k=st.integers(-1, 9),
+    seed=st.none() | st.integers(-(2**63), 2**64 - 1),
+    stop=st.lists(st.text(min_size=1, max_size=3), max_size=2),
+    stop_token_ids=lists,
+    max_tokens=st.none() | st.integers(20, 99),
+    min_tokens=st.integers(0, 9),
+    logprobs=st.none() | st.integers(0, 5),
+    presence_penalty=st.floats(-2, 2),
+)
+samplings = st.builds(Sampling, params, st.integers(0, 2**64 - 1), numbers, lists)
+
+
+def several(what: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(what, max_size=3).map(tuple)
+
+
+steps = st.builds(
+    StepInput,
+    number=numbers,
+    fresh=st.booleans(),
+    forked=several(st.builds(Forked, numbers, numbers, st.integers(LOGITS, 9))),
+    ended=lists,
+    begun=several(st.builds(Begun, numbers, lists, numbers, lists, st.none() | samplings)),
+    tables=several(st.builds(TableChange, numbers, numbers, lists)),
+    told=several(st.builds(Told, numbers, numbers, numbers)),
+    moves=st.builds(BlockMoves, pairs, lists, pairs, pairs),
+    left_out=lists,
+    added=several(st.builds(Row, numbers, numbers, numbers, st.integers(LOGITS, 9))),
+)
+
+
+@given(step=steps)
+def test_a_step_comes_back_from_its_bytes_as_it_was(step: StepInput) -> None:
+    again = decode(encode(step))
+    assert again == step
+    assert encode(again) == encode(step)
+
+
+def test_the_encoding_is_what_is_documented() -> None:
+    assert encode(StepInput(7)).hex(" ") == "9a 07 c2 90 90 90 90 90 94 90 90 90 90 90 90"
+    step = StepInput(1, fresh=True, begun=(Begun(2, (3, 4), 2, (5,), None),), added=(Row(2, 0, 2, LOGITS),))
+    assert encode(step).hex(" ") == (
+        "9a 01 c3 90 90 91 95 02 92 03 04 02 91 05 c0 90 90 94 90 90 90 90 90 91 94 02 00 02 ff"
+    )
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xc0", encode(StepInput(7))[:-1], encode(StepInput(7)) + b"\x00", b"\x93\x01\xc2\x01", b"text"],
+)
+def test_what_is_no_step_is_refused(data: bytes) -> None:
+    with pytest.raises(BadRecording, match="not what a recording holds"):
+        decode(data)
+
+
+def test_a_setting_out_of_range_is_refused_when_it_is_read() -> None:
+    begun = Begun(0, (1,), 1, (0,), Sampling(SamplingParams(temperature=1.5), 0, 0))
+    data = encode(StepInput(1, begun=(begun,))).replace(struct.pack(">d", 1.5), struct.pack(">d", -1.5))
+    with pytest.raises(BadRecording, match=r"temperature is -1\.5; it must be"):
+        decode(data)
+
+
+# --- Sizes ----------------------------------------------------------------------------------------
+
+
+class Watched(ContentRunner):
+    """Remembers the steps it was given."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.steps: list[StepInput] = []
+
+    def run(self, step: StepInput) -> StepResult:
+        self.steps.append(step)
+        return super().run(step)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_step_in_which_256_sequences_go_on_is_less_than_2_kilobytes(async_scheduling: bool) -> None:
+    """However full their blocks are: one in `block_size` grows at each step. And nothing is said of their tokens."""
+    config = EngineConfig(
+        num_blocks=2000, max_model_len=100, vocab_size=20, max_num_seqs=256, async_scheduling=async_scheduling
+    )
+    runner = Watched(config.num_blocks, 0, config.block_size, config.vocab_size)
+    engine = Engine(config, REFERENCE, runner)
+    for number in range(256):
+        prompt = [number % 20, number // 20, *range(number % 16)]
+        engine.add_request(prompt, SamplingParams(max_tokens=60, ignore_eos=True, seed=number))
+    while engine.has_unfinished_requests():
+        engine.step()
+    going_on = [step for step in runner.steps if not (step.begun or step.ended or step.left_out)]
+    assert len(going_on) > 50
+    sizes = [len(encode(step)) for step in going_on]
+    assert max(sizes) < 2048, "also where the blocks of half of them are full at once"
+    assert sum(sizes) / len(sizes) < 300
+    assert not any(step.told or step.added for step in going_on)
+    assert sum(len(step.tables) for step in going_on) > 256 * 2
+
+
+# --- The mirror -----------------------------------------------------------------------------------
+
+# That it equals the truth after every step is part of the content oracle (`CheckedMirror`), in every workload: one at
+# a time, asynchronously, on a late device, and with errors. These are the bugs that it has to find.
+
+
+def first_that_fails(workloads: int = 300) -> str:
+    for seed in range(workloads):
+        try:
+            Run(random_workload(seed)).to_the_end()
+        except InvariantViolation as error:
+            return str(error)
+    raise AssertionError(f"not found in {workloads} workloads")
+
+
+def without(method: str, when: Callable[..., bool]) -> Callable[..., None]:
+    right = getattr(StepWriter, method)
+
+    def forgetful(self: StepWriter, *arguments: Any) -> None:
+        if not when(*arguments):
+            right(self, *arguments)
+
+    return forgetful
+
+
+@pytest.mark.parametrize(
+    ("method", "when", "told"),
+    [
+        ("table_changed", lambda sequence, kept: 0 < kept < len(sequence.table.blocks), "block table of sequence"),
+        ("table_changed", lambda sequence, kept: kept == 0, "block table of sequence"),
+        ("ended", lambda sequence: len(sequence.tokens) % 3 == 0, "which has ended"),
+        ("told", lambda sequence: len(sequence.tokens) % 3 == 0, "the tokens of sequence"),
+    ],
+    ids=["a table that grew", "a table given up", "an end", "a token that the host chose"],
+)
+def test_the_oracle_finds_a_change_that_was_not_told(
+    method: str, when: Callable[..., bool], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepWriter, method, without(method, when))
+    assert told in first_that_fails()
+
+
+def test_the_oracle_finds_a_fork_of_a_table_that_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forked(self: StepWriter, child: Any, parent: Any, choice: int) -> None:
+        self._forked[child.sequence_id] = Forked(child.sequence_id, parent.sequence_id, choice)
+
+    monkeypatch.setattr(StepWriter, "forked", forked)
+    assert "block table of sequence" in first_that_fails()
+
+
+def test_a_step_that_was_missed_is_noticed() -> None:
+    mirror = Mirror()
+    mirror.apply(StepInput(1, fresh=True))
+    mirror.chosen([])
+    with pytest.raises(ValueError, match="step 3 cannot follow step 1; only a fresh one can"):
+        mirror.apply(StepInput(3))
+    mirror.apply(StepInput(3, fresh=True))
+
+
+def test_so_many_tokens_as_were_asked_for_have_to_be_chosen() -> None:
+    mirror = Mirror()
+    begun = Begun(0, (1, 2), 2, (0,), Sampling(SamplingParams(), 0, 0))
+    mirror.apply(StepInput(1, fresh=True, begun=(begun,), added=(Row(0, 0, 2, 3),)))
+    with pytest.raises(ValueError, match="1 tokens were chosen, not 3"):
+        mirror.chosen([Sampled(1, 0.0, None)])
+
+
+# --- Recordings -----------------------------------------------------------------------------------
+
+HEADER = Header(
+    version="1",
+    model="a model",
+    model_config=ModelConfig(11, 8, 8, 1, 1, 1, 8, 1e-5, 1e4, None, 64, True, None, (2,)),
+    tier="reference",
+    device="cpu",
+    dtype="float32",
+    engine_config=EngineConfig(num_blocks=4, max_model_len=16, vocab_size=11),
+)
+
+
+def recorded(run: Run, folder: Path) -> Path:
+    """The recording of a workload."""
+    path = folder / "steps"
+    with path.open("wb") as file:
+        recorder = StepRecorder(run.engine.runner, file, HEADER)
+        run.engine.runner = recorder
+        run.to_the_end()
+        recorder.close()
+    return path
+
+
+def replayed(run: Run, path: Path, choose: Any = None) -> Replay:
+    """Its replay on another content oracle, from the bytes alone."""
+    config = run.workload.config
+    sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size)
+    header, steps = read_recording(path)
+    assert header == HEADER
+
+    def exact(tokens: Sequence[int]) -> np.ndarray:
+        return fake_logits(tokens, config.vocab_size).astype(np.float64)
+
+    return Replay(steps, ContentRunner(*sizes, choose=choose), exact)
+
+
+@scaled
+@pytest.mark.parametrize("workload_of", [random_workload, async_workload], ids=["random", "async"])
+@pytest.mark.parametrize("seeds", seeds(200, 50), ids=str)
+def test_a_replay_chooses_what_was_recorded(
+    seeds: range, workload_of: Callable[[int], Workload], tmp_path: Path
+) -> None:
+    """Replay-equals-run: forks, beams, both kinds of preemption, prefix hits, chunks, requests that are cancelled."""
+    for seed in seeds:
+        run = Run(workload_of(seed))
+        replay = replayed(run, recorded(run, tmp_path))
+        assert not list(replay), f"workload {seed}"
+        assert replay.largest_error == 0
+        assert replay.num_steps >= run.engine.stats.steps
+        assert replay.num_choices > 0 or not any(
+            isinstance(request.params, SamplingParams) for _, request in run.named_requests()
+        )
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
+def test_where_another_token_is_chosen_the_recorded_ones_go_on(seeds: range, tmp_path: Path) -> None:
+    """Every seventh choice is another one; each is reported, and nothing else is: also among samples that fork."""
+    for seed in seeds:
+        run, wrong = Run(random_workload(seed)), 0
+        path = recorded(run, tmp_path)
+
+        def choose(logits: Any, inputs: Sequence[SamplingInput]) -> list[Sampled]:
+            nonlocal wrong
+            chosen = sample(logits, inputs)
+            for i, one in enumerate(chosen):
+                if (inputs[i].position * 31 + one.token_id + inputs[i].stream) % 7 == 0:
+                    wrong += 1
+                    chosen[i] = Sampled((one.token_id + 1) % logits.shape[1], one.logprob, None)
+            return chosen
+
+        differences = list(replayed(run, path, choose))
+        assert len(differences) == wrong
+        assert all(one.chosen == (one.recorded + 1) % run.workload.config.vocab_size for one in differences)
+
+
+def test_a_run_with_errors_is_replayed_up_to_them_and_from_there_on(tmp_path: Path) -> None:
+    class Power(Exception):
+        pass
+
+    class Unsteady(ContentRunner):
+        calls = 0
+
+        def forward(self, batch: Any) -> Any:
+            logits = super().forward(batch)
+            self.calls += 1
+            if self.calls % 5 == 0:
+                raise Power
+            return logits
+
+    for workload in CROWDED.values():
+        run = Run(workload, make_runner=Unsteady)
+        step = run.engine.step
+
+        def patient(step: Callable[[], Any] = step) -> Any:
+            try:
+                return step()
+            except Power:
+                return []
+
+        run.engine.step = patient  # type: ignore[method-assign]
+        path = recorded(run, tmp_path)
+        run.check_outputs()
+        replay = replayed(run, path)
+        assert not list(replay)
+        assert replay.num_steps > run.engine.stats.steps
+
+
+def test_a_logprob_that_rounding_cannot_explain_is_a_difference(tmp_path: Path) -> None:
+    run = Run(random_workload(3))
+    path = recorded(run, tmp_path)
+
+    def choose(logits: Any, inputs: Sequence[SamplingInput]) -> list[Sampled]:
+        return [replace(one, logprob=one.logprob - 0.01) for one in sample(logits, inputs)]
+
+    replay = replayed(run, path, choose)
+    assert {str(one).partition(" but ")[2][:14] for one in replay} == {"its logprob is"}
+    assert replay.num_failures == replay.num_choices > 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: data[:-1], "was cut short"),
+        (lambda data: data[: len(data) // 2], "was cut short|not what a recording holds"),
+        (lambda data: data[: len(FIRST_LINE)], "was cut short"),
+        (lambda data: data[: len(FIRST_LINE) + 2], "was cut short"),
+        (lambda data: b"", "is no recording; `minipaged generate --record-steps FILE` writes one"),
+        (lambda data: b'{"event": 1}\n', "is no recording"),
+        (lambda data: data.replace(b"steps 1", b"steps 2", 1), "a recording of another kind .*steps 2"),
+        (lambda data: data + b"x", "is damaged: it should hold"),
+        (lambda data: data[:-1] + b"\x01", "is damaged: it should hold 1 steps"),
+        (lambda data: data[: len(FIRST_LINE)] + b"\0\0\0\1\x80" + data[-5:], "not what a recording holds"),
+    ],
+)
+def test_a_file_that_is_no_whole_recording_is_refused(
+    damage: Callable[[bytes], bytes], told: str, tmp_path: Path
+) -> None:
+    path = recorded(Run(random_workload(3)), tmp_path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(BadRecording, match=told):
+        list(read_recording(path)[1])
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRecording, match=r"cannot read .*nowhere: No such file"):
+        read_recording(tmp_path / "nowhere")
+
+
+def test_steps_that_do_not_follow_one_another_are_refused() -> None:
+    recording = [RecordedStep(StepInput(1, fresh=True), ()), RecordedStep(StepInput(4), ())]
+    replay = Replay(recording, ContentRunner(4, 0, 4, 11), lambda tokens: np.zeros(11))
+    with pytest.raises(BadRecording, match="step 4 does not follow from those before it"):
+        list(replay)
+
+
+def test_a_recording_is_complete_even_if_the_last_step_was_nobodys(tmp_path: Path) -> None:
+    """As when all requests are cancelled with a step in flight."""
+    config = EngineConfig(num_blocks=8, max_model_len=32, vocab_size=11, async_scheduling=True)
+    engine = Engine(config, REFERENCE, ContentRunner(8, 0, 16, 11))
+    path = tmp_path / "steps"
+    with path.open("wb") as file:
+        engine.runner = recorder = StepRecorder(engine.runner, file, HEADER)
+        for prompt in ([1, 2], [3, 4]):
+            engine.add_request(prompt, SamplingParams(max_tokens=9, seed=1), request_id="a")
+            engine.step()
+            engine.step()
+            engine.abort("a")
+        recorder.close()
+    choices = [step.choices for step in read_recording(path)[1]]
+    assert [one and len(one) for one in choices] == [1, None, 1, None]
+    replay = Replay(read_recording(path)[1], ContentRunner(8, 0, 16, 11), lambda tokens: np.zeros(11))
+    assert not list(replay)
+    assert replay.num_choices == 2

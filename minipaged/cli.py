@@ -290,10 +290,8 @@ def replay_steps(
     for difference in replay:
         print(difference)
     print(f"recorded on the {header.tier} tier in {header.dtype}, run on the {loaded.wing.description}")
-    print(
-        f"{replay.num_steps} steps, {replay.num_choices} tokens: {replay.num_failures} differ, {replay.num_ties} more at "
-        f"ties; the logprobs of the others differ by {replay.largest_error:.2g} at most"
-    )
+    counts = f"{replay.num_steps} steps, {replay.num_choices} tokens: {replay.num_failures} differ"
+    print(f"{counts}, and {replay.num_ties} at ties; other logprobs differ by {replay.largest_error:.2g} at most")
     if replay.num_failures:
         raise typer.Exit(1)
 

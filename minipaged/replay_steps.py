@@ -199,4 +199,4 @@ def logits_of(model: LoadedModel, tokens: Sequence[int]) -> Logits:
     num_blocks = -(-len(tokens) // block_size)
     sizes = EngineConfig(num_blocks, len(tokens), model.config.vocab_size, block_size)
     runner: Any = model.wing.make_runner(model.config, model.weights, sizes)
-    return _on_host(runner.forward([BatchRow(list(tokens), 0, range(num_blocks), wants_logits=True)])[0])
+    return np.asarray(runner.forward([BatchRow(list(tokens), 0, range(num_blocks), wants_logits=True)])[0])

@@ -36,7 +36,7 @@ def why_no_tie(
     error = float(np.abs(computed - exact).max())
     allowed = ROUNDING[dtype] * float(np.abs(exact).max())
     if not error <= allowed:
-        return f"the logits are off by {error:.3g}, and rounding explains {allowed:.3g}"
+        return f"the logits are off by {error:.3g}, more than rounding, which explains {allowed:.3g}"
     return (
         _no_draw(exact, computed, wanted, (a, b), error)
         if wanted.params.temperature

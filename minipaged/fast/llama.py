@@ -143,7 +143,8 @@ class Llama(Runner):
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepResult:
-        self.mirror.apply(step, wait=False)
+        # The tokens that the step before has chosen are found on the device, if they are there.
+        self.mirror.apply(step, wait=not isinstance(self.mirror.latest, Samples))
         self.tables.apply(step)
         self.move(step.moves)
         logits = self._forward()

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from minipaged import LLM, SamplingParams
+from minipaged.replay_steps import logits_of
 from tests.end_to_end import yardstick
-from tests.end_to_end.ties import check_same_or_tied, logits_of
+from tests.end_to_end.ties import check_same_or_tied
 from tests.end_to_end.yardstick import assert_same_beams, assert_same_logprobs
 
 CHUNK = 32

@@ -1,15 +1,7 @@
-"""When may two tokens differ? Only at a tie, and a test that meets a difference has to prove that it was one.
+"""Where two tokens differ that should be the same, a test proves that it was at a tie (`minipaged/ties.py`).
 
-Two correct computations of the same logits differ by rounding: sums are taken in another order when a sequence runs
-in another batch, in other chunks or over other blocks. If each logit is off by at most e, then one computation can
-prefer token a and the other token b only where the exact logits of both lie within 2e of the best.
-
-So at the first difference, transformers computes the logits in float64 (the exact ones), minipaged computes them once
-more in float32, in one piece and on an engine of its own, and e is what lies between the two. An e that is larger than
-rounding can explain is an error itself: a wrong computation cannot excuse its own differences.
-
-A drawn token is where a number u falls among the running sums of the probabilities, token after token. There the tie is
-between neighbours: rounding moves each sum by at most d, and both tokens have to lie within d of where u falls.
+At the first difference transformers computes the logits in float64 (the exact ones), and minipaged computes them once
+more in float32, in one piece and on an engine of its own.
 """
 
 from __future__ import annotations
@@ -18,20 +10,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import AutoModelForCausalLM
 
-from minipaged.contracts import BatchRow, SamplingInput
+from minipaged.contracts import SamplingInput
 from minipaged.llm import LoadedModel
-from minipaged.params import EngineConfig
-from minipaged.reference.sampling import distribution, penalise, uniform
-
-ROUNDING = 1e-4
-"""Most that float32 logits of a Llama may be off, as a fraction of the largest."""
-
-Logits = npt.NDArray[np.floating]
+from minipaged.params import SamplingParams
+from minipaged.replay_steps import logits_of
+from minipaged.tiers import reference_draw
+from minipaged.ties import Logits, why_no_tie
 
 
 def check_same_or_tied(folder: Path, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:
@@ -63,37 +50,20 @@ def num_agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def check_tied_draw(exact: Logits, computed: Logits, wanted: SamplingInput, a: int, b: int) -> None:
-    """Fail unless rounding alone can make one computation draw token `a` and another token `b`."""
-    error = check_rounding(exact, computed)
-    u = uniform(wanted.seed, wanted.stream, wanted.position)
-    sums = running_sums(exact, wanted)
-    # A logit that is off by e makes a weight wrong by a factor of exp(e / temperature), and so is the sum of all.
-    moved = np.expm1(2 * error / wanted.params.temperature) + np.abs(running_sums(computed, wanted) - sums).max()
-    for token in (a, b):
-        low, high = (sums[token - 1] if token else 0.0), sums[token]
-        assert low - moved <= u < high + moved, f"{u} falls {low - u} before, {u - high} after token {token}: no tie"
+    """Fail unless rounding alone can make one computation choose token `a` and another token `b`."""
+    objection = why_no_tie(exact, computed, wanted, a, b)
+    assert objection is None, f"no tie: {objection}"
+
+
+def check_tie(exact: Logits, computed: Logits, a: int, b: int) -> None:
+    """The same for greedy choices."""
+    check_tied_draw(exact, computed, SamplingInput(0, SamplingParams(temperature=0), [], [], seed=0, stream=0), a, b)
 
 
 def running_sums(logits: Logits, wanted: SamplingInput) -> Logits:
     """The probability [vocab] of drawing a token up to each one."""
-    chances = distribution(penalise(logits, wanted), wanted.params)
-    sums = np.zeros(len(logits))
-    sums[chances.token_ids] = chances.cumulative / chances.cumulative[-1]
-    return np.maximum.accumulate(sums)
-
-
-def check_rounding(exact: Logits, computed: Logits) -> float:
-    """How far the computed logits are off; fails if that is more than rounding."""
-    error = float(np.abs(computed - exact).max())
-    assert error <= ROUNDING * np.abs(exact).max(), f"logits are off by {error}: more than rounding"
-    return error
-
-
-def check_tie(exact: Logits, computed: Logits, a: int, b: int) -> None:
-    """Fail unless rounding alone can make one computation choose token `a` and another token `b`."""
-    error = check_rounding(exact, computed)
-    gap = exact.max() - min(exact[a], exact[b])
-    assert gap <= 2 * error, f"tokens {a} and {b} differ by {gap} from the best, and rounding is {error}: no tie"
+    sums: Logits = reference_draw(logits, wanted)[1]
+    return sums
 
 
 def exact_logits(folder: Path, tokens: Sequence[int]) -> Logits:
@@ -106,13 +76,3 @@ def exact_logits(folder: Path, tokens: Sequence[int]) -> Logits:
 def computed_logits(folder: Path, tokens: Sequence[int], tier: str = "reference") -> Logits:
     """A tier's logits [vocab] after `tokens`, in float32."""
     return logits_of(LoadedModel.load(folder, tier, dtype="float32"), tokens)
-
-
-def logits_of(model: LoadedModel, tokens: Sequence[int]) -> Logits:
-    """A model's logits [vocab] after `tokens`, on an engine of its own: one row, one chunk, one block after another."""
-    config, block_size = model.config, 16
-    num_blocks = -(-len(tokens) // block_size)
-    sizes = EngineConfig(num_blocks, block_size=block_size, max_model_len=len(tokens), vocab_size=config.vocab_size)
-    runner = model.wing.make_runner(config, model.weights, sizes)
-    row = BatchRow(list(tokens), 0, range(num_blocks), wants_logits=True)
-    return np.asarray(runner.forward([row])[0])

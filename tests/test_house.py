@@ -19,7 +19,9 @@ WINGS = ("reference", "fast")
 
 MAY_IMPORT = {
     # Plain Python, which runs wherever Python runs.
-    "contracts": {"minipaged.params", "minipaged.errors"},
+    "contracts": {"minipaged.params", "minipaged.errors", "minipaged.steps"},
+    "steps": {"minipaged.params"},
+    "mirror": {"minipaged.contracts", "minipaged.steps"},
     "events": set[str](),
     "outputs": set[str](),
     "params": {"minipaged.errors"},
@@ -32,13 +34,16 @@ MAY_IMPORT = {
         "minipaged.outputs",
         "minipaged.params",
         "minipaged.scheduling",
+        "minipaged.steps",
         "minipaged.engine",
     },
     "reference": {
         "numpy",
         "minipaged.contracts",
         "minipaged.errors",
+        "minipaged.mirror",
         "minipaged.params",
+        "minipaged.steps",
         "minipaged.models.config",
         "minipaged.reference",
     },
@@ -50,7 +55,9 @@ MAY_IMPORT = {
         "triton",
         "minipaged.contracts",
         "minipaged.errors",
+        "minipaged.mirror",
         "minipaged.params",
+        "minipaged.steps",
         "minipaged.models.config",
         "minipaged.fast",
     },

@@ -466,6 +466,7 @@ class Engine:
                 children.append(child)
         except BaseException:
             for child in children:
+                self._writer.ended(child)
                 self._emit(SequenceFinished(request.request_id, child.sequence_id, "dropped"))
                 self.blocks.free(child)
             raise

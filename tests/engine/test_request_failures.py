@@ -50,8 +50,8 @@ def with_nan(runner: type[ContentRunner], in_pass: int, in_row: int, seen: list[
     """A runner that damages one row in one pass. `seen`: how many rows each pass has."""
 
     class Damaged(runner):  # type: ignore[misc, valid-type]
-        def run(self, rows: Sequence[GivenRow]) -> np.ndarray:
-            logits: np.ndarray = super().run(rows)
+        def compute(self, rows: Sequence[GivenRow]) -> np.ndarray:
+            logits: np.ndarray = super().compute(rows)
             seen.append(len(logits))
             if len(seen) == in_pass + 1:
                 logits[in_row, 1:] = np.nan

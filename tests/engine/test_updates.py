@@ -49,9 +49,9 @@ class Bench:
         self.script = script
         self.updates: dict[str, list[RequestUpdate]] = defaultdict(list)
         self.preempted: set[str] = set()
-        runner = ContentRunner(config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size)
-        tier = replace(REFERENCE, sample=self.sample)
-        self.engine = Engine(config, tier, runner, decode=decode)
+        sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size)
+        runner = ContentRunner(*sizes, choose=self.sample)
+        self.engine = Engine(config, REFERENCE, runner, decode=decode)
         runner.engine = self.engine
         self.engine.listeners.append(
             lambda event: self.preempted.add(event.request) if isinstance(event, RequestPreempted) else None

@@ -1,0 +1,154 @@
+"""`python -m benchmarks.host_cost [--peer FOLDER]`: what the host does in a step in which all sequences go on decoding.
+
+The runner follows the steps as the fast tier's does (its mirror, and the block tables for a device) and computes
+nothing: the tokens are always the same one. So what is measured is scheduling, block tables, writing and following the
+step, committing its tokens, and updates. Once with nobody listening, once with every event listened to; with
+asynchronous scheduling and without.
+
+`--peer`: nano-vllm's sources (https://github.com/GeeeekExplorer/nano-vllm), measured in the same run: its scheduler and
+block manager, and the lists that its runner prepares for a step of decoding. It needs blocks of 256 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from minipaged.contracts import Runner, Sampled, StepResult
+from minipaged.engine.engine import Engine
+from minipaged.fast import cpu
+from minipaged.fast.block_table import DeviceTables
+from minipaged.mirror import Mirror
+from minipaged.params import EngineConfig, SamplingParams
+from minipaged.steps import StepInput
+from minipaged.tiers import fast_tier
+
+SEQUENCES = (64, 256, 1024)
+STEPS = 96
+PROMPT_TOKENS = 500
+TARGET, TARGET_LISTENING = 3.0, 7.0
+"""Microseconds a sequence and step."""
+_CHOSEN = Sampled(5, -0.5, None)
+
+
+class Following(Runner):
+    """Knows all that there is to run, and runs nothing."""
+
+    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+        self._mirror = Mirror()
+        self._tables = DeviceTables(2 * max_num_seqs, max_blocks, torch.device("cpu"), cpu)
+        self._choices: list[Sampled] = []
+
+    def run(self, step: StepInput) -> StepResult:
+        self._mirror.apply(step, wait=False)
+        self._tables.apply(step)
+        if len(self._choices) != self._mirror.rows.num_choices:
+            self._choices = [_CHOSEN] * self._mirror.rows.num_choices
+        self._mirror.chosen(self._choices)
+        return StepResult(self._choices, None)
+
+    def swap_seconds(self, num_blocks: int) -> float:
+        return 1.0
+
+    def recompute_seconds(self, num_tokens: int) -> float:
+        return 1.0
+
+
+def decoding(num_sequences: int, *, async_scheduling: bool, listening: bool) -> Engine:
+    """An engine in which so many sequences go on decoding."""
+    config = EngineConfig(
+        num_blocks=80 * num_sequences,
+        max_model_len=1200,
+        vocab_size=50,
+        max_num_seqs=num_sequences,
+        max_num_batched_tokens=max(2048, 2 * num_sequences),
+        async_scheduling=async_scheduling,
+    )
+    heard: list[Callable[[Any], None]] = [lambda event: None] if listening else []
+    engine = Engine(config, fast_tier(), Following(num_sequences, 80), listeners=heard)
+    for i in range(num_sequences):
+        prompt = [(i * 7 + k) % 50 for k in range(PROMPT_TOKENS)]
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=600, ignore_eos=True))
+    while engine.scheduler.waiting or not all(request.prompt_computed for request in engine.scheduler.running):
+        engine.step()
+    return engine
+
+
+def seconds_per_step(step: Callable[[], object]) -> float:
+    """The best of three times `STEPS` steps: as many as fill some blocks of each sequence."""
+    best = float("inf")
+    for _ in range(8):
+        step()
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        best = min(best, (time.perf_counter() - start) / STEPS)
+    return best
+
+
+def peer_step(folder: Path, num_sequences: int, block_size: int = 256) -> Callable[[], object]:
+    """One step of nano-vllm's scheduler, with as many sequences decoding."""
+    if "nanovllm" not in sys.modules:
+        package = types.ModuleType("nanovllm")  # without its own __init__, which imports what only a GPU has
+        package.__path__ = [str(folder / "nanovllm")]
+        sys.modules["nanovllm"] = package
+    from nanovllm.engine.scheduler import Scheduler  # type: ignore[import-not-found]
+    from nanovllm.engine.sequence import Sequence  # type: ignore[import-not-found]
+
+    Sequence.block_size = block_size
+    num_blocks = num_sequences * (1200 // block_size + 2)
+    sizes = {"max_num_seqs": num_sequences, "max_num_batched_tokens": 16384, "eos": -1}
+    scheduler = Scheduler(SimpleNamespace(kvcache_block_size=block_size, num_kvcache_blocks=num_blocks, **sizes))
+    for i in range(num_sequences):
+        prompt = [(i * 7 + k) % 50 for k in range(PROMPT_TOKENS)]
+        scheduler.add(Sequence(prompt, SimpleNamespace(temperature=0, max_tokens=600, ignore_eos=True)))
+
+    def step() -> bool:
+        sequences, prefill = scheduler.schedule()
+        if not prefill:
+            ids, lens = [one.last_token for one in sequences], [len(one) for one in sequences]
+            slots = [one.block_table[-1] * block_size + one.last_block_num_tokens - 1 for one in sequences]
+            width = max(len(one.block_table) for one in sequences)
+            tables = [one.block_table + [-1] * (width - len(one.block_table)) for one in sequences]
+            assert len(ids) == len(lens) == len(slots) == len(tables)
+        scheduler.postprocess(sequences, [5] * len(sequences), prefill)
+        return bool(prefill)
+
+    while step():
+        pass
+    return step
+
+
+def main() -> int:
+    """Print a line for each measurement; the exit status is 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, help="nano-vllm's sources")
+    parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES)
+    args = parser.parse_args()
+    missed = 0
+    for num_sequences in args.sequences:
+        for listening in (False, True):
+            for async_scheduling in (False, True):
+                engine = decoding(num_sequences, async_scheduling=async_scheduling, listening=listening)
+                cost = 1e6 * seconds_per_step(engine.step) / num_sequences
+                target = TARGET_LISTENING if listening else TARGET
+                missed += cost > target
+                what = ("asynchronous" if async_scheduling else "synchronous") + ", every event" * listening
+                print(f"{num_sequences:5} sequences, {what:26} {cost:6.2f} us a sequence (target {target})", flush=True)
+        if args.peer:
+            cost = 1e6 * seconds_per_step(peer_step(args.peer, num_sequences)) / num_sequences
+            print(f"{num_sequences:5} sequences, {'nano-vllm':26} {cost:6.2f} us a sequence", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

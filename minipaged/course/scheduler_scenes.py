@@ -16,8 +16,8 @@ from minipaged.course.scheduler_session import Scenery, Settings, draw
 from minipaged.engine.block_manager import AllocStatus, BlockManager
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request, RequestState, Sequence
-from minipaged.engine.views import view_of
 from minipaged.engine.step_writer import StepWriter
+from minipaged.engine.views import view_of
 from minipaged.errors import OutOfBlocks
 from minipaged.events import (
     EngineStarted,

@@ -131,6 +131,7 @@ class RemoteCache:
     def __init__(self, bench: Bench, like: Any) -> None:
         """`like`: the cache that this one takes the place of."""
         self._bench = bench
+        self.block_size = like.block_size
         sizes = (like.num_layers, like.num_blocks, like.block_size, like.num_kv_heads, like.head_dim)
         cache = bench.process.modules[0].call("KVCache", *sizes, like.num_swap_blocks, like.dtype.name)
         assert isinstance(cache, Handle)

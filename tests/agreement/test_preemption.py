@@ -35,7 +35,7 @@ def test_measuring_gives_a_devices_plausible_speeds_and_copies_nothing_of_the_ca
     assert 1e7 < costs.bytes_per_second < 1e13
     assert costs.block_bytes == cache.block_bytes
     for (prompt,) in asked:
-        assert len(prompt.table.blocks) * block_size >= len(prompt.token_ids) == len(prompt.slots)
+        assert len(prompt.blocks) * block_size >= len(prompt.token_ids) == len(prompt.slots(block_size))
     assert not cache.device_blocks.any()
 
 

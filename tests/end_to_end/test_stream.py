@@ -11,6 +11,7 @@ import pytest
 from minipaged import LLM, BeamSearchParams, InvalidRequest, SamplingParams
 from minipaged.cli import main
 from minipaged.fast.llama import Llama
+from minipaged.mirror import MirroredRunner
 from tests.workloads import check_stream, ended
 
 LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -89,17 +90,18 @@ def test_generate_may_be_called_while_a_stream_is_read_and_neither_takes_from_th
 
 def damage(llm: LLM, monkeypatch: pytest.MonkeyPatch, in_pass: int, row: int) -> None:
     """The logits of one row of one pass hold NaN."""
-    runner, passes = llm.engine._runner, list[int]()
-    forward = runner.forward
+    runner, passes = llm.engine.runner, list[int]()
+    name = "forward" if isinstance(runner, MirroredRunner) else "_forward"
+    forward = getattr(runner, name)
 
-    def damaged(batch: Any) -> Any:
-        logits = 1 * forward(batch)
+    def damaged(*batch: Any) -> Any:
+        logits = 1 * forward(*batch)
         passes.append(len(logits))
         if len(passes) == in_pass:
             logits[row, 7] = float("nan")
         return logits
 
-    monkeypatch.setattr(runner, "forward", damaged)
+    monkeypatch.setattr(runner, name, damaged)
 
 
 @pytest.mark.parametrize("tier", ["reference", "fast"])
@@ -143,16 +145,16 @@ def test_a_failed_request_is_an_error_on_the_command_line(
     with pytest.raises(SystemExit):
         main(["generate", "--model", str(small_llama), *arguments])
     whole = capsys.readouterr().out
-    right = Llama.forward
+    right = Llama._forward
 
-    def forward(self: Llama, batch: Any) -> Any:
-        logits = 1 * right(self, batch)
-        for number, row in enumerate(batch):
-            if row.context_len == 11:
+    def forward(self: Llama) -> Any:
+        logits = 1 * right(self)
+        for number, row in enumerate(self.mirror.rows):
+            if row.stop == 11:
                 logits[number] = float("nan")
         return logits
 
-    monkeypatch.setattr(Llama, "forward", forward)
+    monkeypatch.setattr(Llama, "_forward", forward)
     with pytest.raises(SystemExit) as exit_:
         main(["generate", "--model", str(small_llama), *arguments])
     out, err = capsys.readouterr()

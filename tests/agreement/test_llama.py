@@ -32,7 +32,7 @@ from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.reference.llama import inverse_frequencies as reference_frequencies
 from minipaged.steps import LOGITS, BlockMoves, Row, StepInput
 from tests.agreement.kernels import TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
-from tests.effort import examples
+from tests.effort import examples, thorough
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 """|fast - reference| / |reference| over a row of logits: rounding piles up over the layers."""
@@ -270,6 +270,7 @@ def test_a_captured_step_moves_its_sequences_on_by_itself_and_is_told_of_every_o
     assert [step(0, 1, 2) for _ in range(3)] == [False] * 3
 
 
+@thorough
 @pytest.mark.usefixtures("uncaptured")
 def test_after_a_captured_step_that_was_cut_short_a_fresh_one_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device may have moved its sequences on already. (On a GPU, Ctrl-C right after the launch.)"""

@@ -14,6 +14,7 @@ from minipaged.cli import main
 from minipaged.engine.engine import Engine
 from minipaged.events import EngineStarted, RequestFinished, StepFinished, TokenGenerated, read_jsonl
 from minipaged.models import hub
+from tests.effort import thorough
 
 Cli = Callable[..., str]
 NAME = "smollm2-135m-instruct"
@@ -74,6 +75,7 @@ def test_a_stream_comes_token_by_token(generate: Cli, monkeypatch: pytest.Monkey
     assert order == ["step", "print"] * 4
 
 
+@thorough
 def test_a_stream_is_complete_even_where_it_ends_within_a_character(cli: Cli, tiny_model: Path):
     """A token a byte, and random weights: most texts end in a character that is not whole, shown as U+FFFD."""
     ends = set()

@@ -17,6 +17,7 @@ from minipaged.llm import LoadedModel
 from minipaged.reference.llama import Llama
 from minipaged.replay_steps import Replay, open_replay
 from minipaged.step_files import Header, StepRecorder, read_recording
+from tests.effort import thorough
 from tests.end_to_end.small_llama import make_small_llama
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 10, 12, 13], [40, 41], [5, 6, 7, 8, 9, 99, 98, 97, 96, 95, 94, 93]]
@@ -84,6 +85,7 @@ def test_what_one_tier_ran_the_other_runs_again(
         assert replayed.largest_error < 1e-3
 
 
+@thorough
 @pytest.mark.model
 def test_smollm2_recorded_on_the_reference_runs_on_the_fast_tier(smollm2_folder: Path, tmp_path: Path) -> None:
     models = {name: LoadedModel.load(smollm2_folder, name, dtype="float32") for name in OTHER}

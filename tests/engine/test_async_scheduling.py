@@ -23,7 +23,7 @@ from minipaged.events import (
     TokensComputed,
 )
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
-from tests.effort import scaled, seeds, thorough
+from tests.effort import quick_cases, scaled, seeds, thorough
 from tests.engine.test_failure_injection import Fault, Fuse, crowded, run_through, wired
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, ended, letters, random_workload
@@ -374,6 +374,7 @@ SIMPLE_CROWDED = {
 PARTS = ["allocate", "share", "after moving", "forward", "half way through forward", "sample", "fetch"]
 
 
+@quick_cases(7)
 @pytest.mark.parametrize("workload", [*ASYNC_CROWDED.values(), *SIMPLE_CROWDED.values()], ids=str)
 @pytest.mark.parametrize("part", PARTS)
 def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_call_raises(part: str, workload: Workload) -> None:

@@ -21,7 +21,7 @@ from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.sampling import sample
 from minipaged.steps import BlockMoves
-from tests.effort import scaled, seeds
+from tests.effort import quick_cases, scaled, seeds
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended, random_workload
 
 
@@ -160,6 +160,7 @@ PARTS = [
 ]
 
 
+@quick_cases(24)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize("part", PARTS)
 def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_call_raises(part: str, workload: Workload) -> None:

@@ -63,6 +63,7 @@ def with_nan(runner: type[ContentRunner], in_pass: int, in_row: int, seen: list[
 ASYNC = {name: replace(w, config=replace(w.config, async_scheduling=True)) for name, w in WORKLOADS.items()}
 
 
+@quick_cases(2)
 @pytest.mark.parametrize(
     ("tier", "runner", "workloads"),
     [

@@ -15,7 +15,7 @@ of its fields, in their order there, none left out:
 | Row         | sequence, start, number of tokens, number of choices (-1: logits)                                    |
 
 `params` is a map: the fields of `SamplingParams` by name. A list of anything is an array. So a step in which all
-sequences go on and no table grows is the 13 bytes `9a n c2 90 90 90 90 90 94 90 90 90 90 90 90`, however many they are.
+sequences go on and no table grows is the 15 bytes `9a n c2 90 90 90 90 90 94 90 90 90 90 90 90`, however many they are.
 
 **A file** begins with the line `minipaged steps 1`. Then come frames, each a length in four bytes (big-endian) and so
 many bytes of MessagePack: a `Header` (a map), a `RecordedStep` (an array) for each step, and at the end the number of

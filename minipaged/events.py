@@ -13,9 +13,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from dataclasses import fields as fields_of
 from functools import cache
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
 
-Emit = Callable[["Event"], None]
+
+class Emit(Protocol):
+    """What somebody to whom things happen tells of them with."""
+
+    @property
+    def heard(self) -> bool:
+        """Whether anybody listens. If not, events of single tokens are not made: a step would make two for each."""
+
+    def __call__(self, event: Event) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,9 @@ class Event:
     def to_json(self) -> str:
         """One line of JSON, without the line's end."""
         return json.dumps({"event": self.name, **asdict(self)}, separators=(",", ":"))
+
+
+Listener = Callable[["Event"], None]
 
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -50,6 +61,25 @@ class StepStarted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StepScheduled(Event):
+    """What runs is decided, and has its blocks. The memory that all running requests hold, in the batch or not."""
+
+    name: ClassVar[str] = "step_scheduled"
+    step: int
+    num_sequences: int
+    num_tokens: int
+    """Tokens of all of them that have a slot."""
+    table_entries: int
+    """Entries of all their block tables."""
+    blocks_used: int
+    """Different blocks in them."""
+    blocks_cached: int
+    """Blocks that only the prefix cache holds."""
+    slots_unfilled: int
+    """Slots of the used blocks in which there is no token."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepFinished(Event):
     name: ClassVar[str] = "step_finished"
     step: int
@@ -58,6 +88,8 @@ class StepFinished(Event):
     num_query_tokens: int
     seconds: float = field(compare=False)
     """Wall time of the whole step; not part of what makes two events equal."""
+    num_generated: int = 0
+    """Tokens that were appended to sequences since the step before had finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +184,8 @@ class SequenceFinished(Event):
     request: str
     sequence: int
     reason: Literal["stop", "length", "abort", "error", "dropped"]
+    slot_steps_reserved: int = 0
+    """What a contiguous cache would have held for its tokens before they came: slots, summed over its steps."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from typing import Any
 
 from minipaged import tiers
 from minipaged.contracts import BlockAllocator
-from minipaged.engine.engine import Engine, Listener
+from minipaged.engine.engine import Engine
 from minipaged.engine.policies import POLICIES
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
-from minipaged.events import Event, RequestFinished, TokenGenerated
+from minipaged.events import Event, Listener, RequestFinished, TokenGenerated
 from minipaged.models import hub
 from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config

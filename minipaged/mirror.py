@@ -100,8 +100,7 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         if not self.num_steady:
             return iter(self._rows)
-        further = self.num_steady - 1
-        return (Row(row.sequence, row.stop + further, 1, 1) for row in self._rows)
+        return (row.next(self.num_steady) for row in self._rows)
 
 
 class Mirror:

@@ -109,9 +109,9 @@ class Row(NamedTuple):
         """How many of the sequence's tokens have K and V after the step."""
         return self.start + self.num_tokens
 
-    def next(self) -> Row:
-        """The same sequence, one token further."""
-        return Row(self.sequence, self.start + self.num_tokens, 1, min(self.num_choices, 1))
+    def next(self, steps: int = 1) -> Row:
+        """The same sequence after so many steps, one token further in each."""
+        return Row(self.sequence, self.stop + steps - 1, 1, min(self.num_choices, 1))
 
 
 class StepInput(NamedTuple):

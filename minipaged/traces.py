@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from minipaged.contracts import BlockAllocator
-from minipaged.engine.engine import Engine, Listener
+from minipaged.engine.engine import Engine
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest
+from minipaged.events import Listener
 from minipaged.params import EngineConfig, PreemptionMode, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
 from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier

@@ -53,6 +53,18 @@ class Drawn:
     """Tokens that each sequence has then."""
 
 
+class Kept:
+    """Events are put at the end of a list."""
+
+    heard = True
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+
+    def __call__(self, event: Event) -> None:
+        self._events.append(event)
+
+
 @dataclass(eq=False)
 class Scene:
     """Settings, and requests in these states. Where the blocks for one are not there, it and all after it are new."""
@@ -77,7 +89,7 @@ class Scene:
             num_swap_blocks=self.num_swap_blocks,
             enable_prefix_caching=False,
         )
-        self.blocks = BlockManager(config, reference_tier(), None, StepWriter(), self.events.append)
+        self.blocks = BlockManager(config, reference_tier(), None, StepWriter(), Kept(self.events))
         self.events += [
             EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, MAX_MODEL_LEN),
             StepStarted(1),
@@ -113,7 +125,7 @@ class Scene:
             prompt_token_ids=prompt,
             params=params,
             seed=0,
-            forbidden_token_ids=(),
+            final_token_ids=frozenset(),
             max_output_tokens=drawn.max_output_tokens,
             priority=0,
             sequences=[Sequence(10 * order, list(prompt), [], self.blocks.new_table())],

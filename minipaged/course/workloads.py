@@ -18,10 +18,10 @@ from minipaged.contracts import SamplingInput, Tier
 from minipaged.course.content_runner import ContentRunner, fake_logits
 from minipaged.engine.block_manager import BlockManager, MakeMemory
 from minipaged.engine.detokenizer import Decode
-from minipaged.engine.engine import Engine, Listener
+from minipaged.engine.engine import Engine
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.errors import BadLogits, InvalidRequest
-from minipaged.events import Event, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
+from minipaged.events import Event, Listener, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy

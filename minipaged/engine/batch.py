@@ -10,59 +10,117 @@ from minipaged.engine.sequence import Request, Sequence
 from minipaged.steps import LOGITS, Row
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledRequest:
     """One request's part of a step."""
 
     request: Request
     work: list[tuple[Sequence, int]]
-    """Each of its sequences that runs, with its number of query tokens (slots are there already)."""
+    """Each of its sequences that runs, with its number of query tokens."""
     completes: bool
     """Whether every sequence of the request then has all its tokens computed, so that the next can be chosen."""
+    num_query_tokens: int = field(init=False)
+    first_row: int = 0
+    """Its rows, its choices and its logits begin there (`Plan.lay_out`)."""
+    first_choice: int = 0
+    first_logits: int = 0
+    num_choices: int = 0
+    """How many tokens are chosen for each of its sequences that runs, as in `steps.Row`."""
+    is_plain: bool = False
+    """Whether one sequence decodes, and what it chooses is only appended to its tokens and reported: no text, no
+    logprobs, no beams."""
 
-    @property
-    def num_query_tokens(self) -> int:
-        return sum(num_tokens for _, num_tokens in self.work)
+    def __post_init__(self) -> None:
+        self.num_query_tokens = sum(num_tokens for _, num_tokens in self.work)
 
     @property
     def decodes(self) -> bool:
         """Whether all that it runs is the latest token of each of its sequences."""
         return self.completes and self.num_query_tokens == len(self.work)
 
-    @property
-    def num_choices(self) -> int:
-        """How many tokens are chosen for each of its sequences that runs, as in `steps.Row`."""
+    def _choices(self) -> int:
         if not self.completes:
             return 0
         if self.request.beam_search is not None:
             return LOGITS
         return 1 if self.request.prompt_computed else self.request.num_sequences
 
-    def rows(self) -> list[Row]:
-        """What the runner is to compute."""
-        return [
-            Row(sequence.sequence_id, sequence.num_computed - num_tokens, num_tokens, self.num_choices)
-            for sequence, num_tokens in self.work
-        ]
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Plan:
-    """What one step runs. The block moves that go before it are with the block manager."""
+    """What one step runs; and, as long as all of it only goes on decoding, what the steps after it run.
 
-    scheduled: list[ScheduledRequest] = field(default_factory=list)
+    The block moves that go before a step are with the block manager.
+    """
+
+    scheduled: list[ScheduledRequest]
     preempted: list[Request] = field(default_factory=list)
+    num_query_tokens: int = field(init=False)
+    num_rows: int = 0
+    num_choices: int = 0
+    rows: list[Row] = field(default_factory=list)
+    """What the runner is to compute in the first of these steps."""
+    decoding: list[Sequence] = field(default_factory=list)
+    """All sequences of the plan, if all that it runs is their latest tokens and it may be used again."""
+    needs_tokens: bool = False
+    """Whether the step after one of these takes more of its tokens than the device knows."""
+    num_steps: int = 0
+    """In so many steps they have decoded by this plan, and `count_steps` has yet to note it."""
+    steps_left: int = 0
+    """For so many steps more no sequence can end by its length, which is what an end can be foreseen by."""
 
-    def rows(self) -> list[Row]:
-        return [row for scheduled in self.scheduled for row in scheduled.rows()]
+    def __post_init__(self) -> None:
+        self.num_query_tokens = sum(scheduled.num_query_tokens for scheduled in self.scheduled)
+
+    def lay_out(self, num_running: int) -> None:
+        """Give each request its rows, choices and logits. Their slots are there already.
+
+        `num_running`: how many sequences run, in this step or not.
+        """
+        num_logits = 0
+        for scheduled in self.scheduled:
+            scheduled.num_choices = num_choices = scheduled._choices()
+            scheduled.first_row, scheduled.first_choice = len(self.rows), self.num_choices
+            scheduled.first_logits = num_logits
+            for sequence, num_tokens in scheduled.work:
+                self.rows.append(Row(sequence.sequence_id, sequence.num_computed - num_tokens, num_tokens, num_choices))
+            scheduled.is_plain = scheduled.decodes and num_choices == 1 and scheduled.request.is_plain
+            self.num_choices += len(scheduled.work) * max(0, num_choices)
+            num_logits += len(scheduled.work) if num_choices else 0
+        self.num_rows = len(self.rows)
+        if self.num_rows == num_running:
+            self._note_whether_it_goes_on()
+
+    def _note_whether_it_goes_on(self) -> None:
+        steps_left = len(self.rows) and 1 << 60
+        for scheduled in self.scheduled:
+            request = scheduled.request
+            if not scheduled.decodes or scheduled.num_choices != 1 or len(scheduled.work) < len(request.sequences):
+                return
+            self.needs_tokens |= request.needs_tokens_on_host()
+            for sequence, _ in scheduled.work:
+                left = request.max_output_tokens - len(sequence.output_token_ids) - sequence.pending
+                steps_left = min(steps_left, left)
+        self.steps_left = steps_left
+        self.decoding = [sequence for scheduled in self.scheduled for sequence, _ in scheduled.work]
+
+    def count_steps(self) -> None:
+        """Note the steps in which its sequences have decoded: one more token was held in each than in the one before.
+
+        To be called before it is known how one of them ends, and not again.
+        """
+        n, self.num_steps = self.num_steps, 0
+        for sequence, row in zip(self.decoding, self.rows, strict=True):
+            sequence.num_steps += n
+            sequence.token_steps += n * row.stop + n * (n - 1) // 2
+
+    def work(self) -> Iterator[tuple[Sequence, int]]:
+        """The sequence of each row, and how many tokens it runs."""
+        return (one for scheduled in self.scheduled for one in scheduled.work)
 
     def owners(self) -> Iterator[tuple[Request, Sequence]]:
         """The request and the sequence of each row."""
         return ((scheduled.request, sequence) for scheduled in self.scheduled for sequence, _ in scheduled.work)
-
-    @property
-    def num_query_tokens(self) -> int:
-        return sum(scheduled.num_query_tokens for scheduled in self.scheduled)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,10 +130,4 @@ class LaunchedStep:
     number: int
     started: float
     plan: Plan
-    rows: list[Row]
     result: StepResult
-    logit_rows: dict[Sequence, int]
-    """Where the logits of sequences are for which none is chosen: beams."""
-    choices: dict[Request, range]
-    """Which of the result's choices are a request's: one for each of its sequences that ran, in their order; `n` from a
-    prompt."""

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Literal
 
 from minipaged.contracts import BlockAllocator, BlockTable, Tier
+from minipaged.engine.batch import Plan
 from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, RequestState, Sequence
@@ -30,12 +31,13 @@ from minipaged.events import (
     Emit,
     PrefixReused,
     SequenceForked,
+    StepScheduled,
     SwappedIn,
     SwappedOut,
     TokensComputed,
 )
 from minipaged.params import EngineConfig
-from minipaged.steps import BlockMoves, CopyPair, Row
+from minipaged.steps import BlockMoves, CopyPair
 
 
 class AllocStatus(Enum):
@@ -70,6 +72,9 @@ class BlockManager:
         self.allocator = pool(config.num_blocks)
         self.host_allocator = pool(config.num_swap_blocks) if config.num_swap_blocks else None
         self.prefix_cache = PrefixCache(config.block_size, self.allocator) if config.enable_prefix_caching else None
+        self.num_entries = 0
+        """Block-table entries of all tables on the device, and `num_tokens`, the slots that they fill."""
+        self.num_tokens = 0
         self._swap_out: list[CopyPair] = []  # the block moves since they were last taken
         self._swap_in: list[CopyPair] = []
         self._copy: list[CopyPair] = []
@@ -83,12 +88,17 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Blocks that can be taken now: the free ones and those that only the prefix cache holds."""
-        return self.allocator.num_free + (self.prefix_cache.num_evictable if self.prefix_cache else 0)
+        return self.allocator.num_free + self.num_cached
 
     @property
     def num_used(self) -> int:
         """Blocks that sequences hold."""
         return self.allocator.num_blocks - self.num_available
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that only the prefix cache holds."""
+        return self.prefix_cache.num_evictable if self.prefix_cache else 0
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
@@ -175,6 +185,7 @@ class BlockManager:
         if not blocks:
             return
         sequence.table.adopt(blocks)
+        self._count(sequence, 1)
         self._writer.table_changed(sequence, 0)
         if self.prefix_cache:
             self.prefix_cache.reused(blocks)
@@ -192,15 +203,38 @@ class BlockManager:
             self._writer.table_changed(sequence, held - 1)
             holders = self.allocator.ref_count(source) + 1  # before the copy
             self._emit(BlockCopied(sequence.sequence_id, held - 1, source, destination, holders))
-        if len(table.blocks) > held:
+        new = len(table.blocks) - held
+        if new:
             self._writer.table_changed(sequence, held)
+        self.num_entries += new
+        self.num_tokens += num_tokens
+        sequence.room = (held + new) * self.block_size - table.num_tokens
         recomputed = max(0, min(sequence.most_computed, table.num_tokens) - start)
-        sequence.most_computed = max(sequence.most_computed, table.num_tokens)
-        self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
+        if table.num_tokens >= sequence.most_computed:
+            sequence.most_computed = 0
+        if recomputed or self._emit.heard:
+            self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
+
+    def append_one_each(self, sequences: ListLike[Sequence]) -> None:
+        """A slot for one token more of each sequence, which nearly always its last block has. Raises OutOfBlocks; then
+        some have it."""
+        heard, num_appended = self._emit.heard, 0
+        for sequence in sequences:
+            if sequence.room and not sequence.most_computed:
+                sequence.table.append(1)
+                sequence.room -= 1
+                num_appended += 1
+                if heard:
+                    self._emit(TokensComputed(sequence.sequence_id, sequence.table.num_tokens, (), 0))
+            else:
+                self.append(sequence, 1)
+        self.num_tokens += num_appended
 
     def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
         """`child` (whose table is empty) shares all blocks of `parent`."""
         child.table = parent.table.fork()
+        parent.room = child.room = 0  # they share the last block now
+        self._count(child, 1)
         child.num_published = parent.num_published
         child.most_computed = parent.most_computed
         self._emit(SequenceForked(request.request_id, parent.sequence_id, child.sequence_id))
@@ -223,6 +257,10 @@ class BlockManager:
                 self._emit(BlockDeduplicated(sequence.sequence_id, logical, own, cached))
         sequence.num_published = num_full
 
+    def _count(self, sequence: Sequence, sign: int) -> None:
+        self.num_entries += sign * len(sequence.table.blocks)
+        self.num_tokens += sign * sequence.table.num_tokens
+
     def _make_room(self, num_blocks: int) -> None:
         if self.prefix_cache and (short := num_blocks - self.allocator.num_free) > 0:
             for block in self.prefix_cache.evict(min(short, self.prefix_cache.num_evictable)):
@@ -232,13 +270,16 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Give back all blocks of the sequence, be they on the device or on the host."""
-        blocks = tuple(sequence.table.blocks)
+        blocks, num_tokens = tuple(sequence.table.blocks), sequence.table.num_tokens
         sequence.table.trim(0)
-        sequence.num_published = 0
+        sequence.most_computed = max(sequence.most_computed, num_tokens)
+        sequence.num_published = sequence.room = 0
         if sequence.swapped:
             sequence.swapped = False
             sequence.table = self.new_table()
         else:
+            self.num_entries -= len(blocks)
+            self.num_tokens -= num_tokens
             self._released(blocks)
         if blocks:
             self._writer.table_changed(sequence, 0)
@@ -286,8 +327,9 @@ class BlockManager:
             old = tuple(sequence.table.blocks)
             sequence.table.relocate([new[block] for block in old], target)
             self._writer.table_changed(sequence, 0)
-            sequence.num_published = 0
+            sequence.num_published = sequence.room = 0
             sequence.swapped = target is self.host_allocator
+            self._count(sequence, -1 if sequence.swapped else 1)
             if sequence.swapped:
                 self._released(old)
         return pairs
@@ -304,9 +346,39 @@ class BlockManager:
         self._swap_out, self._swap_in, self._copy = [], [], []
         return moves
 
-    def check_exclusive_writes(self, sequence: Sequence, row: Row) -> None:
-        """Raise InvariantViolation if the row would be written into a block that more than one holds."""
-        for block in {slot // self.block_size for slot in sequence.table.slot_mapping(row.start, row.stop)}:
+    def held(self, step: int, plan: Plan, running: Iterable[Request]) -> StepScheduled:
+        """What the running requests hold in this step."""
+        num_sequences = shared = 0
+        if plan.decoding:  # all of them have just written into blocks of their own
+            plan.num_steps += 1
+            num_sequences, running = plan.num_rows, ()
+        for request in running:
+            num_sequences += len(request.sequences)
+            for sequence in request.sequences:
+                sequence.num_steps += 1
+                sequence.token_steps += sequence.table.num_tokens
+            if len(request.sequences) > 1:
+                shared += self._unfilled_shared(request)
+        unfilled = self.num_entries * self.block_size - self.num_tokens - shared
+        return StepScheduled(
+            step, num_sequences, self.num_tokens, self.num_entries, self.num_used, self.num_cached, unfilled
+        )
+
+    def _unfilled_shared(self, request: Request) -> int:
+        """Slots at the end of blocks that its sequences share, but for one time each."""
+        last = [s.table.blocks[-1] for s in request.sequences if s.table.num_tokens % self.block_size]
+        filled = {s.table.blocks[-1]: s.table.num_tokens % self.block_size for s in request.sequences if s.table.blocks}
+        return sum((n - 1) * (self.block_size - filled[block]) for block, n in Counter(last).items())
+
+    def slot_steps_reserved(self, sequence: Sequence) -> int:
+        """As in `SequenceFinished`, of a sequence that ends now."""
+        final = max(sequence.most_computed, sequence.table.num_tokens)
+        return sequence.num_steps * final - sequence.token_steps
+
+    def check_exclusive_writes(self, sequence: Sequence, num_tokens: int) -> None:
+        """Raise InvariantViolation if its latest slots, so many, are in a block that more than one holds."""
+        stop = sequence.table.num_tokens
+        for block in {slot // self.block_size for slot in sequence.table.slot_mapping(stop - num_tokens, stop)}:
             if (holders := self.allocator.ref_count(block)) != 1:
                 raise InvariantViolation(
                     Invariant.EXCLUSIVE_WRITE,

@@ -31,17 +31,17 @@ from __future__ import annotations
 import copy
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from contextlib import suppress
 from itertools import count
 from typing import Literal
 
-from minipaged.contracts import BeamSearch, BeamStep, BlockAllocator, Runner, Sampled, StepResult, Tier
+from minipaged.contracts import BeamSearch, BeamStep, BlockAllocator, Runner, Sampled, Tier
 from minipaged.engine.batch import LaunchedStep, Plan, ScheduledRequest
 from minipaged.engine.block_manager import BlockManager, MakeMemory
 from minipaged.engine.detokenizer import Decode, Detokenizer, naming_failures
+from minipaged.engine.event_queue import EventQueue
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.request_checks import check_fits, check_params, check_priority, check_prompt
 from minipaged.engine.results import make_output, make_update
@@ -53,7 +53,7 @@ from minipaged.errors import BadLogits, DetokenizerFailed, InvalidRequest, Invar
 from minipaged.events import (
     BeamFinished,
     EngineStarted,
-    Event,
+    Listener,
     RequestArrived,
     RequestFinished,
     RequestRefused,
@@ -63,12 +63,11 @@ from minipaged.events import (
     StepStarted,
     TokenGenerated,
 )
-from minipaged.outputs import RequestUpdate
+from minipaged.outputs import CompletionUpdate, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
-from minipaged.steps import LOGITS, Row
+from minipaged.steps import LOGITS
 
-Listener = Callable[[Event], None]
 FinishReason = Literal["stop", "length", "abort", "error", "dropped"]
 
 
@@ -102,22 +101,28 @@ class Engine:
         self.runner = runner
         self._decode = naming_failures(decode) if decode else None
         self._clock = clock
-        self.listeners: list[Listener] = [self.stats.on_event, *listeners]
-        self._events: deque[Event] = deque()
-        self._delivering = False
+        self._block_size = config.block_size
+        self._emit = EventQueue(self.stats, listeners)
         self._updates: list[RequestUpdate] = []
         self._requests: dict[str, Request] = {}
         self._random = random.Random(config.seed)
         self._sequence_ids = count()
         self._orders = count()
         self._step = 0  # the number of the latest
+        self._num_generated = 0  # tokens, since a step finished
         self._in_flight: LaunchedStep | None = None
         self._may_run_ahead = False
         self._last_commit = 0.0
         self._writer = StepWriter()
+        self._written: Plan | None = None  # by which the latest step was written
         self.blocks = memory(config, tier, allocator, self._writer, self._emit)
         self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy)
         self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """Those who get every event: to be appended to and removed from."""
+        return self._emit.listeners
 
     # --- What callers do --------------------------------------------------------------------------
 
@@ -151,7 +156,7 @@ class Engine:
             self.scheduler.check_fits(request)
         except InvalidRequest as error:
             self._emit(RequestRefused(request_id, str(error)))
-            self._deliver_events()
+            self._emit.deliver()
             raise
         if isinstance(params, SamplingParams) and params.seed is None:
             request.seed = self._random.getrandbits(64)  # drawn only now: a refused request uses none up
@@ -159,7 +164,7 @@ class Engine:
         self.scheduler.add(request)
         first = request.sequences[0].sequence_id
         self._emit(RequestArrived(request_id, first, request.prompt_token_ids, request.num_sequences))
-        self._deliver_events()
+        self._emit.deliver()
         return request_id
 
     def has_unfinished_requests(self) -> bool:
@@ -180,7 +185,7 @@ class Engine:
                     self._recover(error)
                 raise
             finally:
-                self._deliver_events()
+                self._emit.deliver()
         return self.take_updates()
 
     def take_updates(self) -> list[RequestUpdate]:
@@ -195,7 +200,9 @@ class Engine:
     def current_stats(self) -> Stats:
         """What was counted so far, with the blocks as they are now."""
         stats = copy.deepcopy(self.stats)
-        stats.note_blocks(self.scheduler.running, self.blocks)
+        stats.blocks_used = self.blocks.num_used
+        stats.blocks_cached = self.blocks.num_cached
+        stats.blocks_saved = self.blocks.num_entries - stats.blocks_used
         return stats
 
     @property
@@ -213,7 +220,7 @@ class Engine:
             return
         self._cut_short(request, "abort")
         self._drop_step_of_nobody()
-        self._deliver_events()
+        self._emit.deliver()
 
     def check_invariants(self) -> None:
         """Raise InvariantViolation unless conservation and exact-references hold."""
@@ -243,39 +250,26 @@ class Engine:
         ahead = self.scheduler.assign_ahead() if self._may_run_ahead else None
         return self._launch(ahead) if ahead else None
 
-    def _launch(self, ahead: list[ScheduledRequest] | None = None) -> LaunchedStep:
+    def _launch(self, ahead: Plan | None = None) -> LaunchedStep:
         """Schedule a step and hand it to the device, without looking at what it chooses."""
         started = self._clock()
         self._step += 1
         self._emit(StepStarted(self._step))
         plan = self.scheduler.schedule(ahead)
-        self.stats.measure(self.scheduler.running, self.blocks)
-        for scheduled in plan.scheduled:
-            if scheduled.request.first_scheduled_time is None:
-                scheduled.request.first_scheduled_time = started
-        rows = plan.rows()
+        self._emit(self.blocks.held(self._step, plan, self.scheduler.running))
         if self.config.debug:
-            for row, (_, sequence) in zip(rows, plan.owners(), strict=True):
-                self.blocks.check_exclusive_writes(sequence, row)
-        step = self._writer.write(self._step, rows, plan.owners(), self.blocks.take_moves())
-        result = self.runner.run(step)
-        return self._launched(started, plan, rows, result)
-
-    def _launched(self, started: float, plan: Plan, rows: list[Row], result: StepResult) -> LaunchedStep:
-        """Note which of the choices, and which of the logits, are whose."""
-        logit_rows: dict[Sequence, int] = {}
-        choices: dict[Request, range] = {}
-        num_logits = num_choices = 0
-        for scheduled in plan.scheduled:
-            if scheduled.num_choices > 0:
-                first, num_logits = num_choices, num_logits + len(scheduled.work)
-                num_choices += len(scheduled.work) * scheduled.num_choices
-                choices[scheduled.request] = range(first, num_choices)
-            elif scheduled.num_choices == LOGITS:
-                for sequence, _ in scheduled.work:
-                    logit_rows[sequence] = num_logits
-                    num_logits += 1
-        return LaunchedStep(self._step, started, plan, rows, result, logit_rows, choices)
+            for sequence, num_tokens in plan.work():
+                self.blocks.check_exclusive_writes(sequence, num_tokens)
+        moves = self.blocks.take_moves()
+        if plan is self._written:
+            step = self._writer.write_on(self._step, moves)
+        else:
+            step = self._writer.write(self._step, plan.rows, plan.owners(), moves)
+            for scheduled in plan.scheduled:
+                if scheduled.request.first_scheduled_time is None:
+                    scheduled.request.first_scheduled_time = started
+        self._written = plan
+        return LaunchedStep(self._step, started, plan, self.runner.run(step))
 
     def _expect_tokens(self, step: LaunchedStep) -> bool:
         """Let the sequences that run on know that the step in flight is choosing a token for them.
@@ -283,6 +277,10 @@ class Engine:
         False if one of the requests has to know more of them: then the next step is not launched before this one's
         commit.
         """
+        if step.plan.steps_left > 0:
+            for sequence in step.plan.decoding:
+                sequence.pending = True
+            return not step.plan.needs_tokens
         completed = [scheduled for scheduled in step.plan.scheduled if scheduled.completes]
         if any(scheduled.request.needs_tokens_on_host() for scheduled in completed):
             return False
@@ -300,54 +298,80 @@ class Engine:
         given back already: the device works in order, so whoever was given them writes after this step has.
         """
         sampled = list(step.result.choices)  # this is where the host waits for the device
-        rows = iter(step.rows)
         for scheduled in step.plan.scheduled:
-            computed = [(sequence, next(rows).stop) for sequence, _ in scheduled.work]
+            if scheduled.is_plain and self._commit_plain(scheduled, sampled[scheduled.first_choice]):
+                continue
             try:
-                self._commit_request(step, scheduled, computed, sampled)
+                self._commit_request(step, scheduled, sampled)
             except RequestFailed as error:
                 self._cut_short(scheduled.request, "error", str(error))
         self._finish_step(step)
 
-    def _commit_request(
-        self,
-        step: LaunchedStep,
-        scheduled: ScheduledRequest,
-        computed: list[tuple[Sequence, int]],
-        sampled: list[Sampled],
-    ) -> None:
-        """One request's part of the step. `computed`: how many tokens of each of its sequences have K/V by now.
+    def _commit_plain(self, scheduled: ScheduledRequest, choice: Sampled) -> bool:
+        """What `_commit_request` comes to in nearly all cases: one sequence has one token more, and goes on.
+
+        False, and nothing has changed, if this is none of them.
+        """
+        request, sequence, token = scheduled.request, scheduled.work[0][0], choice.token_id
+        tokens, output = sequence.tokens, sequence.output_token_ids
+        ends = token in request.final_token_ids or len(output) + 1 >= request.max_output_tokens
+        if ends or choice.error or sequence.finish_reason is not None or not request.prompt_computed:
+            return False
+        if len(tokens) // self._block_size != sequence.num_published:
+            self.blocks.publish(sequence, len(tokens))
+        sequence.pending = False
+        tokens.append(token)
+        output.append(token)
+        sequence.cumulative_logprob += choice.logprob
+        self._num_generated += 1
+        if self._emit.listeners:
+            self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, choice.logprob))
+        if request.reads_along:
+            sequence.num_reported = len(output)
+            news = CompletionUpdate(sequence.stream, (token,), "", None, None, None)
+            self._updates.append(RequestUpdate(request.request_id, (news,), None))
+        return True
+
+    def _commit_request(self, step: LaunchedStep, scheduled: ScheduledRequest, sampled: list[Sampled]) -> None:
+        """One request's part of the step.
 
         Raises RequestFailed; K/V that led to logits that are no numbers are offered to nobody.
         """
         request = scheduled.request
-        if not scheduled.completes or request.state is RequestState.FINISHED:
-            self._publish(computed)
-        elif request.beam_search is None:
-            choices = [sampled[index] for index in step.choices[request]]
-            for (sequence, _), choice in zip(computed, choices, strict=False):  # of a prompt, n from one row
+        if request.beam_search is None and scheduled.completes and request.state is not RequestState.FINISHED:
+            first = scheduled.first_choice
+            choices = sampled[first : first + len(scheduled.work) * scheduled.num_choices]
+            for (sequence, _), choice in zip(scheduled.work, choices, strict=False):  # of a prompt, n from one row
                 if choice.error and sequence.finish_reason is None:
                     raise BadLogits(choice.error)
-            self._publish(computed)
-            self._commit_samples(request, [sequence for sequence, _ in computed], choices)
+            self._publish(step, scheduled)
+            self._commit_samples(request, scheduled.work, choices)
+        elif not scheduled.completes or request.state is RequestState.FINISHED:
+            self._publish(step, scheduled)
         else:
+            assert request.beam_search is not None
             search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
-            beams = request.sequences
-            sums = [beam.cumulative_logprob for beam in beams]
-            decided = search.step(step.result.logits, [step.logit_rows[beam] for beam in beams], sums)
-            self._publish(computed)
+            rows = range(scheduled.first_logits, scheduled.first_logits + len(scheduled.work))
+            decided = search.step(step.result.logits, rows, [beam.cumulative_logprob for beam in request.sequences])
+            self._publish(step, scheduled)
             self._commit_beams(request, search, decided)
 
-    def _publish(self, computed: list[tuple[Sequence, int]]) -> None:
-        for sequence, num_tokens in computed:
-            if sequence.finish_reason is None:
-                self.blocks.publish(sequence, num_tokens)
+    def _publish(self, step: LaunchedStep, scheduled: ScheduledRequest) -> None:
+        """Let the prefix cache know of the tokens that have K/V by now."""
+        if self.blocks.prefix_cache is None:
+            return
+        for i, (sequence, _) in enumerate(scheduled.work, scheduled.first_row):
+            # All that were known, if all that it ran was the latest. A step that was planned anew says how many.
+            num_computed = len(sequence.tokens) if scheduled.decodes else step.plan.rows[i].stop
+            if num_computed // self.config.block_size != sequence.num_published and sequence.finish_reason is None:
+                self.blocks.publish(sequence, num_computed)
 
     def _finish_step(self, step: LaunchedStep) -> None:
         """Seconds are counted once, though steps overlap: from the launch, or the commit of the step before."""
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
-        self._emit(StepFinished(step.number, len(step.rows), step.plan.num_query_tokens, seconds))
+        num_generated, self._num_generated = self._num_generated, 0
+        self._emit(StepFinished(step.number, step.plan.num_rows, step.plan.num_query_tokens, seconds, num_generated))
 
     def _drop_step_of_nobody(self) -> None:
         """When all requests have ended, nobody will ask for what the step in flight chooses."""
@@ -359,34 +383,42 @@ class Engine:
         """After an error within a step: drop all K/V that may be half written; their requests wait to be recomputed."""
         self.blocks.take_moves()
         self._writer.forget()
-        self._in_flight = None
+        self._in_flight = self._written = None
         dropped = self.scheduler.start_over(self._requests.values())
         self._emit(StepFailed(self._step, repr(error), tuple(request.request_id for request in dropped)))
 
     # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
 
-    def _commit_samples(self, request: Request, sequences: list[Sequence], choices: list[Sampled]) -> None:
+    def _commit_samples(self, request: Request, work: list[tuple[Sequence, int]], choices: list[Sampled]) -> None:
         """Append the tokens chosen for the sequences that ran; the samples of a prompt fork from it first."""
-        if not request.prompt_computed:
-            [parent] = sequences
-            others = range(1, len(choices))
-            children = self._fork(request, [(parent, choice) for choice in others])
-            for stream, child in zip(others, children, strict=True):
-                child.stream = stream
-            sequences = [parent, *children]
-            request.sequences.extend(children)
-            request.prompt_computed = True
-            request.first_token_time = self._clock()
+        if request.prompt_computed:
+            sequences = [sequence for sequence, _ in work]
+        else:
+            [(parent, _)] = work
+            sequences = [parent, *self._fork_samples(request, parent, len(choices))]
         for sequence, choice in zip(sequences, choices, strict=True):
             if sequence.finish_reason is None:
                 self._commit_token(request, sequence, choice)
         self._report(request)
 
+    def _fork_samples(self, request: Request, parent: Sequence, n: int) -> list[Sequence]:
+        """The other samples of a prompt that has just been computed."""
+        children = self._fork(request, [(parent, choice) for choice in range(1, n)])
+        for stream, child in enumerate(children, 1):
+            child.stream = stream
+        request.sequences.extend(children)
+        request.prompt_computed = True
+        request.first_token_time = self._clock()
+        return children
+
     def _commit_token(self, request: Request, sequence: Sequence, choice: Sampled) -> None:
         """Append a token, and end the sequence if that was its last."""
-        # Decoding may raise, so it comes first: a token is appended together with what follows from it.
-        reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
-        self._append_token(request, sequence, choice.token_id, choice.logprob)
+        token, reason = choice.token_id, None
+        num_output = len(sequence.output_token_ids) + 1
+        if token in request.final_token_ids or num_output >= request.max_output_tokens or sequence.detokenizer:
+            # Decoding may raise, so it comes first: a token is appended together with what follows from it.
+            reason, sequence.stop_reason = self._finish_reason(request, sequence, token)
+        self._append_token(request, sequence, token, choice.logprob)
         sequence.cumulative_logprob += choice.logprob
         if sequence.logprobs is not None and choice.top_logprobs is not None:
             sequence.logprobs.append(choice.top_logprobs)
@@ -401,14 +433,13 @@ class Engine:
         params = request.params
         assert isinstance(params, SamplingParams)
         may_stop = len(sequence.output_token_ids) + 1 >= params.min_tokens
-        stop_token = may_stop and token in params.stop_token_ids
-        ends = stop_token or (may_stop and token in self._eos_token_ids(params))
+        ends = may_stop and token in request.final_token_ids
         if text := sequence.detokenizer:
             text.add(token, may_stop=may_stop and not ends)
             if text.stopped_by is not None:
                 return "stop", text.stopped_by
         if ends:
-            return "stop", token if stop_token else None
+            return "stop", token if token in params.stop_token_ids else None
         return "length" if request.ends_by_length(sequence) else None, None
 
     # --- Beam search (paper, section 4.4, Fig. 9) -------------------------------------------------
@@ -416,7 +447,6 @@ class Engine:
     def _commit_beams(self, request: Request, search: BeamSearch, step: BeamStep) -> None:
         """Survivors fork their parents' tables; beams without survivors give their blocks back at once."""
         beams = list(request.sequences)
-        eos = self._eos_token_ids(request.params)
         parents = [beams[move.parent] for move in step.survivors]
         first = [beam not in parents[:i] for i, beam in enumerate(parents)]
         others = [(beam, LOGITS) for beam, goes_on in zip(parents, first, strict=True) if not goes_on]
@@ -426,7 +456,7 @@ class Engine:
 
         for move, score in step.finished:
             parent = beams[move.parent]
-            reason = "stop" if move.token_id in eos else "length"
+            reason = "stop" if move.token_id in request.final_token_ids else "length"
             tokens = (*parent.output_token_ids, move.token_id)
             request.hypotheses.append(Hypothesis(tokens, move.cumulative_logprob, score, reason))
             self._emit(BeamFinished(request.request_id, parent.sequence_id, move.token_id, score))
@@ -476,14 +506,17 @@ class Engine:
         sequence.pending = False
         sequence.tokens.append(token)
         sequence.output_token_ids.append(token)
-        self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, logprob))
+        self._num_generated += 1
+        if self._emit.heard:
+            self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, logprob))
 
     def _end_sequence(self, request: Request, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         self._writer.ended(sequence)
-        self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason))
+        self.scheduler.sequences_change()
+        reserved = self.blocks.slot_steps_reserved(sequence)
+        self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason, reserved))
         self.blocks.free(sequence)
-        self.stats.sequence_ended(sequence)
         request.sequences.remove(sequence)
         request.done.append(sequence)
 
@@ -525,18 +558,8 @@ class Engine:
         """Tell what a step has brought: always at the end, and on the way to it if somebody reads along."""
         if not request.sequences:
             self._finish_request(request, "finished")
-        elif request.output_kind is RequestOutputKind.DELTA:
+        elif request.reads_along:
             self._updates.append(make_update(request))
-
-    def _eos_token_ids(self, params: SamplingParams | BeamSearchParams) -> tuple[int, ...]:
-        """The tokens that end a sequence with these parameters because the model says so."""
-        return () if params.ignore_eos else self.config.eos_token_ids
-
-    def _forbidden_at_first(self, params: SamplingParams | BeamSearchParams) -> tuple[int, ...]:
-        """The tokens that must not be chosen before there are `min_tokens`, because they would end the sequence."""
-        if isinstance(params, BeamSearchParams) or params.min_tokens == 0:
-            return ()
-        return tuple({*params.stop_token_ids, *self._eos_token_ids(params)})
 
     def _new_detokenizer(
         self, params: SamplingParams | BeamSearchParams, output_kind: RequestOutputKind
@@ -561,11 +584,12 @@ class Engine:
     ) -> Request:
         room = self.config.max_model_len - len(prompt_token_ids)
         max_output = room if params.max_tokens is None else min(params.max_tokens, room)
-        beam_search = None
+        beam_search, final = None, () if params.ignore_eos else self.config.eos_token_ids
         if isinstance(params, BeamSearchParams):
-            eos = self._eos_token_ids(params)
             num_prompt = len(prompt_token_ids)
-            beam_search = self._tier.beam_search(params, num_prompt, num_prompt + max_output, eos)
+            beam_search = self._tier.beam_search(params, num_prompt, num_prompt + max_output, final)
+        else:
+            final = (*params.stop_token_ids, *final)
         seed = (params.seed or 0) if isinstance(params, SamplingParams) else 0
         return Request(
             request_id=request_id,
@@ -575,9 +599,9 @@ class Engine:
             prompt_token_ids=prompt_token_ids,
             params=params,
             seed=seed & (2**64 - 1),
-            forbidden_token_ids=self._forbidden_at_first(params),
+            final_token_ids=frozenset(final),
             max_output_tokens=max_output,
-            output_kind=output_kind,
+            reads_along=output_kind is RequestOutputKind.DELTA,
             priority=priority,
             sequences=[
                 Sequence(
@@ -591,28 +615,3 @@ class Engine:
             ],
             beam_search=beam_search,
         )
-
-    def _emit(self, event: Event) -> None:
-        self._events.append(event)
-
-    def _deliver_events(self) -> None:
-        """Hand the events on in order. A listener that calls the engine adds events to the end of the same list.
-
-        One that raises keeps no other from any event; its error is raised when all is delivered, the first of several.
-        """
-        if self._delivering:
-            return
-        self._delivering = True
-        errors: list[BaseException] = []
-        try:
-            while self._events:
-                event = self._events.popleft()
-                for listener in self.listeners:
-                    try:
-                        listener(event)
-                    except BaseException as error:
-                        errors.append(error)
-        finally:
-            self._delivering = False
-        if errors:
-            raise errors[0]

@@ -45,6 +45,8 @@ class Scheduler:
         self._views: dict[Request, WaitingView] = {}  # of those that wait
         self._nobody: tuple[Policy, int, int, int] | None = None
         """Room, free blocks and tokens left when the policy let nobody in; None once others wait."""
+        self._latest: Plan | None = None
+        """The latest plan, if the next step may go by it too: all go on decoding."""
         self._blocks = blocks
         self._emit = emit
         self._preemption = config.preemption
@@ -64,6 +66,7 @@ class Scheduler:
         (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)
         self._views.pop(request, None)
         self._nobody = None
+        self._forget_plan()
 
     def _wait(self, request: Request, state: RequestState) -> None:
         """It ran, and waits now, in its place in the order of arrival."""
@@ -71,6 +74,7 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
         request.state = state
         self._nobody = None
+        self._forget_plan()
 
     def _run(self, request: Request) -> None:
         """It waited, and runs now."""
@@ -79,6 +83,17 @@ class Scheduler:
         request.state = RequestState.RUNNING
         self._views.pop(request, None)
         self._nobody = None
+        self._forget_plan()
+
+    def sequences_change(self) -> None:
+        """A running request will not have the sequences any more that it has."""
+        self._forget_plan()
+
+    def _forget_plan(self) -> None:
+        """What has run does not go on as it was."""
+        if self._latest:
+            self._latest.count_steps()
+            self._latest = None
 
     def start_over(self, requests: Iterable[Request]) -> list[Request]:
         """After an error: those that hold blocks, whose K/V may be half written, give them back, and all wait.
@@ -88,6 +103,7 @@ class Scheduler:
         self.waiting, self.running = sorted(requests, key=_order), []
         self._views.clear()
         self._nobody = None
+        self._forget_plan()
         by_state = sorted(self.waiting, key=lambda request: request.state is RequestState.SWAPPED)
         dropped = [request for request in by_state if request.state is not RequestState.WAITING]
         for request in dropped:
@@ -110,33 +126,40 @@ class Scheduler:
                 "served; ask for less, or serve with another policy"
             )
 
-    def schedule(self, ahead: list[ScheduledRequest] | None = None) -> Plan:
-        """Decide the next step and take the blocks for it. `ahead`: what `assign_ahead` has decided already."""
-        plan = Plan(ahead or [])
-        while ahead is None:
-            plan.scheduled = self._assign()
-            short = self._blocks_short(plan.scheduled)
-            if short <= 0:
-                break
-            plan.preempted.append(self._preempt(short))
-        for scheduled in plan.scheduled:
-            self._take_blocks(scheduled)
-        if not plan.preempted:
-            self._admit(plan)
+    def schedule(self, ahead: Plan | None = None) -> Plan:
+        """Decide the next step and take the blocks for it. `ahead`: what `assign_ahead` has decided already.
+
+        The same plan as for the step before if all that ran only goes on.
+        """
+        plan, preempted = ahead or self._assign(), []
+        while ahead is None and (short := self._blocks_short(plan)) > 0:
+            preempted.append(self._preempt(short))
+            plan = self._assign()
+        self._take_blocks(plan)
+        if self.waiting and not preempted:
+            plan = self._admit(plan)
         if not plan.scheduled and self.waiting:
             self._stuck()
+        if plan is not self._latest:
+            plan.preempted = preempted
+            plan.lay_out(sum(len(request.sequences) for request in self.running))
+            self._forget_plan()
+            self._latest = plan if plan.decoding else None
+        plan.steps_left -= 1
         return plan
 
-    def assign_ahead(self) -> list[ScheduledRequest] | None:
+    def assign_ahead(self) -> Plan | None:
         """What runs after the step in flight. None if nothing can before that is committed: for want of blocks (its
         tokens may free some, and nothing in flight is preempted), or because all that runs may end with it."""
-        assigned = self._assign()
-        return None if self._blocks_short(assigned) > 0 else assigned or None
+        plan = self._assign()
+        return None if self._blocks_short(plan) > 0 or not plan.scheduled else plan
 
     # --- 1. Tokens for those that run -------------------------------------------------------------
 
-    def _assign(self) -> list[ScheduledRequest]:
+    def _assign(self) -> Plan:
         """What each running request runs: first those that decode, then the others, both in order of arrival."""
+        if self._latest and self._latest.steps_left > 0:
+            return self._latest
         decoding: list[ScheduledRequest] = []
         behind: list[ScheduledRequest] = []
         num_tokens = 0
@@ -150,10 +173,10 @@ class Scheduler:
                 num_tokens += len(work)
         wholes = decoding + behind
         if num_tokens <= self._max_tokens:
-            return wholes
+            return Plan(wholes)
         given = self._share_tokens(wholes)
         parts = (self._part(whole, given.get(whole.request.request_id, 0)) for whole in wholes)
-        return [part for part in parts if part.work]
+        return Plan([part for part in parts if part.work])
 
     def _whole(self, request: Request) -> ScheduledRequest:
         """All that the request could run in one step, however large.
@@ -207,19 +230,21 @@ class Scheduler:
 
     # --- 2. The blocks for them, and preemption ---------------------------------------------------
 
-    def _blocks_short(self, assigned: list[ScheduledRequest]) -> int:
+    def _blocks_short(self, plan: Plan) -> int:
         """How many blocks are missing to run this; 0 or less if none."""
         available = self._blocks.num_available
-        most = 0  # a token takes one block at most: if there are so many, there is no need to count
-        for scheduled in assigned:
-            most += scheduled.num_query_tokens
+        most = plan.num_query_tokens  # a token takes one block at most: if there are so many, there is no need to count
         if most <= available:
             return most - available
-        return sum(self._blocks.blocks_needed(scheduled.work) for scheduled in assigned) - available
+        return sum(self._blocks.blocks_needed(scheduled.work) for scheduled in plan.scheduled) - available
 
-    def _take_blocks(self, scheduled: ScheduledRequest) -> None:
-        for sequence, num_tokens in scheduled.work:
-            self._blocks.append(sequence, num_tokens)
+    def _take_blocks(self, plan: Plan) -> None:
+        if plan.decoding:
+            self._blocks.append_one_each(plan.decoding)
+            return
+        for scheduled in plan.scheduled:
+            for sequence, num_tokens in scheduled.work:
+                self._blocks.append(sequence, num_tokens)
 
     def _preempt(self, short: int) -> Request:
         """Take all blocks from the one that the policy names."""
@@ -265,13 +290,14 @@ class Scheduler:
 
     # --- 3. Admission -----------------------------------------------------------------------------
 
-    def _admit(self, plan: Plan) -> None:
-        """Let in whom the policy names, until it names nobody: once somebody is in, others may need less."""
+    def _admit(self, plan: Plan) -> Plan:
+        """Let in whom the policy names, until it names nobody: once somebody is in, others may need less.
+
+        Returns the plan with those who have come in.
+        """
+        admitted: list[ScheduledRequest] = []
         tokens_left = self._max_tokens - plan.num_query_tokens
-        while self.waiting and tokens_left > 0:
-            entering = self._entering(tokens_left)
-            if not entering:
-                return
+        while self.waiting and tokens_left > 0 and (entering := self._entering(tokens_left)):
             for request in entering:
                 if request.state is RequestState.SWAPPED:
                     self._blocks.swap_in(request)
@@ -282,9 +308,11 @@ class Scheduler:
                 if request.num_cached_tokens is None:
                     request.num_cached_tokens = request.sequences[0].num_computed
                 if scheduled.work:
-                    self._take_blocks(scheduled)
-                    plan.scheduled.append(scheduled)
+                    for sequence, num_tokens in scheduled.work:
+                        self._blocks.append(sequence, num_tokens)
+                    admitted.append(scheduled)
                     tokens_left -= scheduled.num_query_tokens
+        return Plan([*plan.scheduled, *admitted]) if admitted else plan
 
     def _entering(self, tokens_left: int) -> list[Request]:
         """Ask who comes in, if there is room for anybody."""

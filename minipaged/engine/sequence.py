@@ -16,7 +16,7 @@ from enum import Enum
 
 from minipaged.contracts import BeamSearch, BlockTable
 from minipaged.engine.detokenizer import Detokenizer
-from minipaged.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from minipaged.params import BeamSearchParams, SamplingParams
 
 
 class RequestState(Enum):
@@ -48,10 +48,13 @@ class Sequence:
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, float]] | None = None
     """Of each output token, where the request asks for them."""
+    room: int = 0
+    """So many slots of its last block are not filled and known to be its own: the next tokens need no block."""
     num_published: int = 0
     """Leading blocks of the table known to the prefix cache."""
     most_computed: int = 0
-    """The largest number of tokens whose K/V this sequence ever had: computing below it is recomputing."""
+    """The largest number of tokens whose K/V this sequence had when it gave them up: computing below it is recomputing.
+    """
     num_steps: int = 0
     """Steps in which it held blocks, and `token_steps`, the tokens they held summed over those steps (for stats)."""
     token_steps: int = 0
@@ -96,8 +99,8 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams | BeamSearchParams
     seed: int
-    forbidden_token_ids: tuple[int, ...]
-    """What must not be chosen before there are `min_tokens`: whatever would end it."""
+    final_token_ids: frozenset[int]
+    """The tokens that end a sequence of it: the model's, unless they are to be ignored, and its own stop tokens."""
     max_output_tokens: int
     """`max_tokens`, cut to what `max_model_len` leaves."""
     priority: int
@@ -109,7 +112,8 @@ class Request:
     """Those of `done` whose end the request's updates have told of."""
     beam_search: BeamSearch | None = None
     hypotheses: list[Hypothesis] = field(default_factory=list)
-    output_kind: RequestOutputKind = RequestOutputKind.DELTA
+    reads_along: bool = False
+    """Whether its user wants to be told of each step."""
     state: RequestState = RequestState.WAITING
     prompt_computed: bool = False
     """Whether it has forked into all its sequences."""
@@ -124,6 +128,21 @@ class Request:
         if self.prompt_computed and self.beam_search is None:
             return len(self.sequences)
         return self.params.beam_width if isinstance(self.params, BeamSearchParams) else self.params.n
+
+    @property
+    def forbidden_token_ids(self) -> tuple[int, ...]:
+        """What must not be chosen before there are `min_tokens`: whatever would end it."""
+        return tuple(self.final_token_ids) if self.min_tokens else ()
+
+    @property
+    def min_tokens(self) -> int:
+        return 0 if isinstance(self.params, BeamSearchParams) else self.params.min_tokens
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one sequence of tokens, and nobody asks for more than them."""
+        sequence, *others = self.sequences
+        return not others and self.beam_search is None and sequence.detokenizer is None and sequence.logprobs is None
 
     def remaining(self) -> list[tuple[Sequence, int]]:
         """Its sequences that have tokens to run, each with how many."""

@@ -1,4 +1,5 @@
-"""What paging saved and cost: counted from the engine's events, and measured in every step.
+"""What paging saved and cost, counted from the engine's events: of a recorded run it is counted again by
+`stats_of`.
 
 The waste of KV memory is told apart as in the paper's Fig. 2:
 
@@ -17,8 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from minipaged.engine.block_manager import BlockManager
-from minipaged.engine.sequence import Request, Sequence
 from minipaged.events import (
     BlockCopied,
     BlockEvicted,
@@ -27,10 +26,11 @@ from minipaged.events import (
     PrefixReused,
     RequestFinished,
     RequestPreempted,
+    SequenceFinished,
     StepFinished,
+    StepScheduled,
     SwappedIn,
     SwappedOut,
-    TokenGenerated,
     TokensComputed,
 )
 
@@ -54,7 +54,7 @@ class MemoryUse:
 
 @dataclass(slots=True)
 class Stats:
-    """Counts since the engine started."""
+    """Counts since the engine started. Events of single tokens are not needed: without listeners there are none."""
 
     steps: int = 0
     step_seconds: float = 0.0
@@ -99,8 +99,6 @@ class Stats:
                 self.block_size = event.block_size
                 self.max_model_len = event.max_model_len
                 self.blocks_total = event.num_blocks
-            case TokenGenerated():
-                self.generated_tokens += 1
             case TokensComputed():
                 self.tokens_recomputed += event.recomputed
             case BlockCopied():
@@ -120,40 +118,33 @@ class Stats:
                     self.preempted_by_recompute += 1
             case RequestFinished():
                 self.finished_requests += 1
+            case StepScheduled():
+                self._note_memory(event)
+            case SequenceFinished():
+                self.contiguous.internal_fragmentation -= event.slot_steps_reserved
+                self.contiguous.reserved += event.slot_steps_reserved
             case StepFinished():
                 self.steps += 1
                 self.step_seconds += event.seconds
                 self.query_tokens += event.num_query_tokens
+                self.generated_tokens += event.num_generated
 
-    def measure(self, requests: Iterable[Request], blocks: BlockManager) -> None:
-        """Look at the memory that the running requests hold during this step."""
-        self.note_blocks(requests, blocks)
-        self.peak_blocks_used = max(self.peak_blocks_used, self.blocks_used)
-        unfilled: dict[int, int] = {}  # last block -> its unfilled slots; siblings may share it
-        for request in requests:
-            for sequence in request.sequences:
-                table = sequence.table
-                if table.num_tokens % self.block_size:
-                    unfilled[table.blocks[-1]] = -table.num_tokens % self.block_size
-                self.contiguous.tokens += table.num_tokens
-                self.contiguous.internal_fragmentation += self.max_model_len - table.num_tokens
-                sequence.num_steps += 1
-                sequence.token_steps += table.num_tokens
-        self.table_entry_steps += self.blocks_used + self.blocks_saved
-        self.block_steps += self.blocks_used
-        wasted = sum(unfilled.values())
-        self.paged.internal_fragmentation += wasted
-        self.paged.tokens += self.blocks_used * self.block_size - wasted
+    def _note_memory(self, step: StepScheduled) -> None:
+        """The memory that the running requests held during the step."""
+        self.blocks_used, self.blocks_cached = step.blocks_used, step.blocks_cached
+        self.blocks_saved = step.table_entries - step.blocks_used
+        self.peak_blocks_used = max(self.peak_blocks_used, step.blocks_used)
+        self.table_entry_steps += step.table_entries
+        self.block_steps += step.blocks_used
+        self.paged.internal_fragmentation += step.slots_unfilled
+        self.paged.tokens += step.blocks_used * self.block_size - step.slots_unfilled
+        self.contiguous.tokens += step.num_tokens
+        self.contiguous.internal_fragmentation += step.num_sequences * self.max_model_len - step.num_tokens
 
-    def note_blocks(self, requests: Iterable[Request], blocks: BlockManager) -> None:
-        """How many blocks are held, by whom, and how many more it would be without sharing."""
-        entries = sum(len(sequence.table.blocks) for request in requests for sequence in request.sequences)
-        self.blocks_used = blocks.num_used
-        self.blocks_cached = blocks.num_available - blocks.allocator.num_free
-        self.blocks_saved = entries - self.blocks_used
 
-    def sequence_ended(self, sequence: Sequence) -> None:
-        """Its final length is known now: tell apart what a contiguous cache had reserved and what never came."""
-        reserved = sequence.num_steps * sequence.most_computed - sequence.token_steps
-        self.contiguous.internal_fragmentation -= reserved
-        self.contiguous.reserved += reserved
+def stats_of(events: Iterable[Event]) -> Stats:
+    """What was counted in a run with these events."""
+    stats = Stats()
+    for event in events:
+        stats.on_event(event)
+    return stats

@@ -2,7 +2,7 @@
 
 The other end is the runner's mirror (`mirror.py`). Nothing is compared to find out what has changed: the block manager
 says which tables have, the engine which sequences forked and ended. So the writing of a step costs what has changed,
-not what runs. (Rows are compared; but not those of a step in which all that ran only goes on.)
+not what runs. (Rows are compared; but not those of a step in which all that ran only goes on: `write_on`.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class StepWriter:
         """The runner may have lost what it knew: the next step begins anew."""
         self._fresh = True
         self._known: set[int] = set()
-        self._rows: list[Row] = []  # of the latest step
+        self._rows: list[Row] = []  # of the latest step that was written in full
+        self._num_since = 0  # steps since then: in each, the same rows were one token further
         self._forked: dict[int, Forked] = {}
         self._ended: list[int] = []
         self._changed: dict[Sequence, int] = {}  # tables, and how many of their first blocks are as they were
@@ -72,20 +73,29 @@ class StepWriter:
             forked=tuple(self._forked.values()),
             ended=ended,
             begun=begun,
-            tables=tuple(
-                TableChange(sequence.sequence_id, kept, () if sequence.swapped else tuple(sequence.table.blocks[kept:]))
-                for sequence, kept in self._changed.items()
-                if sequence.sequence_id in self._known
-            ),
+            tables=self._take_tables(),
             told=tuple(self._told.values()),
             moves=moves,
             left_out=left_out,
             added=added,
         )
         self._known.update(one.sequence for one in begun)
-        self._rows, self._fresh = rows, False
-        self._forked, self._ended, self._changed, self._told = {}, [], {}, {}
+        self._rows, self._num_since, self._fresh = rows, 0, False
+        self._forked, self._ended, self._told = {}, [], {}
         return step
+
+    def write_on(self, number: int, moves: BlockMoves) -> StepInput:
+        """The step in which all rows of the one before go on. Nothing but tables can have changed."""
+        self._num_since += 1
+        return StepInput(number, tables=self._take_tables() if self._changed else (), moves=moves)
+
+    def _take_tables(self) -> tuple[TableChange, ...]:
+        changed, self._changed = self._changed, {}
+        return tuple(
+            TableChange(sequence.sequence_id, kept, () if sequence.swapped else tuple(sequence.table.blocks[kept:]))
+            for sequence, kept in changed.items()
+            if sequence.sequence_id in self._known
+        )
 
     def _begin(self, request: Request, sequence: Sequence) -> Begun:
         params, sampling = request.params, None
@@ -101,7 +111,7 @@ class StepWriter:
         for row in self._rows:
             if not row.num_choices or row.sequence in ended:
                 continue
-            if goes_on < len(rows) and row.next() == rows[goes_on]:
+            if goes_on < len(rows) and row.next(self._num_since + 1) == rows[goes_on]:
                 goes_on += 1
             else:
                 left_out.append(row.sequence)

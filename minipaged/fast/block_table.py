@@ -63,6 +63,13 @@ class BlockTable(contracts.BlockTable):
         return new + self._writes_into_shared_block(num_new_tokens, room)
 
     def append(self, num_new_tokens: int) -> list[CopyPair]:
+        num_tokens, blocks = self._num_tokens + num_new_tokens, self._blocks
+        if (
+            self._num_tokens < num_tokens <= len(blocks) * self.block_size
+            and self._allocator.ref_count(blocks[-1]) == 1
+        ):
+            self._num_tokens = num_tokens
+            return []
         copies: list[CopyPair] = []
         if needed := self.blocks_needed(num_new_tokens):
             room = len(self._blocks) * self.block_size - self._num_tokens

@@ -24,7 +24,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import minipaged
-from minipaged.engine.engine import Engine
+from minipaged.engine.event_queue import EventQueue
 from minipaged.errors import InvalidRequest
 from minipaged.events import EngineStarted, Event, TokensComputed
 from minipaged.stepper.page import as_data, element, page, words_of
@@ -170,7 +170,7 @@ class _Tracer:
 
     def __init__(self, recording: Recording, watch: Iterable[type]) -> None:
         self._recording = recording
-        self._engine: object = None
+        self._queue: EventQueue | None = None
         self._trace: Trace = []
         self._watched = {(str(ROOT / file), name) for file, names in WATCHED.items() for name in names}
         for part in watch:
@@ -178,7 +178,7 @@ class _Tracer:
 
     def on_call(self, frame: FrameType, kind: str, argument: object) -> Callable[..., Any] | None:
         code = frame.f_code
-        if code is Engine._emit.__code__:
+        if code is EventQueue.__call__.__code__:
             self._on_emit(frame.f_locals["self"], frame.f_locals["event"])
             return None
         return self.on_line if (code.co_filename, code.co_qualname) in self._watched else None
@@ -188,12 +188,13 @@ class _Tracer:
             self._trace.append((frame.f_code, frame.f_lineno))
         return self.on_line
 
-    def _on_emit(self, engine: object, event: Event) -> None:
+    def _on_emit(self, queue: EventQueue, event: Event) -> None:
         if isinstance(event, EngineStarted):
-            if self._engine is not None:
+            if self._queue is not None:
                 raise InvalidRequest("a recording is of one engine; this block has made a second one")
-            self._engine = engine
-        if engine is self._engine:
+            self._queue = queue
+            queue.listeners.append(lambda event: None)  # or there would be no events of single tokens
+        if queue is self._queue:
             self._recording.events.append(event)
             self._recording.traces.append(self._trace)
         self._trace = []

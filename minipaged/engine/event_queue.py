@@ -1,0 +1,51 @@
+"""Events on their way to those who listen: counted at once, handed on when the call that caused them is done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from minipaged.engine.stats import Stats
+from minipaged.events import Event, Listener
+
+
+class EventQueue:
+    """What the parts of an engine call with each event (`events.Emit`)."""
+
+    def __init__(self, stats: Stats, listeners: Iterable[Listener]) -> None:
+        self.listeners = list(listeners)
+        self._stats = stats
+        self._events: deque[Event] = deque()
+        self._delivering = False
+
+    @property
+    def heard(self) -> bool:
+        """Whether anybody listens. If not, what only tells of single tokens need not be made."""
+        return bool(self.listeners)
+
+    def __call__(self, event: Event) -> None:
+        self._stats.on_event(event)
+        if self.listeners:
+            self._events.append(event)
+
+    def deliver(self) -> None:
+        """Hand the events on in order. A listener that calls the engine adds events to the end of the same queue.
+
+        One that raises keeps no other from any event; its error is raised when all is delivered, the first of several.
+        """
+        if self._delivering or not self._events:
+            return
+        self._delivering = True
+        errors: list[BaseException] = []
+        try:
+            while self._events:
+                event = self._events.popleft()
+                for listener in self.listeners:
+                    try:
+                        listener(event)
+                    except BaseException as error:
+                        errors.append(error)
+        finally:
+            self._delivering = False
+        if errors:
+            raise errors[0]

@@ -92,11 +92,12 @@ class Plan:
             self._note_whether_it_goes_on()
 
     def _note_whether_it_goes_on(self) -> None:
-        steps_left = len(self.rows) and 1 << 60
+        steps_left, latest = len(self.rows) and 1 << 60, -1
         for scheduled in self.scheduled:
             request = scheduled.request
-            if not scheduled.decodes or scheduled.num_choices != 1 or len(scheduled.work) < len(request.sequences):
-                return
+            if not scheduled.decodes or scheduled.num_choices != 1 or request.order < latest:
+                return  # those that ran with others before them have their places in the next step
+            latest = request.order
             self.needs_tokens |= request.needs_tokens_on_host()
             for sequence, _ in scheduled.work:
                 left = request.max_output_tokens - len(sequence.output_token_ids) - sequence.pending

@@ -1,0 +1,191 @@
+"""Steps in which all go on decoding are done by a short way: the same as by the long one, which asks at every step."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import pytest
+
+from minipaged.contracts import StepResult, Tier
+from minipaged.course.content_runner import ContentRunner
+from minipaged.engine.batch import Plan
+from minipaged.engine.engine import Engine
+from minipaged.engine.sequence import Request as EngineRequest
+from minipaged.errors import InvalidRequest
+from minipaged.outputs import RequestUpdate
+from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.steps import StepInput
+from tests.effort import scaled, seeds
+from tests.late_device import LATE, LateRunner
+from tests.workloads import FAST, REFERENCE
+
+
+@dataclass
+class Request:
+    arrives: int
+    prompt: list[int]
+    params: SamplingParams
+    kind: RequestOutputKind
+    cancelled: int | None
+
+
+@dataclass
+class Scene:
+    """Requests that decode for a while, and what may come between."""
+
+    seed: int
+    config: EngineConfig
+    requests: list[Request]
+
+
+def scene_of(seed: int, *, async_scheduling: bool) -> Scene:
+    r = random.Random(seed)
+    block_size, stem = r.choice([1, 2, 4, 16]), [r.randrange(11) for _ in range(20)]
+    requests = []
+    for _ in range(r.randint(1, 5)):
+        params = SamplingParams(
+            n=r.choice([1, 1, 2, 3]),
+            temperature=r.choice([0.0, 1.0]),
+            seed=r.randrange(99),
+            max_tokens=r.randint(5, 60),
+            ignore_eos=r.random() < 0.7,
+            stop_token_ids=r.choice([(), (), (), (7,)]),
+            min_tokens=r.choice([0, 0, 4]),
+            presence_penalty=r.choice([0.0, 0.0, 0.0, 0.5]),
+            logprobs=r.choice([None, None, None, None, 1]),
+        )
+        kind = r.choice(list(RequestOutputKind))
+        prompt = [*stem[: r.randint(0, 20)], r.randrange(11)]
+        cancelled = r.randint(5, 60) if r.random() < 0.2 else None
+        requests.append(Request(r.choice([0, 0, r.randint(0, 40)]), prompt, params, kind, cancelled))
+    config = EngineConfig(
+        num_blocks=r.choice([60, 120, 300, 600]) // block_size,
+        num_swap_blocks=r.choice([0, 50]),
+        block_size=block_size,
+        max_model_len=80,
+        vocab_size=11,
+        eos_token_ids=(2,),
+        enable_prefix_caching=r.random() < 0.7,
+        max_num_batched_tokens=r.choice([16, 2048]),
+        async_scheduling=async_scheduling,
+    )
+    return Scene(seed, config, requests)
+
+
+@dataclass
+class Account:
+    """All that can be seen of a run."""
+
+    steps: list[StepInput] = field(default_factory=list)
+    updates: list[list[RequestUpdate]] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+    pool: list[int] = field(default_factory=list)
+    happened: Counter[str] = field(default_factory=Counter)
+
+
+def account_of(
+    scene: Scene, tier: Tier = REFERENCE, kind: type[ContentRunner] = ContentRunner, fails_at: int | None = None
+) -> Account:
+    account, config = Account(), scene.config
+
+    class Runner(kind):  # type: ignore[misc, valid-type]
+        def run(self, step: StepInput) -> StepResult:
+            account.steps.append(step)
+            if len(account.steps) == fails_at:
+                raise ZeroDivisionError
+            return super().run(step)
+
+    sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size, True)
+    runner = Runner(*sizes, tier.sample)
+    engine = Engine(config, tier, runner, allocator=BlockAllocator, clock=lambda: 0.0)
+    for now in range(400):
+        for number, request in enumerate(scene.requests):
+            if request.arrives == now:
+                try:
+                    engine.add_request(request.prompt, request.params, request_id=str(number), output_kind=request.kind)
+                except InvalidRequest:
+                    account.happened["refused"] += 1
+            if request.cancelled == now:
+                engine.abort(str(number))
+        try:
+            account.updates.append(engine.step())
+        except ZeroDivisionError:
+            account.happened["failed"] += 1
+        account.happened["went on"] += engine.scheduler._latest is not None
+        if now > 40 and not engine.has_unfinished_requests():
+            break
+    engine.check_invariants()
+    assert not engine.has_unfinished_requests()
+    account.stats = asdict(engine.current_stats())
+    account.pool = list(engine.blocks.allocator.allocate_many(engine.blocks.allocator.num_free))
+    account.happened["preempted"] = engine.stats.preempted_by_swap + engine.stats.preempted_by_recompute
+    account.happened["deduplicated or shared"] = engine.stats.prefix_cache_hit_tokens
+    account.happened["evicted"] = engine.stats.prefix_cache_evictions
+    return account
+
+
+def check_same(scene: Scene, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Account:
+    going_on = account_of(scene, *arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(Plan, "_note_whether_it_goes_on", lambda _: None)
+        patch.setattr(EngineRequest, "is_plain", False)
+        asking = account_of(scene, *arguments)
+    assert going_on.steps == asking.steps
+    assert going_on.updates == asking.updates
+    assert going_on.stats == asking.stats
+    assert going_on.pool == asking.pool, "the free blocks lie in the same order"
+    return going_on
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(1000, 100, least=40), ids=str)
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_going_on_is_the_same_as_asking_at_every_step(
+    seeds: range, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step said to the runner, every update, every count, and the order of the free blocks."""
+    happened: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            tier = FAST if seed % 2 else REFERENCE
+            happened += check_same(scene_of(seed, async_scheduling=async_scheduling), monkeypatch, tier).happened
+        except Exception as error:
+            error.add_note(f"in scene {seed}")
+            raise
+    assert happened["went on"] > 10 * len(seeds)
+    assert min(happened[name] for name in ("preempted", "deduplicated or shared", "evicted")) > 0
+
+
+def test_going_on_works_on_a_device_that_is_as_late_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(40):
+        check_same(scene_of(seed, async_scheduling=True), monkeypatch, LATE, LateRunner)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_an_error_while_going_on_costs_time_and_nothing_else(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each step of some runs: the same as by the other way, which the failure injection tests are about."""
+    for seed in range(3):
+        scene = scene_of(seed, async_scheduling=async_scheduling)
+        for number in range(1, len(account_of(scene).steps), 3):
+            account = check_same(scene, monkeypatch, REFERENCE, ContentRunner, number)
+            assert account.happened["failed"] == 1
+
+
+def test_who_comes_to_listen_is_told_of_everything_from_then_on() -> None:
+    engine = Engine(
+        EngineConfig(num_blocks=60, max_model_len=64, vocab_size=11), REFERENCE, ContentRunner(60, 0, 16, 11)
+    )
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
+    for _ in range(12):
+        engine.step()
+    assert engine.scheduler._latest
+    heard: list[str] = []
+    engine.listeners.append(lambda event: heard.append(event.name))
+    engine.step()
+    assert heard == ["step_started", "tokens_computed", "step_scheduled", "token_generated", "step_finished"]

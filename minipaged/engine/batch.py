@@ -26,9 +26,13 @@ class ScheduledRequest:
     first_logits: int = 0
     num_choices: int = 0
     """How many tokens are chosen for each of its sequences that runs, as in `steps.Row`."""
-    is_plain: bool = False
-    """Whether one sequence decodes, and what it chooses is only appended to its tokens and reported: no text, no
-    logprobs, no beams."""
+    plain: Sequence | None = None
+    """The one sequence that decodes, if what it chooses is only appended to its tokens and reported: no text, no
+    logprobs, no beams. What that takes stands together here: `request_id`, and so on."""
+    request_id: str = ""
+    final_token_ids: frozenset[int] = frozenset()
+    reads_along: bool = False
+    tokens_left: int = 0
 
     def __post_init__(self) -> None:
         self.num_query_tokens = sum(num_tokens for _, num_tokens in self.work)
@@ -37,6 +41,13 @@ class ScheduledRequest:
     def decodes(self) -> bool:
         """Whether all that it runs is the latest token of each of its sequences."""
         return self.completes and self.num_query_tokens == len(self.work)
+
+    def expect_one(self) -> None:
+        """Have at hand what appending one token to one sequence takes."""
+        request, [(sequence, _)] = self.request, self.work
+        self.plain, self.request_id, self.reads_along = sequence, request.request_id, request.reads_along
+        self.final_token_ids = request.final_token_ids
+        self.tokens_left = request.max_output_tokens - len(sequence.output_token_ids) - sequence.pending
 
     def _choices(self) -> int:
         if not self.completes:
@@ -84,7 +95,8 @@ class Plan:
             scheduled.first_logits = num_logits
             for sequence, num_tokens in scheduled.work:
                 self.rows.append(Row(sequence.sequence_id, sequence.num_computed - num_tokens, num_tokens, num_choices))
-            scheduled.is_plain = scheduled.decodes and num_choices == 1 and scheduled.request.is_plain
+            if scheduled.decodes and num_choices == 1 and scheduled.request.is_plain:
+                scheduled.expect_one()
             self.num_choices += len(scheduled.work) * max(0, num_choices)
             num_logits += len(scheduled.work) if num_choices else 0
         self.num_rows = len(self.rows)

@@ -299,7 +299,8 @@ class Engine:
         """
         sampled = list(step.result.choices)  # this is where the host waits for the device
         for scheduled in step.plan.scheduled:
-            if scheduled.is_plain and self._commit_plain(scheduled, sampled[scheduled.first_choice]):
+            plain = scheduled.plain
+            if plain and self._commit_plain(scheduled, plain, sampled[scheduled.first_choice]):
                 continue
             try:
                 self._commit_request(step, scheduled, sampled)
@@ -307,29 +308,29 @@ class Engine:
                 self._cut_short(scheduled.request, "error", str(error))
         self._finish_step(step)
 
-    def _commit_plain(self, scheduled: ScheduledRequest, choice: Sampled) -> bool:
+    def _commit_plain(self, scheduled: ScheduledRequest, sequence: Sequence, choice: Sampled) -> bool:
         """What `_commit_request` comes to in nearly all cases: one sequence has one token more, and goes on.
 
         False, and nothing has changed, if this is none of them.
         """
-        request, sequence, token = scheduled.request, scheduled.work[0][0], choice.token_id
-        tokens, output = sequence.tokens, sequence.output_token_ids
-        ends = token in request.final_token_ids or len(output) + 1 >= request.max_output_tokens
-        if ends or choice.error or sequence.finish_reason is not None or not request.prompt_computed:
+        token, tokens = choice.token_id, sequence.tokens
+        ends = token in scheduled.final_token_ids or scheduled.tokens_left <= 1
+        if ends or choice.error or sequence.finish_reason is not None or not sequence.output_token_ids:
             return False
         if len(tokens) // self._block_size != sequence.num_published:
             self.blocks.publish(sequence, len(tokens))
         sequence.pending = False
         tokens.append(token)
-        output.append(token)
+        sequence.output_token_ids.append(token)
         sequence.cumulative_logprob += choice.logprob
+        scheduled.tokens_left -= 1
         self._num_generated += 1
         if self._emit.listeners:
-            self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, choice.logprob))
-        if request.reads_along:
-            sequence.num_reported = len(output)
+            self._emit(TokenGenerated(scheduled.request_id, sequence.sequence_id, token, choice.logprob))
+        if scheduled.reads_along:
+            sequence.num_reported += 1
             news = CompletionUpdate(sequence.stream, (token,), "", None, None, None)
-            self._updates.append(RequestUpdate(request.request_id, (news,), None))
+            self._updates.append(RequestUpdate(scheduled.request_id, (news,), None))
         return True
 
     def _commit_request(self, step: LaunchedStep, scheduled: ScheduledRequest, sampled: list[Sampled]) -> None:

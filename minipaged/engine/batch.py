@@ -33,6 +33,7 @@ class ScheduledRequest:
     final_token_ids: frozenset[int] = frozenset()
     reads_along: bool = False
     tokens_left: int = 0
+    """Before its length ends it."""
 
     def __post_init__(self) -> None:
         self.num_query_tokens = sum(num_tokens for _, num_tokens in self.work)

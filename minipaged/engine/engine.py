@@ -314,7 +314,8 @@ class Engine:
         False, and nothing has changed, if this is none of them.
         """
         token, tokens = choice.token_id, sequence.tokens
-        ends = token in scheduled.final_token_ids or scheduled.tokens_left <= 1
+        scheduled.tokens_left -= 1
+        ends = token in scheduled.final_token_ids or scheduled.tokens_left == 0
         if ends or choice.error or sequence.finish_reason is not None or not sequence.output_token_ids:
             return False
         if len(tokens) // self._block_size != sequence.num_published:
@@ -323,7 +324,6 @@ class Engine:
         tokens.append(token)
         sequence.output_token_ids.append(token)
         sequence.cumulative_logprob += choice.logprob
-        scheduled.tokens_left -= 1
         self._num_generated += 1
         if self._emit.listeners:
             self._emit(TokenGenerated(scheduled.request_id, sequence.sequence_id, token, choice.logprob))

@@ -84,6 +84,11 @@ class Plan:
     def __post_init__(self) -> None:
         self.num_query_tokens = sum(scheduled.num_query_tokens for scheduled in self.scheduled)
 
+    def joined_by(self, others: list[ScheduledRequest]) -> Plan:
+        """A plan with others beside these. A step by this one may be in flight, so it stays as it is."""
+        these = [ScheduledRequest(one.request, one.work, one.completes) for one in self.scheduled]
+        return Plan([*these, *others])
+
     def lay_out(self, num_running: int) -> None:
         """Give each request its rows, choices and logits. Their slots are there already.
 

@@ -278,9 +278,11 @@ class Engine:
         commit.
         """
         if step.plan.steps_left > 0:
+            if step.plan.needs_tokens:
+                return False
             for sequence in step.plan.decoding:
                 sequence.pending = True
-            return not step.plan.needs_tokens
+            return True
         completed = [scheduled for scheduled in step.plan.scheduled if scheduled.completes]
         if any(scheduled.request.needs_tokens_on_host() for scheduled in completed):
             return False
@@ -315,7 +317,7 @@ class Engine:
         """
         token, tokens = choice.token_id, sequence.tokens
         scheduled.tokens_left -= 1
-        ends = token in scheduled.final_token_ids or scheduled.tokens_left == 0
+        ends = token in scheduled.final_token_ids or scheduled.tokens_left <= 0
         if ends or choice.error or sequence.finish_reason is not None or not sequence.output_token_ids:
             return False
         if len(tokens) // self._block_size != sequence.num_published:

@@ -312,7 +312,7 @@ class Scheduler:
                         self._blocks.append(sequence, num_tokens)
                     admitted.append(scheduled)
                     tokens_left -= scheduled.num_query_tokens
-        return Plan([*plan.scheduled, *admitted]) if admitted else plan
+        return plan.joined_by(admitted) if admitted else plan
 
     def _entering(self, tokens_left: int) -> list[Request]:
         """Ask who comes in, if there is room for anybody."""

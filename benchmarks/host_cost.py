@@ -1,9 +1,12 @@
 """`python -m benchmarks.host_cost [--peer FOLDER]`: what the host does in a step in which all sequences go on decoding.
 
 The runner follows the steps as the fast tier's does (its mirror, and the block tables for a device) and computes
-nothing: the tokens are always the same one. So what is measured is scheduling, block tables, writing and following the
+nothing: the tokens are always the same one. Seconds are those of this thread, so other work counts little. So what is measured is scheduling, block tables, writing and following the
 step, committing its tokens, and updates. Once with nobody listening, once with every event listened to; with
 asynchronous scheduling and without.
+
+`--trace`: a trace of requests (as for `minipaged demo --scene trace`), of which the first 2,000 are served on a simulated
+machine: how long that takes.
 
 `--peer`: nano-vllm's sources (https://github.com/GeeeekExplorer/nano-vllm), measured in the same run: its scheduler and
 block manager, and the lists that its runner prepares for a step of decoding. It needs blocks of 256 tokens.
@@ -16,6 +19,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,12 +34,14 @@ from minipaged.mirror import Mirror
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.steps import StepInput
 from minipaged.tiers import fast_tier
+from minipaged.traces import TraceReplay, read_trace
 
 SEQUENCES = (64, 256, 1024)
 STEPS = 96
 PROMPT_TOKENS = 500
 TARGET, TARGET_LISTENING = 3.0, 7.0
 """Microseconds a sequence and step."""
+TRACE_REQUESTS, TRACE_TARGET = 2000, 4.0
 _CHOSEN = Sampled(5, -0.5, None)
 
 
@@ -132,8 +138,11 @@ def main() -> int:
     """Print a line for each measurement; the exit status is 1 when a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="nano-vllm's sources")
-    parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES)
+    parser.add_argument("--sequences", type=int, nargs="*", default=SEQUENCES)
+    parser.add_argument("--trace", type=Path, help="a file of requests")
     args = parser.parse_args()
+    if args.peer and find_spec("xxhash") is None:
+        parser.error("nano-vllm needs xxhash to be measured: pip install xxhash")
     missed = 0
     for num_sequences in args.sequences:
         for listening in (False, True):
@@ -147,6 +156,13 @@ def main() -> int:
         if args.peer:
             cost = 1e6 * seconds_per_step(peer_step(args.peer, num_sequences)) / num_sequences
             print(f"{num_sequences:5} sequences, {'nano-vllm':26} {cost:6.2f} us a sequence", flush=True)
+    if args.trace:
+        start, requests = time.thread_time(), read_trace(args.trace)[:TRACE_REQUESTS]
+        for _ in (replay := TraceReplay(requests)):
+            pass
+        seconds, steps = time.thread_time() - start, replay.engine.stats.steps
+        missed += seconds > TRACE_TARGET
+        print(f"{len(requests)} requests of {args.trace.name}, {steps} steps: {seconds:.1f} s (target {TRACE_TARGET})")
     return int(missed > 0)
 
 

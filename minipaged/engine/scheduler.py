@@ -364,7 +364,10 @@ class Scheduler:
         return entering
 
     def _waiting_views(self) -> list[RequestView]:
-        return [self._waiting_view(request) for request in self.waiting]
+        if self._blocks.prefix_cache:
+            return [self._waiting_view(request) for request in self.waiting]
+        known = self._views.get  # hundreds may wait, and none of them has changed
+        return [known(request) or self._waiting_view(request) for request in self.waiting]
 
     def _waiting_view(self, request: Request) -> RequestView:
         """Of a request that waits: it stays as it is until it comes in, but for what the prefix cache has of it."""

@@ -45,9 +45,13 @@ class BlockTable(contracts.BlockTable):
         return in_all - len(self._blocks) + self._writes_into_shared_block(num_new_tokens)
 
     def append(self, num_new_tokens: int) -> list[CopyPair]:
+        needed = self.blocks_needed(num_new_tokens)
+        if not needed:  # as in all but one of `block_size` steps
+            self._num_tokens += num_new_tokens
+            return []
         copies: list[CopyPair] = []
         copied = self._writes_into_shared_block(num_new_tokens)
-        new = self._allocator.allocate_many(self.blocks_needed(num_new_tokens) - copied)
+        new = self._allocator.allocate_many(needed - copied)
         if copied:
             source = self._blocks[-1]
             try:

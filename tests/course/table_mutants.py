@@ -76,7 +76,7 @@ MUTANTS = {
     "relocate keeps the old blocks": (RELOCATE, "self._allocator.free_many(reversed(self._blocks))\n", "pass\n"),
     "append half, then raise": (
         ATOMIC,
-        "new = self._allocator.allocate_many(self.blocks_needed(num_new_tokens) - copied)",
+        "new = self._allocator.allocate_many(needed - copied)",
         "new = [self._allocator.allocate() for _ in range(self.blocks_needed(num_new_tokens) - copied)]",
     ),
     "no copy to be had, new blocks kept": (ATOMIC, "self._allocator.free_many(reversed(new))", "pass"),

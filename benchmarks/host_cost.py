@@ -1,15 +1,15 @@
 """`python -m benchmarks.host_cost [--peer FOLDER]`: what the host does in a step in which all sequences go on decoding.
 
 The runner follows the steps as the fast tier's does (its mirror, and the block tables for a device) and computes
-nothing: the tokens are always the same one. Seconds are those of this thread, so other work counts little. So what is measured is scheduling, block tables, writing and following the
-step, committing its tokens, and updates. Once with nobody listening, once with every event listened to; with
-asynchronous scheduling and without.
+nothing: the tokens are always the same one. Seconds are those of this thread, so other work counts little. So what is
+measured is scheduling, block tables, writing and following the step, committing its tokens, and updates. Once with
+nobody listening, once with every event listened to; with asynchronous scheduling and without.
 
-`--trace`: a trace of requests (as for `minipaged demo --scene trace`), of which the first 2,000 are served on a simulated
-machine: how long that takes.
+`--trace`: a trace of requests (as for `minipaged demo --scene trace`), of which the first 2,000 are served on a
+simulated machine: how long that takes.
 
-`--peer`: nano-vllm's sources (https://github.com/GeeeekExplorer/nano-vllm), measured in the same run: its scheduler and
-block manager, and the lists that its runner prepares for a step of decoding. It needs blocks of 256 tokens.
+`--peer`: nano-vllm's sources (https://github.com/GeeeekExplorer/nano-vllm), measured in the same run: its scheduler
+and block manager, and the lists that its runner prepares for a step of decoding. It needs blocks of 256 tokens.
 """
 
 from __future__ import annotations

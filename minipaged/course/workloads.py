@@ -199,7 +199,7 @@ class Run:
         return self.engine.has_unfinished_requests() or any(r.arrives > now for r in self.workload.requests)
 
     def _is_in_flight(self, name: str) -> bool:
-        step = self.engine._in_flight
+        step = self.engine.step_in_flight
         return step is not None and any(part.request.request_id == name for part in step.plan.scheduled)
 
     def _count(self, event: Event) -> None:

@@ -10,18 +10,16 @@ Room is what is free plus what only the prefix cache holds; `_make_room` evicts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from enum import Enum
 from typing import Literal
 
 from minipaged.contracts import BlockAllocator, BlockTable, Tier
-from minipaged.engine.batch import Plan
 from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, RequestState, Sequence
 from minipaged.engine.step_writer import StepWriter
-from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import (
     BlockCached,
     BlockCopied,
@@ -31,7 +29,6 @@ from minipaged.events import (
     Emit,
     PrefixReused,
     SequenceForked,
-    StepScheduled,
     SwappedIn,
     SwappedOut,
     TokensComputed,
@@ -345,67 +342,6 @@ class BlockManager:
         moves = BlockMoves(tuple(self._swap_out), tuple(poison), tuple(self._swap_in), tuple(self._copy))
         self._swap_out, self._swap_in, self._copy = [], [], []
         return moves
-
-    def held(self, step: int, plan: Plan, running: Iterable[Request]) -> StepScheduled:
-        """What the running requests hold in this step."""
-        num_sequences = shared = 0
-        if plan.decoding:  # all of them have just written into blocks of their own
-            plan.num_steps += 1
-            num_sequences, running = plan.num_rows, ()
-        for request in running:
-            num_sequences += len(request.sequences)
-            for sequence in request.sequences:
-                sequence.num_steps += 1
-                sequence.token_steps += sequence.table.num_tokens
-            if len(request.sequences) > 1:
-                shared += self._unfilled_shared(request)
-        unfilled = self.num_entries * self.block_size - self.num_tokens - shared
-        return StepScheduled(
-            step, num_sequences, self.num_tokens, self.num_entries, self.num_used, self.num_cached, unfilled
-        )
-
-    def _unfilled_shared(self, request: Request) -> int:
-        """Slots at the end of blocks that its sequences share, but for one time each."""
-        last = [s.table.blocks[-1] for s in request.sequences if s.table.num_tokens % self.block_size]
-        filled = {s.table.blocks[-1]: s.table.num_tokens % self.block_size for s in request.sequences if s.table.blocks}
-        return sum((n - 1) * (self.block_size - filled[block]) for block, n in Counter(last).items())
-
-    def slot_steps_reserved(self, sequence: Sequence) -> int:
-        """As in `SequenceFinished`, of a sequence that ends now."""
-        final = max(sequence.most_computed, sequence.table.num_tokens)
-        return sequence.num_steps * final - sequence.token_steps
-
-    def check_exclusive_writes(self, sequence: Sequence, num_tokens: int) -> None:
-        """Raise InvariantViolation if its latest slots, so many, are in a block that more than one holds."""
-        stop = sequence.table.num_tokens
-        for block in {slot // self.block_size for slot in sequence.table.slot_mapping(stop - num_tokens, stop)}:
-            if (holders := self.allocator.ref_count(block)) != 1:
-                raise InvariantViolation(
-                    Invariant.EXCLUSIVE_WRITE,
-                    f"a slot of block {block} is about to be written, but {holders} hold it",
-                )
-
-    def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise InvariantViolation unless conservation and exact-references hold in both pools."""
-        expected = {False: Counter[int](), True: Counter[int]()}
-        for sequence in sequences:
-            expected[sequence.swapped].update(sequence.table.blocks)
-        if self.prefix_cache:
-            expected[False].update(self.prefix_cache.blocks)
-        for allocator, counts in ((self.allocator, expected[False]), (self.host_allocator, expected[True])):
-            if allocator is None:
-                continue
-            for block in range(allocator.num_blocks):
-                if allocator.ref_count(block) != counts[block]:
-                    raise InvariantViolation(
-                        Invariant.EXACT_REFERENCES,
-                        f"block {block} has ref_count {allocator.ref_count(block)} but {counts[block]} holders",
-                    )
-            if allocator.num_free + len(counts) - list(counts.values()).count(0) != allocator.num_blocks:
-                raise InvariantViolation(
-                    Invariant.CONSERVATION,
-                    f"{allocator.num_free} free and {len(counts)} held blocks in a pool of {allocator.num_blocks}",
-                )
 
 
 MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, StepWriter, Emit], BlockManager]

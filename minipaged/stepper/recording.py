@@ -35,11 +35,13 @@ WATCHED: dict[str, tuple[str, ...]] = {
     "engine/engine.py": (
         "Engine.add_request",
         "Engine._launch",
-        "Engine._commit_samples",
-        "Engine._commit_beams",
-        "Engine._end_sequence",
-        "Engine._finish_request",
         "Engine._finish_step",
+    ),
+    "engine/commit.py": (
+        "Committer._commit_samples",
+        "Committer._commit_beams",
+        "Committer._end_sequence",
+        "Committer._finish_request",
     ),
     "engine/scheduler.py": (
         "Scheduler.schedule",

@@ -82,7 +82,7 @@ def test_a_step_shows_only_what_ran_since_the_step_before() -> None:
     assert tokens[1] == tokens[0] + 1  # both samples' first tokens come from one loop
     for index, expected in [
         (started, ["Engine.add_request", "Engine._launch"]),
-        (tokens[1], ["Engine._commit_samples"]),
+        (tokens[1], ["Committer._commit_samples"]),
     ]:
         assert [data["functions"][number]["name"] for number, _ in data["traces"][data["trace_of"][index]]] == expected
 

@@ -1,14 +1,100 @@
-"""What a request must be like to be taken: each check names the value, the limit and the way out."""
+"""Requests that arrive: what one must be like to be taken (each check names the value, the limit and the way out), and
+how it is made."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from numbers import Integral
 
+from minipaged.contracts import BeamSearch
 from minipaged.engine.block_manager import AllocStatus, BlockManager
-from minipaged.engine.sequence import Request
+from minipaged.engine.detokenizer import Decode, Detokenizer
+from minipaged.engine.scheduler import Scheduler
+from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
+
+
+class Arrivals:
+    """Makes the requests of one engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        beam_search: type[BeamSearch],
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        sequence_ids: Iterator[int],
+        decode: Decode | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._beam_search = beam_search
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._sequence_ids = sequence_ids
+        self._decode = decode
+        self._clock = clock
+        self._random = random.Random(config.seed)
+
+    def make(
+        self,
+        request_id: str,
+        order: int,
+        prompt_token_ids: ListLike[int],
+        params: SamplingParams | BeamSearchParams,
+        prompt: str | None,
+        output_kind: RequestOutputKind,
+        priority: int,
+    ) -> Request:
+        """Raises InvalidRequest when it could never be served."""
+        check_prompt(prompt_token_ids, self._config)
+        check_params(params, output_kind, self._config, has_tokenizer=self._decode is not None)
+        check_priority(priority)
+        tokens = tuple(map(int, prompt_token_ids))  # NumPy's integers, for one, are not JSON
+        room = self._config.max_model_len - len(tokens)
+        max_output = room if params.max_tokens is None else min(params.max_tokens, room)
+        final = () if params.ignore_eos else self._config.eos_token_ids
+        beam_search = None
+        if isinstance(params, BeamSearchParams):
+            beam_search = self._beam_search(params, len(tokens), len(tokens) + max_output, final)
+        else:
+            final = (*params.stop_token_ids, *final)
+        request = Request(
+            request_id=request_id,
+            order=order,
+            arrival_time=self._clock(),
+            prompt=prompt,
+            prompt_token_ids=tokens,
+            params=params,
+            seed=0,
+            final_token_ids=frozenset(final),
+            max_output_tokens=max_output,
+            reads_along=output_kind is RequestOutputKind.DELTA,
+            priority=int(priority),
+            sequences=[self._first_sequence(tokens, params, output_kind)],
+            beam_search=beam_search,
+        )
+        check_fits(request, self._config, self._scheduler.max_sequences, self._blocks)
+        self._scheduler.asked.check_fits(request)
+        if isinstance(params, SamplingParams):  # drawn only now: a refused request uses none up
+            seed = self._random.getrandbits(64) if params.seed is None else params.seed
+            request.seed = seed & (2**64 - 1)
+        return request
+
+    def _first_sequence(
+        self, tokens: tuple[int, ...], params: SamplingParams | BeamSearchParams, output_kind: RequestOutputKind
+    ) -> Sequence:
+        sequence = Sequence(next(self._sequence_ids), list(tokens), [], self._blocks.new_table())
+        if isinstance(params, SamplingParams):
+            if params.logprobs is not None:
+                sequence.logprobs = []
+            # Its text is wanted as it grows.
+            if self._decode and (params.stop or output_kind is RequestOutputKind.DELTA):
+                sequence.detokenizer = Detokenizer(self._decode, params.stop)
+        return sequence
 
 
 def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:

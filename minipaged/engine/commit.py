@@ -1,0 +1,312 @@
+"""The commit: what a step has computed becomes part of the requests (paper, section 4.4).
+
+Tokens are appended, sequences fork and finish, full blocks are published, blocks are given back, and whoever reads
+along is told. Everything is chosen before anything is changed, for one request after another; so what goes wrong with
+one of them (logits that are no numbers, tokens that have no text) ends that request, with its error, and no other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+from minipaged.contracts import BeamSearch, BeamStep, Sampled
+from minipaged.engine.batch import LaunchedStep, ScheduledRequest
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.detokenizer import Decode, Detokenizer
+from minipaged.engine.memory_use import slot_steps_reserved
+from minipaged.engine.results import make_output, make_update
+from minipaged.engine.scheduler import Scheduler
+from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
+from minipaged.engine.step_writer import StepWriter
+from minipaged.errors import BadLogits, DetokenizerFailed, RequestFailed
+from minipaged.events import BeamFinished, Emit, RequestFinished, SequenceFinished, TokenGenerated
+from minipaged.outputs import CompletionUpdate, RequestUpdate
+from minipaged.params import SamplingParams
+from minipaged.steps import LOGITS
+
+FinishReason = Literal["stop", "length", "abort", "error", "dropped"]
+
+
+class Committer:
+    """Carries out what steps have come to. `requests`: all of an engine, by id; those that end are taken out."""
+
+    def __init__(
+        self,
+        requests: dict[str, Request],
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        writer: StepWriter,
+        sequence_ids: Iterator[int],
+        decode: Decode | None,
+        emit: Emit,
+        clock: Callable[[], float],
+    ) -> None:
+        self.updates: list[RequestUpdate] = []
+        """What is new of the requests."""
+        self._num_generated = 0
+        self._requests = requests
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._writer = writer
+        self._sequence_ids = sequence_ids
+        self._decode = decode
+        self._emit = emit
+        self._clock = clock
+
+    def take_num_generated(self) -> int:
+        """How many tokens were appended since this was asked."""
+        number, self._num_generated = self._num_generated, 0
+        return number
+
+    def commit(self, step: LaunchedStep) -> None:
+        """Make the step's results part of the requests.
+
+        What ended while the step was in flight (with the token before, or aborted) has no use for them. Its blocks are
+        given back already: the device works in order, so whoever was given them writes after this step has.
+        """
+        sampled = list(step.result.choices)  # this is where the host waits for the device
+        for scheduled in step.plan.scheduled:
+            plain = scheduled.plain
+            if plain and self._commit_plain(scheduled, plain, sampled[scheduled.first_choice]):
+                continue
+            try:
+                self._commit_request(step, scheduled, sampled)
+            except RequestFailed as error:
+                self.cut_short(scheduled.request, "error", str(error))
+
+    def _commit_plain(self, scheduled: ScheduledRequest, sequence: Sequence, choice: Sampled) -> bool:
+        """What `_commit_request` comes to in nearly all cases: one sequence has one token more, and goes on.
+
+        False, and nothing has changed, if this is none of them.
+        """
+        token, tokens = choice.token_id, sequence.tokens
+        scheduled.tokens_left -= 1
+        ends = token in scheduled.final_token_ids or scheduled.tokens_left <= 0
+        if ends or choice.error or sequence.finish_reason is not None or not sequence.output_token_ids:
+            return False
+        if len(tokens) // self._blocks.block_size != sequence.num_published:
+            self._blocks.publish(sequence, len(tokens))
+        sequence.pending = False
+        tokens.append(token)
+        sequence.output_token_ids.append(token)
+        sequence.cumulative_logprob += choice.logprob
+        self._num_generated += 1
+        if self._emit.heard:
+            self._emit(TokenGenerated(scheduled.request_id, sequence.sequence_id, token, choice.logprob))
+        if scheduled.reads_along:
+            sequence.num_reported += 1
+            news = CompletionUpdate(sequence.stream, (token,), "", None, None, None)
+            self.updates.append(RequestUpdate(scheduled.request_id, (news,), None))
+        return True
+
+    def _commit_request(self, step: LaunchedStep, scheduled: ScheduledRequest, sampled: list[Sampled]) -> None:
+        """One request's part of the step.
+
+        Raises RequestFailed; K/V that led to logits that are no numbers are offered to nobody.
+        """
+        request = scheduled.request
+        if request.beam_search is None and scheduled.completes and request.state is not RequestState.FINISHED:
+            first = scheduled.first_choice
+            choices = sampled[first : first + len(scheduled.work) * scheduled.num_choices]
+            for (sequence, _), choice in zip(scheduled.work, choices, strict=False):  # of a prompt, n from one row
+                if choice.error and sequence.finish_reason is None:
+                    raise BadLogits(choice.error)
+            self._publish(step, scheduled)
+            self._commit_samples(request, scheduled.work, choices)
+        elif not scheduled.completes or request.state is RequestState.FINISHED:
+            self._publish(step, scheduled)
+        else:
+            assert request.beam_search is not None
+            search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
+            rows = range(scheduled.first_logits, scheduled.first_logits + len(scheduled.work))
+            decided = search.step(step.result.logits, rows, [beam.cumulative_logprob for beam in request.sequences])
+            self._publish(step, scheduled)
+            self._commit_beams(request, search, decided)
+
+    def _publish(self, step: LaunchedStep, scheduled: ScheduledRequest) -> None:
+        """Let the prefix cache know of the tokens that have K/V by now."""
+        if self._blocks.prefix_cache is None:
+            return
+        for i, (sequence, _) in enumerate(scheduled.work, scheduled.first_row):
+            # All that were known, if all that it ran was the latest. A step that was planned anew says how many.
+            num_computed = len(sequence.tokens) if scheduled.decodes else step.plan.rows[i].stop
+            if num_computed // self._blocks.block_size != sequence.num_published and sequence.finish_reason is None:
+                self._blocks.publish(sequence, num_computed)
+
+    # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
+
+    def _commit_samples(self, request: Request, work: list[tuple[Sequence, int]], choices: list[Sampled]) -> None:
+        """Append the tokens chosen for the sequences that ran; the samples of a prompt fork from it first."""
+        if request.prompt_computed:
+            sequences = [sequence for sequence, _ in work]
+        else:
+            [(parent, _)] = work
+            sequences = [parent, *self._fork_samples(request, parent, len(choices))]
+        for sequence, choice in zip(sequences, choices, strict=True):
+            if sequence.finish_reason is None:
+                self._commit_token(request, sequence, choice)
+        self._report(request)
+
+    def _fork_samples(self, request: Request, parent: Sequence, n: int) -> list[Sequence]:
+        """The other samples of a prompt that has just been computed."""
+        children = self._fork(request, [(parent, choice) for choice in range(1, n)])
+        for stream, child in enumerate(children, 1):
+            child.stream = stream
+        request.sequences.extend(children)
+        request.prompt_computed = True
+        request.first_token_time = self._clock()
+        return children
+
+    def _commit_token(self, request: Request, sequence: Sequence, choice: Sampled) -> None:
+        """Append a token, and end the sequence if that was its last."""
+        token, reason = choice.token_id, None
+        num_output = len(sequence.output_token_ids) + 1
+        if token in request.final_token_ids or num_output >= request.max_output_tokens or sequence.detokenizer:
+            # Decoding may raise, so it comes first: a token is appended together with what follows from it.
+            reason, sequence.stop_reason = self._finish_reason(request, sequence, token)
+        self._append_token(request, sequence, token, choice.logprob)
+        sequence.cumulative_logprob += choice.logprob
+        if sequence.logprobs is not None and choice.top_logprobs is not None:
+            sequence.logprobs.append(choice.top_logprobs)
+        if reason:
+            self._finish_text(sequence)
+            self._end_sequence(request, sequence, reason)
+
+    def _finish_reason(
+        self, request: Request, sequence: Sequence, token: int
+    ) -> tuple[FinishReason | None, int | str | None]:
+        """Why the sequence ends with its next token, if it does, and which stop it was. Adds the token to its text."""
+        params = request.params
+        assert isinstance(params, SamplingParams)
+        may_stop = len(sequence.output_token_ids) + 1 >= params.min_tokens
+        ends = may_stop and token in request.final_token_ids
+        if text := sequence.detokenizer:
+            text.add(token, may_stop=may_stop and not ends)
+            if text.stopped_by is not None:
+                return "stop", text.stopped_by
+        if ends:
+            return "stop", token if token in params.stop_token_ids else None
+        return "length" if request.ends_by_length(sequence) else None, None
+
+    # --- Beam search (paper, section 4.4, Fig. 9) -------------------------------------------------
+
+    def _commit_beams(self, request: Request, search: BeamSearch, step: BeamStep) -> None:
+        """Survivors fork their parents' tables; beams without survivors give their blocks back at once."""
+        beams = list(request.sequences)
+        parents = [beams[move.parent] for move in step.survivors]
+        first = [beam not in parents[:i] for i, beam in enumerate(parents)]
+        others = [(beam, LOGITS) for beam, goes_on in zip(parents, first, strict=True) if not goes_on]
+        forks = iter(self._fork(request, others))
+        survivors = [beam if goes_on else next(forks) for beam, goes_on in zip(parents, first, strict=True)]
+        request.beam_search = search
+
+        for move, score in step.finished:
+            parent = beams[move.parent]
+            reason = "stop" if move.token_id in request.final_token_ids else "length"
+            tokens = (*parent.output_token_ids, move.token_id)
+            request.hypotheses.append(Hypothesis(tokens, move.cumulative_logprob, score, reason))
+            self._emit(BeamFinished(request.request_id, parent.sequence_id, move.token_id, score))
+        if not request.prompt_computed:
+            request.prompt_computed = True
+            request.first_token_time = self._clock()
+        for beam in beams:
+            if beam not in survivors:
+                self._end_sequence(request, beam, "dropped")
+        request.sequences[:] = survivors
+        for beam, move in zip(survivors, step.survivors, strict=True):
+            self._append_token(request, beam, move.token_id, move.cumulative_logprob - beam.cumulative_logprob)
+            self._writer.told(beam)
+            beam.cumulative_logprob = move.cumulative_logprob
+        if not survivors:
+            self._finish_request(request, "finished")
+
+    # --- Sequences --------------------------------------------------------------------------------
+
+    def _fork(self, request: Request, parents: list[tuple[Sequence, int]]) -> list[Sequence]:
+        """A child of each parent (one may occur twice), sharing all its blocks; all of them or an error and none. Its
+        newest token will be that choice of those for the parent (or LOGITS: none of them)."""
+        children: list[Sequence] = []
+        try:
+            for parent, choice in parents:
+                child = Sequence(
+                    next(self._sequence_ids),
+                    list(parent.tokens),
+                    list(parent.output_token_ids),
+                    self._blocks.new_table(),
+                    cumulative_logprob=parent.cumulative_logprob,
+                    logprobs=None if parent.logprobs is None else list(parent.logprobs),
+                    detokenizer=parent.detokenizer.fork() if parent.detokenizer else None,
+                )
+                self._blocks.fork(request, parent, child)
+                self._writer.forked(child, parent, choice)
+                children.append(child)
+        except BaseException:
+            for child in children:
+                self._writer.ended(child)
+                self._emit(SequenceFinished(request.request_id, child.sequence_id, "dropped"))
+                self._blocks.free(child)
+            raise
+        return children
+
+    def _append_token(self, request: Request, sequence: Sequence, token: int, logprob: float) -> None:
+        sequence.pending = False
+        sequence.tokens.append(token)
+        sequence.output_token_ids.append(token)
+        self._num_generated += 1
+        if self._emit.heard:
+            self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, logprob))
+
+    def _end_sequence(self, request: Request, sequence: Sequence, reason: FinishReason) -> None:
+        sequence.finish_reason = reason
+        self._writer.ended(sequence)
+        self._scheduler.change_of_sequences()
+        reserved = slot_steps_reserved(sequence)
+        self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason, reserved))
+        self._blocks.free(sequence)
+        request.sequences.remove(sequence)
+        request.done.append(sequence)
+
+    def _finish_text(self, sequence: Sequence) -> None:
+        """The text that was held back, or all of it where nobody read along. Raises DetokenizerFailed."""
+        if sequence.detokenizer is None and self._decode:
+            sequence.detokenizer = Detokenizer.of_all(sequence.output_token_ids, self._decode)
+        if sequence.detokenizer:
+            sequence.detokenizer.finish()
+
+    # --- Requests ---------------------------------------------------------------------------------
+
+    def _report(self, request: Request) -> None:
+        """Tell what a step has brought: always at the end, and on the way to it if somebody reads along."""
+        if not request.sequences:
+            self._finish_request(request, "finished")
+        elif request.reads_along:
+            self.updates.append(make_update(request))
+
+    def cut_short(self, request: Request, reason: Literal["abort", "error"], error: str | None = None) -> None:
+        """End a request that has not come to its end: cancelled, or failed with `error`."""
+        for sequence in list(request.sequences):
+            try:
+                if request.beam_search is None:
+                    self._finish_text(sequence)
+            except DetokenizerFailed as failed:
+                reason, error = "error", error or str(failed)
+            sequence.stop_reason = None
+            self._end_sequence(request, sequence, reason)
+        self._finish_request(request, "aborted" if reason == "abort" else "failed", error)
+
+    def _finish_request(
+        self, request: Request, reason: Literal["finished", "aborted", "failed"], error: str | None = None
+    ) -> None:
+        self._scheduler.remove(request)
+        del self._requests[request.request_id]
+        request.state = RequestState.FINISHED
+        now, finished = self._clock(), reason == "finished"
+        try:
+            output = make_output(request, self._decode, now, finished=finished, error=error)
+        except DetokenizerFailed as failed:  # beams get their text only now
+            reason = "failed"
+            output = make_output(request, None, now, finished=False, error=error or str(failed))
+        self._emit(RequestFinished(request.request_id, reason))
+        self.updates.append(make_update(request, output))

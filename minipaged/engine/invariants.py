@@ -1,0 +1,49 @@
+"""The checks of debug mode: the invariants by name, after every step and before every write (`errors.Invariant`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.sequence import Sequence
+from minipaged.errors import Invariant, InvariantViolation
+
+
+def check_exclusive_writes(work: Iterable[tuple[Sequence, int]], blocks: BlockManager) -> None:
+    """Raise InvariantViolation if latest slots of a sequence, so many, are in a block that more than one holds."""
+    for sequence, num_tokens in work:
+        stop = sequence.table.num_tokens
+        slots = sequence.table.slot_mapping(stop - num_tokens, stop)
+        for block in {slot // blocks.block_size for slot in slots}:
+            if (holders := blocks.allocator.ref_count(block)) != 1:
+                raise InvariantViolation(
+                    Invariant.EXCLUSIVE_WRITE,
+                    f"a slot of block {block} is about to be written, but {holders} hold it",
+                )
+
+
+def check_blocks(sequences: Iterable[Sequence], blocks: BlockManager) -> None:
+    """Raise InvariantViolation unless conservation and exact-references hold in both pools.
+
+    `sequences`: all that there are.
+    """
+    expected = {False: Counter[int](), True: Counter[int]()}
+    for sequence in sequences:
+        expected[sequence.swapped].update(sequence.table.blocks)
+    if blocks.prefix_cache:
+        expected[False].update(blocks.prefix_cache.blocks)
+    for allocator, counts in ((blocks.allocator, expected[False]), (blocks.host_allocator, expected[True])):
+        if allocator is None:
+            continue
+        for block in range(allocator.num_blocks):
+            if allocator.ref_count(block) != counts[block]:
+                raise InvariantViolation(
+                    Invariant.EXACT_REFERENCES,
+                    f"block {block} has ref_count {allocator.ref_count(block)} but {counts[block]} holders",
+                )
+        if allocator.num_free + len(counts) - list(counts.values()).count(0) != allocator.num_blocks:
+            raise InvariantViolation(
+                Invariant.CONSERVATION,
+                f"{allocator.num_free} free and {len(counts)} held blocks in a pool of {allocator.num_blocks}",
+            )

@@ -1,0 +1,54 @@
+"""The memory that requests hold, measured in every step for whoever counts it (`stats.py`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from minipaged.engine.batch import Plan
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.sequence import Request, Sequence
+from minipaged.events import StepScheduled
+
+
+def memory_held(step: int, plan: Plan, running: Iterable[Request], blocks: BlockManager) -> StepScheduled:
+    """What the running requests hold in this step, which takes no more time than there is to find out.
+
+    Of a plan by which all go on decoding only the number of its steps is noted (`Plan.count_steps`).
+    """
+    num_sequences = shared = 0
+    if plan.decoding:  # all of them have just written into blocks of their own
+        plan.num_steps += 1
+        num_sequences, running = plan.num_rows, ()
+    for request in running:
+        num_sequences += len(request.sequences)
+        for sequence in request.sequences:
+            sequence.num_steps += 1
+            sequence.token_steps += sequence.table.num_tokens
+        if len(request.sequences) > 1:
+            shared += _unfilled_again(request, blocks.block_size)
+    return StepScheduled(
+        step=step,
+        num_sequences=num_sequences,
+        num_tokens=blocks.num_tokens,
+        table_entries=blocks.num_entries,
+        blocks_used=blocks.num_used,
+        blocks_cached=blocks.num_cached,
+        slots_unfilled=blocks.num_entries * blocks.block_size - blocks.num_tokens - shared,
+    )
+
+
+def _unfilled_again(request: Request, block_size: int) -> int:
+    """Unfilled slots of the blocks that its sequences share, for each sequence but the first that has them."""
+    ends = Counter(
+        (sequence.table.blocks[-1], sequence.table.num_tokens % block_size)
+        for sequence in request.sequences
+        if sequence.table.num_tokens % block_size
+    )
+    return sum((holders - 1) * (block_size - filled) for (_, filled), holders in ends.items())
+
+
+def slot_steps_reserved(sequence: Sequence) -> int:
+    """As in `SequenceFinished`, of a sequence that ends now: its final length is known."""
+    final = max(sequence.most_computed, sequence.table.num_tokens)
+    return sequence.num_steps * final - sequence.token_steps

@@ -1,0 +1,31 @@
+"""After an error within a step: nothing is lost, nothing leaks, and the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.scheduler import Scheduler
+from minipaged.engine.sequence import Request, RequestState
+from minipaged.engine.step_writer import StepWriter
+
+
+def start_over(
+    requests: Iterable[Request], scheduler: Scheduler, blocks: BlockManager, writer: StepWriter
+) -> list[Request]:
+    """K/V that may be half written are dropped: every request that held some waits to be recomputed from its tokens.
+
+    `requests`: all that have not ended; whatever raised may have left some of them in neither queue. Returns those that
+    were dropped.
+    """
+    blocks.take_moves()
+    writer.forget()
+    requests = scheduler.let_all_wait(requests)
+    by_state = sorted(requests, key=lambda request: request.state is RequestState.SWAPPED)
+    dropped = [request for request in by_state if request.state is not RequestState.WAITING]
+    for request in dropped:
+        for sequence in request.sequences:
+            blocks.free(sequence)
+            sequence.pending = False
+        request.state = RequestState.WAITING
+    return dropped

@@ -1,0 +1,81 @@
+"""Running ahead: asynchronous scheduling.
+
+A call of `step` leaves the step that it launched *in flight*, and the next call launches one more before it commits
+this one, so that the device has work while the host commits and schedules:
+
+    device       | step 1        | step 2        | step 3        |
+    host   launch 1, launch 2,  commit 1, launch 3,  commit 2, launch 4, ...
+
+The token that a sequence runs in step 2 is the one that step 1 is choosing: it stays on the device.
+If step 1 turns out to have ended the sequence, its row of step 2 is thrown away. Where the next step needs to know
+more of the tokens than the device does (penalties, beam search, a fork, a preemption), it waits for the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sized
+
+from minipaged.engine.batch import LaunchedStep, Plan
+from minipaged.engine.scheduler import Scheduler
+
+
+class RunAhead:
+    """The step in flight of one engine, whose methods these are."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        launch: Callable[[Plan | None], LaunchedStep],
+        commit: Callable[[LaunchedStep], None],
+        requests: Sized,
+    ) -> None:
+        self.in_flight: LaunchedStep | None = None
+        self._may_run_ahead = False
+        self._scheduler = scheduler
+        self._launch = launch
+        self._commit = commit
+        self._requests = requests
+
+    def run_step(self) -> None:
+        """Launch a step, and commit the one launched before."""
+        before = self.take()
+        launched = self._launch_ahead() if before else None
+        if before:
+            self._commit(before)
+        if launched is None and self._requests:
+            launched = self._launch(None)
+        self.in_flight = launched
+        self._may_run_ahead = launched is not None and expect_tokens(launched)
+
+    def take(self) -> LaunchedStep | None:
+        """The step in flight, which is not in flight any more."""
+        step, self.in_flight = self.in_flight, None
+        return step
+
+    def _launch_ahead(self) -> LaunchedStep | None:
+        """Launch the step after the one in flight, unless it has to wait for what that one chooses, or for room."""
+        ahead = self._scheduler.assign_ahead() if self._may_run_ahead else None
+        return self._launch(ahead) if ahead else None
+
+
+def expect_tokens(step: LaunchedStep) -> bool:
+    """Let the sequences that run on know that the step in flight is choosing a token for them.
+
+    False if one of the requests has to know more of them: then the next step is not launched before this one's
+    commit.
+    """
+    if step.plan.steps_left > 0:
+        if step.plan.needs_tokens:
+            return False
+        for sequence in step.plan.decoding:
+            sequence.pending = True
+        return True
+    completed = [scheduled for scheduled in step.plan.scheduled if scheduled.completes]
+    if any(scheduled.request.needs_tokens_on_host() for scheduled in completed):
+        return False
+    for scheduled in completed:
+        request = scheduled.request
+        for sequence, _ in scheduled.work:
+            if sequence.finish_reason is None and not request.ends_by_length(sequence):
+                sequence.pending = True
+    return True

@@ -1,4 +1,4 @@
-"""The view's state is a fold over events: any prefix of them gives what the engine really had, forwards and back."""
+"""The state is a fold over events: any prefix of them gives what the engine really had, forwards and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from minipaged.demo.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, Pool, State, Timeline
-from minipaged.demo.ticker import tell
 from minipaged.events import Event, TokensComputed, from_json
+from minipaged.replay.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, Pool, State
+from minipaged.replay.teller import tell
+from minipaged.replay.timeline import Timeline
 from tests.effort import scaled, seeds
 from tests.engine.test_events import ahead
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired

@@ -80,6 +80,12 @@ class LiveSequence:
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
 
+    def tokens_in(self, logical_block: int, block_size: int) -> tuple[int, ...]:
+        """Those whose slots are in one block of its table, as far as they are filled and known."""
+        start, stop = logical_block * block_size, min(self.num_computed, (logical_block + 1) * block_size)
+        after = len(self.prompt)
+        return (*self.prompt[start:stop], *self.output[max(0, start - after) : max(0, stop - after)])
+
 
 @dataclass(eq=False, slots=True)
 class LiveRequest:
@@ -159,8 +165,8 @@ class State:
     step: int = 0
     device: Pool = field(default_factory=lambda: Pool(0))
     host: Pool = field(default_factory=lambda: Pool(0))
-    cached: set[int] = field(default_factory=set)
-    """Device blocks that the prefix cache holds, beside the sequences that do."""
+    cached: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Device blocks that the prefix cache holds, beside the sequences that do, and the tokens in them."""
     requests: dict[str, LiveRequest] = field(default_factory=dict)
     sequences: dict[int, LiveSequence] = field(default_factory=dict)
     waiting: list[LiveRequest] = field(default_factory=list)
@@ -240,7 +246,7 @@ class State:
                 self.most_sequences = max(self.most_sequences, event.num_sequences)
                 self.recent.append((event.seconds, self.num_generated))
             case BlockCopied():
-                self._replace(event.sequence, event.logical_block, event.source, event.destination)
+                self._copy(event)
             case BlocksFreed():
                 self._give_back(self.sequences[event.sequence], event.blocks)
             case SequenceForked():
@@ -248,11 +254,11 @@ class State:
             case SequenceFinished():
                 self._end(self.sequences[event.sequence], event.reason)
             case BlockCached():
-                self.cached.add(event.block)
+                self._cache(self.sequences[event.sequence], event)
             case BlockEvicted():
-                self.cached.remove(event.block)
+                self._evict(event.block)
             case BlockDeduplicated():
-                self._replace(event.sequence, event.logical_block, event.own, event.cached)
+                self._deduplicate(event)
             case PrefixReused():
                 self._reuse(self.sequences[event.sequence], event)
             case _:
@@ -376,10 +382,19 @@ class State:
             self.device.fill(sequence.table[logical], min(size, event.num_tokens - logical * size))
 
     def _reuse(self, sequence: LiveSequence, event: PrefixReused) -> None:
+        if sequence.table:
+            raise ValueError(f"the table of sequence {sequence.number} begins already, with {sequence.table}")
         self._name(sequence)
         self._adopt(sequence, list(event.blocks), len(event.blocks) * self.block_size)
         if event.source == "cache":
             self.counts["tokens found in cache"] += len(event.blocks) * self.block_size
+
+    def _copy(self, event: BlockCopied) -> None:
+        if self.ref_count(event.source) != event.holders:
+            raise ValueError(
+                f"block {event.source} has {self.ref_count(event.source)} holders before the copy, not {event.holders}"
+            )
+        self._replace(event.sequence, event.logical_block, event.source, event.destination)
 
     def _adopt(self, sequence: LiveSequence, blocks: list[int], num_computed: int) -> None:
         """An empty table begins with blocks that others hold, or the prefix cache."""
@@ -394,14 +409,17 @@ class State:
     def _replace(self, number: int, logical: int, old: int, new: int) -> None:
         """One entry of a table names another block with the same content."""
         sequence = self.sequences[number]
-        if sequence.table[logical] != old:
-            raise ValueError(
-                f"entry {logical} of the table of sequence {number} is {sequence.table[logical]}, not {old}"
-            )
+        self._check_entry(sequence, logical, old)
         filled = self.device.filled[old]
         self.device.release(old, sequence)
         self.device.hold(new, sequence, filled)
         sequence.table[logical] = new
+
+    def _check_entry(self, sequence: LiveSequence, logical: int, block: int) -> None:
+        if sequence.table[logical] != block:
+            raise ValueError(
+                f"entry {logical} of the table of sequence {sequence.number} is {sequence.table[logical]}, not {block}"
+            )
 
     def _give_back(self, sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
         if sequence.table != list(blocks):
@@ -441,6 +459,24 @@ class State:
         else:
             request.preempted = False
 
+    # --- The prefix cache -------------------------------------------------------------------------
+
+    def _cache(self, sequence: LiveSequence, event: BlockCached) -> None:
+        self._check_entry(sequence, event.logical_block, event.block)
+        self.cached[event.block] = sequence.tokens_in(event.logical_block, self.block_size)
+
+    def _deduplicate(self, event: BlockDeduplicated) -> None:
+        if event.cached not in self.cached:
+            raise ValueError(f"block {event.cached} is not in the prefix cache")
+        self._replace(event.sequence, event.logical_block, event.own, event.cached)
+
+    def _evict(self, block: int) -> None:
+        if self.ref_count(block) != 1:
+            raise ValueError(
+                f"block {block} has {self.ref_count(block)} holders; only what nobody else holds is evicted"
+            )
+        del self.cached[block]
+
     # --- A copy to come back to -------------------------------------------------------------------
 
     def copy(self) -> State:
@@ -468,7 +504,7 @@ class State:
             self.step,
             self.device.copy(),
             self.host.copy(),
-            set(self.cached),
+            dict(self.cached),
             requests,
             sequences,
             [requests[request.name] for request in self.waiting],

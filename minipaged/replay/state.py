@@ -378,7 +378,8 @@ class State:
         sequence.request.preempted = sequence.request.joining = False
         for block in event.new_blocks:
             self.device.hold(block, sequence, 0)
-        for logical in range(start // size, -(-event.num_tokens // size)):
+        # A faulty table may have fewer blocks than tokens: they are followed, too.
+        for logical in range(start // size, min(len(sequence.table), -(-event.num_tokens // size))):
             self.device.fill(sequence.table[logical], min(size, event.num_tokens - logical * size))
 
     def _reuse(self, sequence: LiveSequence, event: PrefixReused) -> None:

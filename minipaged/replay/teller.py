@@ -1,9 +1,10 @@
-"""What just happened and why, in one sentence.
+"""What just happened and why, in plain English. Whoever tells takes the state before an event, and the event.
 
-`tell` takes the state before an event, and the event. Some things take many events: which beams of a search go on is
-known only when its step has finished, so `StepFinished` tells it for all of them.
+`tell` is for who watches: a line, and which blocks it is about. Sequences are called by their letters, as the demo
+draws them. Some things take many events: which beams of a search go on is known only when its step has finished, so
+`StepFinished` tells it for all of them.
 
-Sequences are called by their letters, as they are drawn; requests by their ids.
+`explain` is for who steps through a run, event by event, and reads: whole sentences, a sequence by its number.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def _tell_prefix(state: State, sequence: LiveSequence, event: PrefixReused) -> S
 def _tell_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]) -> Sentence:
     if sequence.swapped:
         return Sentence("give back", f"{name(sequence)} gives back host {numbers(blocks)}", host_blocks=blocks)
-    free = [block for block in blocks if state.ref_count(block) == 1]
+    free = [block for block in blocks if not _others_hold(state, sequence, block)]
     rest = len(blocks) - len(free)
     kept = f"; others still hold {rest}" if rest else ""
     text = (
@@ -264,10 +265,139 @@ def _tell_departure(state: State, request: LiveRequest, event: RequestFinished) 
     return Sentence("leave", f"{called(request)} {ended}{back}", blocks)
 
 
-MOST_RUNS = 6
-"""Of neighbouring blocks, that a sentence names."""
+# --- For who reads --------------------------------------------------------------------------------
+
+
+def explain(state: State, event: Event, words: Words | None = None) -> str:
+    """What an event that is about to change `state` means, in whole sentences. `words` gives tokens as they are quoted.
+
+    Raises LookupError where the event does not follow from those before.
+    """
+    match event:
+        case EngineStarted():
+            return (
+                f"The engine starts. Its pool has {_count(event.num_blocks, 'block')}, each with room for "
+                f"{_count(event.block_size, 'token')}; all are free."
+            )
+        case StepStarted():
+            return f"Engine step {event.step} begins: the scheduler decides who runs."
+        case StepFinished():
+            ran = f"{_count(event.num_query_tokens, 'token')} of {_count(event.num_sequences, 'sequence')}"
+            return f"Engine step {event.step} is over: it ran {ran}."
+        case StepFailed():
+            lost = f"; {_list(event.requests)} will be recomputed." if event.requests else "."
+            return f"Engine step {event.step} failed with {event.error}{lost}"
+        case TokensComputed():
+            return _explain_computed(state.sequences[event.sequence], event)
+        case BlockCopied():
+            return (
+                f"Copy-on-write: sequence {event.sequence} is about to write into block {event.source}, which has "
+                f"{event.holders} holders. It gets a copy, block {event.destination}, and lets go of block "
+                f"{event.source}."
+            )
+        case PrefixReused():
+            where = "prefix cache" if event.source == "cache" else "by a sibling"
+            return f"Sequence {event.sequence} begins with {_blocks(event.blocks)}, already computed ({where})."
+        case BlocksFreed():
+            return _explain_freed(state, state.sequences[event.sequence], event.blocks)
+        case BlockCached():
+            return f"Block {event.block} is full, so the prefix cache holds it too: a later prompt may begin with it."
+        case BlockDeduplicated():
+            return (
+                f"Sequence {event.sequence} computed what the prefix cache has already: it takes block {event.cached} "
+                f"and gives back its own, {event.own}."
+            )
+        case BlockEvicted():
+            return f"The prefix cache lets go of block {event.block}, to make room."
+    return _explain_sequence(state, event, words)
+
+
+def _explain_sequence(state: State, event: Event, words: Words | None) -> str:
+    match event:
+        case SequenceForked():
+            shared = _count(len(state.sequences[event.parent].table), "block")
+            return (
+                f"Sequence {event.child} is forked from sequence {event.parent}: it shares {shared}, and nothing is "
+                "copied."
+            )
+        case TokenGenerated():
+            token = _quoted(event.token_id, words)
+            return (
+                f"The next token of sequence {event.sequence} is {token}. It is known, but its keys and values are not "
+                "in the cache yet."
+            )
+        case SequenceFinished():
+            return f"Sequence {event.sequence} ends: {_WHY_IT_ENDS[event.reason]}."
+        case BeamFinished():
+            return (
+                f"Sequence {event.sequence} followed by {_quoted(event.token_id, words)} is kept as a finished beam, "
+                f"with score {event.score:.3f}."
+            )
+    return _explain_request(event)
+
+
+def _explain_request(event: Event) -> str:
+    match event:
+        case RequestArrived():
+            prompt = _count(len(event.prompt_token_ids), "prompt token")
+            several = f" and asks for {event.num_sequences} sequences" if event.num_sequences > 1 else ""
+            return f"Request {event.request} arrives with {prompt}{several}. It waits and holds no block."
+        case RequestRefused():
+            return f"Request {event.request} is refused: {event.reason}."
+        case RequestAdmitted():
+            return f"Request {event.request} is admitted: there are blocks for it, so it moves to running."
+        case RequestPreempted():
+            return (
+                f"The pool is {_count(event.blocks_short, 'block')} short, so request {event.request} is preempted "
+                f"({event.mode}): it gives up {_count(event.num_blocks, 'block')} with "
+                f"{_count(event.num_tokens, 'token')}."
+            )
+        case SwappedOut():
+            return f"Request {event.request} is swapped out: {_count(len(event.pairs), 'block')} copied to the host."
+        case SwappedIn():
+            copied = _count(len(event.pairs), "block")
+            return f"Request {event.request} is swapped in: {copied} copied back, and it runs."
+        case RequestFinished():
+            return f"Request {event.request} {'has' if event.reason == 'failed' else 'is'} {event.reason}."
+    raise TypeError(f"{type(event).__name__} has no sentence")
+
+
+_WHY_IT_ENDS = {
+    "stop": "it has come to its end",
+    "length": "it has all the tokens that were asked for",
+    "abort": "it was cancelled",
+    "error": "its request has failed",
+    "dropped": "its beam does not go on",
+}
+
+
+def _explain_computed(sequence: LiveSequence, event: TokensComputed) -> str:
+    needs = f"Sequence {event.sequence} needs {_count(event.num_tokens - sequence.num_computed, 'more slot')}"
+    again = f" {_count(event.recomputed, 'token')} had been computed before." if event.recomputed else ""
+    if event.new_blocks:
+        are = "is" if len(event.new_blocks) == 1 else "are"
+        return f"{needs}: {_blocks(event.new_blocks)} {are} taken from the free ones.{again}"
+    return f"{needs}. Its last block, {sequence.table[-1]}, has room, so nothing is allocated.{again}"
+
+
+def _explain_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]) -> str:
+    kept = [block for block in blocks if _others_hold(state, sequence, block)]
+    verbs = ("has", "stays") if len(kept) == 1 else ("have", "stay")
+    after = f"; {_list(kept)} {verbs[0]} other holders and {verbs[1]}." if kept else ", free again from now on."
+    return f"Sequence {sequence.number} lets go of {'host ' if sequence.swapped else ''}{_blocks(blocks)}{after}"
+
+
+def _others_hold(state: State, sequence: LiveSequence, block: int) -> bool:
+    """Whether somebody beside the sequence holds one of its blocks."""
+    if sequence.swapped:
+        return len(state.host.holders[block]) > 1
+    return state.ref_count(block) > 1
+
 
 # --- Words ----------------------------------------------------------------------------------------
+
+MOST_RUNS = 6
+"""Of neighbouring blocks, that a sentence names."""
 
 
 def name(sequence: LiveSequence) -> str:
@@ -312,6 +442,16 @@ def _word(token_id: int, words: Words | None) -> str:
     return repr(words(token_id)) if words else f"token {token_id}"
 
 
+def _quoted(token_id: int, words: Words | None) -> str:
+    return words(token_id) if words else str(token_id)
+
+
+def _blocks(blocks: Iterable[int]) -> str:
+    """Each of them: "blocks 0, 1 and 2"."""
+    blocks = list(blocks)
+    return f"{'block' if len(blocks) == 1 else 'blocks'} {_list(blocks)}"
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -321,13 +461,11 @@ def _times(count: int) -> str:
 
 
 def _list(items: Iterable[object]) -> str:
-    *most, last = [str(item) for item in items]
-    return f"{', '.join(most)} and {last}" if most else last
+    named = [str(item) for item in items]
+    return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else "".join(named)
 
 
 def _some(items: Iterable[str], most: int = 8) -> str:
     """As a list, of which only the first few are named. "" for none."""
     items = list(items)
-    if not items:
-        return ""
     return _list(items) if len(items) <= most else f"{', '.join(items[:most])} and {len(items) - most} more"

@@ -487,7 +487,7 @@ def trace(
         output.write_text(page(data), encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"cannot write the page to {output}: {error.strerror}") from None
-    print(f"{output}: {len(run)} steps")
+    print(f"{output}: {len(data['events'])} steps")
 
 
 # --- model ----------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from minipaged.events import (
     SequenceForked,
     StepFailed,
     StepFinished,
+    StepScheduled,
     StepStarted,
     SwappedIn,
     SwappedOut,
@@ -281,6 +282,9 @@ def explain(state: State, event: Event, words: Words | None = None) -> str:
             )
         case StepStarted():
             return f"Engine step {event.step} begins: the scheduler decides who runs."
+        case StepScheduled():
+            held = f"running sequences: {event.num_sequences}; different blocks that they hold: {event.blocks_used}"
+            return f"Engine step {event.step} is scheduled: {held}."
         case StepFinished():
             ran = f"{_count(event.num_query_tokens, 'token')} of {_count(event.num_sequences, 'sequence')}"
             return f"Engine step {event.step} is over: it ran {ran}."

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from minipaged.errors import InvalidRequest
-from minipaged.events import BeamFinished, EngineStarted, Event, RequestArrived, TokenGenerated
+from minipaged.events import BeamFinished, EngineStarted, Event, RequestArrived, StepScheduled, TokenGenerated
 from minipaged.replay.state import State
 from minipaged.replay.teller import explain
 
 STEPPER = Path(__file__).with_name("stepper.js")
+UNSEEN = (StepScheduled,)
+"""Events that are no steps of the page: they count, and change nothing that it shows."""
 NO_CODE: dict[str, Any] = {"functions": [], "traces": [], "trace_of": [], "current": []}
 
 
@@ -43,6 +45,7 @@ def as_data(
         raise InvalidRequest(
             "a run is followed from its one engine_started event, the first; this is a piece of a run, or several"
         )
+    events = [event for event in events if not isinstance(event, UNSEEN)]
     return {
         "title": title,
         "events": [{"event": event.name, **asdict(event)} for event in events],

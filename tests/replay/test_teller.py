@@ -24,6 +24,7 @@ from minipaged.events import (
     SequenceForked,
     StepFailed,
     StepFinished,
+    StepScheduled,
     StepStarted,
     SwappedIn,
     SwappedOut,
@@ -53,6 +54,10 @@ RUN: list[tuple[Event, str]] = [
     (
         TokenGenerated("a", 1, 5, -1.0),
         "The next token of sequence 1 is five. It is known, but its keys and values are not in the cache yet.",
+    ),
+    (
+        StepScheduled(1, 1, 3, 2, 2, 0, 1),
+        "Engine step 1 is scheduled: running sequences: 1; different blocks that they hold: 2.",
     ),
     (StepFinished(1, 1, 3, 0.5), "Engine step 1 is over: it ran 3 tokens of 1 sequence."),
     (

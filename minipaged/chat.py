@@ -9,8 +9,8 @@ begins with the same tokens, finds them there and computes only what is new. So 
     cached   only the cache holds it: from earlier turns; given back when room is needed
     free
 
-The parts: `Conversation` keeps the messages and steps the engine, `BlockUse` folds the engine's events into those four
-counts, and a view (`TerminalView`, or `PlainView` where the output is no terminal) writes words and counts down.
+The parts: `Conversation` keeps the messages and steps the engine, `BlockUse` follows the engine's events and has those
+four counts, and a view (`TerminalView`, or `PlainView` where the output is no terminal) writes words and counts down.
 """
 
 from __future__ import annotations
@@ -27,18 +27,11 @@ from rich.live import Live
 from rich.text import Text
 
 from minipaged.errors import InvalidRequest
-from minipaged.events import (
-    BlockCached,
-    BlockDeduplicated,
-    BlockEvicted,
-    BlocksFreed,
-    Event,
-    PrefixReused,
-    TokensComputed,
-)
+from minipaged.events import BlocksFreed, Event
 from minipaged.llm import LLM, interrupt_between_steps
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams
+from minipaged.replay.state import State
 
 COMMANDS = "/reset forgets the conversation, /quit ends the chat"
 LEAST_ANSWER = 0.25
@@ -67,35 +60,27 @@ class BlockCounts:
 
 
 class BlockUse:
-    """Who holds which block, folded from the events of requests that come one after another. A listener."""
+    """Who holds which block, at any time in the life of an engine. A listener, from before its first request on."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._table: set[int] = set()
-        self._cached: set[int] = set()
+    def __init__(self) -> None:
+        self._state = State()
         self.at_end = self.counts()
         """When the latest request had all its blocks still."""
 
     def counts(self) -> BlockCounts:
-        shared = len(self._table & self._cached)
-        return BlockCounts(shared, len(self._table) - shared, len(self._cached) - shared, self._num_blocks)
+        state = self._state
+        held, shared = len(state.device.holders), len(state.cached) - state.num_cached_only
+        return BlockCounts(shared, held - shared, state.num_cached_only, state.device.num_blocks)
 
     def __call__(self, event: Event) -> None:
-        match event:
-            case TokensComputed():
-                self._table.update(event.new_blocks)
-            case PrefixReused():
-                self._table.update(event.blocks)
-            case BlockDeduplicated():
-                self._table.remove(event.own)
-                self._table.add(event.cached)
-            case BlockCached():
-                self._cached.add(event.block)
-            case BlockEvicted():
-                self._cached.remove(event.block)
-            case BlocksFreed():
-                self.at_end = self.counts()
-                self._table.clear()
+        if isinstance(event, BlocksFreed):
+            self.at_end = self.counts()
+        self._state.apply(event)
+
+    @property
+    def num_found(self) -> int:
+        """Tokens that the prefix cache had, for all requests so far."""
+        return self._state.counts["tokens found in cache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +191,7 @@ class Conversation:
         self._params = params
         self._system = [{"role": "system", "content": system}] if system else []
         self._turns: list[tuple[dict[str, str], dict[str, str]]] = []
-        self._use = BlockUse(llm.config.num_blocks)
+        self._use = BlockUse()
         llm.engine.listeners.append(self._use)
 
     @property
@@ -258,19 +243,14 @@ class Conversation:
 
     def _serve(self, prompt: list[int], view: View, interrupted: Callable[[], bool]) -> RequestOutput:
         """One request, from its first step to its end or to Ctrl-C; whatever happens, it leaves no block behind."""
-        llm, engine = self._llm, self._llm.engine
-        num_cached = num_tokens = 0
-
-        def listen(event: Event) -> None:
-            nonlocal num_cached
-            if isinstance(event, PrefixReused):
-                num_cached = len(event.blocks) * llm.config.block_size
-
+        engine = self._llm.engine
+        found_before, num_tokens = self._use.num_found, 0
         started = time.perf_counter()
 
         def progress() -> Progress:
             seconds = time.perf_counter() - started
-            return Progress(self._use.counts(), len(prompt), num_cached, num_tokens, seconds)
+            found = self._use.num_found - found_before
+            return Progress(self._use.counts(), len(prompt), found, num_tokens, seconds)
 
         output: RequestOutput | None = None
 
@@ -284,7 +264,6 @@ class Conversation:
                         view.write(new.new_text, progress())
 
         request_id = engine.add_request(prompt, self._params)
-        engine.listeners.append(listen)
         try:
             while output is None and not interrupted():
                 show(engine.step())
@@ -292,7 +271,6 @@ class Conversation:
             pass
         finally:
             engine.abort(request_id)
-            engine.listeners.remove(listen)
         show(engine.take_updates())  # the end of an answer that was stopped
         assert output is not None
         completion = output.outputs[0]

@@ -477,7 +477,7 @@ def trace(
     ] = None,
 ) -> None:
     """Make a page that steps through a run, to be opened in a browser or sent to somebody. It needs nothing else."""
-    from minipaged.demo.show import read_run
+    from minipaged.replay.recorded import read_run
     from minipaged.stepper.page import as_data, page, words_of
 
     run = read_run(events).events
@@ -487,7 +487,7 @@ def trace(
         output.write_text(page(data), encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"cannot write the page to {output}: {error.strerror}") from None
-    print(f"{output}: {len(run)} steps")
+    print(f"{output}: {len(data['events'])} steps")
 
 
 # --- model ----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Each event is a small frozen dataclass; in JSON Lines it is an object whose "event" says which. The events of a run
 are complete: folding them from the first on gives every block table, reference count, queue and token that the
-engine had (`tests/engine/test_events.py` does so). Blocks are physical block numbers; `host` blocks are numbers of
+engine had (`minipaged/replay/` does so). Blocks are physical block numbers; `host` blocks are numbers of
 the swap pool. A sequence is named by a number of its own; a request by its id.
 """
 

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "params": {"minipaged.errors"},
     "errors": set[str](),
     "scheduling": set[str](),
+    "replay": {"minipaged.errors", "minipaged.events", "minipaged.replay"},
     "engine": {
         "minipaged.contracts",
         "minipaged.errors",

@@ -23,9 +23,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from minipaged.demo.recording import Recording
-from minipaged.demo.state import Timeline
 from minipaged.demo.terminal import Key
-from minipaged.demo.ticker import Topic, tell
 from minipaged.demo.view import Caption, Frame, Note, Status, View
 from minipaged.events import (
     BeamFinished,
@@ -37,6 +35,8 @@ from minipaged.events import (
     TokenGenerated,
     TokensComputed,
 )
+from minipaged.replay.teller import Topic, tell
+from minipaged.replay.timeline import Timeline
 
 KEYS = "space pause   ← → step back, on   s next scene   q quit"
 

@@ -11,8 +11,8 @@ from typing import Any
 from minipaged.demo.measures import Measures
 from minipaged.demo.scenes import Outcome, Scene, TableRow, Text
 from minipaged.demo.stage import Stage
-from minipaged.demo.state import State
 from minipaged.demo.ticker import printable
+from minipaged.replay.state import State
 
 WIDTH = 80
 INDENT = "  "

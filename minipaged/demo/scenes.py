@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from minipaged.demo.measures import Measures
 from minipaged.demo.stage import Arrival, Run, Stage
-from minipaged.demo.state import LiveSequence
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, PreemptionMode, SamplingParams
+from minipaged.replay.state import LiveSequence
 
 FOUR_SCORE = "Four score and seven years ago our"
 """The prompt of the paper's Fig. 6 and Fig. 8: seven tokens for this model as well."""

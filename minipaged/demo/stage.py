@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any
 from minipaged.contracts import BlockAllocator
 from minipaged.demo.measures import Measures, measure
 from minipaged.demo.player import Player
-from minipaged.demo.state import State, Timeline
-from minipaged.demo.ticker import Topic, story
+from minipaged.demo.ticker import story
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.events import Event
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from minipaged.replay.state import State
+from minipaged.replay.teller import Topic
+from minipaged.replay.timeline import Timeline
 
 if TYPE_CHECKING:
     from minipaged.llm import LoadedModel

@@ -19,10 +19,10 @@ from minipaged.contracts import BlockAllocator
 from minipaged.demo.player import NextScene, Player, Quit
 from minipaged.demo.recording import Recording
 from minipaged.demo.show import make_console, player
-from minipaged.demo.state import Timeline
 from minipaged.demo.terminal import is_live
 from minipaged.demo.view import Caption
 from minipaged.errors import InvalidRequest
+from minipaged.replay.timeline import Timeline
 from minipaged.traces import TraceReplay, TraceSummary, read_trace
 
 WIDTH = 80

@@ -27,9 +27,10 @@ from rich.console import Console, ConsoleOptions
 from rich.segment import Segment
 from rich.style import Style
 
-from minipaged.demo.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, Pool, State
-from minipaged.demo.ticker import Sentence, printable
+from minipaged.demo.ticker import printable
 from minipaged.engine.detokenizer import Decode
+from minipaged.replay.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, Pool, State
+from minipaged.replay.teller import Sentence
 
 Line = list[Segment]
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from minipaged.engine.stats import Stats
-from minipaged.events import Event, Listener
+from minipaged.events import EngineStarted, Event, Listener
 
 
 class EventQueue:
@@ -25,7 +25,7 @@ class EventQueue:
 
     def __call__(self, event: Event) -> None:
         self._stats.on_event(event)
-        if self.listeners:
+        if self.listeners or isinstance(event, EngineStarted):  # who joins before the first call gets the sizes, too
             self._events.append(event)
 
     def deliver(self) -> None:

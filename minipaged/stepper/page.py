@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from minipaged.errors import InvalidRequest
-from minipaged.events import BeamFinished, EngineStarted, Event, RequestArrived, TokenGenerated
+from minipaged.events import BeamFinished, EngineStarted, Event, RequestArrived, StepScheduled, TokenGenerated
+from minipaged.replay.state import State
+from minipaged.replay.teller import explain
 
 STEPPER = Path(__file__).with_name("stepper.js")
+UNSEEN = (StepScheduled,)
+"""Events that are no steps of the page: they count, and change nothing that it shows."""
 NO_CODE: dict[str, Any] = {"functions": [], "traces": [], "trace_of": [], "current": []}
 
 
@@ -41,9 +45,11 @@ def as_data(
         raise InvalidRequest(
             "a run is followed from its one engine_started event, the first; this is a piece of a run, or several"
         )
+    events = [event for event in events if not isinstance(event, UNSEEN)]
     return {
         "title": title,
         "events": [{"event": event.name, **asdict(event)} for event in events],
+        "sentences": sentences_of(events, words),
         "words": words,
         "notes": notes or {},
         **code,
@@ -59,6 +65,38 @@ def words_of(events: Iterable[Event], decode: Callable[[list[int]], str]) -> dic
         elif isinstance(event, TokenGenerated | BeamFinished):
             tokens.add(event.token_id)
     return {token: decode([token]) for token in sorted(tokens)}
+
+
+def sentences_of(events: Iterable[Event], words: Mapping[int, str] | None = None) -> list[str]:
+    """What is said of each event.
+
+    A run of somebody's faulty part may contradict itself. From there on nobody knows what an event means: the sentences
+    tell the contradiction.
+    """
+
+    def quoted(token: int) -> str:
+        return f"“{visible(words.get(token, str(token))).strip()}”" if words is not None else str(token)
+
+    state, said, contradiction = State(), list[str](), ""
+    for event in events:
+        if not contradiction:
+            try:
+                sentence = explain(state, event, quoted)
+                state.apply(event)
+            except (LookupError, ValueError) as error:
+                why = str(error) if isinstance(error, ValueError) else f"nobody knows of {error}"
+                contradiction = f"does not follow from what happened before: {why}."
+        said.append(f"This ({event.name}) {contradiction}" if contradiction else sentence)
+    return said
+
+
+def visible(word: str) -> str:
+    """A word of line breaks or spaces alone would look like nothing."""
+    return (
+        "\N{OPEN BOX}" * len(word)
+        if word and not word.strip(" ")
+        else word.replace("\n", "\N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}")
+    )
 
 
 def element(data: Mapping[str, Any], *, id: str = "", with_script: bool = False) -> str:

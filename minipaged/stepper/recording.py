@@ -27,7 +27,7 @@ import minipaged
 from minipaged.engine.event_queue import EventQueue
 from minipaged.errors import InvalidRequest
 from minipaged.events import EngineStarted, Event, TokensComputed
-from minipaged.stepper.page import as_data, element, page, words_of
+from minipaged.stepper.page import UNSEEN, as_data, element, page, words_of
 
 ROOT = Path(minipaged.__file__).parent
 
@@ -110,7 +110,7 @@ Trace = list[tuple[CodeType, int]]
 
 @dataclass
 class Recording:
-    """One engine's events, each with the lines that ran before it."""
+    """One engine's events, but for those that change nothing a page shows, each with the lines that ran before it."""
 
     title: str
     decode: Callable[[list[int]], str] | None = None
@@ -191,6 +191,8 @@ class _Tracer:
         return self.on_line
 
     def _on_emit(self, queue: EventQueue, event: Event) -> None:
+        if isinstance(event, UNSEEN):
+            return  # the lines that led to it are shown with the next event
         if isinstance(event, EngineStarted):
             if self._queue is not None:
                 raise InvalidRequest("a recording is of one engine; this block has made a second one")

@@ -1,8 +1,9 @@
 /* <paged-stepper>: steps through the events of a run, forward and back, beside the source lines that ran.
  *
  * The element holds a <script type="application/json"> with what `minipaged.stepper.page.as_data` writes: the engine's
- * events as in docs/events.md, and perhaps the text of tokens and the lines that ran before each event. `fold` follows
- * the events and so knows every block table, count, queue and token; it decides nothing that the engine decides.
+ * events as in docs/events.md, a sentence for each, and perhaps the text of tokens and the lines that ran before each.
+ * `Fold` follows the events and so knows every block table, count, queue and token; it decides nothing that the engine
+ * decides. Tests hold it to the fold of the project, minipaged/replay/state.py.
  * Step n is the state after the n-th event. A state is kept every CHECKPOINT events, so that going back is short.
  */
 (() => {
@@ -132,69 +133,6 @@
     return found;
   };
 
-  // --- One sentence a step ------------------------------------------------------------------------
-
-  const count = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-  const list = (items) => items.length < 2 ? items.join("") : `${items.slice(0, -1).join(", ")} and ${items.at(-1)}`;
-  const blockList = (blocks) => `${blocks.length === 1 ? "block" : "blocks"} ${list(blocks)}`;
-  const REASONS = {
-    stop: "it has come to its end", length: "it has all the tokens that were asked for", abort: "it was cancelled",
-    error: "its request has failed", dropped: "its beam does not go on",
-  };
-
-  const sentences = {
-    engine_started: (e) => `The engine starts. Its pool has ${count(e.num_blocks, "block")}, each with room for `
-      + `${count(e.block_size, "token")}; all are free.`,
-    step_started: (e) => `Engine step ${e.step} begins: the scheduler decides who runs.`,
-    step_finished: (e) => `Engine step ${e.step} is over: it ran ${count(e.num_query_tokens, "token")} of `
-      + `${count(e.num_sequences, "sequence")}.`,
-    step_failed: (e) => `Engine step ${e.step} failed with ${e.error}`
-      + (e.requests.length ? `; ${list(e.requests)} will be recomputed.` : "."),
-    request_arrived: (e) => `Request ${e.request} arrives with ${count(e.prompt_token_ids.length, "prompt token")}`
-      + `${e.num_sequences > 1 ? ` and asks for ${e.num_sequences} sequences` : ""}. It waits and holds no block.`,
-    request_refused: (e) => `Request ${e.request} is refused: ${e.reason}.`,
-    request_admitted: (e) => `Request ${e.request} is admitted: there are blocks for it, so it moves to running.`,
-    request_preempted: (e) => `The pool is ${count(e.blocks_short, "block")} short, so request ${e.request} is preempted `
-      + `(${e.mode}): it gives up ${count(e.num_blocks, "block")} with ${count(e.num_tokens, "token")}.`,
-    request_finished: (e) => `Request ${e.request} ${e.reason === "failed" ? "has" : "is"} ${e.reason}.`,
-    sequence_forked: (e, before) => `Sequence ${e.child} is forked from sequence ${e.parent}: it shares `
-      + `${count(before.sequences.get(e.parent).table.length, "block")}, and nothing is copied.`,
-    token_generated: (e, before, after, word) => `The next token of sequence ${e.sequence} is ${word(e.token_id)}. `
-      + "It is known, but its keys and values are not in the cache yet.",
-    sequence_finished: (e) => `Sequence ${e.sequence} ends: ${REASONS[e.reason]}.`,
-    beam_finished: (e, before, after, word) => `Sequence ${e.sequence} followed by ${word(e.token_id)} is kept as a `
-      + `finished beam, with score ${e.score.toFixed(3)}.`,
-    tokens_computed: (e, before) => {
-      const s = before.sequences.get(e.sequence);
-      const added = e.num_tokens - s.filled;
-      const again = e.recomputed ? ` ${count(e.recomputed, "token")} had been computed before.` : "";
-      if (e.new_blocks.length) {
-        return `Sequence ${e.sequence} needs ${count(added, "more slot")}: ${blockList(e.new_blocks)} `
-          + `${e.new_blocks.length === 1 ? "is" : "are"} taken from the free ones.${again}`;
-      }
-      return `Sequence ${e.sequence} needs ${count(added, "more slot")}. Its last block, ${s.table.at(-1)}, has room, `
-        + `so nothing is allocated.${again}`;
-    },
-    block_copied: (e) => `Copy-on-write: sequence ${e.sequence} is about to write into block ${e.source}, which has `
-      + `${e.holders} holders. It gets a copy, block ${e.destination}, and lets go of block ${e.source}.`,
-    prefix_reused: (e) => `Sequence ${e.sequence} begins with ${blockList(e.blocks)}, already computed `
-      + `(${e.source === "cache" ? "prefix cache" : "by a sibling"}).`,
-    blocks_freed: (e, before, after) => {
-      const s = before.sequences.get(e.sequence);
-      const still = holders(after, s.swapped);
-      const kept = s.table.filter((block) => still.has(block) || (!s.swapped && after.cached.has(block)));
-      return `Sequence ${e.sequence} lets go of ${s.swapped ? "host " : ""}${blockList(e.blocks)}`
-        + (kept.length ? `; ${list(kept)} ${kept.length === 1 ? "has" : "have"} other holders and stay${
-          kept.length === 1 ? "s" : ""}.` : ", free again from now on.");
-    },
-    swapped_out: (e) => `Request ${e.request} is swapped out: ${count(e.pairs.length, "block")} copied to the host.`,
-    swapped_in: (e) => `Request ${e.request} is swapped in: ${count(e.pairs.length, "block")} copied back, and it runs.`,
-    block_cached: (e) => `Block ${e.block} is full, so the prefix cache holds it too: a later prompt may begin with it.`,
-    block_deduplicated: (e) => `Sequence ${e.sequence} computed what the prefix cache has already: it takes block `
-      + `${e.cached} and gives back its own, ${e.own}.`,
-    block_evicted: (e) => `The prefix cache lets go of block ${e.block}, to make room.`,
-  };
-
   // --- Drawing ------------------------------------------------------------------------------------
 
   const make = (tag, attributes = {}, ...children) => {
@@ -263,6 +201,7 @@ dt{color:var(--dim)}dd{margin:0}
 
   class PagedStepper extends HTMLElement {
     static Fold = Fold;
+    static holders = holders;
 
     connectedCallback() {
       if (this.shadowRoot) return;
@@ -352,7 +291,6 @@ dt{color:var(--dim)}dd{margin:0}
       const n = Math.max(1, Math.min(this.events.length, wanted));
       const focused = this.shadowRoot.activeElement;
       this.n = n;
-      const event = this.events[n - 1];
       const before = this.fold.at(n - 1);
       const after = this.fold.at(n);
       this.back.disabled = n === 1;
@@ -363,8 +301,7 @@ dt{color:var(--dim)}dd{margin:0}
       this.number.textContent = `${n} / ${this.events.length}`;
       this.link.href = `?step=${n}${this.id ? `#${this.id}` : ""}`;
       this.link.setAttribute("aria-label", `Link to step ${n}`);
-      const quoted = (token) => this.data.words ? `“${this.visible(token).trim()}”` : this.word(token);
-      this.say.textContent = sentences[event.event]?.(event, before, after, quoted) ?? event.event;
+      this.say.textContent = this.data.sentences[n - 1];
       const note = this.data.notes?.[n - 1];
       if (note) this.say.append(make("b", {}, ` ${note}`));
       this.drawState(before, after);

@@ -12,9 +12,9 @@ from minipaged.course.assignment import Status, Submission
 from minipaged.course.beam_search import ASSIGNMENT
 from minipaged.course.formats import text
 from minipaged.course.grading import grade
-from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
+from minipaged.replay.state import State
 from tests.course import harness
 from tests.course.beam_searches import FIRST, PLAIN, REFERENCE_SOURCE, TOGETHER, WRONG, Wrong
 from tests.course.harness import ROOT, run_script, submit

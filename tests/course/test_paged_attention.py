@@ -12,9 +12,9 @@ from minipaged.course.assignment import Status, Submission
 from minipaged.course.formats import text
 from minipaged.course.grading import grade
 from minipaged.course.paged_attention import ASSIGNMENT
-from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
+from minipaged.replay.state import State
 from tests.course import harness
 from tests.course.attention_mutants import LLAMA, MEMORY, MUTANTS, PLAIN, mutant
 from tests.course.harness import ROOT, run_script, submit

@@ -18,9 +18,9 @@ from minipaged.course.assignment import Bench, Status, Submission
 from minipaged.course.formats import text
 from minipaged.course.grading import grade
 from minipaged.course.scheduler import ASSIGNMENT
-from minipaged.demo.state import State
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
+from minipaged.replay.state import State
 from tests.course import harness
 from tests.course.harness import ROOT, run_script, submit
 from tests.course.schedulers import (

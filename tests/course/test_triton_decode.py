@@ -26,9 +26,9 @@ from minipaged.course.formats import text
 from minipaged.course.grading import grade
 from minipaged.course.isolation import Misbehaviour
 from minipaged.course.triton_decode import ASSIGNMENT
-from minipaged.demo.state import State
 from minipaged.errors import Invariant
 from minipaged.events import StepFailed, from_json
+from minipaged.replay.state import State
 from tests.course.decode_kernels import LLAMA, MATRICES, MUTANTS, PLAIN, mutant
 from tests.course.harness import ROOT, submit
 

@@ -15,11 +15,11 @@ from minipaged import InvalidRequest, InvariantViolation, SamplingParams
 from minipaged.demo import replay, run_demo
 from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, compare
 from minipaged.demo.stage import Stage
-from minipaged.demo.state import Timeline
-from minipaged.demo.ticker import Topic, numbers
 from minipaged.events import StepFinished, from_json
 from minipaged.llm import LLM, LoadedModel
 from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.replay.teller import Topic, numbers
+from minipaged.replay.timeline import Timeline
 from tests.tiny_model import make_tiny_model
 
 NAMES = [scene.name for scene in SCENES]

@@ -14,8 +14,8 @@ from minipaged import InvalidRequest
 from minipaged.demo import replay, run_demo
 from minipaged.demo.player import Film, Player
 from minipaged.demo.recording import COLUMN, ROW, SVG_SECONDS, Recording
-from minipaged.demo.state import Timeline
 from minipaged.demo.view import Caption, Frame, View
+from minipaged.replay.timeline import Timeline
 from tests.demo.test_view import small_run
 from tests.workloads import letters
 

@@ -15,8 +15,6 @@ from rich.color import Color, ColorSystem
 from minipaged.demo import replay
 from minipaged.demo.player import Film, Player
 from minipaged.demo.recording import Recording
-from minipaged.demo.state import State, Timeline
-from minipaged.demo.ticker import tell
 from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Frame, Note, Status, View, _wrap_cells
 from minipaged.events import (
     BlockCopied,
@@ -31,6 +29,9 @@ from minipaged.events import (
     TokensComputed,
 )
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.replay.state import State
+from minipaged.replay.teller import tell
+from minipaged.replay.timeline import Timeline
 from tests.workloads import Run, Workload, WorkloadRequest, letters, random_workload
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"

@@ -18,6 +18,7 @@ import pytest
         "minipaged.engine.engine",
         "minipaged.reference.block_allocator",
         "minipaged.reference.block_table",
+        "minipaged.replay.recorded",
         "minipaged.stepper.edited",
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.server
+import json
+import re
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -17,8 +19,10 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 from playwright.sync_api import Browser
 
 from docs import build, npm
-from minipaged.stepper.page import NO_CODE
+from minipaged.events import Event, from_json
+from minipaged.stepper.page import NO_CODE, sentences_of
 from tests.browser import ROOT, Watched, axe_script, missing
+from tests.javascript import check_folds_agree
 
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
@@ -29,6 +33,23 @@ def pages(site: Path) -> list[Path]:
 
 def with_stepper(site: Path) -> list[Path]:
     return [page for page in pages(site) if "<paged-stepper" in page.read_text()]
+
+
+# --- The recorded runs ----------------------------------------------------------------------------
+
+RUN = re.compile(r'<paged-stepper[^>]*><script type="application/json">(.*?)</script>', re.DOTALL)
+
+
+def test_every_run_of_the_site_is_followed_by_the_stepper_as_by_the_project(site: Path) -> None:
+    runs: list[list[Event]] = []
+    for page in with_stepper(site):
+        for text in RUN.findall(page.read_text()):
+            data = json.loads(text)
+            runs.append([from_json(json.dumps(event)) for event in data["events"]])
+            words = data["words"] and {int(token): word for token, word in data["words"].items()}
+            assert data["sentences"] == sentences_of(runs[-1], words), page
+    assert len(runs) == sum(page.read_text().count("<paged-stepper") for page in with_stepper(site)) > 20
+    check_folds_agree(runs)
 
 
 # --- In a browser ---------------------------------------------------------------------------------

@@ -1,21 +1,36 @@
-"""The view's state is a fold over events: any prefix of them gives what the engine really had, forwards and back."""
+"""The state is a fold over events: any prefix of them gives what the engine really had, forwards and back."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from minipaged.demo.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, Pool, State, Timeline
-from minipaged.demo.ticker import tell
-from minipaged.events import Event, TokensComputed, from_json
-from tests.effort import scaled, seeds
-from tests.engine.test_events import ahead
+from minipaged.events import (
+    BlockCached,
+    BlockCopied,
+    BlockDeduplicated,
+    BlockEvicted,
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    PrefixReused,
+    RequestAdmitted,
+    RequestArrived,
+    TokenGenerated,
+    TokensComputed,
+    from_json,
+)
+from minipaged.replay.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, Pool, State
+from minipaged.replay.teller import tell
+from minipaged.replay.timeline import Timeline
+from tests.effort import quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
-from tests.workloads import Run, random_workload
+from tests.workloads import Run, Workload, random_workload
 
 
 def summary(state: State) -> dict[str, Any]:
@@ -60,7 +75,9 @@ def engine_summary(run: Run, step: int) -> dict[str, Any]:
             s.sequence_id: (r.request_id, list(s.tokens), list(s.table.blocks), s.num_computed, s.swapped)
             for r, s in sorted(live, key=lambda pair: pair[1].sequence_id)
         },
-        "cached": set(blocks.prefix_cache.blocks if blocks.prefix_cache else ()),
+        "cached": {one.block: one.tokens for one in blocks.prefix_cache._entries.values()}
+        if blocks.prefix_cache
+        else {},
         "ref counts": pools[0],
         "host ref counts": pools[1],
         "filled": dict(filled),
@@ -124,8 +141,12 @@ def check_any_prefix(run: Run, seed: int) -> None:
         assert summary(timeline.state) == known[place]
 
 
+def ahead(workload: Workload) -> Workload:
+    return replace(workload, config=replace(workload.config, async_scheduling=True))
+
+
 @scaled
-@pytest.mark.parametrize("seeds", seeds(240, 40), ids=str)
+@pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
 def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range) -> None:
     for seed in seeds:
         workload = random_workload(seed)
@@ -135,6 +156,17 @@ def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range)
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise
+
+
+@quick_cases(6)
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+@pytest.mark.parametrize(
+    "part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "sample", "fetch"]
+)
+def test_the_state_is_right_after_a_step_that_failed(part: str, workload: Any) -> None:
+    for number in range(1, 60, 2):
+        follow(wired(workload, Fuse(part, number)), Timeline())
+        follow(wired(ahead(workload), Fuse(part, number)), Timeline())
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
@@ -224,3 +256,46 @@ def test_another_run_in_the_same_file_starts_anew() -> None:
 def test_an_event_of_something_that_never_came_is_refused(line: str) -> None:
     with pytest.raises((LookupError, ValueError)):
         State().apply(from_json(line))
+
+
+def state_of(*events: Event) -> State:
+    """A pool of four blocks of two slots, in which request "a" has two of them: 0, which is cached too, and 1."""
+    state = State()
+    for event in (
+        EngineStarted(4, 0, 2, 8),
+        RequestArrived("a", 0, (7, 8, 9), 1),
+        RequestAdmitted("a"),
+        TokensComputed(0, 3, (0, 1), 0),
+        BlockCached(0, 0, 0),
+        *events,
+    ):
+        state.apply(event)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (BlockCopied(0, 1, 1, 2, 2), "block 1 has 1 holders before the copy, not 2"),
+        (BlockCopied(0, 1, 0, 2, 2), "entry 1 of the table of sequence 0 is 1, not 0"),
+        (BlockCached(0, 1, 3), "entry 1 of the table of sequence 0 is 1, not 3"),
+        (BlockDeduplicated(0, 1, 1, 3), "block 3 is not in the prefix cache"),
+        (BlockEvicted(0), "block 0 has 2 holders"),
+        (BlocksFreed(0, (0, 2)), r"sequence 0 holds blocks \[0, 1\], not \[0, 2\]"),
+        (PrefixReused(0, (0,), "cache"), "the table of sequence 0 begins already"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Event) else "",
+)
+def test_what_does_not_follow_from_the_events_before_is_refused(event: Event, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        state_of(event)
+
+
+def test_what_a_block_holds_can_be_read_off() -> None:
+    state = state_of()
+    assert state.cached == {0: (7, 8)}
+    assert [state.sequences[0].tokens_in(logical, 2) for logical in (0, 1)] == [(7, 8), (9,)]
+    state.apply(TokenGenerated("a", 0, 5, -0.5))
+    assert state.sequences[0].tokens_in(1, 2) == (9,)  # it is known, but its slot is not filled
+    state.apply(TokensComputed(0, 4, (), 0))
+    assert state.sequences[0].tokens_in(1, 2) == (9, 5)

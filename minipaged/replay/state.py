@@ -3,8 +3,7 @@
 The engine is never asked: it says what happens, and whoever follows its events from the first on knows every queue,
 block table and reference count (paper, Figs. 6 and 8). So any run can be drawn, also one that was written to a file.
 
-- `State` is what the engine had after some number of events. `apply` follows one more.
-- `Timeline` holds the events of a run, which may still grow, and moves through them, forwards and back.
+`State` is what the engine had after some number of events; `apply` follows one more.
 
 A request is in one of three queues, as are its sequences:
 
@@ -17,9 +16,9 @@ An event costs no more than the blocks it names, however many sequences there ar
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from string import ascii_lowercase, ascii_uppercase
 from typing import Literal
@@ -54,8 +53,6 @@ NO_LETTER = "*"
 """For the sequences that hold blocks when all letters are taken."""
 KEPT_REQUESTS = 8
 """How many finished requests are remembered, so that their texts can still be read."""
-NEARBY = 100
-"""Going far back leaves a copy of the state that many events before, for the next step back."""
 RECENT_STEPS = 20
 """Over how many steps tokens per second are taken."""
 
@@ -82,6 +79,12 @@ class LiveSequence:
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
+
+    def tokens_in(self, logical_block: int, block_size: int) -> tuple[int, ...]:
+        """Those whose slots are in one block of its table, as far as they are filled and known."""
+        start, stop = logical_block * block_size, min(self.num_computed, (logical_block + 1) * block_size)
+        after = len(self.prompt)
+        return (*self.prompt[start:stop], *self.output[max(0, start - after) : max(0, stop - after)])
 
 
 @dataclass(eq=False, slots=True)
@@ -162,8 +165,8 @@ class State:
     step: int = 0
     device: Pool = field(default_factory=lambda: Pool(0))
     host: Pool = field(default_factory=lambda: Pool(0))
-    cached: set[int] = field(default_factory=set)
-    """Device blocks that the prefix cache holds, beside the sequences that do."""
+    cached: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Device blocks that the prefix cache holds, beside the sequences that do, and the tokens in them."""
     requests: dict[str, LiveRequest] = field(default_factory=dict)
     sequences: dict[int, LiveSequence] = field(default_factory=dict)
     waiting: list[LiveRequest] = field(default_factory=list)
@@ -243,7 +246,7 @@ class State:
                 self.most_sequences = max(self.most_sequences, event.num_sequences)
                 self.recent.append((event.seconds, self.num_generated))
             case BlockCopied():
-                self._replace(event.sequence, event.logical_block, event.source, event.destination)
+                self._copy(event)
             case BlocksFreed():
                 self._give_back(self.sequences[event.sequence], event.blocks)
             case SequenceForked():
@@ -251,11 +254,11 @@ class State:
             case SequenceFinished():
                 self._end(self.sequences[event.sequence], event.reason)
             case BlockCached():
-                self.cached.add(event.block)
+                self._cache(self.sequences[event.sequence], event)
             case BlockEvicted():
-                self.cached.remove(event.block)
+                self._evict(event.block)
             case BlockDeduplicated():
-                self._replace(event.sequence, event.logical_block, event.own, event.cached)
+                self._deduplicate(event)
             case PrefixReused():
                 self._reuse(self.sequences[event.sequence], event)
             case _:
@@ -375,14 +378,24 @@ class State:
         sequence.request.preempted = sequence.request.joining = False
         for block in event.new_blocks:
             self.device.hold(block, sequence, 0)
-        for logical in range(start // size, -(-event.num_tokens // size)):
+        # A faulty table may have fewer blocks than tokens: they are followed, too.
+        for logical in range(start // size, min(len(sequence.table), -(-event.num_tokens // size))):
             self.device.fill(sequence.table[logical], min(size, event.num_tokens - logical * size))
 
     def _reuse(self, sequence: LiveSequence, event: PrefixReused) -> None:
+        if sequence.table:
+            raise ValueError(f"the table of sequence {sequence.number} begins already, with {sequence.table}")
         self._name(sequence)
         self._adopt(sequence, list(event.blocks), len(event.blocks) * self.block_size)
         if event.source == "cache":
             self.counts["tokens found in cache"] += len(event.blocks) * self.block_size
+
+    def _copy(self, event: BlockCopied) -> None:
+        if self.ref_count(event.source) != event.holders:
+            raise ValueError(
+                f"block {event.source} has {self.ref_count(event.source)} holders before the copy, not {event.holders}"
+            )
+        self._replace(event.sequence, event.logical_block, event.source, event.destination)
 
     def _adopt(self, sequence: LiveSequence, blocks: list[int], num_computed: int) -> None:
         """An empty table begins with blocks that others hold, or the prefix cache."""
@@ -397,14 +410,17 @@ class State:
     def _replace(self, number: int, logical: int, old: int, new: int) -> None:
         """One entry of a table names another block with the same content."""
         sequence = self.sequences[number]
-        if sequence.table[logical] != old:
-            raise ValueError(
-                f"entry {logical} of the table of sequence {number} is {sequence.table[logical]}, not {old}"
-            )
+        self._check_entry(sequence, logical, old)
         filled = self.device.filled[old]
         self.device.release(old, sequence)
         self.device.hold(new, sequence, filled)
         sequence.table[logical] = new
+
+    def _check_entry(self, sequence: LiveSequence, logical: int, block: int) -> None:
+        if sequence.table[logical] != block:
+            raise ValueError(
+                f"entry {logical} of the table of sequence {sequence.number} is {sequence.table[logical]}, not {block}"
+            )
 
     def _give_back(self, sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
         if sequence.table != list(blocks):
@@ -444,6 +460,24 @@ class State:
         else:
             request.preempted = False
 
+    # --- The prefix cache -------------------------------------------------------------------------
+
+    def _cache(self, sequence: LiveSequence, event: BlockCached) -> None:
+        self._check_entry(sequence, event.logical_block, event.block)
+        self.cached[event.block] = sequence.tokens_in(event.logical_block, self.block_size)
+
+    def _deduplicate(self, event: BlockDeduplicated) -> None:
+        if event.cached not in self.cached:
+            raise ValueError(f"block {event.cached} is not in the prefix cache")
+        self._replace(event.sequence, event.logical_block, event.own, event.cached)
+
+    def _evict(self, block: int) -> None:
+        if self.ref_count(block) != 1:
+            raise ValueError(
+                f"block {block} has {self.ref_count(block)} holders; only what nobody else holds is evicted"
+            )
+        del self.cached[block]
+
     # --- A copy to come back to -------------------------------------------------------------------
 
     def copy(self) -> State:
@@ -471,7 +505,7 @@ class State:
             self.step,
             self.device.copy(),
             self.host.copy(),
-            set(self.cached),
+            dict(self.cached),
             requests,
             sequences,
             [requests[request.name] for request in self.waiting],
@@ -501,79 +535,3 @@ def _take(queue: list[LiveRequest], request: LiveRequest) -> None:
     if place == len(queue) or queue[place] is not request:
         raise ValueError(f"request {request.name} is not where this event says")
     del queue[place]
-
-
-def _at(copy: tuple[int, State]) -> int:
-    return copy[0]
-
-
-class Timeline:
-    """The events of a run, which may still grow, and the state after the first `position` of them.
-
-    A copy of the state is kept every `spacing` events, or fewer where a state is large: going back means going forward
-    from the last copy before. Of a very long run only the last `keep` events (at least) can be gone back to.
-    """
-
-    def __init__(self, events: Iterable[Event] = (), *, spacing: int = 1000, keep: int = 400_000) -> None:
-        self.state = State()
-        self.position = 0
-        self.first = 0
-        """The earliest position that can be gone back to."""
-        self._events = list(events)  # from `first` on
-        self._copies: list[tuple[int, State]] = [(0, State())]
-        self._spacing, self._keep = spacing, keep
-        self._next_copy = spacing
-
-    def __len__(self) -> int:
-        return self.first + len(self._events)
-
-    def append(self, event: Event) -> None:
-        """One more event at the end. It changes no state until the timeline moves on. (A listener of the engine.)"""
-        self._events.append(event)
-
-    @property
-    def events(self) -> Sequence[Event]:
-        """Those that can be gone back to."""
-        return self._events
-
-    @property
-    def at_end(self) -> bool:
-        return self.position == len(self)
-
-    def next_event(self) -> Event:
-        """The event that `forward` will apply. Raises IndexError at the end."""
-        return self._events[self.position - self.first]
-
-    def forward(self) -> None:
-        """Apply one event. Raises IndexError at the end."""
-        self.state.apply(self.next_event())
-        self.position += 1
-        if self.position >= self._next_copy:
-            self._copies.append((self.position, self.state.copy()))
-            self._forget_old()
-            # A copy takes about as long as following a quarter as many events as it has blocks and sequences.
-            size = len(self.state.device.holders) + len(self.state.sequences)
-            self._next_copy = self.position + max(self._spacing, 4 * size)
-
-    def seek(self, position: int) -> None:
-        """Go to the state after so many events, forwards or back, as far as there are any."""
-        position = max(self.first, min(position, len(self)))
-        if position < self.position:
-            place = bisect_right(self._copies, position, key=_at)
-            self.position, state = self._copies[place - 1]
-            self.state = state.copy()
-            if position - self.position > 2 * NEARBY:  # the next step is likely to go back, too
-                self.seek(position - NEARBY)
-                self._copies.insert(place, (self.position, self.state.copy()))
-        while self.position < position:
-            self.forward()
-
-    def _forget_old(self) -> None:
-        if len(self._events) < 2 * self._keep:
-            return
-        wanted = min(len(self) - self._keep, self.position)
-        place = bisect_right(self._copies, wanted, key=_at) - 1
-        start = self._copies[place][0]
-        del self._events[: start - self.first]
-        del self._copies[:place]
-        self.first = start

@@ -1,0 +1,475 @@
+"""What just happened and why, in plain English. Whoever tells takes the state before an event, and the event.
+
+`tell` is for who watches: a line, and which blocks it is about. Sequences are called by their letters, as the demo
+draws them. Some things take many events: which beams of a search go on is known only when its step has finished, so
+`StepFinished` tells it for all of them.
+
+`explain` is for who steps through a run, event by event, and reads: whole sentences, a sequence by its number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from minipaged.events import (
+    BeamFinished,
+    BlockCached,
+    BlockCopied,
+    BlockDeduplicated,
+    BlockEvicted,
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    PrefixReused,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    RequestRefused,
+    SequenceFinished,
+    SequenceForked,
+    StepFailed,
+    StepFinished,
+    StepScheduled,
+    StepStarted,
+    SwappedIn,
+    SwappedOut,
+    TokenGenerated,
+    TokensComputed,
+)
+from minipaged.replay.state import LiveRequest, LiveSequence, State
+
+Topic = Literal[
+    "start", "step", "arrive", "admit", "join", "grow", "fill", "token", "end", "give back", "leave", "refuse",
+    "prefix", "cache", "same", "evict", "fork", "child", "copy", "beams", "drop", "keep",
+    "preempt", "swap", "return", "fail",
+]  # fmt: skip
+Words = Callable[[int], str]
+"""The text of a token id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    topic: Topic
+    text: str
+    blocks: tuple[int, ...] = ()
+    """The device blocks that it is about."""
+    host_blocks: tuple[int, ...] = ()
+
+
+def tell(state: State, event: Event, words: Words | None = None) -> Sentence | None:
+    """The sentence for an event that is about to change `state`. None: there is nothing to say of it."""
+    match event:
+        case TokensComputed():
+            return _tell_computed(state, state.sequences[event.sequence], event)
+        case TokenGenerated():
+            sequence = state.sequences[event.sequence]
+            return Sentence("token", f"{name(sequence)} goes on with {_word(event.token_id, words)}")
+        case StepStarted():
+            running = _some(_names(state.running))
+            return Sentence("step", f"step {event.step} begins" + (f" with {running} running" if running else ""))
+        case StepFinished():
+            return _tell_forks(state)
+        case BlockCopied():
+            return _tell_copy(state, event)
+        case BlocksFreed():
+            return _tell_freed(state, state.sequences[event.sequence], event.blocks)
+        case SequenceForked():
+            return _tell_fork(state, state.sequences[event.parent])
+        case SequenceFinished():
+            return _tell_end(state.sequences[event.sequence], event.reason)
+        case PrefixReused():
+            return _tell_prefix(state, state.sequences[event.sequence], event)
+        case BlockCached():
+            text = f"block {event.block} is full: the prefix cache holds it too now, so that others can find it"
+            return Sentence("cache", text, (event.block,))
+        case BlockDeduplicated():
+            text = f"block {event.own} has the content of cached block {event.cached}: given back"
+            return Sentence("same", text, (event.own, event.cached))
+        case BlockEvicted():
+            text = f"room is needed: the prefix cache gives back block {event.block}, the one unused for longest"
+            return Sentence("evict", text, (event.block,))
+        case BeamFinished():
+            beam = name(state.sequences[event.sequence])
+            text = f"{beam} followed by {_word(event.token_id, words)} is kept for the ranking, score {event.score:.2f}"
+            return Sentence("keep", text)
+    return _tell_of_request(state, event)
+
+
+def _tell_of_request(state: State, event: Event) -> Sentence | None:
+    match event:
+        case EngineStarted():
+            text = f"the engine starts with {_count(event.num_blocks, 'block')} of {_count(event.block_size, 'slot')}"
+            return Sentence("start", text + ", all free")
+        case RequestArrived():
+            prompt = _count(len(event.prompt_token_ids), "prompt token")
+            return Sentence("arrive", f"request {event.request} arrives with {prompt}, and waits")
+        case RequestAdmitted():
+            why = "there are blocks for all its tokens"
+            return Sentence("admit", f"request {event.request} may run: {why}")
+        case RequestRefused():
+            return Sentence("refuse", f"request {event.request} is refused: {event.reason}")
+        case RequestPreempted():
+            return _tell_preemption(state.requests[event.request], event)
+        case SwappedOut():
+            hosts = tuple(host for _, host in event.pairs)
+            names = _some(_names([state.requests[event.request]]))
+            text = f"{numbers(block for block, _ in event.pairs)} of {names} are copied to host {numbers(hosts)}"
+            return Sentence("swap", text, tuple(block for block, _ in event.pairs), hosts)
+        case SwappedIn():
+            request = state.requests[event.request]
+            text = f"{called(request)} is back: {_count(len(event.pairs), 'block')} copied in again, none computed"
+            return Sentence("return", text, tuple(block for _, block in event.pairs))
+        case RequestFinished():
+            return _tell_departure(state, state.requests[event.request], event)
+        case StepFailed():
+            lost = f"; {_requests(event.requests)} to be computed again" if event.requests else ""
+            return Sentence("fail", f"step {event.step} failed with {event.error}{lost}")
+    return None
+
+
+# --- Blocks ---------------------------------------------------------------------------------------
+
+
+def _tell_computed(state: State, sequence: LiveSequence, event: TokensComputed) -> Sentence:
+    size, start = state.block_size, sequence.num_computed
+    count = event.num_tokens - start
+    blocks = event.new_blocks
+    here = name(sequence)
+    if event.recomputed and sequence.request.preempted:
+        again = f"{_count(event.recomputed, 'token')} computed again in one go"
+        return Sentence("return", f"{called(sequence.request)} is back: {again}", blocks)
+    if sequence.request.joining:
+        former = _former_holders(state, blocks)
+        text = f"request {sequence.request.name} joins: {_count(count, 'token')} into {numbers(blocks)}{former}"
+        return Sentence("join", text, blocks)
+    tokens = f"tokens {start}-{event.num_tokens - 1}" if count > 1 else f"token {start}"
+    if blocks:
+        logical = numbers(range(len(sequence.table), len(sequence.table) + len(blocks)))
+        full = f"{here}'s last block is full; " if start and start % size == 0 else f"{here} grows; "
+        return Sentence("grow", f"{full}{tokens}: logical {logical} -> physical {numbers(blocks)}", blocks)
+    last = sequence.table[(event.num_tokens - 1) // size]
+    slot = (event.num_tokens - 1) % size + 1
+    return Sentence("fill", f"{tokens} of {here} into block {last}: {slot} of {_count(size, 'slot')} filled", (last,))
+
+
+def _former_holders(state: State, blocks: Iterable[int]) -> str:
+    """Whose these blocks were last, if anybody's."""
+    former = sorted({state.device.last_request[block] for block in blocks if block in state.device.last_request})
+    return f" (once request {_list(former)}'s)" if former else ""
+
+
+def _tell_copy(state: State, event: BlockCopied) -> Sentence:
+    writer = state.sequences[event.sequence]
+    others = [number for number in state.device.holders[event.source] if number != writer.number]
+    rest = ""
+    if event.holders == 2:
+        alone = name(state.sequences[others[0]]) if others else "the prefix cache"
+        rest = f"; {alone} now has it alone"
+    text = (
+        f"{name(writer)} writes into block {event.source}, shared by {event.holders}: copied to block "
+        f"{event.destination}{rest}"
+    )
+    return Sentence("copy", text, (event.source, event.destination))
+
+
+def _tell_prefix(state: State, sequence: LiveSequence, event: PrefixReused) -> Sentence:
+    found, wanted = len(event.blocks) * state.block_size, len(sequence.tokens)
+    what = "prompt tokens" if not sequence.output else "tokens"
+    where = "in the prefix cache" if event.source == "cache" else "with a sibling"
+    text = f"request {sequence.request.name} finds {found} of its {wanted} {what} {where}: {numbers(event.blocks)}"
+    return Sentence("prefix", text, event.blocks)
+
+
+def _tell_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]) -> Sentence:
+    if sequence.swapped:
+        return Sentence("give back", f"{name(sequence)} gives back host {numbers(blocks)}", host_blocks=blocks)
+    free = [block for block in blocks if not _others_hold(state, sequence, block)]
+    rest = len(blocks) - len(free)
+    kept = f"; others still hold {rest}" if rest else ""
+    text = (
+        f"{name(sequence)} gives back its table: {numbers(free)} free"
+        if free
+        else f"{name(sequence)} gives back its table"
+    )
+    return Sentence("give back", text + kept, tuple(free))
+
+
+# --- Forks and beams ------------------------------------------------------------------------------
+
+
+def _tell_fork(state: State, parent: LiveSequence) -> Sentence:
+    child = state.letters[0] if state.letters else "another"
+    text = (
+        f"{name(parent)} forks: {child} gets a copy of its table, and shares its {_count(len(parent.table), 'block')}"
+    )
+    return Sentence("child", text, tuple(parent.table))
+
+
+def _tell_end(sequence: LiveSequence, reason: str) -> Sentence:
+    why = {
+        "stop": "it said its last word",
+        "length": "it has all the tokens it was to have",
+        "abort": "it was cancelled",
+        "error": "its request has failed",
+        "dropped": "other beams score better",
+    }[reason]
+    if reason == "dropped":
+        return Sentence("drop", f"beam {name(sequence)} is dropped: {why}")
+    return Sentence("end", f"{name(sequence)} ends: {why}")
+
+
+def _tell_forks(state: State) -> Sentence | None:
+    """What is known only at the end of a step: who of all the beams goes on, or how a prompt forked."""
+    if state.dropped:
+        held = sorted({block for _, blocks in state.dropped.values() for block in blocks})
+        free = [block for block in held if block not in state.device.holders]
+        which = f"{numbers(free)} free again" if free else "all their blocks are shared: none free"
+        return Sentence("beams", f"{_survival(state)}; {which}", tuple(free))
+    if state.forks:
+        parent, children = state.forks[0][0], [name(child) for _, child in state.forks]
+        shared = _count(len(parent.table), "block")
+        text = f"{name(parent)} forks into {_list(children)}: {shared} shared, none copied"
+        return Sentence("fork", text, tuple(parent.table))
+    return None
+
+
+def _survival(state: State) -> str:
+    forks = Counter(name(parent) for parent, _ in state.forks)
+    goes_on = [f"{parent} goes on {_times(count + 1)}" for parent, count in forks.items()]
+    many = "beams" if len(state.dropped) > 1 else "beam"
+    dropped = [name(sequence) for sequence, _ in state.dropped.values()]
+    return ", ".join([*goes_on, f"{many} {_list(dropped)} dropped"])
+
+
+# --- Requests -------------------------------------------------------------------------------------
+
+
+def _tell_preemption(request: LiveRequest, event: RequestPreempted) -> Sentence:
+    what = {
+        "swap": f"swap, {_count(event.num_blocks, 'block')} to the host",
+        "recompute": f"recompute, {_count(event.num_tokens, 'token')} dropped",
+    }[event.mode]
+    short = _count(event.blocks_short, "block")
+    blocks = tuple(block for sequence in request.sequences for block in sequence.table)
+    text = f"{short} short: {called(request)}, the latest of those that run, is preempted by {what}"
+    return Sentence("preempt", text, tuple(dict.fromkeys(blocks)))
+
+
+def _tell_departure(state: State, request: LiveRequest, event: RequestFinished) -> Sentence:
+    ended = {"finished": "has finished", "aborted": "was cancelled", "failed": "has failed"}[event.reason]
+    blocks = tuple(sorted({block for s in request.done if not s.swapped for block in s.table}))
+    back = f" and gives back {numbers(blocks)}" if blocks else ""
+    return Sentence("leave", f"{called(request)} {ended}{back}", blocks)
+
+
+# --- For who reads --------------------------------------------------------------------------------
+
+
+def explain(state: State, event: Event, words: Words | None = None) -> str:
+    """What an event that is about to change `state` means, in whole sentences. `words` gives tokens as they are quoted.
+
+    Raises LookupError where the event does not follow from those before.
+    """
+    match event:
+        case EngineStarted():
+            return (
+                f"The engine starts. Its pool has {_count(event.num_blocks, 'block')}, each with room for "
+                f"{_count(event.block_size, 'token')}; all are free."
+            )
+        case StepStarted():
+            return f"Engine step {event.step} begins: the scheduler decides who runs."
+        case StepScheduled():
+            held = f"running sequences: {event.num_sequences}; different blocks that they hold: {event.blocks_used}"
+            return f"Engine step {event.step} is scheduled: {held}."
+        case StepFinished():
+            ran = f"{_count(event.num_query_tokens, 'token')} of {_count(event.num_sequences, 'sequence')}"
+            return f"Engine step {event.step} is over: it ran {ran}."
+        case StepFailed():
+            lost = f"; {_list(event.requests)} will be recomputed." if event.requests else "."
+            return f"Engine step {event.step} failed with {event.error}{lost}"
+        case TokensComputed():
+            return _explain_computed(state.sequences[event.sequence], event)
+        case BlockCopied():
+            return (
+                f"Copy-on-write: sequence {event.sequence} is about to write into block {event.source}, which has "
+                f"{event.holders} holders. It gets a copy, block {event.destination}, and lets go of block "
+                f"{event.source}."
+            )
+        case PrefixReused():
+            where = "prefix cache" if event.source == "cache" else "by a sibling"
+            return f"Sequence {event.sequence} begins with {_blocks(event.blocks)}, already computed ({where})."
+        case BlocksFreed():
+            return _explain_freed(state, state.sequences[event.sequence], event.blocks)
+        case BlockCached():
+            return f"Block {event.block} is full, so the prefix cache holds it too: a later prompt may begin with it."
+        case BlockDeduplicated():
+            return (
+                f"Sequence {event.sequence} computed what the prefix cache has already: it takes block {event.cached} "
+                f"and gives back its own, {event.own}."
+            )
+        case BlockEvicted():
+            return f"The prefix cache lets go of block {event.block}, to make room."
+    return _explain_sequence(state, event, words)
+
+
+def _explain_sequence(state: State, event: Event, words: Words | None) -> str:
+    match event:
+        case SequenceForked():
+            shared = _count(len(state.sequences[event.parent].table), "block")
+            return (
+                f"Sequence {event.child} is forked from sequence {event.parent}: it shares {shared}, and nothing is "
+                "copied."
+            )
+        case TokenGenerated():
+            token = _quoted(event.token_id, words)
+            return (
+                f"The next token of sequence {event.sequence} is {token}. It is known, but its keys and values are not "
+                "in the cache yet."
+            )
+        case SequenceFinished():
+            return f"Sequence {event.sequence} ends: {_WHY_IT_ENDS[event.reason]}."
+        case BeamFinished():
+            return (
+                f"Sequence {event.sequence} followed by {_quoted(event.token_id, words)} is kept as a finished beam, "
+                f"with score {event.score:.3f}."
+            )
+    return _explain_request(event)
+
+
+def _explain_request(event: Event) -> str:
+    match event:
+        case RequestArrived():
+            prompt = _count(len(event.prompt_token_ids), "prompt token")
+            several = f" and asks for {event.num_sequences} sequences" if event.num_sequences > 1 else ""
+            return f"Request {event.request} arrives with {prompt}{several}. It waits and holds no block."
+        case RequestRefused():
+            return f"Request {event.request} is refused: {event.reason}."
+        case RequestAdmitted():
+            return f"Request {event.request} is admitted: there are blocks for it, so it moves to running."
+        case RequestPreempted():
+            return (
+                f"The pool is {_count(event.blocks_short, 'block')} short, so request {event.request} is preempted "
+                f"({event.mode}): it gives up {_count(event.num_blocks, 'block')} with "
+                f"{_count(event.num_tokens, 'token')}."
+            )
+        case SwappedOut():
+            return f"Request {event.request} is swapped out: {_count(len(event.pairs), 'block')} copied to the host."
+        case SwappedIn():
+            copied = _count(len(event.pairs), "block")
+            return f"Request {event.request} is swapped in: {copied} copied back, and it runs."
+        case RequestFinished():
+            return f"Request {event.request} {'has' if event.reason == 'failed' else 'is'} {event.reason}."
+    raise TypeError(f"{type(event).__name__} has no sentence")
+
+
+_WHY_IT_ENDS = {
+    "stop": "it has come to its end",
+    "length": "it has all the tokens that were asked for",
+    "abort": "it was cancelled",
+    "error": "its request has failed",
+    "dropped": "its beam does not go on",
+}
+
+
+def _explain_computed(sequence: LiveSequence, event: TokensComputed) -> str:
+    needs = f"Sequence {event.sequence} needs {_count(event.num_tokens - sequence.num_computed, 'more slot')}"
+    again = f" {_count(event.recomputed, 'token')} had been computed before." if event.recomputed else ""
+    if event.new_blocks:
+        are = "is" if len(event.new_blocks) == 1 else "are"
+        return f"{needs}: {_blocks(event.new_blocks)} {are} taken from the free ones.{again}"
+    return f"{needs}. Its last block, {sequence.table[-1]}, has room, so nothing is allocated.{again}"
+
+
+def _explain_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]) -> str:
+    kept = [block for block in blocks if _others_hold(state, sequence, block)]
+    verbs = ("has", "stays") if len(kept) == 1 else ("have", "stay")
+    after = f"; {_list(kept)} {verbs[0]} other holders and {verbs[1]}." if kept else ", free again from now on."
+    return f"Sequence {sequence.number} lets go of {'host ' if sequence.swapped else ''}{_blocks(blocks)}{after}"
+
+
+def _others_hold(state: State, sequence: LiveSequence, block: int) -> bool:
+    """Whether somebody beside the sequence holds one of its blocks."""
+    if sequence.swapped:
+        return len(state.host.holders[block]) > 1
+    return state.ref_count(block) > 1
+
+
+# --- Words ----------------------------------------------------------------------------------------
+
+MOST_RUNS = 6
+"""Of neighbouring blocks, that a sentence names."""
+
+
+def name(sequence: LiveSequence) -> str:
+    """Its letter, or its number where there are too many for letters, or it never held a block."""
+    return sequence.letter if sequence.letter.isalpha() else f"sequence {sequence.number}"
+
+
+def called(request: LiveRequest) -> str:
+    """A request, with the letters of its sequences: "request 3 (D)"."""
+    letters = [s.letter for s in request.sequences or request.done if s.letter.isalpha()]
+    return f"request {request.name} ({_some(letters)})" if letters else f"request {request.name}"
+
+
+def numbers(blocks: Iterable[int]) -> str:
+    """Block numbers, runs of neighbours drawn together: "blocks 0-3, 7"."""
+    blocks = list(blocks)
+    return f"block{'' if len(blocks) == 1 else 's'} {blocks_only(blocks)}"
+
+
+def blocks_only(blocks: Iterable[int]) -> str:
+    """The same without the word."""
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and block == runs[-1][1] + 1:
+            runs[-1][1] = block
+        else:
+            runs.append([block, block])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:MOST_RUNS]]
+    more = sum(last - first + 1 for first, last in runs[MOST_RUNS:])
+    return ", ".join(shown) + (f" and {more} more" if more else "") if shown else "none"
+
+
+def _names(requests: Iterable[LiveRequest]) -> list[str]:
+    return [name(sequence) for request in requests for sequence in request.sequences if sequence.letter]
+
+
+def _requests(names: tuple[str, ...]) -> str:
+    return f"request{'s' if len(names) > 1 else ''} {_some(names)} {'wait' if len(names) > 1 else 'waits'}"
+
+
+def _word(token_id: int, words: Words | None) -> str:
+    return repr(words(token_id)) if words else f"token {token_id}"
+
+
+def _quoted(token_id: int, words: Words | None) -> str:
+    return words(token_id) if words else str(token_id)
+
+
+def _blocks(blocks: Iterable[int]) -> str:
+    """Each of them: "blocks 0, 1 and 2"."""
+    blocks = list(blocks)
+    return f"{'block' if len(blocks) == 1 else 'blocks'} {_list(blocks)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _times(count: int) -> str:
+    return {2: "twice"}.get(count, f"{count} times")
+
+
+def _list(items: Iterable[object]) -> str:
+    named = [str(item) for item in items]
+    return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else "".join(named)
+
+
+def _some(items: Iterable[str], most: int = 8) -> str:
+    """As a list, of which only the first few are named. "" for none."""
+    items = list(items)
+    return _list(items) if len(items) <= most else f"{', '.join(items[:most])} and {len(items) - most} more"

@@ -1,0 +1,59 @@
+"""The stepper's fold, in JavaScript, is the project's: on random runs, and on those that the bug museum shows."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from minipaged.events import Event
+from minipaged.stepper import Recording
+from tests.effort import scaled, seeds
+from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
+from tests.javascript import check_folds_agree
+from tests.workloads import Run, random_workload
+
+RUNS = Path(__file__).parent.parent.parent / "docs" / "runs"
+RECORDED = [script for script in sorted(RUNS.glob("*.py")) if re.search(r"\bas run:", script.read_text())]
+"""The museum's; those of the tutorials are in tests/site."""
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(30, 10), ids=str)
+def test_at_every_step_of_random_runs_the_stepper_knows_what_the_events_say(seeds: range) -> None:
+    runs: list[list[Event]] = []
+    for seed in seeds:
+        runs.append([])
+        Run(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
+    assert max(map(len, runs)) > 200  # events, so that some states were kept
+    check_folds_agree(runs)
+
+
+@pytest.mark.parametrize(("part", "number"), [("forward", 3), ("allocate", 9), ("swap in", 1)])
+def test_and_where_steps_fail(part: str, number: int) -> None:
+    runs: list[list[Event]] = []
+    for workload in WORKLOADS.values():
+        run = wired(workload, Fuse(part, number))
+        runs.append([])
+        run.engine.listeners.append(runs[-1].append)
+        for now in range(1000):
+            try:
+                if not run.advance(now):
+                    break
+            except Fault:
+                pass
+    assert any(event.name == "step_failed" for run in runs for event in run)
+    check_folds_agree(runs)
+
+
+@pytest.mark.parametrize("script", RECORDED, ids=lambda script: script.stem)
+def test_a_recorded_run_is_followed_in_the_same_way(script: Path) -> None:
+    recording = runpy.run_path(str(script))["run"]
+    assert isinstance(recording, Recording)
+    check_folds_agree([recording.events])
+
+
+def test_the_recorded_runs_are_found() -> None:
+    assert len(RECORDED) >= 6

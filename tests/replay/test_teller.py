@@ -1,0 +1,139 @@
+"""What is said of events: every kind has its sentence, and the sentences say what happened."""
+
+from __future__ import annotations
+
+import pytest
+
+from minipaged.events import (
+    EVENT_TYPES,
+    BeamFinished,
+    BlockCached,
+    BlockCopied,
+    BlockDeduplicated,
+    BlockEvicted,
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    PrefixReused,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    RequestRefused,
+    SequenceFinished,
+    SequenceForked,
+    StepFailed,
+    StepFinished,
+    StepScheduled,
+    StepStarted,
+    SwappedIn,
+    SwappedOut,
+    TokenGenerated,
+    TokensComputed,
+)
+from minipaged.replay.state import State
+from minipaged.replay.teller import explain, tell
+from minipaged.stepper.page import sentences_of
+
+RUN: list[tuple[Event, str]] = [
+    (
+        EngineStarted(8, 8, 2, 16),
+        "The engine starts. Its pool has 8 blocks, each with room for 2 tokens; all are free.",
+    ),
+    (
+        RequestArrived("a", 0, (1, 2, 3), 2),
+        "Request a arrives with 3 prompt tokens and asks for 2 sequences. It waits and holds no block.",
+    ),
+    (RequestArrived("b", 9, (7,), 1), "Request b arrives with 1 prompt token. It waits and holds no block."),
+    (RequestRefused("c", "it has 99 tokens"), "Request c is refused: it has 99 tokens."),
+    (StepStarted(1), "Engine step 1 begins: the scheduler decides who runs."),
+    (RequestAdmitted("a"), "Request a is admitted: there are blocks for it, so it moves to running."),
+    (TokensComputed(0, 3, (0, 1), 0), "Sequence 0 needs 3 more slots: blocks 0 and 1 are taken from the free ones."),
+    (BlockCached(0, 0, 0), "Block 0 is full, so the prefix cache holds it too: a later prompt may begin with it."),
+    (SequenceForked("a", 0, 1), "Sequence 1 is forked from sequence 0: it shares 2 blocks, and nothing is copied."),
+    (
+        TokenGenerated("a", 1, 5, -1.0),
+        "The next token of sequence 1 is five. It is known, but its keys and values are not in the cache yet.",
+    ),
+    (
+        StepScheduled(1, 1, 3, 2, 2, 0, 1),
+        "Engine step 1 is scheduled: running sequences: 1; different blocks that they hold: 2.",
+    ),
+    (StepFinished(1, 1, 3, 0.5), "Engine step 1 is over: it ran 3 tokens of 1 sequence."),
+    (
+        BlockCopied(1, 1, 1, 2, 2),
+        "Copy-on-write: sequence 1 is about to write into block 1, which has 2 holders. It gets a copy, block 2, and "
+        "lets go of block 1.",
+    ),
+    (
+        TokensComputed(1, 4, (), 1),
+        "Sequence 1 needs 1 more slot. Its last block, 2, has room, so nothing is allocated. 1 token had been computed "
+        "before.",
+    ),
+    (BeamFinished("a", 1, 6, -0.12345), "Sequence 1 followed by six is kept as a finished beam, with score -0.123."),
+    (SequenceFinished("a", 1, "dropped"), "Sequence 1 ends: its beam does not go on."),
+    (BlocksFreed(1, (0, 2)), "Sequence 1 lets go of blocks 0 and 2; 0 has other holders and stays."),
+    (
+        RequestPreempted("a", "swap", 2, 3, 1),
+        "The pool is 1 block short, so request a is preempted (swap): it gives up 2 blocks with 3 tokens.",
+    ),
+    (SwappedOut("a", ((0, 4), (1, 5))), "Request a is swapped out: 2 blocks copied to the host."),
+    (RequestAdmitted("b"), "Request b is admitted: there are blocks for it, so it moves to running."),
+    (PrefixReused(9, (0,), "cache"), "Sequence 9 begins with block 0, already computed (prefix cache)."),
+    (TokensComputed(9, 3, (3,), 0), "Sequence 9 needs 1 more slot: block 3 is taken from the free ones."),
+    (SwappedIn("a", ((4, 6), (5, 7))), "Request a is swapped in: 2 blocks copied back, and it runs."),
+    (
+        BlockDeduplicated(0, 0, 6, 0),
+        "Sequence 0 computed what the prefix cache has already: it takes block 0 and gives back its own, 6.",
+    ),
+    (SequenceFinished("a", 0, "stop"), "Sequence 0 ends: it has come to its end."),
+    (BlocksFreed(0, (0, 7)), "Sequence 0 lets go of blocks 0 and 7; 0 has other holders and stays."),
+    (RequestFinished("a", "finished"), "Request a is finished."),
+    (BlocksFreed(9, (0, 3)), "Sequence 9 lets go of blocks 0 and 3; 0 has other holders and stays."),
+    (BlockEvicted(0), "The prefix cache lets go of block 0, to make room."),
+    (StepFailed(2, "OSError()", ("b",)), "Engine step 2 failed with OSError(); b will be recomputed."),
+    (
+        TokensComputed(9, 1, (3,), 1),
+        "Sequence 9 needs 1 more slot: block 3 is taken from the free ones. 1 token had been computed before.",
+    ),
+    (BlocksFreed(9, (3,)), "Sequence 9 lets go of block 3, free again from now on."),
+    (RequestFinished("b", "failed"), "Request b has failed."),
+]
+
+
+def test_every_kind_of_event_is_explained_in_whole_sentences() -> None:
+    state, words = State(), {5: "five", 6: "six"}
+    for event, sentence in RUN:
+        assert explain(state, event, words.__getitem__) == sentence
+        tell(state, event, words.__getitem__)
+        state.apply(event)
+    assert {event.name for event, _ in RUN} == EVENT_TYPES.keys()
+
+
+def test_a_page_quotes_words_so_that_they_can_be_seen() -> None:
+    events = [EngineStarted(4, 0, 2, 8), RequestArrived("a", 0, (1,), 1)]
+    events += [TokenGenerated("a", 0, token, 0.0) for token in (1, 2, 3, 4)]
+    said = sentences_of(events, {1: " a word", 2: "\n\n", 3: "  "})
+    assert [sentence.split(". ")[0].rpartition(" is ")[2] for sentence in said[2:]] == [
+        "“a word”",
+        "“↵↵”",
+        "“␣␣”",
+        "“4”",
+    ]
+    assert "sequence 0 is 1." in sentences_of(events)[2]  # without words: the number of the token
+
+
+def test_where_a_run_contradicts_itself_the_page_says_so_from_there_on() -> None:
+    """A recording of a faulty part is shown all the same."""
+    events = [event for event, _ in RUN[:8]]
+    wrong = [*events, BlocksFreed(0, (0, 3)), StepFinished(1, 1, 3, 0.5)]
+    said = sentences_of(wrong)
+    assert said[:8] == sentences_of(events)
+    contradiction = "does not follow from what happened before: sequence 0 holds blocks [0, 1], not [0, 3]."
+    assert said[8:] == [f"This (blocks_freed) {contradiction}", f"This (step_finished) {contradiction}"]
+
+
+@pytest.mark.parametrize("event", [TokensComputed(7, 1, (0,), 0), SequenceForked("a", 7, 8), BlocksFreed(7, (0,))])
+def test_what_is_said_of_nobody_is_refused(event: Event) -> None:
+    with pytest.raises(LookupError):
+        explain(State(), event)

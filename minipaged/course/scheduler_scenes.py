@@ -13,7 +13,8 @@ from typing import Literal
 from hypothesis import strategies as st
 
 from minipaged.course.scheduler_session import Scenery, Settings, draw
-from minipaged.engine.block_manager import AllocStatus, BlockManager
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.memory import AllocStatus
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request, RequestState, Sequence
 from minipaged.engine.step_writer import StepWriter

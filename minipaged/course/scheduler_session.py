@@ -16,8 +16,8 @@ from typing import Any, Literal, NoReturn
 from minipaged.course.assignment import Bench, Failed, Failure
 from minipaged.course.counterexample import aligned, make_script, raised_message
 from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, Result, StudentError
-from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.engine import Engine
+from minipaged.engine.memory import Memory
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.engine.views import plain, view_of
@@ -399,7 +399,7 @@ class StudentPolicy:
 # --- Drawing --------------------------------------------------------------------------------------
 
 
-def draw(requests: Sequence[Request], blocks: BlockManager) -> tuple[str, ...]:
+def draw(requests: Sequence[Request], blocks: Memory) -> tuple[str, ...]:
     """The queues as a table with the block tables, and the pools with who holds which block."""
     rows = [["request", "arrived", "state", "sequences", "to run", "needs", "block tables"]]
     for request in sorted(requests, key=lambda r: r.order):

@@ -16,9 +16,10 @@ import numpy as np
 from minipaged import contracts
 from minipaged.contracts import SamplingInput, Tier
 from minipaged.course.content_runner import ContentRunner, fake_logits
-from minipaged.engine.block_manager import BlockManager, MakeMemory
+from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine
+from minipaged.engine.memory import MakeMemory
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.errors import BadLogits, InvalidRequest
 from minipaged.events import Event, Listener, PrefixReused, RequestArrived, RequestPreempted, TokensComputed

@@ -9,8 +9,8 @@ from collections.abc import Sequence as ListLike
 from numbers import Integral
 
 from minipaged.contracts import BeamSearch
-from minipaged.engine.block_manager import AllocStatus, BlockManager
 from minipaged.engine.detokenizer import Decode, Detokenizer
+from minipaged.engine.memory import AllocStatus, Memory
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvalidRequest
@@ -25,7 +25,7 @@ class Arrivals:
         config: EngineConfig,
         beam_search: type[BeamSearch],
         scheduler: Scheduler,
-        blocks: BlockManager,
+        blocks: Memory,
         sequence_ids: Iterator[int],
         decode: Decode | None,
         clock: Callable[[], float],
@@ -151,7 +151,7 @@ def check_priority(priority: int) -> None:
         raise InvalidRequest(f"priority is {priority!r}; it must be a whole number, and the smaller, the earlier")
 
 
-def check_fits(request: Request, config: EngineConfig, max_sequences: int, blocks: BlockManager) -> None:
+def check_fits(request: Request, config: EngineConfig, max_sequences: int, blocks: Memory) -> None:
     """Raise InvalidRequest when the answer to admission is NEVER."""
     name = "beam_width" if request.beam_search else "n"
     if request.num_sequences > max_sequences:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from minipaged.contracts import Runner
 from minipaged.engine.batch import ScheduledRequest
-from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request
 from minipaged.engine.views import LateCosts, LateViews, WaitingView, view_of
 from minipaged.errors import InvalidRequest, Invariant, InvariantViolation
@@ -23,7 +23,7 @@ from minipaged.scheduling import Costs, MakePolicy, Policy, RequestView, Way
 class AskedPolicy:
     """The policy of one engine."""
 
-    def __init__(self, make: MakePolicy, config: EngineConfig, blocks: BlockManager, runner: Runner) -> None:
+    def __init__(self, make: MakePolicy, config: EngineConfig, blocks: Memory, runner: Runner) -> None:
         self.policy = _make(make, config, LateCosts(runner))
         self._blocks = blocks
         self._preemption = config.preemption

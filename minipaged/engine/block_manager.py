@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from enum import Enum
 from typing import Literal
 
 from minipaged.contracts import BlockAllocator, BlockTable, Tier
 from minipaged.engine.checked_allocator import CheckedAllocator
+from minipaged.engine.memory import Memory
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, RequestState, Sequence
 from minipaged.engine.step_writer import StepWriter
@@ -37,18 +37,8 @@ from minipaged.params import EngineConfig
 from minipaged.steps import BlockMoves, CopyPair
 
 
-class AllocStatus(Enum):
-    """Whether a request's blocks can be had."""
-
-    OK = "ok"
-    LATER = "later"
-    """Not now, but once others have finished."""
-    NEVER = "never"
-    """Not even with the whole pool to itself."""
-
-
-class BlockManager:
-    """Block tables of one engine, over one device pool and one host pool."""
+class BlockManager(Memory):
+    """Paged memory: block tables over one device pool and one host pool."""
 
     def __init__(
         self,
@@ -88,29 +78,9 @@ class BlockManager:
         return self.allocator.num_free + self.num_cached
 
     @property
-    def num_used(self) -> int:
-        """Blocks that sequences hold."""
-        return self.allocator.num_blocks - self.num_available
-
-    @property
     def num_cached(self) -> int:
         """Blocks that only the prefix cache holds."""
         return self.prefix_cache.num_evictable if self.prefix_cache else 0
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)  # rounded up
-
-    def most_blocks(self, request: Request) -> int:
-        """Most blocks that the request can come to hold: only the prompt's full blocks are sure to be shared.
-
-        The last token is chosen but never run, so it needs no slot.
-        """
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if request.max_output_tokens == 1:  # all that is ever run is the prompt
-            return self.blocks_for(num_prompt_tokens)
-        shared = num_prompt_tokens // self.block_size
-        each = self.blocks_for(num_prompt_tokens + request.max_output_tokens - 1)
-        return shared + request.num_sequences * (each - shared)
 
     def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
         """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
@@ -131,12 +101,6 @@ class BlockManager:
     def _pool_of(self, sequence: Sequence) -> BlockAllocator:
         """The allocator that the numbers in the sequence's table belong to."""
         return self.host_allocator if sequence.swapped and self.host_allocator else self.allocator
-
-    def can_admit(self, request: Request, spare: int = 0) -> AllocStatus:
-        """Whether the blocks for everything the request has to run are there, and `spare` more beside them."""
-        if self.most_blocks(request) > self.allocator.num_blocks:
-            return AllocStatus.NEVER
-        return AllocStatus.OK if self.blocks_to_admit(request) + spare <= self.num_available else AllocStatus.LATER
 
     def blocks_to_admit(self, request: Request) -> int:
         """How many of the available blocks the waiting request takes for everything it has to run."""
@@ -342,7 +306,3 @@ class BlockManager:
         moves = BlockMoves(tuple(self._swap_out), tuple(poison), tuple(self._swap_in), tuple(self._copy))
         self._swap_out, self._swap_in, self._copy = [], [], []
         return moves
-
-
-MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, StepWriter, Emit], BlockManager]
-"""A class of block managers, or a function, given what BlockManager is made with."""

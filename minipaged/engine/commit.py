@@ -13,8 +13,8 @@ from typing import Literal
 
 from minipaged.contracts import BeamSearch, BeamStep, Sampled
 from minipaged.engine.batch import LaunchedStep, ScheduledRequest
-from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.detokenizer import Decode, Detokenizer
+from minipaged.engine.memory import Memory
 from minipaged.engine.memory_use import slot_steps_reserved
 from minipaged.engine.results import make_output, make_update
 from minipaged.engine.scheduler import Scheduler
@@ -36,7 +36,7 @@ class Committer:
         self,
         requests: dict[str, Request],
         scheduler: Scheduler,
-        blocks: BlockManager,
+        blocks: Memory,
         writer: StepWriter,
         sequence_ids: Iterator[int],
         decode: Decode | None,

@@ -24,11 +24,12 @@ from itertools import count
 from minipaged.contracts import BlockAllocator, Runner, Tier
 from minipaged.engine.arrivals import Arrivals
 from minipaged.engine.batch import LaunchedStep, Plan
-from minipaged.engine.block_manager import BlockManager, MakeMemory
+from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.commit import Committer
 from minipaged.engine.detokenizer import Decode, naming_failures
 from minipaged.engine.event_queue import EventQueue
 from minipaged.engine.invariants import check_blocks, check_exclusive_writes
+from minipaged.engine.memory import MakeMemory
 from minipaged.engine.memory_use import memory_held
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.recovery import start_over

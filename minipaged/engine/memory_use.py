@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 
 from minipaged.engine.batch import Plan
-from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.events import StepScheduled
 
 
-def memory_held(step: int, plan: Plan, running: Iterable[Request], blocks: BlockManager) -> StepScheduled:
+def memory_held(step: int, plan: Plan, running: Iterable[Request], blocks: Memory) -> StepScheduled:
     """What the running requests hold in this step, which takes no more time than there is to find out.
 
     Of a plan by which all go on decoding only the number of its steps is noted (`Plan.count_steps`).

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from minipaged.contracts import Runner
 from minipaged.engine.asked_policy import AskedPolicy
 from minipaged.engine.batch import Plan, ScheduledRequest
-from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.events import Emit, RequestAdmitted, RequestPreempted
 from minipaged.params import EngineConfig
@@ -32,9 +32,7 @@ from minipaged.scheduling import MakePolicy, Policy
 class Scheduler:
     """The queues of one engine. `waiting` and `running` are both in order of arrival."""
 
-    def __init__(
-        self, config: EngineConfig, blocks: BlockManager, runner: Runner, emit: Emit, policy: MakePolicy
-    ) -> None:
+    def __init__(self, config: EngineConfig, blocks: Memory, runner: Runner, emit: Emit, policy: MakePolicy) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.asked = AskedPolicy(policy, config, blocks, runner)

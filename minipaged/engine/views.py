@@ -11,19 +11,19 @@ from dataclasses import fields
 from typing import Any, overload
 
 from minipaged.contracts import Runner
-from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.scheduling import Costs, RequestView
 
 TOO_LATE = "the question is over, and things have changed; look while it is asked"
 
 
-def view_of(request: Request, blocks: BlockManager) -> RequestView:
+def view_of(request: Request, blocks: Memory) -> RequestView:
     """The request as a policy is told of it."""
     return RequestView(**_told(request, blocks), blocks_needed=_blocks_needed(request, blocks))
 
 
-def _told(request: Request, blocks: BlockManager) -> dict[str, Any]:
+def _told(request: Request, blocks: Memory) -> dict[str, Any]:
     """All fields but one."""
     remaining = [n for _, n in request.remaining()]
     behind = [n for n in remaining if n > 1]
@@ -48,7 +48,7 @@ def _told(request: Request, blocks: BlockManager) -> dict[str, Any]:
     }
 
 
-def _blocks_needed(request: Request, blocks: BlockManager) -> int:
+def _blocks_needed(request: Request, blocks: Memory) -> int:
     if request.state is RequestState.RUNNING:
         return blocks.blocks_needed(request.remaining())
     return blocks.blocks_to_admit(request)
@@ -62,7 +62,7 @@ class WaitingView(RequestView):
     counted: bool
     """Whether somebody has looked."""
 
-    def __init__(self, request: Request, blocks: BlockManager, is_up_to_date: Callable[[WaitingView], bool]) -> None:
+    def __init__(self, request: Request, blocks: Memory, is_up_to_date: Callable[[WaitingView], bool]) -> None:
         super().__init__(**_told(request, blocks))
 
         def count(view: WaitingView) -> int:
@@ -86,9 +86,9 @@ class WaitingView(RequestView):
 class LateViews(Sequence[RequestView]):
     """Views of these requests, made when somebody looks at one."""
 
-    def __init__(self, requests: Sequence[Request], blocks: BlockManager) -> None:
+    def __init__(self, requests: Sequence[Request], blocks: Memory) -> None:
         self._requests: tuple[Request, ...] = tuple(requests)
-        self._blocks: BlockManager | None = blocks
+        self._blocks: Memory | None = blocks
         self._views: list[RequestView] | None = None
 
     def close(self) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from minipaged.contracts import Batch
 from minipaged.course.content_runner import ContentRunner
-from minipaged.engine.block_manager import AllocStatus
 from minipaged.engine.engine import Engine
+from minipaged.engine.memory import AllocStatus
 from minipaged.engine.sequence import RequestState
 from minipaged.errors import InvalidRequest
 from minipaged.events import BlocksFreed, Event, RequestPreempted, SequenceFinished, StepStarted, SwappedOut

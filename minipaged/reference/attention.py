@@ -13,11 +13,12 @@ running values (the "online softmax" of Milakov and Gimelshein, 2018):
 
 A new block may raise m. What was summed under the old m is then worth exp(m_old - m_new) as much, and the block's
 own terms are added. After the last block the answer is o / l. As every exponent is at most 0, nothing overflows,
-however large the scores.
+however large the scores. That is `attend`, for one query; it is here to be read, and for the tests.
 
-Sequences with the same number of query tokens go through the loop together: all decodes of a batch (one query each)
-are one such group. Longest context first, so that those which still have a block j are always the first few. And a
-NumPy call costs about as much for 64 keys as for one, so that small blocks are taken a few at a time.
+`paged_attention` is the same loop for a batch. Sequences with the same number of query tokens go through it together:
+all decodes of a batch (one query each) are one such group. Longest context first, so that those which still have a
+block j are always the first few. And a NumPy call costs about as much for 64 keys as for one, so that small blocks are
+taken a few at a time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,28 @@ from __future__ import annotations
 import numpy as np
 
 from minipaged.reference.kv_cache import Array, KVCache
+
+
+def attend(query: Array, kv_cache: KVCache, layer: int, blocks: Array, position: int, scale: float) -> Array:
+    """One query [heads, head_dim], at `position` of the sequence with this block table: returns [heads, head_dim]."""
+    heads, block_size = len(query), kv_cache.block_size
+    group = heads // kv_cache.num_kv_heads  # query heads that share one key/value head
+    m = np.full(heads, -np.inf, query.dtype)  # [heads]
+    l = np.zeros(heads, query.dtype)  # [heads]  # noqa: E741
+    o = np.zeros_like(query)  # [heads, head_dim]
+    for j in range(position // block_size + 1):
+        n = min(block_size, position + 1 - j * block_size)  # tokens up to the query's, in logical block j
+        K, V = kv_cache.read(layer, blocks[None, j : j + 1])  # [1, block_size, kv_heads, head_dim] each
+        K, V = K[0, :n].repeat(group, axis=1), V[0, :n].repeat(group, axis=1)  # [n, heads, head_dim] each
+        scores = scale * np.einsum("hd,nhd->hn", query, K)  # [heads, n]
+        old, m = m, np.maximum(m, scores.max(axis=1))  # [heads] each
+        fade, p = np.exp(old - m), np.exp(scores - m[:, None])  # [heads], [heads, n]
+        l = fade * l + p.sum(axis=1)  # [heads]  # noqa: E741
+        o = fade[:, None] * o + np.einsum("hn,nhd->hd", p, V)  # [heads, head_dim]
+    return o / l[:, None]
+
+
+# --- The same for a batch -------------------------------------------------------------------------
 
 TILE = 64
 """Keys a turn of the loop: smaller blocks are taken together. Against one block of 16 a turn (SmolLM2-135M's shapes),

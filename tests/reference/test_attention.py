@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.reference import attention
-from minipaged.reference.attention import paged_attention
+from minipaged.reference.attention import attend, paged_attention
 from minipaged.reference.kv_cache import Array, KVCache
 from tests.effort import examples
 
@@ -141,6 +141,22 @@ def test_paged_attention_equals_softmax_attention_over_contiguous_keys_and_value
     assert output.dtype == batch.query.dtype
     assert output.shape == batch.query.shape
     assert relative_error(output, batch.contiguous()) < (1e-5 if output.dtype == np.float32 else 1e-12)
+
+
+@settings(max_examples=examples(60))
+@given(batch=batches(max_context=60))
+def test_the_loop_for_one_query_gives_the_same(batch: Batch) -> None:
+    """Which is the paper's, and of which `paged_attention` is the batched form."""
+    outputs = []
+    for s, (n, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        for position in range(context - n, context):
+            query = batch.query[batch.query_start[s] + position - (context - n)]
+            with np.errstate(over="raise", invalid="raise", divide="raise"):
+                outputs.append(attend(query, batch.cache, LAYER, batch.block_tables[s], position, batch.scale))
+    assert outputs[0].dtype == batch.query.dtype
+    tolerance = 1e-5 if batch.query.dtype == np.float32 else 1e-12
+    assert relative_error(np.array(outputs), batch.contiguous()) < tolerance
+    assert relative_error(np.array(outputs), batch.paged()) < tolerance
 
 
 @settings(max_examples=examples(30))

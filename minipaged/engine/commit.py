@@ -97,7 +97,7 @@ class Committer:
             self._emit(TokenGenerated(scheduled.request_id, sequence.sequence_id, token, choice.logprob))
         if scheduled.reads_along:
             sequence.num_reported += 1
-            news = CompletionUpdate(sequence.stream, (token,), "", None, None, None)
+            news = CompletionUpdate(sequence.index, (token,), "", None, None, None)
             self.updates.append(RequestUpdate(scheduled.request_id, (news,), None))
         return True
 
@@ -152,8 +152,8 @@ class Committer:
     def _fork_samples(self, request: Request, parent: Sequence, n: int) -> list[Sequence]:
         """The other samples of a prompt that has just been computed."""
         children = self._fork(request, [(parent, choice) for choice in range(1, n)])
-        for stream, child in enumerate(children, 1):
-            child.stream = stream
+        for index, child in enumerate(children, 1):
+            child.index = index
         request.sequences.extend(children)
         request.prompt_computed = True
         request.first_token_time = self._clock()

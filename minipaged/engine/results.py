@@ -27,7 +27,7 @@ def _news(sequence: Sequence) -> CompletionUpdate:
     token_ids, since = sequence.output_token_ids, sequence.num_reported
     sequence.num_reported = count = len(token_ids)
     return CompletionUpdate(
-        sequence.stream,
+        sequence.index,
         (token_ids[-1],) if count == since + 1 else tuple(token_ids[since:]),
         sequence.detokenizer.take() if sequence.detokenizer else "",
         None if sequence.logprobs is None else tuple(sequence.logprobs[since:]),
@@ -64,10 +64,10 @@ def make_output(
 
 
 def _sample_outputs(request: Request) -> Iterator[CompletionOutput]:
-    for sequence in sorted(request.done, key=lambda s: s.stream):
+    for sequence in sorted(request.done, key=lambda s: s.index):
         assert sequence.finish_reason is not None
         yield CompletionOutput(
-            index=sequence.stream,
+            index=sequence.index,
             text=sequence.detokenizer.text if sequence.detokenizer else "",
             token_ids=tuple(sequence.output_token_ids),
             cumulative_logprob=sequence.cumulative_logprob,

@@ -43,7 +43,7 @@ class Sequence:
     """Whether `table` is over the host pool."""
     pending: bool = False
     """Whether the step in flight is choosing the token after `tokens`, and it is to run."""
-    stream: int = 0
+    index: int = 0
     """Which of the request's n samples this is."""
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, float]] | None = None

@@ -100,7 +100,7 @@ class StepWriter:
     def _begin(self, request: Request, sequence: Sequence) -> Begun:
         params, sampling = request.params, None
         if isinstance(params, SamplingParams):
-            sampling = Sampling(params, request.seed, sequence.stream, request.forbidden_token_ids)
+            sampling = Sampling(params, request.seed, sequence.index, request.forbidden_token_ids)
         num_prompt = len(request.prompt_token_ids)
         blocks = tuple(sequence.table.blocks)
         return Begun(sequence.sequence_id, tuple(sequence.tokens), num_prompt, blocks, sampling)

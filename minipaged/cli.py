@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minipaged.errors import InvalidRequest, MinipagedError
+from minipaged.events import Event
+from minipaged.outputs import RequestOutput
 from minipaged.params import PENALTIES, BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
-    from minipaged.events import Event
     from minipaged.llm import LLM
-    from minipaged.outputs import RequestOutput
 
 app = typer.Typer(
     name="minipaged",

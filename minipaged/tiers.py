@@ -184,7 +184,7 @@ class FastWing(Wing):
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         import torch
 
-        from minipaged.fast.kernels import kernels_for
+        from minipaged.fast import kernels_for
         from minipaged.fast.llama import Weights
         from minipaged.models.loading import load_weights
 

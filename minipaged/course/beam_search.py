@@ -25,6 +25,7 @@ from minipaged.course.search import search
 from minipaged.course.workloads import Run, Workload, all_sound, random_workload
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed
+from minipaged.llm import LLM, LoadedModel
 from minipaged.params import BeamSearchParams
 from minipaged.tiers import reference_tier
 
@@ -265,8 +266,6 @@ PROMPTS = ("Paging is a way to", "The capital of France is")
 
 def check_model(bench: Bench) -> None:
     """Beam search on SmolLM2, some of it preempted: the same beams as with the reference's search."""
-    from minipaged.llm import LLM, LoadedModel
-
     loaded = LoadedModel.load(bench.model, "reference")
     params = BeamSearchParams(beam_width=3, max_tokens=5)
 

@@ -27,6 +27,8 @@ from minipaged.course.table_session import OfferedAllocator, Op, TableSession
 from minipaged.course.workloads import Run, all_sound, random_workload
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed
+from minipaged.llm import LLM, LoadedModel
+from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.steps import CopyPair
 from minipaged.tiers import reference_tier
 
@@ -226,9 +228,6 @@ def in_engine(error: Exception, where: str, events: list[Event]) -> Failure:
 
 def check_model(bench: Bench) -> None:
     """Parallel sampling, beam search and preemption on SmolLM2: the same texts as with the reference's table."""
-    from minipaged.llm import LLM, LoadedModel
-    from minipaged.params import BeamSearchParams, SamplingParams
-
     loaded = LoadedModel.load(bench.model, "reference")
     events: list[Event] = []
 

@@ -29,6 +29,7 @@ from minipaged.course.workloads import all_sound
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant
 from minipaged.events import Event
+from minipaged.llm import LoadedModel
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.steps import CopyPair
@@ -279,8 +280,6 @@ def check_engine(bench: Bench) -> None:
 
 def check_model(bench: Bench) -> None:
     """Greedy tokens of SmolLM2."""
-    from minipaged.llm import LoadedModel
-
     loaded = LoadedModel.load(bench.model, "reference")
     assert loaded.tokenizer
     params = SamplingParams(temperature=0, max_tokens=8)

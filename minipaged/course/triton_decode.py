@@ -24,6 +24,7 @@ from minipaged.course.isolation import Limits, WorkerProcess
 from minipaged.course.paged_attention import SMALL, compare, random_weights
 from minipaged.course.search import search
 from minipaged.errors import Invariant, InvariantViolation
+from minipaged.llm import LoadedModel
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.tiers import choose_tier
 
@@ -153,8 +154,6 @@ def check_engine(bench: Bench) -> None:
 
 def check_model(bench: Bench) -> None:
     """A few greedy tokens of SmolLM2, the last of which needs a second block."""
-    from minipaged.llm import LoadedModel
-
     loaded = LoadedModel.load(bench.model, "fast", "cpu", "float32")
     assert loaded.tokenizer
     prompt = loaded.tokenizer.encode(PROMPTS[0])[:14]

@@ -197,6 +197,11 @@ def logits_of(model: LoadedModel, tokens: Sequence[int]) -> Logits:
     """A model's logits [vocab] after `tokens`, in a cache of its own: one row, one chunk, one block after another."""
     block_size = 16
     num_blocks = -(-len(tokens) // block_size)
-    sizes = EngineConfig(num_blocks, len(tokens), model.config.vocab_size, block_size)
+    sizes = EngineConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=len(tokens),
+        vocab_size=model.config.vocab_size,
+    )
     runner: Any = model.wing.make_runner(model.config, model.weights, sizes)
     return np.asarray(runner.forward([BatchRow(list(tokens), 0, range(num_blocks), wants_logits=True)])[0])

@@ -40,6 +40,7 @@ HOUSE = {
     "steps": Room("params"),
     "contracts": Room("errors params steps"),
     "mirror": Room("contracts steps"),
+    "settings": Room("contracts errors params scheduling"),
     # The engine knows no tier, and no NumPy.
     "engine": Room("contracts errors events outputs params scheduling steps"),
     # Where models come from.
@@ -71,7 +72,7 @@ HOUSE = {
     "traces": Room("contracts engine errors events params scheduling simulated"),
     # What users call, and what stands on it.
     "llm": Room(
-        "contracts engine errors events models outputs params scheduling tiers",
+        "engine errors events models outputs params scheduling settings tiers",
         late={"slow to load, and only some calls need them": "psutil rich"},
     ),
     "minipaged": Room("errors outputs params", late={"the parts without NumPy are to be had without it": "llm"}),
@@ -83,7 +84,7 @@ HOUSE = {
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
     ),
     "demo": Room(
-        "contracts engine errors events outputs params traces",
+        "contracts engine errors events outputs params settings traces",
         "rich",
         late={"a run is shown again, or simulated, without a model": "llm"},
     ),
@@ -97,8 +98,9 @@ HOUSE = {
             "one command needs pytest": "course.student_tests",
         },
     ),
+    "options": Room("errors params settings", "typer"),
     "cli": Room(
-        "errors events outputs params",
+        "errors events options outputs params settings",
         "typer",
         late={
             "the command line answers at once, and a command loads what it needs": (

@@ -19,10 +19,11 @@ from minipaged.demo.player import Player
 from minipaged.demo.state import State, Timeline
 from minipaged.demo.ticker import Topic, story
 from minipaged.engine.engine import Engine
-from minipaged.errors import InvalidRequest, ModelError
+from minipaged.errors import ModelError
 from minipaged.events import Event
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from minipaged.settings import Settings
 
 if TYPE_CHECKING:
     from minipaged.llm import LoadedModel
@@ -176,9 +177,7 @@ class Stage:
 
     def block_size_or(self, own: int) -> int:
         """The user's block size, or else the scene's own."""
-        if self.block_size is not None and self.block_size < 1:
-            raise InvalidRequest(f"block_size is {self.block_size}; it must be between 1 and 256")
-        return own if self.block_size is None else self.block_size
+        return own if self.block_size is None else Settings(block_size=self.block_size).block_size
 
     def blocks_of(self, slots: int, block_size: int) -> int:
         """The user's number of blocks, or else as many as hold `slots` tokens."""

@@ -38,7 +38,7 @@ HOUSE = {
     "scheduling": Room(),
     "params": Room("errors"),
     "steps": Room("params"),
-    "contracts": Room("errors params steps"),
+    "contracts": Room("errors params scheduling steps"),
     "mirror": Room("contracts steps"),
     "settings": Room("contracts errors params scheduling"),
     # The engine knows no tier, and no NumPy.
@@ -53,9 +53,9 @@ HOUSE = {
         },
     ),
     # The two wings know neither each other nor the engine.
-    "reference": Room("contracts errors mirror models.config params steps", "numpy"),
+    "reference": Room("contracts errors mirror models.config params scheduling steps", "numpy"),
     "fast": Room(
-        "contracts errors mirror models.config params steps",
+        "contracts errors mirror models.config params scheduling steps",
         "llvmlite numba numpy torch triton",
         late={
             "the device decides which kernels are needed": "fast.cpu fast.gpu",
@@ -68,7 +68,7 @@ HOUSE = {
         late={"whoever chooses a tier loads what it needs, and only that": "fast models.loading numpy reference torch"},
     ),
     "ties": Room("contracts tiers", "numpy"),
-    "simulated": Room("contracts mirror steps tiers"),
+    "simulated": Room("contracts engine mirror scheduling steps tiers"),
     "traces": Room("contracts engine errors events params scheduling simulated"),
     # What users call, and what stands on it.
     "llm": Room(
@@ -76,11 +76,11 @@ HOUSE = {
         late={"slow to load, and only some calls need them": "psutil rich"},
     ),
     "minipaged": Room("errors outputs params", late={"the parts without NumPy are to be had without it": "llm"}),
-    "step_files": Room("contracts errors llm models.config params steps", "msgspec"),
+    "step_files": Room("contracts errors llm models.config params scheduling steps", "msgspec"),
     "replay_steps": Room("contracts errors llm mirror params step_files steps ties", "numpy"),
     "chat": Room("errors events llm outputs params", "rich", late={"not on every system": "readline"}),
     "stepper": Room(
-        "contracts engine errors events minipaged mirror params steps tiers",
+        "contracts engine errors events minipaged mirror params scheduling steps tiers",
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
     ),
     "demo": Room(
@@ -224,7 +224,7 @@ TWINS = {
     "block_table": ("BlockTable",),
     "kv_cache": ("KVCache",),
     "attention": ("paged_attention",),
-    "preemption": ("PreemptionCosts", "carry", "measure"),
+    "preemption": ("carry", "measure"),
     "beam_search": ("BeamSearch",),
     "sampling": ("sample",),
     "llama": ("Llama", "FlatBatch", "flatten", "rotary_tables", "inverse_frequencies"),
@@ -284,6 +284,20 @@ def test_the_fast_tier_reaches_its_kernels_by_their_interface_only():
         if any(is_under(module, side) for module in imports(path) for side in sides)
     }
     assert users == {"minipaged.fast"}
+
+
+def test_what_preemption_costs_is_reckoned_in_one_place():
+    """By the policy. Others only say what the figures are; a simulated machine's are fields of its own."""
+
+    def reads(path: Path, figure: str) -> bool:
+        nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+        return any(node.attr == figure and isinstance(node.ctx, ast.Load) for node in nodes)
+
+    def readers(figure: str) -> set[str]:
+        return {name for name, path in SOURCES.items() if reads(path, figure)}
+
+    assert readers("prefill_tokens_per_second") == {"minipaged.engine.policy"}
+    assert readers("seconds_per_copy") == {"minipaged.engine.policy", "minipaged.simulated"}
 
 
 def test_block_allocators_import_no_numpy():

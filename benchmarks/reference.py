@@ -125,8 +125,8 @@ def share_of_scheduling(llm: Any, prompt: list[int], num_steps: int) -> Result:
 
     loaded, config = llm.loaded, llm.config
     config = replace(config, num_swap_blocks=0, enable_prefix_caching=True)
-    runner = loaded.wing.make_runner(loaded.config, loaded.weights, config)
-    engine = Engine(config, loaded.wing.tier, Timed(runner))
+    runner = loaded.tier.make_runner(loaded.config, loaded.weights, config)
+    engine = Engine(config, loaded.tier, Timed(runner))
     for i in range(CROWD):
         params = SamplingParams(temperature=0, max_tokens=num_steps + 1, ignore_eos=True)
         engine.add_request([*prompt[:-1], 1000 + i], params)

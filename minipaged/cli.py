@@ -125,7 +125,7 @@ def generate(
         print(json.dumps([asdict(output) for output in outputs], indent=2))
     elif not streaming:
         _print_outputs(outputs)
-    print(f"[{llm.loaded.wing.description}]", file=sys.stderr)
+    print(f"[{llm.loaded.tier.description}]", file=sys.stderr)
     if stats:
         print(json.dumps(asdict(llm.stats()), indent=2), file=sys.stderr)
     failed = [(place, output.error) for place, output in enumerate(outputs) if output.error]
@@ -204,7 +204,7 @@ def replay_steps(
     replay = open_replay(header, steps, loaded)
     for difference in replay:
         print(difference)
-    print(f"recorded on the {header.tier} tier in {header.dtype}, run on the {loaded.wing.description}")
+    print(f"recorded on the {header.tier} tier in {header.dtype}, run on the {loaded.tier.description}")
     counts = f"{replay.num_steps} steps, {replay.num_choices} tokens: {replay.num_failures} differ"
     print(f"{counts}, and {replay.num_ties} at ties; other logprobs differ by {replay.largest_error:.2g} at most")
     if replay.num_failures:

@@ -350,7 +350,7 @@ for the device: the tokens may be fetched when they are first looked at. The inp
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One wing of the house, as handed to the engine."""
+    """The parts of one of the two ways in which every component is written, as the engine takes them."""
 
     name: str
     block_allocator: type[BlockAllocator]

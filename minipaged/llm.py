@@ -32,7 +32,7 @@ from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, EngineSettings, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
 from minipaged.settings import GivenSettings, Settings, takes_settings
-from minipaged.tiers import Wing
+from minipaged.tiers import DeviceTier
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -73,7 +73,7 @@ class LLM:
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
         self.config = self._fill_in(asked)
         try:
-            runner = loaded.wing.make_runner(loaded.config, loaded.weights, self.config)
+            runner = loaded.tier.make_runner(loaded.config, loaded.weights, self.config)
         except MemoryError:
             num_blocks, num_swap_blocks = self.config.num_blocks, self.config.num_swap_blocks
             size = (num_blocks + num_swap_blocks) * loaded.block_bytes(asked.block_size)
@@ -85,7 +85,7 @@ class LLM:
         self._lock = threading.RLock()
         self.engine = Engine(
             self.config,
-            loaded.wing.tier,
+            loaded.tier,
             runner,
             allocator=asked.allocator,
             policy=_policy(asked.policy),
@@ -243,7 +243,7 @@ class LLM:
             raise InvalidRequest(
                 f"max_model_len is {asked.max_model_len}; this model was made for at most {context} tokens"
             )
-        on_cpu = self.loaded.wing.device == "cpu"
+        on_cpu = self.loaded.tier.device == "cpu"
         num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
         if num_blocks is None:
             num_blocks = self._blocks_that_fit(asked)
@@ -268,7 +268,7 @@ class LLM:
         longest sequences could fill."""
         size = self.loaded.block_bytes(asked.block_size)
         sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
-        on_device = self.loaded.wing.free_device_bytes(self.model_config, *sizes)
+        on_device = self.loaded.tier.free_device_bytes(self.model_config, *sizes)
         free = (_free_host_bytes() if on_device is None else on_device) * asked.memory_utilization
         num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
         if num_blocks < 1:
@@ -315,21 +315,21 @@ class LoadedModel:
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer | None
-    wing: Wing
+    tier: DeviceTier
     weights: Any
 
     @classmethod
     def load(cls, model: str | Path, tier: str = "auto", device: str = "auto", dtype: str = "auto") -> LoadedModel:
         """Find (or fetch) `model` and load it. Raises ModelError and InvalidRequest."""
-        wing = tiers.choose_tier(tier, device, dtype)
+        chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-        return cls(folder, config, tokenizer, wing, wing.load_weights(folder, config))
+        return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
 
     def block_bytes(self, block_size: int) -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
-        return self.wing.block_bytes(self.config, block_size)
+        return self.tier.block_bytes(self.config, block_size)
 
 
 def _policy(policy: str | MakePolicy) -> MakePolicy:

@@ -87,8 +87,8 @@ class Header:
     @classmethod
     def of(cls, model: str, llm: LLM) -> Header:
         """For the steps of an LLM that was made for `model`."""
-        wing = llm.loaded.wing
-        sizes = (wing.name, wing.device, wing.dtype, llm.config)
+        tier = llm.loaded.tier
+        sizes = (tier.name, tier.device, tier.dtype, llm.config)
         return cls(version("minipaged"), model, llm.model_config, *sizes)
 
 

@@ -196,7 +196,7 @@ from minipaged.engine.policy import recompute_seconds, swap_seconds
 NUM_TOKENS = 256
 for block_size in (1, 16, 64):
     config = replace(llm.config, block_size=block_size, num_blocks=64)
-    measured = llm.loaded.wing.make_runner(llm.loaded.config, llm.loaded.weights, config).costs()
+    measured = llm.loaded.tier.make_runner(llm.loaded.config, llm.loaded.weights, config).costs()
     swapping, computing = swap_seconds(measured, NUM_TOKENS // block_size), recompute_seconds(measured, NUM_TOKENS)
     print(f"blocks of {block_size:>2}: swap {1e3 * swapping:.1f} ms, recompute {1e3 * computing:.0f} ms")
     assert swapping < computing / 5

@@ -277,9 +277,9 @@ def check_model(bench: Bench) -> None:
         ]
 
     expected = beams(loaded)
-    tier = replace(loaded.wing.tier, beam_search=remote_search(bench))
+    tier = replace(loaded.tier, beam_search=remote_search(bench))
     try:
-        found = beams(replace(loaded, wing=replace(loaded.wing, tier=tier)))
+        found = beams(replace(loaded, tier=tier))
     except Failed as failed:
         raise Failed(replace(failed.failure, message=f"with SmolLM2: {failed.failure.message}")) from None
     except (InvariantViolation, StudentError, ValueError, TypeError, IndexError) as error:

@@ -233,7 +233,7 @@ def check_model(bench: Bench) -> None:
 
     def texts(tier: Tier, allocator: Callable[[int], BlockAllocator] | None = None) -> list[list[str]]:
         llm = LLM(
-            replace(loaded, wing=replace(loaded.wing, tier=tier)),
+            replace(loaded, tier=replace(loaded.tier, block_table=tier.block_table)),
             block_size=4,
             num_blocks=12,  # too few for all at once, so that some are preempted
             num_swap_blocks=12,

@@ -168,7 +168,7 @@ def load(dtype: str, batch: int) -> tuple[LLM, Any]:
         MODEL, tier="fast", device="cpu", dtype=dtype, num_blocks=1000, num_swap_blocks=1, max_num_seqs=batch,
         enable_prefix_caching=False,
     )  # fmt: skip
-    print(llm.loaded.wing.description, file=sys.stderr)
+    print(llm.loaded.tier.description, file=sys.stderr)
     model = AutoModelForCausalLM.from_pretrained(llm.folder, dtype=getattr(torch, dtype))
     model.generation_config.eos_token_id = None  # so that it, too, goes on
     return llm, model

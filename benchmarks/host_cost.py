@@ -32,6 +32,7 @@ from minipaged.fast import cpu
 from minipaged.fast.block_table import DeviceTables
 from minipaged.mirror import Mirror
 from minipaged.params import EngineConfig, SamplingParams
+from minipaged.scheduling import Costs
 from minipaged.steps import StepInput
 from minipaged.tiers import fast_tier
 from minipaged.traces import TraceReplay, read_trace
@@ -61,11 +62,8 @@ class Following(Runner):
         self._mirror.chosen(self._choices)
         return StepResult(self._choices, None)
 
-    def swap_seconds(self, num_blocks: int) -> float:
-        return 1.0
-
-    def recompute_seconds(self, num_tokens: int) -> float:
-        return 1.0
+    def costs(self) -> Costs:
+        raise AssertionError("the pool is large enough for all")
 
 
 def decoding(num_sequences: int, *, async_scheduling: bool, listening: bool) -> Engine:

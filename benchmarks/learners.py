@@ -69,8 +69,7 @@ def drawing() -> list[Result]:
 
 def grading() -> list[Result]:
     """How long the reference's own file is graded (without SmolLM2), and its performance index."""
-    from minipaged.course import find_assignment
-    from minipaged.course.assignment import Submission
+    from minipaged.course.assignment import Submission, find_assignment
     from minipaged.course.grading import grade
 
     results = []

@@ -104,6 +104,7 @@ def share_of_scheduling(llm: Any, prompt: list[int], num_steps: int) -> Result:
     from minipaged import SamplingParams
     from minipaged.contracts import Runner, StepResult
     from minipaged.engine.engine import Engine
+    from minipaged.scheduling import Costs
     from minipaged.steps import StepInput
 
     spent = 0.0  # in the runner
@@ -119,15 +120,13 @@ def share_of_scheduling(llm: Any, prompt: list[int], num_steps: int) -> Result:
             spent += time.perf_counter() - start
             return result
 
-        def swap_seconds(self, num_blocks: int) -> float:
+        def costs(self) -> Costs:
             raise AssertionError("the pool is large enough for all")
-
-        recompute_seconds = swap_seconds
 
     loaded, config = llm.loaded, llm.config
     config = replace(config, num_swap_blocks=0, enable_prefix_caching=True)
-    runner = loaded.wing.make_runner(loaded.config, loaded.weights, config)
-    engine = Engine(config, loaded.wing.tier, Timed(runner))
+    runner = loaded.tier.make_runner(loaded.config, loaded.weights, config)
+    engine = Engine(config, loaded.tier, Timed(runner))
     for i in range(CROWD):
         params = SamplingParams(temperature=0, max_tokens=num_steps + 1, ignore_eos=True)
         engine.add_request([*prompt[:-1], 1000 + i], params)

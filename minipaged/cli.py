@@ -1,17 +1,16 @@
 """The command line: `minipaged demo | generate | replay-steps | trace | chat | model | grade | grade-tests | course`.
 
-Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams) and leaves checking to
-them: an error is one line on stderr and exit status 1 (2 for a wrong usage). Heavy imports wait until they are needed.
+Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams), has their fields for
+options (`options.py`), and leaves checking to them: an error is one line on stderr and exit status 1 (2 for a wrong
+usage). Heavy imports wait until they are needed.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,12 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from minipaged.errors import InvalidRequest, MinipagedError
-from minipaged.params import PENALTIES, BeamSearchParams, SamplingParams
+from minipaged.events import Event
+from minipaged.options import given_for, names_of, place_in_users_file, takes
+from minipaged.outputs import RequestOutput
+from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.settings import Settings
 
 if TYPE_CHECKING:
-    from minipaged.events import Event
     from minipaged.llm import LLM
-    from minipaged.outputs import RequestOutput
 
 app = typer.Typer(
     name="minipaged",
@@ -40,11 +41,6 @@ course_app = typer.Typer(help="For instructors.", no_args_is_help=True)
 app.add_typer(course_app, name="course")
 
 ModelOption = Annotated[str, typer.Option(help="A known name, a folder, a .gguf file, or a hub id.")]
-TierOption = Annotated[str, typer.Option(help="reference, fast, or auto.")]
-AllocatorOption = Annotated[
-    str | None, typer.Option(metavar="FILE.py:Class", help="A block allocator to use in place of the tier's own.")
-]
-BlockSizeOption = Annotated[int, typer.Option(help="Tokens a block, 1 to 256.")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,107 +54,47 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr.close()
         sys.exit(1)
     except Exception as error:
-        where = _place_in_users_file(error)
+        where = place_in_users_file(error)
         if where is None:
             raise
         print(f"error: the {where[0]} raised {type(error).__name__}: {error} ({where[1]})", file=sys.stderr)
         sys.exit(1)
 
 
-SAMPLING_OPTIONS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_id", "logprobs"),
-    *PENALTIES,
-)
-BEAM_OPTIONS = ("length_penalty", "early_stopping")
+SAMPLING_OPTIONS = [name for name in names_of(SamplingParams) if name not in {*names_of(BeamSearchParams), "seed"}]
+BEAM_OPTIONS = [name for name in names_of(BeamSearchParams) if name not in {*names_of(SamplingParams), "beam_width"}]
 TRACE_OPTIONS = ("trace", "requests", "pace")
 
 # --- generate -------------------------------------------------------------------------------------
 
 
 @app.command()
+@takes(SamplingParams, BeamSearchParams, Settings, beam_width=0, max_tokens=64, seed=0)
 def generate(
     context: typer.Context,
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts.", show_default=False)],
     model: ModelOption = "smollm2-135m-instruct",
-    tier: TierOption = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto.")] = "auto",
     chat: Annotated[bool, typer.Option("--chat", help="Take each prompt as a user's message to a chat model.")] = False,
-    n: Annotated[int, typer.Option(help="Samples a prompt; they share the prompt's blocks.")] = 1,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this sum of probabilities.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens this fraction as likely as the likeliest.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 64,
-    min_tokens: Annotated[int, typer.Option(help="Tokens before anything may end the text.")] = 0,
-    stop: Annotated[list[str] | None, typer.Option(help="End at this string (may be repeated).")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="End at this token (may be repeated).")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of sequence.")] = False,
-    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
-    logprobs: Annotated[int | None, typer.Option(help="Report this many likely tokens a step (with --json).")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same tokens.")] = 0,
-    beam_width: Annotated[int, typer.Option(help="Beam search with this many beams; 0 samples instead.")] = 0,
-    length_penalty: Annotated[float, typer.Option(help="Beam search: above 0 favours long texts.")] = 1.0,
-    early_stopping: Annotated[str, typer.Option(help="Beam search: true, false or never.")] = "false",
-    block_size: BlockSizeOption = 16,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; else what memory allows.")] = None,
-    num_swap_blocks: Annotated[int | None, typer.Option(help="Blocks in the host pool; else a quarter of it.")] = None,
-    memory_utilization: Annotated[float, typer.Option(help="Share of the free memory to use.")] = 0.9,
-    preemption: Annotated[str, typer.Option(help="swap (while the host pool has room), recompute, auto.")] = "auto",
-    prefix_caching: Annotated[bool, typer.Option(help="Reuse blocks of equal prefixes.")] = True,
-    max_num_seqs: Annotated[int, typer.Option(help="Sequences in a batch at most.")] = 256,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens in a batch at most.")] = 2048,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence, prompt and output.")] = None,
-    async_scheduling: Annotated[
-        bool | None,
-        typer.Option(
-            "--async-scheduling/--no-async-scheduling",
-            help="Launch a step while the one before runs; else where there is a GPU.",
-        ),
-    ] = None,
-    allocator: AllocatorOption = None,
-    scheduling_policy: Annotated[
-        str, typer.Option(help="fcfs, priority, shortest-first, or FILE.py:Class: who is served when.")
-    ] = "fcfs",
     priority: Annotated[
         list[int] | None, typer.Option(help="The smaller, the earlier (one for each prompt: may be repeated).")
     ] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="NaN-filled memory, invariants checked each step.")] = False,
     events: Annotated[Path | None, typer.Option(help="Write what happened to this file, as JSON Lines.")] = None,
     record_steps: Annotated[
         Path | None, typer.Option(help="Write each step and the tokens chosen to this file, for replay-steps.")
     ] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print the engine's counts to stderr at the end.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the outputs as JSON.")] = False,
+    **given: Any,
 ) -> None:
     """Continue each prompt and print the text; a single sample is printed as it is generated."""
     params: SamplingParams | BeamSearchParams
-    if beam_width:
+    if given["beam_width"]:
         _refuse_given(context, SAMPLING_OPTIONS, "has no meaning with --beam-width, which does not sample")
-        params = BeamSearchParams(beam_width, max_tokens, length_penalty, _early_stopping(early_stopping), ignore_eos)
+        params = BeamSearchParams(**given_for(BeamSearchParams, given))
     else:
         _refuse_given(context, BEAM_OPTIONS, "has no meaning without --beam-width")
-        params = SamplingParams(
-            n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            stop=stop or (),
-            stop_token_ids=stop_token_id or (),
-            ignore_eos=ignore_eos,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            logprobs=logprobs,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
-        )
-    make_allocator = load_class("--allocator", allocator) if allocator else None
-    own_policy = load_class("--scheduling-policy", scheduling_policy) if ":" in scheduling_policy else None
+        params = SamplingParams(**given_for(SamplingParams, given))
+    settings = given_for(Settings, given)
     from minipaged.llm import LLM
 
     with ExitStack() as stack:
@@ -166,31 +102,15 @@ def generate(
         if events:
             file = stack.enter_context(_open_for_writing(events))
             listeners.append(lambda event: print(event.to_json(), file=file))
-        llm = LLM(
-            model,
-            tier=tier,
-            device=device,
-            dtype=dtype,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            memory_utilization=memory_utilization,
-            num_swap_blocks=num_swap_blocks,
-            preemption=preemption,  # type: ignore[arg-type]  # EngineConfig checks it
-            enable_prefix_caching=prefix_caching,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            async_scheduling=async_scheduling,
-            allocator=make_allocator,
-            policy=own_policy or scheduling_policy,
-            seed=seed,
-            debug=debug,
-            listeners=listeners,
-        )
+        llm = LLM(model, listeners=listeners, **settings)
         if record_steps:
             stack.enter_context(_recording(llm, model, record_steps))
         streaming = (
-            len(prompts) == 1 and isinstance(params, SamplingParams) and n == 1 and not priority and not json_output
+            len(prompts) == 1
+            and isinstance(params, SamplingParams)
+            and params.n == 1
+            and not priority
+            and not json_output
         )
         try:
             outputs = (
@@ -205,7 +125,7 @@ def generate(
         print(json.dumps([asdict(output) for output in outputs], indent=2))
     elif not streaming:
         _print_outputs(outputs)
-    print(f"[{llm.loaded.wing.description}]", file=sys.stderr)
+    print(f"[{llm.loaded.tier.description}]", file=sys.stderr)
     if stats:
         print(json.dumps(asdict(llm.stats()), indent=2), file=sys.stderr)
     failed = [(place, output.error) for place, output in enumerate(outputs) if output.error]
@@ -244,7 +164,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams | BeamSearchParams, *,
     return outputs
 
 
-def _refuse_given(context: typer.Context, names: Sequence[str], why: str) -> None:
+def _refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
     """Raise InvalidRequest if one of these options was given: an option that does nothing misleads."""
     given = {parameter.name: parameter for parameter in context.command.params if parameter.name in names}
     for name in names:
@@ -257,11 +177,6 @@ def _is_given(context: typer.Context, name: str) -> bool:
     return source is not None and source.name != "DEFAULT"
 
 
-def _early_stopping(value: str) -> Any:
-    """true, false or never, as BeamSearchParams has it (which refuses anything else)."""
-    return {"true": True, "false": False}.get(value.lower(), value)
-
-
 def _print_outputs(outputs: list[RequestOutput]) -> None:
     for output in outputs:
         for completion in output.outputs:
@@ -272,12 +187,12 @@ def _print_outputs(outputs: list[RequestOutput]) -> None:
 
 
 @app.command(name="replay-steps")
+@takes(Settings, only=("tier", "device"))
 def replay_steps(
     recording: Annotated[Path, typer.Argument(help="What `generate --record-steps` wrote.", show_default=False)],
     model: Annotated[str | None, typer.Option(help="Where the model is here; else as when it was recorded.")] = None,
-    tier: TierOption = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="What to compute in; else as when it was recorded.")] = None,
+    **given: Any,
 ) -> None:
     """Run recorded steps again, here, and compare each token chosen; what differs has to be a tie."""
     from minipaged.llm import LoadedModel
@@ -285,11 +200,11 @@ def replay_steps(
     from minipaged.step_files import read_recording
 
     header, steps = read_recording(recording)
-    loaded = LoadedModel.load(model or header.model, tier, device, dtype or header.dtype)
+    loaded = LoadedModel.load(model or header.model, dtype=dtype or header.dtype, **given)
     replay = open_replay(header, steps, loaded)
     for difference in replay:
         print(difference)
-    print(f"recorded on the {header.tier} tier in {header.dtype}, run on the {loaded.wing.description}")
+    print(f"recorded on the {header.tier} tier in {header.dtype}, run on the {loaded.tier.description}")
     counts = f"{replay.num_steps} steps, {replay.num_choices} tokens: {replay.num_failures} differ"
     print(f"{counts}, and {replay.num_ties} at ties; other logprobs differ by {replay.largest_error:.2g} at most")
     if replay.num_failures:
@@ -321,31 +236,23 @@ def _open_for_writing(path: Path, mode: str = "w") -> Any:
 # --- chat -----------------------------------------------------------------------------------------
 
 
+CHAT_OPTIONS = ("temperature", "top_p", "max_tokens", "seed", "tier", "block_size", "num_blocks")
+
+
 @app.command()
+@takes(SamplingParams, Settings, only=CHAT_OPTIONS, temperature=0.2, top_p=0.9, max_tokens=512, seed=0)
 def chat(
     model: ModelOption = "smollm2-135m-instruct",
-    tier: TierOption = "auto",
     system: Annotated[str | None, typer.Option(help="What the model is told before the first question.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.2,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this sum of probabilities.")] = 0.9,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same answers.")] = 0,
-    block_size: BlockSizeOption = 16,
-    num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool; else for the model's context.")] = None,
+    **given: Any,
 ) -> None:
     """Talk to a chat model, a line a question; below each answer the KV blocks, and what was found in the cache."""
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    params = SamplingParams(**given_for(SamplingParams, given))
     from minipaged.chat import run_chat
     from minipaged.llm import LLM
 
-    llm = LLM(
-        model,
-        tier=tier,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        num_swap_blocks=0,
-        max_num_seqs=1,  # so that the pool is no larger than the longest conversation
-    )
+    # One sequence, so that the pool is no larger than the longest conversation.
+    llm = LLM(model, num_swap_blocks=0, max_num_seqs=1, **given_for(Settings, given))
     raise typer.Exit(run_chat(llm, params, system))
 
 
@@ -353,6 +260,7 @@ def chat(
 
 
 @app.command()
+@takes(Settings, only=("tier", "allocator"))
 def demo(
     context: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(help="Your own, for --scene yours.")] = None,
@@ -364,10 +272,8 @@ def demo(
     speed: Annotated[float, typer.Option(help="2 is twice as fast, inf as fast as can be.")] = 1.0,
     steps: Annotated[int | None, typer.Option(help="Cut every run short after so many steps.")] = None,
     model: ModelOption = "smollm2-135m-instruct",
-    tier: TierOption = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens a block, in every scene.")] = None,
     num_blocks: Annotated[int | None, typer.Option(help="Blocks in the pool, in every scene.")] = None,
-    allocator: AllocatorOption = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same texts.")] = 0,
     no_color: Annotated[bool, typer.Option("--no-color", help="No colours, as with NO_COLOR.")] = False,
     json_output: Annotated[
@@ -376,6 +282,7 @@ def demo(
     trace: Annotated[Path | None, typer.Option(help="For --scene trace: CSV of times and token counts.")] = None,
     requests: Annotated[int, typer.Option(help="For --scene trace: how many to serve of them.")] = 2000,
     pace: Annotated[float, typer.Option(help="For --scene trace: 0.5 lets them come half as fast.")] = 1.0,
+    **given: Any,
 ) -> None:
     """Watch paging, sharing, copy-on-write, beam search, prefix caching and preemption on a real model.
 
@@ -417,7 +324,7 @@ def demo(
                 pace=pace,
                 block_size=block_size,
                 num_blocks=num_blocks,
-                allocator=load_class("--allocator", allocator) if allocator else None,
+                allocator=given_for(Settings, given)["allocator"],
                 speed=speed if _is_given(context, "speed") else None,
                 color=not no_color,
                 record=record,
@@ -428,10 +335,9 @@ def demo(
             scene=scene,
             prompts=_ask_for_prompts() if scene == "yours" and not prompts else prompts or (),
             model=model,
-            tier=tier,
             block_size=block_size,
             num_blocks=num_blocks,
-            allocator=load_class("--allocator", allocator) if allocator else None,
+            **given_for(Settings, given),
             seed=seed,
             steps=steps,
             speed=speed,
@@ -616,45 +522,3 @@ def course_autograder(
 def _exit_2(error: MinipagedError) -> typer.Exit:
     print(f"error: {error}", file=sys.stderr)
     return typer.Exit(2)
-
-
-# --- A user's own parts ---------------------------------------------------------------------------
-
-
-USERS_MODULE = "minipaged_users_{}"
-"""The name under which a user's file is imported, whatever the file is called."""
-PARTS = {"--allocator": "allocator", "--scheduling-policy": "policy"}
-
-
-def _place_in_users_file(error: BaseException) -> tuple[str, str] | None:
-    """The user's own part, and FILE:LINE of it, that an error came out of, if it did."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for part in PARTS.values():
-        if frames and frames[-1].f_globals.get("__name__") == USERS_MODULE.format(part):
-            return part, f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
-    return None
-
-
-def load_class(option: str, spec: str) -> Any:
-    """The class that FILE.py:Class names. Raises InvalidRequest when it is not there or the file does not load."""
-    file, colon, name = spec.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        example = f"my_{PARTS[option]}.py:{'BlockAllocator' if option == '--allocator' else 'Scheduler'}"
-        raise InvalidRequest(f"{option} is {spec!r}; write it as FILE.py:Class, e.g. {example}")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise InvalidRequest(f"{option}: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(USERS_MODULE.format(PARTS[option]), path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module.__name__] = module  # dataclasses and pickling look the module up by name
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise InvalidRequest(f"{option}: {path} does not load: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise InvalidRequest(f"{option}: {path} has no class {name}; it has {', '.join(classes) or 'none'}")
-    return found

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from minipaged.errors import BlockNotAllocated, InvariantViolation, OutOfBlocks
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.scheduling import Costs
 from minipaged.steps import CopyPair, StepInput
 
 Logits = Any
@@ -253,12 +254,8 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def swap_seconds(self, num_blocks: int) -> float:
-        """What it costs to swap `num_blocks` out and in again, in seconds."""
-
-    @abstractmethod
-    def recompute_seconds(self, num_tokens: int) -> float:
-        """What it costs to compute the K/V of `num_tokens` again, in seconds."""
+    def costs(self) -> Costs:
+        """What swapping and recomputing pay for here. A tier measures it, when it is first asked for or before."""
 
 
 # --- Choosing tokens ------------------------------------------------------------------------------
@@ -353,7 +350,7 @@ for the device: the tokens may be fetched when they are first looked at. The inp
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One wing of the house, as handed to the engine."""
+    """The parts of one of the two ways in which every component is written, as the engine takes them."""
 
     name: str
     block_allocator: type[BlockAllocator]

@@ -12,14 +12,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Number
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Unpack
 
 from minipaged import tiers
-from minipaged.contracts import BlockAllocator
 from minipaged.engine.engine import Engine
 from minipaged.engine.policies import POLICIES
 from minipaged.engine.stats import Stats
@@ -30,9 +29,10 @@ from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
-from minipaged.params import BeamSearchParams, EngineConfig, PreemptionMode, RequestOutputKind, SamplingParams
+from minipaged.params import BeamSearchParams, EngineConfig, EngineSettings, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
-from minipaged.tiers import Wing
+from minipaged.settings import GivenSettings, Settings, takes_settings
+from minipaged.tiers import DeviceTier
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -45,88 +45,38 @@ SWAP_SHARE = 0.25
 class LLM:
     """A model that is loaded and ready to serve.
 
-    `model` is a known name, a local folder, a .gguf file or a hub id. The sizes that are None are filled in:
-    `num_blocks` from `memory_utilization` (of the memory that is free after loading the weights), `num_swap_blocks` as
-    a quarter of it (or what half of the host's free memory holds, if that is less), `max_model_len` from the model, or
-    from the pool where that is smaller. `async_scheduling` launches a step before the tokens of the one before are
-    known (None: on a GPU, which then need not wait for the host); it changes no token. `allocator` is a class to use in
-    place of the tier's own block allocator; it is checked at every call. `policy` says who is served when: "fcfs"
-    (first come, first served), "priority", "shortest-first", or a class of one's own (`scheduling.py`). `debug` fills
-    memory that is nobody's with NaN and checks the invariants after every step. Raises ModelError for a model that
-    cannot be had or run, and InvalidRequest (a ValueError) for a setting out of range.
+    `model` is a known name, a local folder, a .gguf file or a hub id; `settings` are those of `Settings`, by name.
+    `listeners` are told of every event. Raises ModelError for a model that cannot be had or run, and InvalidRequest (a
+    ValueError) for a setting out of range.
 
     Several LLMs can share one `LoadedModel`, each with sizes, policies and a KV cache of its own: give it as `model`
     (`LLM(llm.loaded, num_blocks=8)`). `tier`, `device` and `dtype` were settled when it was loaded.
     """
 
+    @takes_settings
     def __init__(
         self,
         model: str | Path | LoadedModel = "smollm2-135m-instruct",
         *,
-        tier: str = "auto",
-        device: str = "auto",
-        dtype: str = "auto",
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        memory_utilization: float = 0.9,
-        num_swap_blocks: int | None = None,
-        preemption: PreemptionMode = "auto",
-        enable_prefix_caching: bool = True,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
-        max_model_len: int | None = None,
-        async_scheduling: bool | None = None,
-        allocator: Callable[[int], BlockAllocator] | None = None,
-        policy: str | MakePolicy = "fcfs",
-        seed: int = 0,
-        debug: bool = False,
         listeners: Sequence[Listener] = (),
+        **settings: Unpack[GivenSettings],
     ) -> None:
+        asked = Settings(**settings)
         if isinstance(model, LoadedModel):
-            for name, value in (("tier", tier), ("device", device), ("dtype", dtype)):
-                if value != "auto":
+            for name in ("tier", "device", "dtype"):
+                if (value := getattr(asked, name)) != "auto":
                     raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
-        loaded = model if isinstance(model, LoadedModel) else LoadedModel.load(model, tier, device, dtype)
+            loaded = model
+        else:
+            loaded = LoadedModel.load(model, asked.tier, asked.device, asked.dtype)
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
-        if not isinstance(memory_utilization, int | float) or not 0 < memory_utilization <= 1:
-            raise InvalidRequest(
-                f"memory_utilization is {memory_utilization!r}; it must be a number above 0 and at most 1"
-            )
-        context = self.model_config.max_position_embeddings
-        if max_model_len is not None and max_model_len > context:
-            raise InvalidRequest(f"max_model_len is {max_model_len}; this model was made for at most {context} tokens")
-        if num_blocks is None:
-            sizes = (max_num_seqs, max_num_batched_tokens)
-            num_blocks = self._blocks_that_fit(block_size, memory_utilization, *sizes)
-        if num_swap_blocks is None:
-            # At most half of what is free. Memory that a GPU is to read is reserved in powers of two: up to twice this.
-            share = 2 if loaded.wing.device == "cpu" else 4
-            room = int(_free_host_bytes() / share / loaded.block_bytes(max(1, block_size)))
-            num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
-        if allocator is not None and not callable(allocator):
-            raise InvalidRequest(
-                f"allocator is {allocator!r}; it must be a class (or a function) that makes allocators"
-            )
-        self.config = EngineConfig(
-            num_blocks=num_blocks,
-            max_model_len=min(context, num_blocks * block_size) if max_model_len is None else max_model_len,
-            vocab_size=self.model_config.vocab_size,
-            block_size=block_size,
-            num_swap_blocks=num_swap_blocks,
-            preemption=preemption,
-            enable_prefix_caching=enable_prefix_caching,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            eos_token_ids=self.model_config.eos_token_ids,
-            seed=seed,
-            async_scheduling=loaded.wing.device != "cpu" if async_scheduling is None else async_scheduling,
-            debug=debug,
-        )
+        self.config = self._fill_in(asked)
         try:
-            runner = loaded.wing.make_runner(loaded.config, loaded.weights, self.config)
+            runner = loaded.tier.make_runner(loaded.config, loaded.weights, self.config)
         except MemoryError:
-            size = (num_blocks + num_swap_blocks) * loaded.block_bytes(block_size)
+            num_blocks, num_swap_blocks = self.config.num_blocks, self.config.num_swap_blocks
+            size = (num_blocks + num_swap_blocks) * loaded.block_bytes(asked.block_size)
             raise InvalidRequest(
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
                 "there are; lower num_blocks or num_swap_blocks"
@@ -135,10 +85,10 @@ class LLM:
         self._lock = threading.RLock()
         self.engine = Engine(
             self.config,
-            loaded.wing.tier,
+            loaded.tier,
             runner,
-            allocator=allocator,
-            policy=_policy(policy),
+            allocator=asked.allocator,
+            policy=_policy(asked.policy),
             decode=self.tokenizer.decode if self.tokenizer else None,
             listeners=listeners,
         )
@@ -284,23 +234,49 @@ class LLM:
             raise ModelError(f"{self.folder} holds no tokenizer.json; give token ids, or put the tokenizer there")
         return self.tokenizer
 
-    def _blocks_that_fit(
-        self, block_size: int, memory_utilization: float, max_num_seqs: int, max_num_batched_tokens: int
-    ) -> int:
+    # --- What is left open ------------------------------------------------------------------------
+
+    def _fill_in(self, asked: Settings) -> EngineConfig:
+        """The sizes that were asked for, and for those left open what suits the model and the memory."""
+        context = self.model_config.max_position_embeddings
+        if asked.max_model_len is not None and asked.max_model_len > context:
+            raise InvalidRequest(
+                f"max_model_len is {asked.max_model_len}; this model was made for at most {context} tokens"
+            )
+        on_cpu = self.loaded.tier.device == "cpu"
+        num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
+        if num_blocks is None:
+            num_blocks = self._blocks_that_fit(asked)
+        if num_swap_blocks is None:
+            # At most half of what is free. Memory that a GPU is to read is reserved in powers of two: up to twice this.
+            room = int(_free_host_bytes() / (2 if on_cpu else 4) / self.loaded.block_bytes(asked.block_size))
+            num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
+        if max_model_len is None:
+            max_model_len = min(context, num_blocks * asked.block_size)
+        return EngineConfig(
+            num_blocks=num_blocks,
+            num_swap_blocks=num_swap_blocks,
+            max_model_len=max_model_len,
+            vocab_size=self.model_config.vocab_size,
+            eos_token_ids=self.model_config.eos_token_ids,
+            async_scheduling=not on_cpu if asked.async_scheduling is None else asked.async_scheduling,
+            **{each.name: getattr(asked, each.name) for each in fields(EngineSettings)},
+        )
+
+    def _blocks_that_fit(self, asked: Settings) -> int:
         """Blocks for the pool (both pools, where they share a memory) in the share of what is free; never more than the
         longest sequences could fill."""
-        if block_size < 1 or max_num_seqs < 1:
-            return 1  # EngineConfig refuses these by name
-        size = self.loaded.block_bytes(block_size)
-        on_device = self.loaded.wing.free_device_bytes(self.model_config, max_num_seqs, max_num_batched_tokens)
-        free = (_free_host_bytes() if on_device is None else on_device) * memory_utilization
+        size = self.loaded.block_bytes(asked.block_size)
+        sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
+        on_device = self.loaded.tier.free_device_bytes(self.model_config, *sizes)
+        free = (_free_host_bytes() if on_device is None else on_device) * asked.memory_utilization
         num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
         if num_blocks < 1:
             raise InvalidRequest(
-                f"a block of {block_size} tokens takes {size:,} bytes, and only {int(free):,} may be used; lower "
+                f"a block of {asked.block_size} tokens takes {size:,} bytes, and only {int(free):,} may be used; lower "
                 "block_size, raise memory_utilization, or free some memory"
             )
-        return min(num_blocks, max_num_seqs * -(-self.model_config.max_position_embeddings // block_size))
+        return min(num_blocks, asked.max_num_seqs * -(-self.model_config.max_position_embeddings // asked.block_size))
 
     @contextmanager
     def _progress_bar(self, num_requests: int, progress: bool | None) -> Iterator[None]:
@@ -339,21 +315,21 @@ class LoadedModel:
     folder: Path
     config: ModelConfig
     tokenizer: Tokenizer | None
-    wing: Wing
+    tier: DeviceTier
     weights: Any
 
     @classmethod
     def load(cls, model: str | Path, tier: str = "auto", device: str = "auto", dtype: str = "auto") -> LoadedModel:
         """Find (or fetch) `model` and load it. Raises ModelError and InvalidRequest."""
-        wing = tiers.choose_tier(tier, device, dtype)
+        chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-        return cls(folder, config, tokenizer, wing, wing.load_weights(folder, config))
+        return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
 
     def block_bytes(self, block_size: int) -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
-        return self.wing.block_bytes(self.config, block_size)
+        return self.tier.block_bytes(self.config, block_size)
 
 
 def _policy(policy: str | MakePolicy) -> MakePolicy:

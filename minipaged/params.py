@@ -1,5 +1,9 @@
 """What a user may set: SamplingParams, BeamSearchParams, EngineConfig. Validated when made, then immutable.
 
+A setting is declared once: its name, its type, its default, its bounds, and below it what it does. The arguments of
+`LLM` (`settings.py`), the options of the command line with their help (`options.py`) and what is said of a bad value
+are made from that.
+
 Names and defaults are vLLM's wherever vLLM has one.
 """
 
@@ -7,35 +11,90 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
+from functools import cache
 from numbers import Integral, Real
-from typing import Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from minipaged.errors import InvalidRequest
 
 PreemptionMode = Literal["swap", "recompute", "auto"]
-PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
-def _take_integers(params: object, *names: str, optional: tuple[str, ...] = ()) -> None:
-    """Make these fields ints (NumPy's integers become Python's); those in `optional` may be None."""
-    for name in (*names, *optional):
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Which numbers a setting takes; in words, what is said of any other."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    note: str = ""
+
+    def hold(self, value: float) -> bool:
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+        )
+
+    def __str__(self) -> str:
+        most = f" and at most {self.at_most}" if self.at_most is not None else ""
+        if self.above is not None:
+            words = f"above {self.above}{most}"
+        else:
+            words = f"between {self.at_least} and {self.at_most}" if most else f"{self.at_least} or more"
+        return f"{words} ({self.note})" if self.note else words
+
+
+def setting(default: Any = MISSING, **bounds: Any) -> Any:
+    """A field of numbers within `Bounds`, as in `setting(16, at_least=1, at_most=256)`."""
+    return field(default=default, metadata={"bounds": Bounds(**bounds)})
+
+
+def check(params: object) -> None:
+    """Refuse what a field's type or bounds exclude; make numbers Python's own (NumPy's are taken as well)."""
+    for name, kinds, bounds in _checked_fields(type(params)):  # type: ignore[arg-type]  # a class can be hashed
         value = getattr(params, name)
-        if value is None and name in optional:
+        if value is None and NoneType in kinds:
             continue
+        if wrong := _what_is_wrong(value, kinds, bounds):
+            raise InvalidRequest(f"{name} is {value!r}; {wrong}")
+        if type(value) not in kinds and (int in kinds or float in kinds):
+            object.__setattr__(params, name, int(value) if int in kinds else float(value))
+
+
+@cache
+def _checked_fields(params: type) -> list[tuple[str, tuple[Any, ...], Bounds | None]]:
+    """Of each field that is a number, yes or no, or a choice: its name, its types (or the choices), its bounds."""
+    found = []
+    hints = get_type_hints(params)
+    for each in fields(params):
+        hint = hints[each.name]
+        is_choice = get_origin(hint) is Literal
+        kinds = get_args(hint) if is_choice or get_origin(hint) is UnionType else (hint,)
+        if is_choice or set(kinds) <= {bool, int, float, NoneType}:
+            found.append((each.name, kinds, each.metadata.get("bounds")))
+    return found
+
+
+def _what_is_wrong(value: Any, kinds: tuple[Any, ...], bounds: Bounds | None) -> str:
+    """What a value should be instead; nothing if it is right."""
+    if bool in kinds:
+        return "" if isinstance(value, bool) else "it must be True or False"
+    if int in kinds:
         if isinstance(value, bool) or not isinstance(value, Integral):
-            raise InvalidRequest(f"{name} is {value!r}; it must be a whole number")
-        object.__setattr__(params, name, int(value))
-
-
-def _take_numbers(params: object, *names: str) -> None:
-    """Make these fields floats."""
-    for name in names:
-        value = getattr(params, name)
+            return "it must be a whole number"
+        return "" if bounds is None or bounds.hold(int(value)) else f"it must be {bounds}"
+    if float in kinds:
         if isinstance(value, bool) or not isinstance(value, Real):
-            raise InvalidRequest(f"{name} is {value!r}; it must be a number")
-        object.__setattr__(params, name, float(value))
+            return f"it must be a number {bounds}" if bounds and bounds.at_most is not None else "it must be a number"
+        if not math.isfinite(value) and (bounds is None or bounds.at_most is None):
+            return "it must be finite"
+        return "" if bounds is None or bounds.hold(float(value)) else f"it must be {bounds}"
+    *choices, last = map(repr, kinds)
+    return "" if value in kinds else f"choose {', '.join(choices)} or {last}"
 
 
 def _require(condition: bool, message: str) -> None:
@@ -47,37 +106,37 @@ def _require(condition: bool, message: str) -> None:
 class SamplingParams:
     """How to choose the tokens of one request. Raises InvalidRequest (a ValueError) for a value out of range."""
 
-    n: int = 1
+    n: int = setting(1, at_least=1)
     """How many sequences to sample for the prompt; they share its blocks (paper, Fig. 8)."""
-    temperature: float = 1.0
+    temperature: float = setting(1.0, at_least=0, note="0 is greedy")
     """0 is greedy: the likeliest token, always."""
-    top_p: float = 1.0
+    top_p: float = setting(1.0, above=0, at_most=1, note="1 keeps all tokens")
     """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1 keeps all."""
-    top_k: int = 0
+    top_k: int = setting(0, at_least=-1, note="0 and -1 keep all tokens")
     """Keep the k likeliest tokens; 0 or -1 keeps all."""
-    min_p: float = 0.0
+    min_p: float = setting(0.0, at_least=0, at_most=1, note="0 keeps all tokens")
     """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""
     seed: int | None = None
     """The same seed gives the same tokens, whatever else runs and on either tier, up to the rounding of the logits.
     None: the engine draws one, another for each request."""
     stop: str | Sequence[str] = ()
-    """Strings that end a sequence; they are cut off its text. None is taken for none."""
+    """Strings that end a sequence; they are cut off its text."""  # None is taken for none
     stop_token_ids: Sequence[int] = ()
     """Tokens that end a sequence; kept in its `token_ids`."""
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence token."""
-    max_tokens: int | None = 16
-    """Tokens to generate at most; None: until `max_model_len`."""
-    min_tokens: int = 0
+    max_tokens: int | None = setting(16, at_least=1, note="None: as many as fit")
+    """Tokens to generate at most (None: until `max_model_len`)."""
+    min_tokens: int = setting(0, at_least=0)
     """Tokens to generate before anything may end the sequence."""
-    logprobs: int | None = None
+    logprobs: int | None = setting(None, at_least=0, note="None: no report")
     """How many of the likeliest tokens to report at each step, besides the chosen one; None: no report."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of each token already generated."""
-    frequency_penalty: float = 0.0
-    """Subtracted for each time the token was already generated."""
-    repetition_penalty: float = 1.0
-    """Divides positive logits (multiplies negative ones) of tokens in the prompt or the output."""
+    presence_penalty: float = setting(0.0, at_least=-2, at_most=2, note="0 is off")
+    """Subtracted from the logit of each token already generated; -2 to 2, 0 is off."""
+    frequency_penalty: float = setting(0.0, at_least=-2, at_most=2, note="0 is off")
+    """Subtracted for each time the token was already generated; -2 to 2, 0 is off."""
+    repetition_penalty: float = setting(1.0, above=0, note="1 is off")
+    """Divides positive logits (multiplies negative ones) of tokens in the prompt or the output; 1 is off."""
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -88,37 +147,12 @@ class SamplingParams:
             f"stop_token_ids is {self.stop_token_ids}; token ids are whole numbers",
         )
         object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids or ()))
-        _take_integers(self, "n", "top_k", "min_tokens", optional=("seed", "max_tokens", "logprobs"))
-        _take_numbers(self, "temperature", "top_p", "min_p", *PENALTIES)
-        _require(self.n >= 1, f"n is {self.n}; it must be 1 or more")
-        _require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
-            f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number",
-        )
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 keeps all tokens)")
-        _require(self.top_k >= -1, f"top_k is {self.top_k}; it must be 1 or more, or 0 to keep all tokens")
-        _require(0 <= self.min_p <= 1, f"min_p is {self.min_p}; it must be between 0 and 1 (0 keeps all tokens)")
-        _require(
-            self.max_tokens is None or self.max_tokens >= 1,
-            f"max_tokens is {self.max_tokens}; it must be 1 or more, or None for as many as fit",
-        )
-        _require(self.min_tokens >= 0, f"min_tokens is {self.min_tokens}; it must be 0 or more")
+        check(self)
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}",
         )
-        _require(
-            self.logprobs is None or self.logprobs >= 0,
-            f"logprobs is {self.logprobs}; it must be 0 or more, or None for no report",
-        )
         _require("" not in self.stop, "stop holds an empty string, which would end every sequence at once; drop it")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _require(-2 <= value <= 2, f"{name} is {value}; it must be between -2 and 2 (0 is off)")
-        _require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-            f"repetition_penalty is {self.repetition_penalty}; it must be above 0 (1 is off)",
-        )
 
     @property
     def has_penalties(self) -> bool:
@@ -130,9 +164,9 @@ class SamplingParams:
 class BeamSearchParams:
     """Beam search for one request, with the rules of transformers' `generate(num_beams=...)`."""
 
-    beam_width: int = 4
+    beam_width: int = setting(4, at_least=1)
     """How many beams run, and how many sequences are returned."""
-    max_tokens: int = 16
+    max_tokens: int = setting(16, at_least=1)
     """Tokens to generate at most."""
     length_penalty: float = 1.0
     """score = sum of logprobs / length ** length_penalty: above 0 favours long sequences, below 0 short ones."""
@@ -143,11 +177,7 @@ class BeamSearchParams:
     """Go on past the model's end-of-sequence token."""
 
     def __post_init__(self) -> None:
-        _take_integers(self, "beam_width", "max_tokens")
-        _take_numbers(self, "length_penalty")
-        _require(self.beam_width >= 1, f"beam_width is {self.beam_width}; it must be 1 or more")
-        _require(self.max_tokens >= 1, f"max_tokens is {self.max_tokens}; it must be 1 or more")
-        _require(math.isfinite(self.length_penalty), f"length_penalty is {self.length_penalty}; it must be finite")
+        check(self)
         _require(
             self.early_stopping in (True, False, "never"),
             f"early_stopping is {self.early_stopping!r}; it must be True, False or 'never'",
@@ -163,51 +193,46 @@ class RequestOutputKind(Enum):
     """When it has ended, with everything. Its text is made only then, unless it has stop strings."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The sizes and policies of one engine, all known (LLM fills in what its user left open)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What a user sets of an engine, and the engine goes by just so."""
 
-    num_blocks: int
-    """Blocks in the KV cache's pool."""
-    max_model_len: int
-    """Longest sequence, prompt and output together, in tokens."""
-    vocab_size: int
-    """Tokens are numbers in range(vocab_size)."""
-    block_size: int = 16
+    block_size: int = setting(16, at_least=1, at_most=256)
     """Tokens a block, 1 to 256."""
-    num_swap_blocks: int = 0
-    """Blocks in the host pool that swapping uses."""
     preemption: PreemptionMode = "auto"
-    """How to make room: copy blocks to the host, drop and recompute them, or whichever costs less."""
+    """How to make room: "swap" copies blocks to the host while its pool has room, "recompute" drops them to be computed
+    again, "auto" takes whichever costs less."""
     enable_prefix_caching: bool = True
-    max_num_seqs: int = 256
+    """Reuse the blocks of equal prefixes."""
+    max_num_seqs: int = setting(256, at_least=1)
     """Sequences in one batch at most."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = setting(2048, at_least=1)
     """Query tokens in one batch at most; a longer prompt runs in chunks."""
-    eos_token_ids: tuple[int, ...] = ()
-    """The model's end-of-sequence tokens."""
     seed: int = 0
-    """Where requests without a seed get theirs from."""
-    async_scheduling: bool = False
-    """Launch the next step before the tokens of this one are known to the host, where no request needs them there."""
+    """The same seed gives the same tokens: it is where requests without a seed of their own get theirs from."""
     debug: bool = False
     """Fill freed and new blocks with NaN and check every invariant after every step."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(EngineSettings):
+    """The sizes and policies of one engine, all known (LLM fills in what its user left open)."""
+
+    num_blocks: int = setting(at_least=1)
+    """Blocks in the KV cache's pool."""
+    max_model_len: int = setting(at_least=1)
+    """Longest sequence, prompt and output together, in tokens."""
+    vocab_size: int = setting(at_least=1)
+    """Tokens are numbers in range(vocab_size)."""
+    num_swap_blocks: int = setting(0, at_least=0)
+    """Blocks in the host pool that swapping uses."""
+    eos_token_ids: tuple[int, ...] = ()
+    """The model's end-of-sequence tokens."""
+    async_scheduling: bool = False
+    """Launch the next step before the tokens of this one are known to the host, where no request needs them there."""
+
     def __post_init__(self) -> None:
-        sizes = ("num_blocks", "max_model_len", "vocab_size", "max_num_seqs", "max_num_batched_tokens")
-        _take_integers(self, "block_size", "num_swap_blocks", "seed", *sizes)
-        for name in ("enable_prefix_caching", "async_scheduling", "debug"):
-            value = getattr(self, name)
-            _require(isinstance(value, bool), f"{name} is {value!r}; it must be True or False")
-        _require(1 <= self.block_size <= 256, f"block_size is {self.block_size}; it must be between 1 and 256")
-        for name in sizes:
-            value = getattr(self, name)
-            _require(value >= 1, f"{name} is {value}; it must be 1 or more")
-        _require(self.num_swap_blocks >= 0, f"num_swap_blocks is {self.num_swap_blocks}; it must be 0 or more")
-        _require(
-            self.preemption in ("swap", "recompute", "auto"),
-            f"preemption is {self.preemption!r}; choose 'swap', 'recompute' or 'auto'",
-        )
+        check(self)
         _require(
             self.preemption != "swap" or self.num_swap_blocks > 0,
             "preemption is 'swap' but num_swap_blocks is 0; give the host pool some blocks or choose 'recompute'",

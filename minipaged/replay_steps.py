@@ -168,14 +168,14 @@ def open_replay(header: Header, steps: Iterable[RecordedStep], loaded: LoadedMod
             "give the right one with --model"
         )
     try:
-        runner = loaded.wing.make_runner(loaded.config, loaded.weights, header.engine_config)
+        runner = loaded.tier.make_runner(loaded.config, loaded.weights, header.engine_config)
     except MemoryError:
         sizes = header.engine_config
         raise InvalidRequest(
             f"the recording needs a cache of {sizes.num_blocks} blocks, and {sizes.num_swap_blocks} for swapping: more "
             "memory than there is here"
         ) from None
-    dtype = max(header.dtype, loaded.wing.dtype, key=ROUNDING.__getitem__)
+    dtype = max(header.dtype, loaded.tier.dtype, key=ROUNDING.__getitem__)
     return Replay(steps, runner, exact_logits(loaded), dtype)
 
 
@@ -197,6 +197,11 @@ def logits_of(model: LoadedModel, tokens: Sequence[int]) -> Logits:
     """A model's logits [vocab] after `tokens`, in a cache of its own: one row, one chunk, one block after another."""
     block_size = 16
     num_blocks = -(-len(tokens) // block_size)
-    sizes = EngineConfig(num_blocks, len(tokens), model.config.vocab_size, block_size)
-    runner: Any = model.wing.make_runner(model.config, model.weights, sizes)
+    sizes = EngineConfig(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=len(tokens),
+        vocab_size=model.config.vocab_size,
+    )
+    runner: Any = model.tier.make_runner(model.config, model.weights, sizes)
     return np.asarray(runner.forward([BatchRow(list(tokens), 0, range(num_blocks), wants_logits=True)])[0])

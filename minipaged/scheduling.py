@@ -54,7 +54,7 @@ class RequestView:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What bringing a request back costs on one machine."""
+    """What the ways in which a request comes back pay for, on one machine and with one KV cache."""
 
     seconds_per_copy: float
     """What starting one copy costs, however small it is."""

@@ -22,7 +22,9 @@ from dataclasses import dataclass, replace
 
 from minipaged import tiers
 from minipaged.contracts import Runner, Sampled, StepResult, Tier
+from minipaged.engine.policy import carry_seconds
 from minipaged.mirror import Rows
+from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves, StepInput
 
 TOKEN = 0
@@ -66,10 +68,15 @@ class Machine:
         arithmetic = num_query_tokens * self.flops_per_token / self.flops_per_second
         return self.seconds_per_step + max(memory, arithmetic)
 
-    def carry_seconds(self, num_blocks: int, block_size: int) -> float:
-        """Copying blocks between device and host, one way."""
-        starts = num_blocks * self.copies_per_block * self.seconds_per_copy
-        return starts + num_blocks * block_size * self.kv_bytes_per_token / self.link_bytes_per_second
+    def costs(self, block_size: int) -> Costs:
+        """What swapping and recomputing pay for, with blocks of `block_size` tokens."""
+        return Costs(
+            seconds_per_copy=self.seconds_per_copy,
+            copies_per_block=self.copies_per_block,
+            block_bytes=block_size * self.kv_bytes_per_token,
+            link_bytes_per_second=self.link_bytes_per_second,
+            prefill_tokens_per_second=self.flops_per_second / self.flops_per_token,
+        )
 
 
 OPT_13B_ON_AN_A100 = Machine(
@@ -95,6 +102,7 @@ class SimulatedRunner(Runner):
     def __init__(self, machine: Machine, block_size: int) -> None:
         self.machine = machine
         self.block_size = block_size
+        self._costs = machine.costs(block_size)
         self.now = 0.0
         """Seconds since the simulation began."""
         self._rows = Rows()
@@ -112,15 +120,12 @@ class SimulatedRunner(Runner):
     def move(self, moves: BlockMoves) -> None:
         """Pay for the moves."""
         if moves.swap_out or moves.swap_in:
-            self.now += self.machine.carry_seconds(len(moves.swap_out) + len(moves.swap_in), self.block_size)
+            self.now += carry_seconds(self._costs, len(moves.swap_out) + len(moves.swap_in))
         copied = 2 * len(moves.copy) * self.block_size * self.machine.kv_bytes_per_token  # read and written
         self.now += copied / self.machine.memory_bytes_per_second
 
-    def swap_seconds(self, num_blocks: int) -> float:
-        return 2 * self.machine.carry_seconds(num_blocks, self.block_size)
-
-    def recompute_seconds(self, num_tokens: int) -> float:
-        return num_tokens * self.machine.flops_per_token / self.machine.flops_per_second
+    def costs(self) -> Costs:
+        return self._costs
 
 
 def simulated_tier() -> Tier:

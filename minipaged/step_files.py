@@ -39,6 +39,7 @@ from minipaged.errors import BadRecording
 from minipaged.llm import LLM
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig
+from minipaged.scheduling import Costs
 from minipaged.steps import StepInput
 
 FIRST_LINE = b"minipaged steps 1\n"
@@ -86,8 +87,8 @@ class Header:
     @classmethod
     def of(cls, model: str, llm: LLM) -> Header:
         """For the steps of an LLM that was made for `model`."""
-        wing = llm.loaded.wing
-        sizes = (wing.name, wing.device, wing.dtype, llm.config)
+        tier = llm.loaded.tier
+        sizes = (tier.name, tier.device, tier.dtype, llm.config)
         return cls(version("minipaged"), model, llm.model_config, *sizes)
 
 
@@ -174,11 +175,8 @@ class StepRecorder(Runner):
         write_frame(self._file, self._count)
         self._file.flush()
 
-    def swap_seconds(self, num_blocks: int) -> float:
-        return self._runner.swap_seconds(num_blocks)
-
-    def recompute_seconds(self, num_tokens: int) -> float:
-        return self._runner.recompute_seconds(num_tokens)
+    def costs(self) -> Costs:
+        return self._runner.costs()
 
     def _write(self, *, all_of_it: bool) -> None:
         """Write the steps whose choices are known; with `all_of_it` the others too, which nobody will look at."""

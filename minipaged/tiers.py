@@ -1,4 +1,4 @@
-"""The tiers by name: the one file that knows the wings of the house.
+"""The tiers by name: the one file that knows the wings of the house, `reference/` and `fast/`.
 
 Everything above asks here for a tier's parts, and for the weights and the runner that compute with them on a device.
 """
@@ -9,9 +9,9 @@ import gc
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from minipaged.contracts import BlockAllocator, BlockTable, Runner, SamplingInput, Tier
 from minipaged.errors import InvalidRequest
@@ -24,7 +24,7 @@ SCRATCH_BYTES = 2 << 30
 """Of a GPU's memory, what is left to sampling, swapping and the libraries."""
 
 
-def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> Wing:
+def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceTier:
     """The tier called `name`, on `device`, computing in `dtype`. Raises InvalidRequest where that cannot be had.
 
     "auto" is the fast tier where its packages are installed and it knows the dtype, else the reference.
@@ -37,13 +37,13 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> Wing:
             f"the fast tier needs {' and '.join(missing)}, not installed here; install minipaged with its extra 'fast' "
             "(in a clone: pip install -e '.[fast]'), or use tier='reference'"
         )
-    if dtype not in ("auto", *FastWing.DTYPES, *ReferenceWing.DTYPES):
-        known = sorted({*FastWing.DTYPES, *ReferenceWing.DTYPES})
+    if dtype not in ("auto", *FastTier.DTYPES, *ReferenceTier.DTYPES):
+        known = sorted({*FastTier.DTYPES, *ReferenceTier.DTYPES})
         raise InvalidRequest(f"dtype is {dtype!r}; choose auto, {', '.join(known)}")
-    if name == "fast" or (name == "auto" and not missing and dtype in (*FastWing.DTYPES, "auto")):
-        return FastWing.on(device, dtype)
+    if name == "fast" or (name == "auto" and not missing and dtype in (*FastTier.DTYPES, "auto")):
+        return FastTier.on(device, dtype)
     try:
-        return ReferenceWing.on(device, dtype)
+        return ReferenceTier.on(device, dtype)
     except InvalidRequest as error:
         if name == "reference" or not missing:
             raise
@@ -54,10 +54,9 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> Wing:
 
 
 @dataclass(frozen=True, slots=True)
-class Wing(ABC):
-    """One tier on one device: its parts for the engine, and how to load and run a model with it."""
+class DeviceTier(Tier, ABC):
+    """One tier on one device: its parts, as the engine takes them, and how to load and run a model with it."""
 
-    tier: Tier
     device: str
     """"cpu" or "cuda"."""
     dtype: str
@@ -65,9 +64,10 @@ class Wing(ABC):
 
     ITEM_BYTES: ClassVar[dict[str, int]] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
-    @property
-    def name(self) -> str:
-        return self.tier.name
+    @classmethod
+    def of(cls, parts: Tier, device: str, dtype: str) -> Self:
+        """The tier of these parts, there."""
+        return cls(**{each.name: getattr(parts, each.name) for each in fields(parts)}, device=device, dtype=dtype)
 
     @property
     @abstractmethod
@@ -93,18 +93,18 @@ class Wing(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class ReferenceWing(Wing):
-    """The wing to be read: NumPy."""
+class ReferenceTier(DeviceTier):
+    """The tier to be read: NumPy."""
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float32", "float64")
 
     @classmethod
-    def on(cls, device: str, dtype: str) -> ReferenceWing:
+    def on(cls, device: str, dtype: str) -> ReferenceTier:
         if device not in ("auto", "cpu"):
             raise InvalidRequest(f"device is {device!r}; the reference tier computes with NumPy, on 'cpu' only")
         if dtype not in ("auto", *cls.DTYPES):
             raise InvalidRequest(f"dtype is {dtype!r}; the reference tier knows auto, {', '.join(cls.DTYPES)}")
-        return cls(reference_tier(), "cpu", "float32" if dtype == "auto" else dtype)
+        return cls.of(reference_tier(), "cpu", "float32" if dtype == "auto" else dtype)
 
     @property
     def description(self) -> str:
@@ -137,13 +137,13 @@ class ReferenceWing(Wing):
 
 
 @dataclass(frozen=True, slots=True)
-class FastWing(Wing):
-    """The wing to be fast: Triton on a GPU; numba and torch where there is none."""
+class FastTier(DeviceTier):
+    """The tier to be fast: Triton on a GPU; numba and torch where there is none."""
 
     DTYPES: ClassVar[tuple[str, ...]] = ("float32", "bfloat16", "float16")
 
     @classmethod
-    def on(cls, device: str, dtype: str) -> FastWing:
+    def on(cls, device: str, dtype: str) -> FastTier:
         import torch
 
         if device not in ("auto", "cpu", "cuda"):
@@ -170,7 +170,7 @@ class FastWing(Wing):
         if dtype == "auto":
             half = "float16" if device == "cuda" else "float32"
             dtype = "bfloat16" if has_bfloat16 else half
-        return cls(fast_tier(), device, dtype)
+        return cls.of(fast_tier(), device, dtype)
 
     @property
     def description(self) -> str:
@@ -184,7 +184,7 @@ class FastWing(Wing):
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         import torch
 
-        from minipaged.fast.kernels import kernels_for
+        from minipaged.fast import kernels_for
         from minipaged.fast.llama import Weights
         from minipaged.models.loading import load_weights
 

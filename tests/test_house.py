@@ -7,8 +7,9 @@ import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -17,52 +18,101 @@ import minipaged
 ROOT = Path(minipaged.__file__).parent
 WINGS = ("reference", "fast")
 
-MAY_IMPORT = {
-    # Plain Python, which runs wherever Python runs.
-    "contracts": {"minipaged.params", "minipaged.errors", "minipaged.steps"},
-    "steps": {"minipaged.params"},
-    "mirror": {"minipaged.contracts", "minipaged.steps"},
-    "events": set[str](),
-    "outputs": set[str](),
-    "params": {"minipaged.errors"},
-    "errors": set[str](),
-    "scheduling": set[str](),
-    "replay": {"minipaged.errors", "minipaged.events", "minipaged.replay"},
-    "engine": {
-        "minipaged.contracts",
-        "minipaged.errors",
-        "minipaged.events",
-        "minipaged.outputs",
-        "minipaged.params",
-        "minipaged.scheduling",
-        "minipaged.steps",
-        "minipaged.engine",
-    },
-    "reference": {
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """What a room (a package of ours, or a file beside them) imports besides the standard library. Words with blanks
+    between them: rooms, single modules of one (`models.config`), or packages from outside."""
+
+    ours: str = ""
+    outside: str = ""
+    late: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What only functions import: why not at once -> what. Modules of its own too, and of the standard library."""
+
+
+HOUSE = {
+    # The ground: plain Python, which runs wherever Python runs.
+    "errors": Room(),
+    "events": Room(),
+    "outputs": Room(),
+    "scheduling": Room(),
+    "params": Room("errors"),
+    "steps": Room("params"),
+    "contracts": Room("errors params scheduling steps"),
+    "mirror": Room("contracts steps"),
+    "settings": Room("contracts errors params scheduling"),
+    # The engine knows no tier, and no NumPy.
+    "engine": Room("contracts errors events outputs params scheduling steps"),
+    # A run followed from its events.
+    "replay": Room("errors events"),
+    # Where models come from.
+    "models": Room(
+        "errors",
         "numpy",
-        "minipaged.contracts",
-        "minipaged.errors",
-        "minipaged.mirror",
-        "minipaged.params",
-        "minipaged.steps",
-        "minipaged.models.config",
-        "minipaged.reference",
-    },
-    "fast": {
-        "numpy",
-        "numba",
-        "llvmlite",
-        "torch",
-        "triton",
-        "minipaged.contracts",
-        "minipaged.errors",
-        "minipaged.mirror",
-        "minipaged.params",
-        "minipaged.steps",
-        "minipaged.models.config",
-        "minipaged.fast",
-    },
+        late={
+            "slow to load, and only some models need them": "gguf huggingface_hub jinja2 tokenizers transformers",
+            "slow to load, and needed once for each model": "filelock models.gguf platformdirs rich",
+        },
+    ),
+    # The two wings know neither each other nor the engine.
+    "reference": Room("contracts errors mirror models.config params scheduling steps", "numpy"),
+    "fast": Room(
+        "contracts errors mirror models.config params scheduling steps",
+        "llvmlite numba numpy torch triton",
+        late={
+            "the device decides which kernels are needed": "fast.cpu fast.gpu",
+            "an allocator needs it only where many blocks are asked for": "numpy",
+        },
+    ),
+    # The one room that knows the wings.
+    "tiers": Room(
+        "contracts errors models.config params",
+        late={"whoever chooses a tier loads what it needs, and only that": "fast models.loading numpy reference torch"},
+    ),
+    "ties": Room("contracts tiers", "numpy"),
+    "simulated": Room("contracts engine mirror scheduling steps tiers"),
+    "traces": Room("contracts engine errors events params scheduling simulated"),
+    # What users call, and what stands on it.
+    "llm": Room(
+        "engine errors events models outputs params scheduling settings tiers",
+        late={"slow to load, and only some calls need them": "psutil rich"},
+    ),
+    "minipaged": Room("errors outputs params", late={"the parts without NumPy are to be had without it": "llm"}),
+    "step_files": Room("contracts errors llm models.config params scheduling steps", "msgspec"),
+    "replay_steps": Room("contracts errors llm mirror params step_files steps ties", "numpy"),
+    "chat": Room("errors events llm outputs params replay", "rich", late={"not on every system": "readline"}),
+    "stepper": Room(
+        "contracts engine errors events minipaged mirror params replay scheduling steps tiers",
+        late={"runs in a page, where it is loaded when somebody begins": "numpy"},
+    ),
+    "demo": Room(
+        "contracts engine errors events outputs params replay settings traces",
+        "rich",
+        late={"a run is shown again, or simulated, without a model": "llm"},
+    ),
+    "course": Room(
+        "contracts engine errors events llm minipaged mirror models.config outputs params scheduling steps "
+        "tiers traces",
+        "hypothesis numpy pytest torch triton",
+        late={
+            "where student code runs, there is no more than it needs": "fast numpy",
+            "one assignment needs torch": "course.decode_worker torch",
+            "one command needs pytest": "course.student_tests",
+        },
+    ),
+    "options": Room("errors params settings", "typer"),
+    "cli": Room(
+        "errors events options outputs params settings",
+        "typer",
+        late={
+            "the command line answers at once, and a command loads what it needs": (
+                "chat course demo llm models replay replay_steps step_files stepper"
+            )
+        },
+    ),
+    "__main__": Room("cli"),
 }
+"""From the ground up: each room imports only rooms that stand above it in this list, so that there is no circle."""
 
 
 def module_name(path: Path) -> str:
@@ -72,49 +122,86 @@ def module_name(path: Path) -> str:
 
 SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
+When = Literal["at once", "late", "for type checkers"]
 
-def imports(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
-    """The modules that a file imports, as dotted names. `at_import_only`: leave out what functions import later, and
-    what only type checkers see."""
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
+
+def imports_and_when(path: Path) -> Iterator[tuple[str, When]]:
+    """The modules that a file imports, as dotted names; `late` are those that its functions import."""
+    pending: list[tuple[ast.AST, When]] = [(ast.parse(path.read_text()), "at once")]
     while pending:
-        node = pending.pop()
+        node, when = pending.pop()
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((alias.name, when) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute in this house"
             assert node.module is not None
             for alias in node.names:  # `from minipaged import contracts` imports minipaged.contracts
                 whole = f"{node.module}.{alias.name}"
-                yield whole if whole in SOURCES else node.module
-        if at_import_only:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                pending.extend(node.orelse)
-                continue
-        pending.extend(ast.iter_child_nodes(node))
+                yield (whole if whole in SOURCES else node.module), when
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            pending.extend((child, "for type checkers") for child in node.body)
+            pending.extend((child, when) for child in node.orelse)
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            when = "late"
+        pending.extend((child, when) for child in ast.iter_child_nodes(node))
+
+
+def imports(path: Path, *, at_import_only: bool = False) -> Iterator[str]:
+    """The modules that a file imports. `at_import_only`: leave out what functions import later, and what only type
+    checkers see."""
+    return (module for module, when in imports_and_when(path) if when == "at once" or not at_import_only)
 
 
 def is_under(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
-def is_allowed(module: str, allowed: set[str]) -> bool:
-    return module.partition(".")[0] in sys.stdlib_module_names or any(is_under(module, name) for name in allowed)
+def room_of(module: str) -> str:
+    """The room that a module of ours is in. Those that only start the command line are a room of their own."""
+    parts = module.split(".")
+    return "__main__" if parts[-1] == "__main__" else parts[1] if len(parts) > 1 else parts[0]
 
 
-@pytest.mark.parametrize("part", MAY_IMPORT)
-def test_a_part_imports_only_what_lies_below_it(part: str):
-    files = [path for name, path in SOURCES.items() if is_under(name, f"minipaged.{part}")]
-    assert files
-    wrong = {
-        (path.relative_to(ROOT).as_posix(), module)
-        for path in files
-        for module in imports(path)
-        if not is_allowed(module, MAY_IMPORT[part])
-    }
-    assert not wrong
+def word_for(module: str, words: set[str]) -> str:
+    """What the table calls a module: the longest of `words` that it is under, else its room, or its package."""
+    if module not in SOURCES:
+        return module.partition(".")[0]
+    name = module.removeprefix("minipaged.")
+    return max((word for word in words if is_under(name, word)), key=len, default=room_of(module))
+
+
+def rooms_below(name: str) -> set[str]:
+    return set(list(HOUSE)[: list(HOUSE).index(name)])
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {room_of(module) for module in SOURCES} == HOUSE.keys()
+
+
+@pytest.mark.parametrize("name", HOUSE)
+def test_a_room_imports_what_the_table_says(name: str) -> None:
+    """No more; and no less, so that the table stays true. Within its functions it imports only what `late` explains."""
+    room = HOUSE[name]
+    late = set(" ".join(room.late.values()).split())
+    allowed: dict[When, set[str]] = {"at once": {*room.ours.split(), *room.outside.split()}, "late": late}
+    found: dict[When, set[str]] = {"at once": set(), "late": set(), "for type checkers": set()}
+    for module, when in (pair for m, path in SOURCES.items() if room_of(m) == name for pair in imports_and_when(path)):
+        is_own = module in SOURCES and room_of(module) == name
+        is_standard = module.partition(".")[0] in sys.stdlib_module_names
+        if when == "late" or not (is_own or is_standard):
+            found[when].add(word_for(module, late if when == "late" else allowed["at once"] | late))
+    assert found["at once"] == allowed["at once"]
+    assert found["late"] == allowed["late"]
+    assert found["for type checkers"] <= allowed["at once"] | late | rooms_below(name)
+
+
+@pytest.mark.parametrize("name", HOUSE)
+def test_arrows_point_down(name: str) -> None:
+    """What the table allows a room, early or late, stands before it."""
+    words = " ".join((HOUSE[name].ours, *HOUSE[name].late.values())).split()
+    assert {word.partition(".")[0] for word in words} & HOUSE.keys() <= rooms_below(name) | {name}
+    assert set(HOUSE[name].ours.split()) & HOUSE.keys() <= rooms_below(name)
 
 
 ON_THE_FAST_TIER = ("minipaged.course.triton_decode", "minipaged.course.decode_worker")
@@ -139,7 +226,7 @@ TWINS = {
     "block_table": ("BlockTable",),
     "kv_cache": ("KVCache",),
     "attention": ("paged_attention",),
-    "preemption": ("PreemptionCosts", "carry", "measure"),
+    "preemption": ("carry", "measure"),
     "beam_search": ("BeamSearch",),
     "sampling": ("sample",),
     "llama": ("Llama", "FlatBatch", "flatten", "rotary_tables", "inverse_frequencies"),
@@ -198,7 +285,21 @@ def test_the_fast_tier_reaches_its_kernels_by_their_interface_only():
         if is_under(name, "minipaged.fast") and not any(is_under(name, side) for side in sides)
         if any(is_under(module, side) for module in imports(path) for side in sides)
     }
-    assert users == {"minipaged.fast.kernels"}
+    assert users == {"minipaged.fast"}
+
+
+def test_what_preemption_costs_is_reckoned_in_one_place():
+    """By the policy. Others only say what the figures are; a simulated machine's are fields of its own."""
+
+    def reads(path: Path, figure: str) -> bool:
+        nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+        return any(node.attr == figure and isinstance(node.ctx, ast.Load) for node in nodes)
+
+    def readers(figure: str) -> set[str]:
+        return {name for name, path in SOURCES.items() if reads(path, figure)}
+
+    assert readers("prefill_tokens_per_second") == {"minipaged.engine.policy"}
+    assert readers("seconds_per_copy") == {"minipaged.engine.policy", "minipaged.simulated"}
 
 
 def test_block_allocators_import_no_numpy():
@@ -209,8 +310,8 @@ def test_block_allocators_import_no_numpy():
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    """Arrows point down: what is imported when modules load has no cycle."""
-    below = {name: {m for m in imports(path, at_import_only=True) if m in SOURCES} for name, path in SOURCES.items()}
+    """Arrows point down within rooms too, and what is imported late, or only for type checkers, is no way round."""
+    below = {name: {m for m in imports(path) if m in SOURCES} for name, path in SOURCES.items()}
     done: set[str] = set()
 
     def visit(name: str, way: tuple[str, ...]) -> None:
@@ -232,3 +333,23 @@ def test_every_file_opens_with_a_docstring():
         if path.read_text() and not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert not silent
+
+
+FIRST_READING = (
+    *sorted(f"reference/{path.name}" for path in (ROOT / "reference").glob("*.py")),
+    *(f"engine/{name}.py" for name in ("engine", "scheduler", "policy", "block_manager", "prefix_cache")),
+)
+
+
+def test_the_first_reading_is_short() -> None:
+    """What the README says to read first: under 2,000 lines, blank ones not counted."""
+    lines = [line for name in FIRST_READING for line in (ROOT / name).read_text().splitlines() if line.strip()]
+    assert len(lines) < 2000
+
+
+def test_one_step_fits_on_one_screen() -> None:
+    """From the call to its launch and its commit, in engine.py."""
+    source = (ROOT / "engine" / "engine.py").read_text().splitlines()
+    first = next(i for i, line in enumerate(source) if "def _run_step" in line)
+    last = next(i for i, line in enumerate(source) if "def _finish_step" in line)
+    assert last - first < 60

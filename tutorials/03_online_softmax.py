@@ -388,10 +388,10 @@ assert (config.num_hidden_layers, config.num_attention_heads, config.num_key_val
 
 
 def write(attention) -> str:
-    wing = llm.loaded.wing  # the parts of the reference tier, and its runner
-    runner = wing.make_runner(config, llm.loaded.weights, llm.config)
+    tier = llm.loaded.tier  # the parts of the reference tier, and its runner
+    runner = tier.make_runner(config, llm.loaded.weights, llm.config)
     runner.attend = attention
-    engine = Engine(llm.config, wing.tier, runner, decode=llm.tokenizer.decode)
+    engine = Engine(llm.config, tier, runner, decode=llm.tokenizer.decode)
     engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=6))
     while engine.has_unfinished_requests():
         updates = engine.step()

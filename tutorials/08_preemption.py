@@ -176,7 +176,7 @@ siblings
 # ## What it costs
 #
 # Which of the two ways is better is a question of cost, and it has few terms
-# ([`PreemptionCosts`](../minipaged/reference/preemption.py)):
+# ([`swap_seconds`](../minipaged/engine/policy.py) and [`recompute_seconds`](../minipaged/engine/policy.py)):
 #
 #     swapping     2 × (number of copies × seconds to start one + bytes ÷ bytes a second)       out, and in again
 #     recomputing  tokens ÷ prefill tokens a second
@@ -191,11 +191,13 @@ siblings
 # %%
 from dataclasses import replace
 
+from minipaged.engine.policy import recompute_seconds, swap_seconds
+
 NUM_TOKENS = 256
 for block_size in (1, 16, 64):
     config = replace(llm.config, block_size=block_size, num_blocks=64)
-    runner = llm.loaded.wing.make_runner(llm.loaded.config, llm.loaded.weights, config)
-    swapping, computing = runner.swap_seconds(NUM_TOKENS // block_size), runner.recompute_seconds(NUM_TOKENS)
+    measured = llm.loaded.tier.make_runner(llm.loaded.config, llm.loaded.weights, config).costs()
+    swapping, computing = swap_seconds(measured, NUM_TOKENS // block_size), recompute_seconds(measured, NUM_TOKENS)
     print(f"blocks of {block_size:>2}: swap {1e3 * swapping:.1f} ms, recompute {1e3 * computing:.0f} ms")
     assert swapping < computing / 5
 
@@ -212,23 +214,17 @@ for block_size in (1, 16, 64):
 # layers, so 80 copies a block; and half of the arithmetic speed of the data sheet, which gives the prefill speed.
 
 # %%
-from minipaged.reference.preemption import PreemptionCosts
+from minipaged.scheduling import Costs
 from minipaged.simulated import OPT_13B_ON_AN_A100 as GPU
 
 
-def costs(block_size: int, copies_per_block: int = GPU.copies_per_block) -> PreemptionCosts:
-    return PreemptionCosts(
-        seconds_per_copy=GPU.seconds_per_copy,
-        bytes_per_second=GPU.link_bytes_per_second,
-        block_bytes=block_size * GPU.kv_bytes_per_token,
-        copies_per_block=copies_per_block,
-        prefill_tokens_per_second=GPU.flops_per_second / GPU.flops_per_token,
-    )
+def costs(block_size: int, copies_per_block: int = GPU.copies_per_block) -> Costs:
+    return replace(GPU.costs(block_size), copies_per_block=copies_per_block)
 
 
 print(f"{costs(1).prefill_tokens_per_second:,.0f} tokens of prefill a second")
-recomputing = costs(16).recompute_seconds(NUM_TOKENS)
-by_size = {size: costs(size).swap_seconds(NUM_TOKENS // size) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
+recomputing = recompute_seconds(costs(16), NUM_TOKENS)
+by_size = {size: swap_seconds(costs(size), NUM_TOKENS // size) for size in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
 print(f"recompute: {1e3 * recomputing:.1f} ms, whatever the block size")
 for size, seconds in by_size.items():
     print(f"swap, blocks of {size:>3}: {1e3 * seconds:5.1f} ms")
@@ -246,7 +242,7 @@ def rows(copies_per_block: int = GPU.copies_per_block) -> list[tuple[str, list[t
     moving = round(2e3 * NUM_TOKENS * GPU.kv_bytes_per_token / GPU.link_bytes_per_second)
     parts = [("recompute, any block size", [("prefill", round(1e3 * recomputing))])]
     for size in (1, 4, 16, 64, 256):
-        whole = round(1e3 * costs(size, copies_per_block).swap_seconds(NUM_TOKENS // size))
+        whole = round(1e3 * swap_seconds(costs(size, copies_per_block), NUM_TOKENS // size))
         parts.append((f"swap, blocks of {size}", [("bytes", moving), ("starts of copies", whole - moving)]))
     return parts
 
@@ -270,7 +266,7 @@ Bars(rows(), fills, unit=" ms")
 # Draw the picture again for such a cache. What is left of the disadvantage of small blocks?
 
 # %% tags=["solution"]
-one_piece = {size: costs(size, copies_per_block=1).swap_seconds(NUM_TOKENS // size) for size in by_size}
+one_piece = {size: swap_seconds(costs(size, copies_per_block=1), NUM_TOKENS // size) for size in by_size}
 print(f"blocks of   1: {1e3 * one_piece[1]:.1f} ms, in 80 pieces {1e3 * by_size[1]:.1f}")
 print(f"blocks of 256: {1e3 * one_piece[256]:.1f} ms, in 80 pieces {1e3 * by_size[256]:.1f}")
 assert one_piece[1] < 1.05 * one_piece[256]

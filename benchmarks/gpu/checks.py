@@ -25,11 +25,10 @@ from torch import Tensor
 
 from benchmarks.gpu.harness import Job, Row, Setting
 from minipaged import steps
-from minipaged.fast import gpu
+from minipaged.fast import gpu, kernels_for
 from minipaged.fast.block_allocator import BlockAllocator
 from minipaged.fast.block_table import BlockTable
 from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
-from minipaged.fast.kernels import kernels_for
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import Llama, Weights
 from minipaged.models.config import ModelConfig, weight_shapes

@@ -20,39 +20,3 @@ content_runner.py   a model without weights that checks every read
 workloads.py        random workloads on it, and what they must produce
 museum.py           the same with a part exchanged for one of the bug museum
 """
-
-from __future__ import annotations
-
-import importlib
-import runpy
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from minipaged.course.assignment import Assignment
-
-ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "scheduler", "beam-search", "triton-decode")
-"""In the order of the course. The file of each has its name, with underscores."""
-
-ORDER = "the assignment's name comes first, then your file: minipaged grade block-allocator block_allocator.py"
-
-
-def find_assignment(name: str) -> Assignment:
-    """The assignment called `name`, or the `ASSIGNMENT` of an instructor's own file. Raises CannotBeGraded."""
-    from minipaged.course.assignment import Assignment, CannotBeGraded, needs_hypothesis
-
-    if name.endswith(".py"):
-        path = Path(name)
-        if not path.is_file():
-            raise CannotBeGraded(f"there is no file {name} with an assignment; {ORDER}")
-        with needs_hypothesis():
-            assignment = runpy.run_path(name).get("ASSIGNMENT")
-        if not isinstance(assignment, Assignment):
-            raise CannotBeGraded(f"{name} has no ASSIGNMENT (docs/instructors.md); {ORDER}")
-        return assignment
-    name = name.replace("_", "-")
-    if name not in ASSIGNMENTS:
-        raise CannotBeGraded(f"there is no assignment {name!r}; choose one of {', '.join(ASSIGNMENTS)}")
-    with needs_hypothesis():
-        found: Assignment = importlib.import_module(f"minipaged.course.{name.replace('-', '_')}").ASSIGNMENT
-    return found

@@ -9,6 +9,8 @@ runs in the grader's process, and only the calls it makes on the part run in the
 from __future__ import annotations
 
 import contextlib
+import importlib
+import runpy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,6 +22,11 @@ from minipaged.errors import Invariant, MinipagedError
 from minipaged.events import Event
 
 Stage = Literal["properties", "engine", "model"]
+
+ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "scheduler", "beam-search", "triton-decode")
+"""In the order of the course. The file of each has its name, with underscores."""
+
+ORDER = "the assignment's name comes first, then your file: minipaged grade block-allocator block_allocator.py"
 
 
 class CannotBeGraded(MinipagedError):
@@ -205,8 +212,6 @@ class Bench:
         if self._process is None:
             self._process = WorkerProcess(self.assignment.limits, self.assignment.modules)
             for name, submission in self.carried.items():
-                from minipaged.course import find_assignment
-
                 self._carried_parts[name] = self._load(find_assignment(name), submission)
             self._part = self._load(self.assignment, self.submission)
         return self._process
@@ -334,3 +339,22 @@ def needs_hypothesis() -> Iterator[None]:
             "the grader needs hypothesis, not installed here; install minipaged with its extra 'course' "
             "(in a clone: pip install -e '.[course]')"
         ) from None
+
+
+def find_assignment(name: str) -> Assignment:
+    """The assignment called `name`, or the `ASSIGNMENT` of an instructor's own file. Raises CannotBeGraded."""
+    if name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise CannotBeGraded(f"there is no file {name} with an assignment; {ORDER}")
+        with needs_hypothesis():
+            assignment = runpy.run_path(name).get("ASSIGNMENT")
+        if not isinstance(assignment, Assignment):
+            raise CannotBeGraded(f"{name} has no ASSIGNMENT (docs/instructors.md); {ORDER}")
+        return assignment
+    name = name.replace("_", "-")
+    if name not in ASSIGNMENTS:
+        raise CannotBeGraded(f"there is no assignment {name!r}; choose one of {', '.join(ASSIGNMENTS)}")
+    with needs_hypothesis():
+        found: Assignment = importlib.import_module(f"minipaged.course.{name.replace('-', '_')}").ASSIGNMENT
+    return found

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import minipaged
-from minipaged.course import find_assignment
-from minipaged.course.assignment import CannotBeGraded
+from minipaged.course.assignment import CannotBeGraded, find_assignment
 
 SETUP = """\
 #!/usr/bin/env bash

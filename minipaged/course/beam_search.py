@@ -25,6 +25,7 @@ from minipaged.course.search import search
 from minipaged.course.workloads import Run, Workload, all_sound, random_workload
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed
+from minipaged.llm import LLM, LoadedModel
 from minipaged.params import BeamSearchParams
 from minipaged.tiers import reference_tier
 
@@ -265,8 +266,6 @@ PROMPTS = ("Paging is a way to", "The capital of France is")
 
 def check_model(bench: Bench) -> None:
     """Beam search on SmolLM2, some of it preempted: the same beams as with the reference's search."""
-    from minipaged.llm import LLM, LoadedModel
-
     loaded = LoadedModel.load(bench.model, "reference")
     params = BeamSearchParams(beam_width=3, max_tokens=5)
 
@@ -278,9 +277,9 @@ def check_model(bench: Bench) -> None:
         ]
 
     expected = beams(loaded)
-    tier = replace(loaded.wing.tier, beam_search=remote_search(bench))
+    tier = replace(loaded.tier, beam_search=remote_search(bench))
     try:
-        found = beams(replace(loaded, wing=replace(loaded.wing, tier=tier)))
+        found = beams(replace(loaded, tier=tier))
     except Failed as failed:
         raise Failed(replace(failed.failure, message=f"with SmolLM2: {failed.failure.message}")) from None
     except (InvariantViolation, StudentError, ValueError, TypeError, IndexError) as error:

@@ -8,22 +8,27 @@ write the same texts as with the reference's.
 
 from __future__ import annotations
 
+import inspect
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
 from minipaged.contracts import BlockAllocator
 from minipaged.course.allocator_session import Call, Held, Number, Session, Variable, shorten
-from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test, fastest
+from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Submission, Test, fastest
 from minipaged.course.isolation import Handle, Misbehaviour, Raised, StudentError
 from minipaged.course.search import search
 from minipaged.course.workloads import Run, all_sound, random_workload
 from minipaged.engine.checked_allocator import MEMBERS
 from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed
+from minipaged.llm import LLM, LoadedModel
+from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.tiers import reference_tier
 
 LARGEST_POOL = 4
@@ -128,8 +133,6 @@ def is_copy_in_a_full_pool(session: Session, call: Call) -> bool:
 
 def check_long_runs(bench: Bench) -> None:
     """Larger pools and hundreds of calls, filling and emptying the pool several times."""
-    import random
-
     for number in range(4):
         r = random.Random(f"{bench.seed} {number}")
         num_blocks, calls = r.choice([8, 33, 64, 100]), list[Call]()
@@ -308,9 +311,6 @@ PROMPTS = (
 
 def check_model(bench: Bench) -> None:
     """Parallel sampling, beam search and preemption on SmolLM2: the same texts as with the reference's allocator."""
-    from minipaged.llm import LLM, LoadedModel
-    from minipaged.params import BeamSearchParams, SamplingParams
-
     loaded = LoadedModel.load(bench.model, "reference")
     events: list[Event] = []
     pools: list[RemoteAllocator] = []
@@ -414,13 +414,8 @@ def measure(bench: Bench) -> Performance:
     return Performance(num_calls / total[0], num_calls / total[1])
 
 
-def reference_submission() -> Any:
+def reference_submission() -> Submission:
     """The reference's own file, as a student would hand it in."""
-    import inspect
-    from pathlib import Path
-
-    from minipaged.course.assignment import Submission
-
     kind = reference_tier().block_allocator
     return Submission(Path(inspect.getfile(kind)), kind.__name__)
 

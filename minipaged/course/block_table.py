@@ -27,6 +27,8 @@ from minipaged.course.table_session import OfferedAllocator, Op, TableSession
 from minipaged.course.workloads import Run, all_sound, random_workload
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import Event, StepFailed
+from minipaged.llm import LLM, LoadedModel
+from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.steps import CopyPair
 from minipaged.tiers import reference_tier
 
@@ -226,15 +228,12 @@ def in_engine(error: Exception, where: str, events: list[Event]) -> Failure:
 
 def check_model(bench: Bench) -> None:
     """Parallel sampling, beam search and preemption on SmolLM2: the same texts as with the reference's table."""
-    from minipaged.llm import LLM, LoadedModel
-    from minipaged.params import BeamSearchParams, SamplingParams
-
     loaded = LoadedModel.load(bench.model, "reference")
     events: list[Event] = []
 
     def texts(tier: Tier, allocator: Callable[[int], BlockAllocator] | None = None) -> list[list[str]]:
         llm = LLM(
-            replace(loaded, wing=replace(loaded.wing, tier=tier)),
+            replace(loaded, tier=replace(loaded.tier, block_table=tier.block_table)),
             block_size=4,
             num_blocks=12,  # too few for all at once, so that some are preempted
             num_swap_blocks=12,

@@ -15,8 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minipaged.course import find_assignment
-from minipaged.course.assignment import CannotBeGraded, Grade, Submission, TestResult
+from minipaged.course.assignment import CannotBeGraded, Grade, Submission, TestResult, find_assignment
 from minipaged.course.formats import FORMATS, closing, fails_like, heading, not_graded, result_lines
 from minipaged.course.grading import grade
 

@@ -17,6 +17,7 @@ from minipaged.contracts import Batch, Logits, Sampled, SampleFunction, Sampling
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.mirror import Mirror, MirroredRunner
+from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves, StepInput
 from minipaged.tiers import reference_tier
 
@@ -177,11 +178,15 @@ class ContentRunner(MirroredRunner):
     def sample(self, logits: Logits, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
         return self._choose(logits, inputs)
 
-    def swap_seconds(self, num_blocks: int) -> float:
-        return num_blocks * (1e-6 if self.swap_is_cheap else 1.0)
-
-    def recompute_seconds(self, num_tokens: int) -> float:
-        return num_tokens * 1e-3
+    def costs(self) -> Costs:
+        """Assumed: a millisecond a token; a microsecond a block, or, where swapping is not cheap, a second."""
+        return Costs(
+            seconds_per_copy=(1e-6 if self.swap_is_cheap else 1.0) / 2,
+            copies_per_block=1,
+            block_bytes=0,
+            link_bytes_per_second=1.0,
+            prefill_tokens_per_second=1e3,
+        )
 
     def _read(self, blocks: Sequence[int], tokens: list[int]) -> list[int]:
         """The tokens whose K/V are found: `tokens`, or where a wrong read is let pass, others."""

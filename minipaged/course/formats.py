@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minipaged.course.assignment import Grade, Status, Submission, TestResult
+from minipaged.course.grading import VERDICT_HINTS
+from minipaged.course.isolation import Verdict
 
 WIDTH = 98
 """Characters of a line of text."""
@@ -58,9 +60,6 @@ def explanation(result: TestResult) -> list[str]:
     if failure is None:
         return lines
     if failure.verdict:
-        from minipaged.course.grading import VERDICT_HINTS
-        from minipaged.course.isolation import Verdict
-
         lines = [f"{failure.verdict}: {result.message}", "", f"hint: {VERDICT_HINTS[Verdict(failure.verdict)]}"]
     else:
         broken = failure.invariant

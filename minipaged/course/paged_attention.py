@@ -29,10 +29,12 @@ from minipaged.course.workloads import all_sound
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant
 from minipaged.events import Event
+from minipaged.llm import LoadedModel
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig, SamplingParams
+from minipaged.scheduling import Costs
 from minipaged.steps import CopyPair
-from minipaged.tiers import Wing, choose_tier
+from minipaged.tiers import DeviceTier, choose_tier
 
 ENGINE_RUNS = 4
 SHORT, LONG = 1024, 4096
@@ -177,17 +179,17 @@ def put_in(bench: Bench, runner: Any) -> None:
 def tokens_of(
     put: Callable[[Any], None],
     events: list[Event],
-    wing: Wing,
+    tier: DeviceTier,
     config: ModelConfig,
     weights: Any,
     engine_config: EngineConfig,
     work: Sequence[tuple[Sequence[int], SamplingParams]],
 ) -> list[list[int]]:
     """The tokens that the model writes. `put`: what puts the student's part into the runner, if it does."""
-    runner: Any = wing.make_runner(config, weights, engine_config)
-    runner.swap_seconds = runner.recompute_seconds = float  # nothing is measured, so that a run can be repeated
+    runner: Any = tier.make_runner(config, weights, engine_config)
+    runner.costs = lambda: Costs(0.5, 1, 0, 1, 1)  # nothing is measured, so that a run can be repeated
     put(runner)
-    engine = Engine(engine_config, wing.tier, runner, listeners=[events.append])
+    engine = Engine(engine_config, tier, runner, listeners=[events.append])
     for number, (prompt, params) in enumerate(work):
         engine.add_request(prompt, params, request_id=f"r{number}")
     found: dict[str, list[list[int]]] = {}
@@ -279,8 +281,6 @@ def check_engine(bench: Bench) -> None:
 
 def check_model(bench: Bench) -> None:
     """Greedy tokens of SmolLM2."""
-    from minipaged.llm import LoadedModel
-
     loaded = LoadedModel.load(bench.model, "reference")
     assert loaded.tokenizer
     params = SamplingParams(temperature=0, max_tokens=8)
@@ -288,7 +288,7 @@ def check_model(bench: Bench) -> None:
     config = EngineConfig(
         num_blocks=24, block_size=4, max_model_len=64, vocab_size=loaded.config.vocab_size, preemption="recompute"
     )
-    compare(bench, put_in, "with SmolLM2", loaded.wing, loaded.config, loaded.weights, config, work)
+    compare(bench, put_in, "with SmolLM2", loaded.tier, loaded.config, loaded.weights, config, work)
 
 
 # --- Speed ----------------------------------------------------------------------------------------

@@ -30,7 +30,10 @@ from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import RequestState
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.events import EngineStarted, Event, RequestArrived, StepFailed, StepStarted
+from minipaged.llm import LLM, LoadedModel
+from minipaged.params import SamplingParams
 from minipaged.scheduling import MakePolicy, RequestView
+from minipaged.traces import TraceReplay, TraceRequest
 
 ENGINE_WORKLOADS = 16
 TRACED_REQUESTS = 80
@@ -226,9 +229,6 @@ def in_engine(error: Exception, policy: StudentPolicy | None, where: str, events
 
 def check_model(bench: Bench) -> None:
     """A pool that is too small for all at once: the same texts as with the engine's own scheduler."""
-    from minipaged.llm import LLM, LoadedModel
-    from minipaged.params import SamplingParams
-
     loaded = LoadedModel.load(bench.model, "reference")
     events: list[Event] = []
 
@@ -257,8 +257,6 @@ def check_model(bench: Bench) -> None:
 
 def measure(bench: Bench) -> Performance:
     """Tokens a second of a simulated machine that is given more than it can hold, beside the engine's own scheduler."""
-    from minipaged.traces import TraceReplay, TraceRequest
-
     r = random.Random(bench.seed)
     requests = [
         TraceRequest(number / 4, r.randint(16, 256), 1 + int(r.expovariate(1 / 160)))

@@ -18,7 +18,7 @@ from minipaged.course.counterexample import aligned, make_script, raised_message
 from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, Result, StudentError
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import Memory
-from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.policy import FirstComeFirstServed, recompute_seconds
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.engine.views import plain, view_of
 from minipaged.events import Event
@@ -151,7 +151,7 @@ class Session:
         if not isinstance(answer, str) or answer not in ("swap", "recompute"):
             self._lines.append('assert answer in ("swap", "recompute"), f"way_back returned {answer!r}"')
             self._fail(f'way_back returned {_shown(answer)}; it has to return "swap" or "recompute"')
-        recompute = request.num_tokens / self.settings.costs.prefill_tokens_per_second
+        recompute = recompute_seconds(self.settings.costs, request.num_tokens)
         difference = self.right.price(request)
         has_room = request.num_blocks <= host_free
         if answer != right and not (has_room and abs(difference) <= CLOSE * recompute):

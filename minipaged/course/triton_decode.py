@@ -24,6 +24,7 @@ from minipaged.course.isolation import Limits, WorkerProcess
 from minipaged.course.paged_attention import SMALL, compare, random_weights
 from minipaged.course.search import search
 from minipaged.errors import Invariant, InvariantViolation
+from minipaged.llm import LoadedModel
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.tiers import choose_tier
 
@@ -129,7 +130,7 @@ def check_engine(bench: Bench) -> None:
     from minipaged.fast import cpu
     from minipaged.fast.llama import Weights
 
-    wing = choose_tier("fast", "cpu", "float32")
+    tier = choose_tier("fast", "cpu", "float32")
     for run, block_size in enumerate((4, 3)):
         rng = np.random.default_rng([bench.seed, run])
         weights = {name: torch.from_numpy(array) for name, array in random_weights(rng).items()}
@@ -148,13 +149,11 @@ def check_engine(bench: Bench) -> None:
             (stem, SamplingParams(n=2, temperature=0.8, seed=run, max_tokens=5, ignore_eos=True)),
         ]
         laid_out = Weights.of(SMALL, weights, cpu)
-        compare(bench, put_in, f"a small Llama, blocks of {block_size}", wing, SMALL, laid_out, config, work)
+        compare(bench, put_in, f"a small Llama, blocks of {block_size}", tier, SMALL, laid_out, config, work)
 
 
 def check_model(bench: Bench) -> None:
     """A few greedy tokens of SmolLM2, the last of which needs a second block."""
-    from minipaged.llm import LoadedModel
-
     loaded = LoadedModel.load(bench.model, "fast", "cpu", "float32")
     assert loaded.tokenizer
     prompt = loaded.tokenizer.encode(PROMPTS[0])[:14]
@@ -162,7 +161,7 @@ def check_model(bench: Bench) -> None:
         num_blocks=4, block_size=16, max_model_len=64, vocab_size=loaded.config.vocab_size, preemption="recompute"
     )
     work = [(prompt, SamplingParams(temperature=0, max_tokens=4))]
-    compare(bench, put_in, "with SmolLM2", loaded.wing, loaded.config, loaded.weights, config, work)
+    compare(bench, put_in, "with SmolLM2", loaded.tier, loaded.config, loaded.weights, config, work)
 
 
 # --- Speed, on a GPU ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def opening(stage: Stage) -> list[str]:
     """What holds for all scenes."""
     model = stage.model
     text = (
-        f"minipaged demo: {model.folder.name} on the {model.wing.name} tier. The keys and values of one token take "
+        f"minipaged demo: {model.folder.name} on the {model.tier.name} tier. The keys and values of one token take "
         f"{model.block_bytes(1):,} bytes. Each scene compares paging with a contiguous cache of the same size, which "
         f"reserves {stage.max_model_len} tokens (max_model_len) for every sequence, as systems did before."
     )
@@ -186,7 +186,7 @@ def document(stage: Stage, played: Iterable[tuple[Scene, Outcome]]) -> str:
         scenes.append({"name": scene.name, "title": scene.title, "watch": scene.watch, **fields})
     head = {
         "model": stage.model.folder.name,
-        "tier": stage.model.wing.name,
+        "tier": stage.model.tier.name,
         "seed": stage.seed,
         "bytes_per_token": stage.model.block_bytes(1),
         "max_model_len": stage.max_model_len,

@@ -18,13 +18,14 @@ from minipaged.demo.measures import Measures, measure
 from minipaged.demo.player import Player
 from minipaged.demo.ticker import story
 from minipaged.engine.engine import Engine
-from minipaged.errors import InvalidRequest, ModelError
+from minipaged.errors import ModelError
 from minipaged.events import Event
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from minipaged.replay.state import State
 from minipaged.replay.teller import Topic
 from minipaged.replay.timeline import Timeline
+from minipaged.settings import Settings
 
 if TYPE_CHECKING:
     from minipaged.llm import LoadedModel
@@ -178,9 +179,7 @@ class Stage:
 
     def block_size_or(self, own: int) -> int:
         """The user's block size, or else the scene's own."""
-        if self.block_size is not None and self.block_size < 1:
-            raise InvalidRequest(f"block_size is {self.block_size}; it must be between 1 and 256")
-        return own if self.block_size is None else self.block_size
+        return own if self.block_size is None else Settings(block_size=self.block_size).block_size
 
     def blocks_of(self, slots: int, block_size: int) -> int:
         """The user's number of blocks, or else as many as hold `slots` tokens."""

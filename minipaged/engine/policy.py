@@ -74,10 +74,7 @@ class FirstComeFirstServed:
 
     def price(self, request: RequestView) -> float:
         """Seconds that swapping costs more than recomputing."""
-        costs = self.costs
-        copies = request.num_blocks * costs.copies_per_block * costs.seconds_per_copy
-        one_way = copies + request.num_blocks * costs.block_bytes / costs.link_bytes_per_second
-        return 2 * one_way - request.num_tokens / costs.prefill_tokens_per_second
+        return swap_seconds(self.costs, request.num_blocks) - recompute_seconds(self.costs, request.num_tokens)
 
     def admit(
         self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
@@ -105,3 +102,23 @@ class FirstComeFirstServed:
     def soon(self, request: RequestView, num_blocks: int) -> int:
         """Blocks that a request with so many will ask for next: one for each sequence, unless it can need no more."""
         return min(request.num_sequences, self.most_blocks(request) - num_blocks)
+
+
+# --- What the ways back cost (paper, section 4.5, Fig. 19) --------------------------------------------
+# Nowhere else is this reckoned. Tiers and simulated machines say what their `Costs` are, and no more.
+
+
+def swap_seconds(costs: Costs, num_blocks: int) -> float:
+    """What it takes to copy blocks out, and in again."""
+    return 2 * carry_seconds(costs, num_blocks)
+
+
+def carry_seconds(costs: Costs, num_blocks: int) -> float:
+    """One way: each copy takes its time to start, whatever its size, and all bytes take the link's time for them."""
+    copies = num_blocks * costs.copies_per_block * costs.seconds_per_copy
+    return copies + num_blocks * costs.block_bytes / costs.link_bytes_per_second
+
+
+def recompute_seconds(costs: Costs, num_tokens: int) -> float:
+    """What it takes to compute keys and values again: one prefill of all the tokens."""
+    return num_tokens / costs.prefill_tokens_per_second

@@ -117,10 +117,7 @@ class LateViews(Sequence[RequestView]):
 
 
 class LateCosts(Costs):
-    """What the runner's two answers come to, as costs: they are proportional to blocks and to tokens.
-
-    The runner is asked when somebody looks, because it may have to measure.
-    """
+    """A runner's costs. It is asked when somebody looks, because it may have to measure."""
 
     __slots__ = ("_runner",)
     _runner: Runner
@@ -132,15 +129,9 @@ class LateCosts(Costs):
         """Called for what is not there yet."""
         if name not in Costs.__slots__:
             raise AttributeError(name)
-        measured = Costs(
-            seconds_per_copy=self._runner.swap_seconds(1) / 2,
-            copies_per_block=1,
-            block_bytes=0,
-            link_bytes_per_second=1.0,
-            prefill_tokens_per_second=1 / self._runner.recompute_seconds(1),
-        )
+        found = self._runner.costs()
         for field in fields(Costs):
-            object.__setattr__(self, field.name, getattr(measured, field.name))
+            object.__setattr__(self, field.name, getattr(found, field.name))
         return getattr(self, name)
 
 

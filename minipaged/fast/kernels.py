@@ -1,9 +1,8 @@
-"""The kernels of the fast tier: what each of them does, with its shapes and types, and which set a device has.
+"""The kernels of the fast tier: what each of them does, with its shapes and types.
 
 There are two sets with the same functions: `gpu/` in Triton, `cpu/` in numba and torch. Each has a file for each room
 that calls kernels, and so is this interface divided. All else of the fast tier calls kernels through it, and asks
-`kernels_for` which set that is: so neither Triton nor numba is loaded before it is needed, and the first is not needed
-where there is no GPU. A new kernel is described here, and written in both.
+`kernels_for` (`__init__.py`) which set that is. A new kernel is described here, and written in both.
 
 "The model's type" is float32 or bfloat16 on a CPU; float32, float16 or bfloat16 on a GPU. Where nothing else is said,
 tensors are contiguous and on one device. Kernels do not look at the numbers that they are handed (on a GPU the host
@@ -17,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -232,14 +230,3 @@ class SamplingKernels(Protocol):
 
 class Kernels(AttentionKernels, BlockTableKernels, KVCacheKernels, LlamaKernels, SamplingKernels, Protocol):
     """All of them: `minipaged.fast.gpu` or `minipaged.fast.cpu`."""
-
-
-def kernels_for(device: torch.device) -> Kernels:
-    """The kernels for a device: `minipaged.fast.gpu` for CUDA, else `minipaged.fast.cpu`."""
-    if device.type == "cuda":
-        from minipaged.fast import gpu
-
-        return gpu
-    from minipaged.fast import cpu
-
-    return cpu

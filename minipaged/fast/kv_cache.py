@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.fast.kernels import Kernels, kernels_for
+from minipaged.fast import kernels_for
+from minipaged.fast.kernels import Kernels
 from minipaged.steps import CopyPair
 
 STAGED_BYTES = 64 << 20

@@ -43,11 +43,12 @@ from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.kernels import Linear, LlamaKernels
 from minipaged.fast.kv_cache import KVCache, to_device
-from minipaged.fast.preemption import PreemptionCosts, carry, measure
+from minipaged.fast.preemption import carry, measure
 from minipaged.fast.sampling import Samples, sample
 from minipaged.mirror import Mirror
 from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.params import SamplingParams
+from minipaged.scheduling import Costs
 from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
 
 BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
@@ -139,7 +140,7 @@ class Llama(Runner):
         self._graphs: dict[int, DecodeGraph] = {}
         if kv_cache.device.type == "cuda":
             self._capture(max_num_seqs)
-        self._costs: PreemptionCosts = measure(kv_cache, self.forward, longest)
+        self._costs = measure(kv_cache, self.forward, longest)
 
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepResult:
@@ -251,13 +252,9 @@ class Llama(Runner):
         """Swap out, poison, swap in, copy."""
         carry(self.kv_cache, moves)
 
-    def swap_seconds(self, num_blocks: int) -> float:
-        """What swapping `num_blocks` out and in again costs on this device, in seconds."""
-        return self._costs.swap_seconds(num_blocks)
-
-    def recompute_seconds(self, num_tokens: int) -> float:
-        """What computing the keys and values of `num_tokens` again costs on this device, in seconds."""
-        return self._costs.recompute_seconds(num_tokens)
+    def costs(self) -> Costs:
+        """What swapping and recomputing pay for on this device: measured when the model was made."""
+        return self._costs
 
     # --- CUDA graphs ------------------------------------------------------------------------------
 

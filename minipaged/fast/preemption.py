@@ -1,6 +1,6 @@
 """Preemption: what bringing a sequence back costs on this device, by swapping or by recomputing (section 4.5, Fig. 19).
 
-The twin of `reference/preemption.py`: the same cost model, fed with what this device was measured to do.
+The twin of `reference/preemption.py`: the same figures, of what this device was measured to do.
 
 - Swapping goes out and in again by the link to the host. On a GPU that runs on a side stream, beside the computing,
   which waits only for what it is about to read (`kv_cache.py`); what is counted is how long the link is busy.
@@ -12,42 +12,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from minipaged.contracts import Batch, BatchRow
 from minipaged.fast.kv_cache import KVCache
+from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 SCRATCH_BYTES, SCRATCH_BLOCKS = 32 << 20, 256
 """What `measure` copies at most."""
 PROBE_TOKENS = {"cpu": 64, "cuda": 1024}
 """The prompt that `measure` runs: long enough that a device is busy with it, and not with starting."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreemptionCosts:
-    """The speeds of one device and one cache, and what follows from them."""
-
-    seconds_per_copy: float
-    """What starting one copy costs, however small it is."""
-    bytes_per_second: float
-    """How fast a large copy goes, one way."""
-    block_bytes: int
-    """Keys and values of one block, all layers."""
-    prefill_tokens_per_second: float
-    copies_per_block: int = 1
-    """1, as a block is one piece of memory; a layout with a pool for each layer's keys and values would need more."""
-
-    def swap_seconds(self, num_blocks: int) -> float:
-        """Out and in again."""
-        starts = num_blocks * self.copies_per_block * self.seconds_per_copy
-        return 2 * (starts + num_blocks * self.block_bytes / self.bytes_per_second)
-
-    def recompute_seconds(self, num_tokens: int) -> float:
-        """One prefill of all the tokens."""
-        return num_tokens / self.prefill_tokens_per_second
 
 
 def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
@@ -58,7 +34,7 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
     kv_cache.copy(moves.copy)
 
 
-def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None = None) -> PreemptionCosts:
+def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None = None) -> Costs:
     """Time this device's copies and its prefill, in a fraction of a second. Nobody may use the cache yet: the prompt is
     written into its first blocks.
 
@@ -67,9 +43,10 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len
     shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
     tiny = _seconds_per_block(kv_cache, (1, 1, 1, 1), 64)
     full = _seconds_per_block(kv_cache, shape, max(1, min(SCRATCH_BLOCKS, SCRATCH_BYTES // kv_cache.block_bytes)))
-    return PreemptionCosts(
+    return Costs(
         seconds_per_copy=tiny,
-        bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),
+        copies_per_block=1,  # a block is one piece of memory
+        link_bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),
         block_bytes=kv_cache.block_bytes,
         prefill_tokens_per_second=_prefill_rate(kv_cache, forward, max_model_len),
     )

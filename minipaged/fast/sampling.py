@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minipaged.contracts import Sampled, SamplingInput
-from minipaged.fast.kernels import SamplingKernels, kernels_for
+from minipaged.fast import kernels_for
+from minipaged.fast.kernels import SamplingKernels
 from minipaged.fast.kv_cache import to_device
 
 PIECE = 2**24

@@ -26,8 +26,9 @@ from minipaged.mirror import MirroredRunner
 from minipaged.models.config import ModelConfig
 from minipaged.reference.attention import paged_attention
 from minipaged.reference.kv_cache import Array, KVCache
-from minipaged.reference.preemption import PreemptionCosts, carry, measure, probe_cache
+from minipaged.reference.preemption import carry, measure, probe_cache
 from minipaged.reference.sampling import sample
+from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 
@@ -90,16 +91,12 @@ class Llama(MirroredRunner):
         """One token for each input."""
         return sample(logits, inputs)
 
-    def swap_seconds(self, num_blocks: int) -> float:
-        """What swapping `num_blocks` out and in again costs on this machine, in seconds."""
-        return self._costs.swap_seconds(num_blocks)
-
-    def recompute_seconds(self, num_tokens: int) -> float:
-        """What computing the keys and values of `num_tokens` again costs on this machine, in seconds."""
-        return self._costs.recompute_seconds(num_tokens)
+    def costs(self) -> Costs:
+        """What swapping and recomputing pay for on this machine: measured once, when first asked for."""
+        return self._costs
 
     @cached_property
-    def _costs(self) -> PreemptionCosts:
+    def _costs(self) -> Costs:
         probe = Llama(self.config, self.weights, probe_cache(self.kv_cache))
         return measure(self.kv_cache, probe.forward)
 

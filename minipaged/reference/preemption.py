@@ -9,48 +9,27 @@ When the pool is full, the scheduler takes all blocks of the latest request away
 Swapping pays for bytes, and for every single copy: each costs some time to start, whatever its size. With small
 blocks there are many, and their starts outweigh the bytes. Recomputing does not care about blocks at all. Hence
 Fig. 19: swapping is poor at small block sizes, recomputation flat, and from 16 to 64 they are comparable.
+
+Here the figures are measured on which that depends (`Costs`). What follows from them is for the policy to reckon
+(`engine/policy.py`), the same on every tier.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy.typing as npt
 
 from minipaged.contracts import Batch, BatchRow
 from minipaged.reference.kv_cache import KVCache
+from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 SCRATCH_BYTES = 32 << 20
 """What `measure` copies, so that most of it comes from memory and not from a processor's cache."""
 PROBE_TOKENS = 64
 """The prompt that `measure` runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreemptionCosts:
-    """The speeds of one machine and one cache, and what follows from them."""
-
-    seconds_per_copy: float
-    """What starting one copy costs, however small it is."""
-    bytes_per_second: float
-    """How fast a large copy goes, one way."""
-    block_bytes: int
-    """Keys and values of one block, all layers."""
-    prefill_tokens_per_second: float
-    copies_per_block: int = 1
-    """1 when a block is one piece of memory; 2 x layers when every layer has a pool of keys and one of values."""
-
-    def swap_seconds(self, num_blocks: int) -> float:
-        """Out and in again."""
-        starts = num_blocks * self.copies_per_block * self.seconds_per_copy
-        return 2 * (starts + num_blocks * self.block_bytes / self.bytes_per_second)
-
-    def recompute_seconds(self, num_tokens: int) -> float:
-        """One prefill of all the tokens."""
-        return num_tokens / self.prefill_tokens_per_second
 
 
 def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
@@ -61,7 +40,7 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
     kv_cache.copy(moves.copy)
 
 
-def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> PreemptionCosts:
+def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> Costs:
     """Time this machine's copies and its prefill, in a fraction of a second. The live cache is left alone: `forward`
     runs a prompt in the first blocks of another one like it.
 
@@ -71,10 +50,12 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> Preemption
     shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
     tiny = _seconds_per_block((1, 1, 1, 1), 64, kv_cache.dtype)
     full = _seconds_per_block(shape, max(1, SCRATCH_BYTES // kv_cache.block_bytes), kv_cache.dtype)
-    return PreemptionCosts(
+    return Costs(
         seconds_per_copy=tiny,
-        bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),  # a block of few bytes: no negative time
+        copies_per_block=1,  # a block is one piece of memory
         block_bytes=kv_cache.block_bytes,
+        # A block of few bytes may seem to take less than a tiny one: no negative time.
+        link_bytes_per_second=kv_cache.block_bytes / max(full - tiny, full / 2),
         prefill_tokens_per_second=_prefill_rate(kv_cache, forward),
     )
 

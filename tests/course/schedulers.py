@@ -100,7 +100,7 @@ SORTED = "queue = sorted(waiting, key=self.turn)"
 GIVEN = "tokens[request.request_id] = min(request.tokens_to_run, left)"
 CHOSEN = "return max(running, key=self.turn).request_id"
 WAY_BACK = '"swap" if request.num_blocks <= host_free and self.price(request) < 0 else "recompute"'
-COPIES = "request.num_blocks * costs.copies_per_block * costs.seconds_per_copy"
+COPIES = "num_blocks * costs.copies_per_block * costs.seconds_per_copy"
 ADMITTED = "        return admitted\n"
 BREAK = "                break\n"
 
@@ -154,10 +154,10 @@ WRONG = (
     Variant("always recompute", WAY, WAY_BACK, '"recompute"'),
     Variant("always swap", WAY, WAY_BACK, '"swap" if request.num_blocks <= host_free else "recompute"'),
     Variant("the host has room for everything", WAY, "request.num_blocks <= host_free and ", ""),
-    Variant("only out", WAY, "2 * one_way", "one_way"),
-    Variant("a block is one copy", WAY, COPIES, "request.num_blocks * costs.seconds_per_copy"),
+    Variant("only out", WAY, "2 * carry_seconds(", "carry_seconds("),
+    Variant("a block is one copy", WAY, COPIES, "num_blocks * costs.seconds_per_copy"),
     Variant("copies start by themselves", WAY, COPIES, "0"),
-    Variant("bytes weigh nothing", WAY, "one_way = copies + request.num_blocks *", "one_way = copies + 0 *"),
+    Variant("bytes weigh nothing", WAY, "copies + num_blocks *", "copies + 0 *"),
     Variant("a third way", WAY, WAY_BACK, '"wait"'),
     Variant("the queue is emptied", PURE, ADMITTED, f"        waiting.clear()\n{ADMITTED}"),
     Variant("a view is written to", PURE, CHOSEN, f"running[0].num_blocks = 0\n        {CHOSEN}"),

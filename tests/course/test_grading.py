@@ -16,9 +16,9 @@ import xmlschema
 
 import minipaged
 from minipaged.cli import main
-from minipaged.course import block_allocator, find_assignment, formats, search
+from minipaged.course import block_allocator, formats, search
 from minipaged.course.allocator_mutants import MUTANTS
-from minipaged.course.assignment import CannotBeGraded, Grade, Performance, Status, Submission
+from minipaged.course.assignment import CannotBeGraded, Grade, Performance, Status, Submission, find_assignment
 from minipaged.course.autograder import write_autograder
 from minipaged.course.grading import grade
 from minipaged.errors import Invariant

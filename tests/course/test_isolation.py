@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course import find_assignment
-from minipaged.course.assignment import Bench, CannotBeGraded, Status, Submission, TestResult
+from minipaged.course.assignment import Bench, CannotBeGraded, Status, Submission, TestResult, find_assignment
 from minipaged.course.grading import grade, run_test
 from minipaged.course.isolation import Limits, Raised, Result, StudentError, Verdict, WorkerProcess
 from minipaged.errors import BlockNotAllocated

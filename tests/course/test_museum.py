@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course import block_allocator, block_table, find_assignment, museum, search
-from minipaged.course.assignment import Bench, Submission, TestResult
+from minipaged.course import block_allocator, block_table, museum, search
+from minipaged.course.assignment import Bench, Submission, TestResult, find_assignment
 from minipaged.course.formats import text
 from minipaged.course.grading import grade, run_test
 from tests.effort import quick_cases, thorough

@@ -70,7 +70,7 @@ sys.modules["triton"] = None  # to import it raises ImportError
 import minipaged.fast.beam_search, minipaged.fast.llama, minipaged.fast.preemption, minipaged.fast.sampling
 assert "numba" not in sys.modules
 import torch
-from minipaged.fast.kernels import kernels_for
+from minipaged.fast import kernels_for
 kernels_for(torch.device("cpu")).use_threads()
 assert "numba" in sys.modules
 """

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from minipaged.contracts import SamplingInput
-from minipaged.fast import sampling
+from minipaged.fast import kernels_for, sampling
 from minipaged.fast.beam_search import BeamSearch
-from minipaged.fast.kernels import kernels_for
 from minipaged.params import BeamSearchParams, SamplingParams
 
 VOCAB = 400

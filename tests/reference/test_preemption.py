@@ -11,22 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged.contracts import Batch
+from minipaged.engine.policy import recompute_seconds, swap_seconds
 from minipaged.reference import preemption
 from minipaged.reference.kv_cache import KVCache
-from minipaged.reference.preemption import PreemptionCosts, carry, measure, probe_cache
+from minipaged.reference.preemption import carry, measure, probe_cache
+from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 
-def opt_13b_on_an_a100(block_size: int) -> PreemptionCosts:
+def opt_13b_on_an_a100(block_size: int) -> Costs:
     """The setting of the paper's Fig. 19, with our own round figures where the paper gives none.
 
     From the paper: 800 KB of KV a token; 40 layers (so 80 copies a block in a system with a pool of keys and a pool
     of values for each layer). Assumed: 12 GB/s over PCIe and 2 microseconds to start a copy; half of an A100's 312
     TFLOP/s in a prefill of 26 GFLOP a token, so 6,000 tokens a second.
     """
-    return PreemptionCosts(
+    return Costs(
         seconds_per_copy=2e-6,
-        bytes_per_second=12e9,
+        link_bytes_per_second=12e9,
         block_bytes=800_000 * block_size,
         copies_per_block=80,
         prefill_tokens_per_second=6_000,
@@ -35,8 +37,8 @@ def opt_13b_on_an_a100(block_size: int) -> PreemptionCosts:
 
 def test_swapping_is_poor_at_small_blocks_and_comparable_to_recomputing_at_16_to_64_as_in_figure_19() -> None:
     num_tokens = 256
-    swap = {b: opt_13b_on_an_a100(b).swap_seconds(num_tokens // b) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
-    recompute = {b: opt_13b_on_an_a100(b).recompute_seconds(num_tokens) for b in swap}
+    swap = {b: swap_seconds(opt_13b_on_an_a100(b), num_tokens // b) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
+    recompute = {b: recompute_seconds(opt_13b_on_an_a100(b), num_tokens) for b in swap}
     assert len(set(recompute.values())) == 1, "recomputing does not depend on the block size"
     assert list(swap.values()) == sorted(swap.values(), reverse=True), "swapping gets cheaper with larger blocks"
     assert swap[1] > 2 * recompute[1]
@@ -55,11 +57,11 @@ def test_swapping_is_poor_at_small_blocks_and_comparable_to_recomputing_at_16_to
 def test_swapping_pays_for_every_copy_and_every_byte_twice(
     num_blocks: int, start: float, rate: float, size: int, copies: int
 ) -> None:
-    costs = PreemptionCosts(start, rate, size, prefill_tokens_per_second=1000.0, copies_per_block=copies)
+    costs = Costs(start, copies, size, rate, prefill_tokens_per_second=1000.0)
     out_or_in = sum(copies * start + size / rate for _ in range(min(num_blocks, 50)))
-    assert costs.swap_seconds(min(num_blocks, 50)) == pytest.approx(2 * out_or_in)
-    assert costs.swap_seconds(2 * num_blocks) == pytest.approx(2 * costs.swap_seconds(num_blocks))
-    assert costs.recompute_seconds(num_blocks) == pytest.approx(num_blocks / 1000)
+    assert swap_seconds(costs, min(num_blocks, 50)) == pytest.approx(2 * out_or_in)
+    assert swap_seconds(costs, 2 * num_blocks) == pytest.approx(2 * swap_seconds(costs, num_blocks))
+    assert recompute_seconds(costs, num_blocks) == pytest.approx(num_blocks / 1000)
 
 
 @given(data=st.data())
@@ -109,7 +111,7 @@ def test_measuring_is_quick_and_gives_a_machines_plausible_speeds(
     costs = measure(cache, asked.append)
     assert process_time() - start < 2, "a fraction of a second"
     assert 1e-8 < costs.seconds_per_copy < 1e-3
-    assert 1e8 < costs.bytes_per_second < 1e12
+    assert 1e8 < costs.link_bytes_per_second < 1e12
     assert costs.block_bytes == cache.block_bytes
     assert costs.copies_per_block == 1
     ((prompt,),) = asked

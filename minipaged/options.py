@@ -1,0 +1,162 @@
+"""Settings and parameters as options of the command line: a command that `takes` them has an option for each field.
+
+What an option means, which values it takes and what it is when it is not given stands with the field (`params.py`,
+`settings.py`); its help is the text below the field. Here is only what a command line writes in another way.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from minipaged.errors import InvalidRequest
+from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.settings import Function, Settings, with_parameters
+
+PANELS = {SamplingParams: "How tokens are chosen", BeamSearchParams: "Beam search", Settings: "The engine"}
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a field is written on the command line, where that differs from Python."""
+
+    as_option: str | None = None
+    """Its name, if it is not the field's; a switch that can only be turned on has one name, another two."""
+    kind: Any = None
+    """Its type, if typer does not know the field's."""
+    read: Callable[[Any], Any] | None = None
+    """From what was written to what the field takes."""
+    metavar: str | None = None
+    note: str = ""
+    """What its help says beside."""
+
+
+def _read_early_stopping(value: str) -> Any:
+    """true, false or never, as BeamSearchParams has it (which refuses anything else)."""
+    return {"true": True, "false": False}.get(value.lower(), value)
+
+
+WRITTEN = {
+    "stop": Written(kind=list[str] | None, note="May be repeated."),
+    "stop_token_ids": Written("--stop-token-id", kind=list[int] | None, note="May be repeated."),
+    "logprobs": Written(note="(With --json.)"),
+    "beam_width": Written(note="0 samples instead."),
+    "ignore_eos": Written("--ignore-eos"),
+    "early_stopping": Written(kind=str, read=_read_early_stopping),
+    "preemption": Written(kind=str),
+    "enable_prefix_caching": Written("--prefix-caching/--no-prefix-caching"),
+    "debug": Written("--debug"),
+    "allocator": Written(
+        kind=str | None, metavar="FILE.py:Class", read=lambda file: file and load_class("--allocator", file)
+    ),
+    "policy": Written(
+        "--scheduling-policy",
+        kind=str,
+        metavar="NAME or FILE.py:Class",
+        read=lambda name: load_class("--scheduling-policy", name) if ":" in name else name,
+    ),
+}
+
+
+def takes(*kinds: type, only: Collection[str] = (), **defaults: Any) -> Callable[[Function], Function]:
+    """Give a command an option for each field of these (or for `only` some), in place of its last parameter,
+    `**given`. `defaults`: what this command has for other ones. Of fields with the same name the first counts."""
+    options: dict[str, inspect.Parameter] = {}
+    for kind in kinds:
+        for name in names_of(kind):
+            if name not in options and (name in only or not only):
+                options[name] = _option(kind, name, defaults)
+    assert {*only, *defaults} <= options.keys()
+    return lambda command: with_parameters(command, inspect.signature(command, eval_str=True), options.values())
+
+
+def given_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given for the fields of `kind`, as they take it. Raises InvalidRequest for a class that is not there."""
+    read = {name: WRITTEN[name].read if name in WRITTEN else None for name in names_of(kind) if name in given}
+    return {name: how(given[name]) if how else given[name] for name, how in read.items()}
+
+
+def names_of(kind: Any) -> list[str]:
+    """The fields of a dataclass."""
+    return [each.name for each in fields(kind)]
+
+
+def _option(kind: Any, name: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
+    [declared] = [each.default for each in fields(kind) if each.name == name]
+    default = defaults.get(name, None if declared == () else declared)
+    written = WRITTEN.get(name, Written())
+    names = [written.as_option] if written.as_option else []
+    text = f"{help_of(kind)[name]} {written.note}".strip()
+    option = typer.Option(*names, help=text, metavar=written.metavar, rich_help_panel=PANELS[kind])
+    annotation: Any = Annotated[written.kind or get_type_hints(kind)[name], option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def help_of(kind: type) -> dict[str, str]:
+    """The text below each field, its own or inherited."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        [source] = [node for node in _source_of(base.__module__) if node.name == base.__name__]
+        for node, text in pairwise(source.body):
+            if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                texts[ast.unparse(node.target)] = " ".join(str(text.value.value).split())
+    return texts
+
+
+@cache
+def _source_of(module: str) -> list[ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+# --- A user's own parts ---------------------------------------------------------------------------
+
+
+USERS_MODULE = "minipaged_users_{}"
+"""The name under which a user's file is imported, whatever the file is called."""
+PARTS = {"--allocator": "allocator", "--scheduling-policy": "policy"}
+
+
+def place_in_users_file(error: BaseException) -> tuple[str, str] | None:
+    """The user's own part, and FILE:LINE of it, that an error came out of, if it did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for part in PARTS.values():
+        if frames and frames[-1].f_globals.get("__name__") == USERS_MODULE.format(part):
+            return part, f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
+    return None
+
+
+def load_class(option: str, spec: str) -> Any:
+    """The class that FILE.py:Class names. Raises InvalidRequest when it is not there or the file does not load."""
+    file, colon, name = spec.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        example = f"my_{PARTS[option]}.py:{'BlockAllocator' if option == '--allocator' else 'Scheduler'}"
+        raise InvalidRequest(f"{option} is {spec!r}; write it as FILE.py:Class, e.g. {example}")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise InvalidRequest(f"{option}: there is no file {path}")
+    module_spec = importlib.util.spec_from_file_location(USERS_MODULE.format(PARTS[option]), path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module.__name__] = module  # dataclasses and pickling look the module up by name
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise InvalidRequest(f"{option}: {path} does not load: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not isinstance(found, type):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise InvalidRequest(f"{option}: {path} has no class {name}; it has {', '.join(classes) or 'none'}")
+    return found

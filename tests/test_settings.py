@@ -1,0 +1,154 @@
+"""Settings are declared once: what LLM takes, what the command line takes, its help and the docs come from there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import typer.main
+
+import minipaged
+from minipaged import LLM, BeamSearchParams, EngineConfig, InvalidRequest, SamplingParams
+from minipaged.cli import app
+from minipaged.options import WRITTEN, given_for, help_of, names_of
+from minipaged.params import EngineSettings
+from minipaged.settings import GivenSettings, Settings
+
+DOCS = Path(minipaged.__file__).parent.parent / "docs"
+KINDS = (SamplingParams, BeamSearchParams, Settings)
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+OTHER_DEFAULTS = {
+    "generate": {"max_tokens": 64, "beam_width": 0, "seed": 0},
+    "chat": {"max_tokens": 512, "temperature": 0.2, "top_p": 0.9, "seed": 0},
+}
+"""Someone who tries a prompt wants more than 16 tokens, and sampling unless beams are asked for; whoever chats wants
+longer and soberer answers. And what is typed again is to give the same again."""
+
+
+def declared(kind: Any) -> dict[str, Any]:
+    return {each.name: each.default for each in fields(kind)}
+
+
+DECLARED = declared(Settings) | declared(BeamSearchParams) | declared(SamplingParams)
+
+
+def test_an_llm_takes_every_setting_by_name_and_with_its_default() -> None:
+    parameters = dict(inspect.signature(LLM).parameters)
+    assert [parameters.pop(name).name for name in ("model", "listeners")]
+    assert {name: each.default for name, each in parameters.items()} == declared(Settings)
+
+
+def test_type_checkers_are_told_of_every_setting_and_its_type() -> None:
+    assert get_type_hints(GivenSettings) == get_type_hints(Settings)
+
+
+def test_an_engine_goes_by_every_setting_that_is_about_it() -> None:
+    """The others are the tier's, or the LLM's to find out."""
+    above = {"tier", "device", "dtype", "memory_utilization", "allocator", "policy"}
+    assert {*names_of(Settings)} - above == {*names_of(EngineConfig)} - {"vocab_size", "eos_token_ids"}
+    left_open = {each.name: each.metadata for each in fields(Settings)}
+    for each in fields(EngineConfig):
+        if each.name in left_open:
+            assert each.metadata == left_open[each.name], each.name
+    assert issubclass(EngineConfig, EngineSettings)
+    assert issubclass(Settings, EngineSettings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_an_option_of_generate(kind: Any) -> None:
+    options = {option.name for option in COMMANDS["generate"].params}
+    assert {*names_of(kind)} <= options
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "demo", "replay-steps"])
+def test_an_option_has_the_default_and_the_help_of_its_field(command: str) -> None:
+    """But for the defaults that the command has others for. `dtype` and the sizes of these two mean something else."""
+    own = {"demo": {"seed", "block_size", "num_blocks"}, "replay-steps": {"dtype"}}.get(command, set())
+    expected = DECLARED | OTHER_DEFAULTS.get(command, {})
+    found = [option for option in COMMANDS[command].params if option.name in {*DECLARED} - own]
+    assert found
+    for option in found:
+        assert option.default == (expected[option.name] if expected[option.name] != () else None), option.name
+        text = next(help_of(kind)[option.name] for kind in KINDS if option.name in names_of(kind))
+        assert option.help.startswith(text), option.name
+
+
+def test_what_is_written_in_another_way_is_a_field() -> None:
+    assert WRITTEN.keys() <= DECLARED.keys()
+
+
+def test_a_command_without_options_gives_the_defaults() -> None:
+    given = COMMANDS["generate"].make_context("generate", ["a prompt"]).params
+    assert Settings(**given_for(Settings, given)) == Settings()
+    assert SamplingParams(**given_for(SamplingParams, given)) == replace(SamplingParams(), max_tokens=64, seed=0)
+    with_beams = given_for(BeamSearchParams, given | {"beam_width": 4})
+    assert BeamSearchParams(**with_beams) == BeamSearchParams(max_tokens=64)
+
+
+def test_options_reach_the_fields_that_they_are_called_after() -> None:
+    """A value of its own for each of them, as the command line writes it."""
+    values = {
+        "stop": "a",
+        "stop_token_ids": 3,
+        "early_stopping": "never",
+        "preemption": "swap",
+        "policy": "priority",
+        "max_tokens": 99,
+    }
+    values |= {"tier": "reference", "device": "cpu", "dtype": "float64", "allocator": f"{__file__}:Allocator"}
+    switches = {"ignore_eos": True, "debug": True, "enable_prefix_caching": False, "async_scheduling": False}
+    number, line, expected = 1, ["a prompt"], dict[str, Any](switches)
+    for option in COMMANDS["generate"].params:
+        if option.name in switches:
+            line.append((option.secondary_opts or option.opts)[0])
+        elif option.name in DECLARED:
+            number += 1
+            value = values.get(option.name, number / 1000 if isinstance(option.default, float) else number)
+            line.append(f"{option.opts[0]}={value}")
+            expected[option.name] = (value,) if option.name in ("stop", "stop_token_ids") else value
+    given = COMMANDS["generate"].make_context("generate", line).params
+    found = {name: value for kind in KINDS for name, value in given_for(kind, given).items()}
+    assert found.pop("allocator").__name__ == Allocator.__name__
+    del expected["allocator"]
+    assert {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()} == expected
+    for kind in KINDS:
+        kind(**given_for(kind, given))
+
+
+class Allocator:
+    """What `--allocator` names above."""
+
+
+@pytest.mark.parametrize("kind", [*KINDS, EngineConfig])
+def test_every_field_says_what_it_is(kind: Any) -> None:
+    texts = help_of(kind)
+    assert texts.keys() == {*names_of(kind)}
+    assert all(texts.values())
+
+
+def test_a_setting_that_there_is_not_is_refused() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'swap_space'"):
+        LLM(swap_space=4)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("bad", [{"num_blocks": 0}, {"memory_utilization": True}, {"max_num_seqs": 1.0}])
+def test_a_bad_setting_is_refused_before_the_model_is_looked_for(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{next(iter(bad))} is .*; it must be "):
+        LLM("/no/such/model", **bad)
+
+
+def test_the_glossary_names_settings_that_there_are() -> None:
+    section = (DOCS / "glossary.md").read_text().partition("## Names of the API")[2]
+    prose, table = (
+        re.search(r"of the settings(.*?), and a request", section, re.DOTALL),
+        re.findall(r"^\| (`.*?) \|", section, re.MULTILINE),
+    )
+    assert prose
+    assert table
+    names = re.findall(r"`(\w+)`", " ".join([prose[1], *table]))
+    assert len(names) > 10
+    assert {*names} <= {*names_of(Settings)}

@@ -8,7 +8,7 @@ one of them (logits that are no numbers, tokens that have no text) ends that req
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 from minipaged.contracts import BeamSearch, BeamStep, Sampled
@@ -67,39 +67,45 @@ class Committer:
         given back already: the device works in order, so whoever was given them writes after this step has.
         """
         sampled = list(step.result.choices)  # this is where the host waits for the device
-        for scheduled in step.plan.scheduled:
-            plain = scheduled.plain
-            if plain and self._commit_plain(scheduled, plain, sampled[scheduled.first_choice]):
-                continue
+        for scheduled in self._commit_plain(step.plan.scheduled, sampled):
             try:
                 self._commit_request(step, scheduled, sampled)
             except RequestFailed as error:
                 self.cut_short(scheduled.request, "error", str(error))
 
-    def _commit_plain(self, scheduled: ScheduledRequest, sequence: Sequence, choice: Sampled) -> bool:
-        """What `_commit_request` comes to in nearly all cases: one sequence has one token more, and goes on.
+    def _commit_plain(
+        self, all_scheduled: Iterable[ScheduledRequest], sampled: list[Sampled]
+    ) -> Iterator[ScheduledRequest]:
+        """What `_commit_request` comes to in nearly all cases: a sequence has one token more, and goes on.
 
-        False, and nothing has changed, if this is none of them.
+        Yields those that are none of these, each in its turn; nothing has changed for them.
         """
-        token, tokens = choice.token_id, sequence.tokens
-        scheduled.tokens_left -= 1
-        ends = token in scheduled.final_token_ids or scheduled.tokens_left <= 0
-        if ends or choice.error or sequence.finish_reason is not None or not sequence.output_token_ids:
-            return False
-        if len(tokens) // self._blocks.block_size != sequence.num_published:
-            self._blocks.publish(sequence, len(tokens))
-        sequence.pending = False
-        tokens.append(token)
-        sequence.output_token_ids.append(token)
-        sequence.cumulative_logprob += choice.logprob
-        self._num_generated += 1
-        if self._emit.heard:
-            self._emit(TokenGenerated(scheduled.request_id, sequence.sequence_id, token, choice.logprob))
-        if scheduled.reads_along:
-            sequence.num_reported += 1
-            news = CompletionUpdate(sequence.index, (token,), "", None, None, None)
-            self.updates.append(RequestUpdate(scheduled.request_id, (news,), None))
-        return True
+        heard, block_size, updates = self._emit.heard, self._blocks.block_size, self.updates
+        for scheduled in all_scheduled:
+            sequence = scheduled.plain
+            if sequence is None:
+                yield scheduled
+                continue
+            choice, tokens = sampled[scheduled.first_choice], sequence.tokens
+            token = choice.token_id
+            scheduled.tokens_left -= 1
+            ends = token in scheduled.final_token_ids or scheduled.tokens_left <= 0
+            if ends or choice.error or sequence.finish_reason is not None or not sequence.output_token_ids:
+                yield scheduled
+                continue
+            if len(tokens) // block_size != sequence.num_published:
+                self._blocks.publish(sequence, len(tokens))
+            sequence.pending = False
+            tokens.append(token)
+            sequence.output_token_ids.append(token)
+            sequence.cumulative_logprob += choice.logprob
+            self._num_generated += 1
+            if heard:
+                self._emit(TokenGenerated(scheduled.request_id, sequence.sequence_id, token, choice.logprob))
+            if scheduled.reads_along:
+                sequence.num_reported += 1
+                news = CompletionUpdate(sequence.index, (token,), "", None, None, None)
+                updates.append(RequestUpdate(scheduled.request_id, (news,), None))
 
     def _commit_request(self, step: LaunchedStep, scheduled: ScheduledRequest, sampled: list[Sampled]) -> None:
         """One request's part of the step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import inspect
 import os
@@ -10,7 +11,7 @@ import resource
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,15 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before `-m` chooses."""
     effort.choose(items)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """What a test of the real model has let go of is given back, what refers to itself too, before another is loaded."""
+    ran = yield
+    if item.get_closest_marker("model"):
+        gc.collect()
+    return ran
 
 
 # --- What was left out, and how much memory it took -----------------------------------------------
@@ -102,6 +112,15 @@ def _threads() -> None:
     from minipaged.fast.cpu import use_threads
 
     use_threads()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Test processes that share a machine share what numba compiles, too."""
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+        from tests.compile_numba import compile_in_turns
+
+        compile_in_turns(tmp_path_factory.getbasetemp().parent, int(worker.removeprefix("gw")))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """What a test of the real model has let go of is given back, what refers to itself too, before another is loaded."""
+    """What a test of the real model has let go of is given back before another is loaded, also what refers to itself."""
     ran = yield
     if item.get_closest_marker("model"):
         gc.collect()
@@ -107,7 +107,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _threads() -> None:
     """OMP_NUM_THREADS holds for tests that call numba's kernels themselves, too.
 
-    Left alone, numba starts a thread for each core, gives torch as many, and two test processes get in each other's way.
+    Left alone, numba starts a thread for each core and gives torch as many, and two test processes wait for each other.
     """
     from minipaged.fast.cpu import use_threads
 

@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """What a test of the real model has let go of is given back before another is loaded, also what refers to itself."""
+    """What a test of the real model let go of is given back before another is loaded, also what refers to itself."""
     ran = yield
     if item.get_closest_marker("model"):
         gc.collect()

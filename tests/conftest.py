@@ -57,6 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """What a test of the real model let go of is given back before another is loaded, also what refers to itself."""
     ran = yield
+    if (peak := most_bytes()) > _peak["bytes"]:
+        _peak.update({"bytes": peak, "at": item.path.relative_to(Path(__file__).parent).as_posix()})
     if item.get_closest_marker("model"):
         gc.collect()
     return ran
@@ -69,6 +71,12 @@ Told = dict[str, Any]
 
 _left_out: Counter[str] = Counter()
 _told: list[Told] = []
+_peak: Told = {"bytes": 0, "at": "the start"}
+
+
+def most_bytes() -> int:
+    """The most memory that this process has had, as long as it runs."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -78,8 +86,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Say what this process knows: to the one that started it, or to the terminal."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    told = {"left out": dict(_left_out), "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    told = {"left out": dict(_left_out), **_peak}
     getattr(session.config, "workeroutput", {}).update(told)
     if not session.config.getoption("numprocesses", None):
         _told.append(told)
@@ -92,8 +99,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the run took, and what it was not about."""
-    peaks = [told["bytes"] / 2**30 for told in _told if "bytes" in told]
-    terminalreporter.write_line(f"most memory of a test process: {', '.join(f'{peak:.1f}' for peak in peaks)} GiB")
+    peaks = [f"{told['bytes'] / 2**30:.2f} GiB (in {told['at']})" for told in _told if "bytes" in told]
+    terminalreporter.write_line(f"most memory of a test process: {', '.join(peaks)}")
     left_out = _told[0].get("left out", {}) if _told else {}
     if left_out and settings.get_current_profile_name() == "quick":
         rooms = ", ".join(f"{name} {number}" for name, number in sorted(left_out.items()))

@@ -23,15 +23,17 @@ from minipaged import LLM, SamplingParams
 from minipaged.fast import cpu
 from minipaged.fast.cpu import attention
 from minipaged.fast.cpu.llama import kernels_are_compiled
+from minipaged.tiers import choose_tier
 from tests.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parent.parent
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = sorted({"float32", choose_tier("fast", "cpu").dtype})
+"""What models are served in here: not every processor has bfloat16."""
 
 
 def compile_attention() -> None:
     one = torch.zeros(1, dtype=torch.int32)
-    for dtype in DTYPES:
+    for dtype in (torch.float32, torch.bfloat16):
         query, keys, values = torch.zeros(1, 2, 8, dtype=dtype), *torch.zeros(2, 1, 1, 4, 8, dtype=dtype)
         cpu.paged_decode(query, keys, values, one[:, None], one, one + 1, 1.0)
 
@@ -42,7 +44,7 @@ def compile_others() -> None:
     with tempfile.TemporaryDirectory() as work:
         model = make_tiny_model(Path(work) / "tiny")
         for dtype in DTYPES:
-            llm = LLM(model, tier="fast", device="cpu", dtype=str(dtype).removeprefix("torch."), num_blocks=8)
+            llm = LLM(model, tier="fast", device="cpu", dtype=dtype, num_blocks=8)
             for penalty in (1.0, 1.1):  # logits that are penalised are float64
                 for temperature in (0.0, 1.0):
                     params = SamplingParams(temperature=temperature, repetition_penalty=penalty, max_tokens=2)
@@ -54,7 +56,7 @@ PARTS: dict[str, Callable[[], None]] = {"attention": compile_attention, "others"
 
 def compile_in_turns(folder: Path, worker: int) -> None:
     """What a test process calls, with a folder that all of them have, before its first test."""
-    if all(map(kernels_are_compiled, DTYPES)):
+    if all(kernels_are_compiled(getattr(torch, dtype)) for dtype in DTYPES):
         return
     parts = list(PARTS)
     for i in range(len(parts)):

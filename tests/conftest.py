@@ -49,8 +49,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before `-m` chooses."""
+    """Before `-m` chooses. Tests of the real model go first: there is little else in memory, and they are long."""
     effort.choose(items)
+    items.sort(key=lambda item: item.get_closest_marker("model") is None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib.util
+import inspect
 import os
 import resource
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +49,20 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before `-m` chooses."""
+    """Before `-m` chooses. Tests of the real model go first: there is little else in memory, and they are long."""
     effort.choose(items)
+    items.sort(key=lambda item: item.get_closest_marker("model") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """What a test of the real model let go of is given back before another is loaded, also what refers to itself."""
+    ran = yield
+    if (peak := most_bytes()) > _peak["bytes"]:
+        _peak.update({"bytes": peak, "at": item.path.relative_to(Path(__file__).parent).as_posix()})
+    if item.get_closest_marker("model"):
+        gc.collect()
+    return ran
 
 
 # --- What was left out, and how much memory it took -----------------------------------------------
@@ -56,6 +72,12 @@ Told = dict[str, Any]
 
 _left_out: Counter[str] = Counter()
 _told: list[Told] = []
+_peak: Told = {"bytes": 0, "at": "the start"}
+
+
+def most_bytes() -> int:
+    """The most memory that this process has had, as long as it runs."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -65,8 +87,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Say what this process knows: to the one that started it, or to the terminal."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    told = {"left out": dict(_left_out), "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    told = {"left out": dict(_left_out), **_peak}
     getattr(session.config, "workeroutput", {}).update(told)
     if not session.config.getoption("numprocesses", None):
         _told.append(told)
@@ -79,8 +100,8 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the run took, and what it was not about."""
-    peaks = [told["bytes"] / 2**30 for told in _told if "bytes" in told]
-    terminalreporter.write_line(f"most memory of a test process: {', '.join(f'{peak:.1f}' for peak in peaks)} GiB")
+    peaks = [f"{told['bytes'] / 2**30:.2f} GiB (in {told['at']})" for told in _told if "bytes" in told]
+    terminalreporter.write_line(f"most memory of a test process: {', '.join(peaks)}")
     left_out = _told[0].get("left out", {}) if _told else {}
     if left_out and settings.get_current_profile_name() == "quick":
         rooms = ", ".join(f"{name} {number}" for name, number in sorted(left_out.items()))
@@ -88,6 +109,48 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             f"left out: {sum(left_out.values())} thorough tests ({rooms}), and nine tenths of the random examples. "
             "Everything: make test-all"
         )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads() -> None:
+    """OMP_NUM_THREADS holds for tests that call numba's kernels themselves, too.
+
+    Left alone, numba starts a thread for each core and gives torch as many, and two test processes wait for each other.
+    """
+    from minipaged.fast.cpu import use_threads
+
+    use_threads()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Test processes that share a machine share what numba compiles, too."""
+    if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:
+        from tests.compile_numba import compile_in_turns
+
+        compile_in_turns(tmp_path_factory.getbasetemp().parent, int(worker.removeprefix("gw")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interpreter() -> None:
+    """At every call within a kernel, Triton's interpreter searches its whole language for functions to put its own in
+    the place of. They are the same ones each time, so here it searches once: a third of the time of a kernel.
+    """
+    if "TRITON_INTERPRET" not in os.environ or importlib.util.find_spec("triton") is None:
+        return
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def builtins_of(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+    def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
+        for name in builtins_of(package):
+            if is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtins
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,7 +17,7 @@ from tests.effort import quick_cases, thorough
 
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
-from benchmarks.gpu import checks, harness, page
+from benchmarks.gpu import checks, engine, harness, page
 from benchmarks.gpu.__main__ import line_of, main, put_beside
 from benchmarks.gpu.engine import Workload, drain, share_covered, workload
 from benchmarks.gpu.targets import GOALS, first_line, judge, verdicts
@@ -236,7 +235,7 @@ def test_the_workload_is_nano_vllms() -> None:
     assert (sum(map(len, work.prompts)), sum(work.wanted)) == (142_827, 133_966)
 
 
-def test_a_peer_that_is_stopped_is_given_all_tokens_that_it_made() -> None:
+def test_a_peer_that_is_stopped_is_given_all_tokens_that_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """One request is finished and fetched, one finished after that, one is under way, one waits to be resumed."""
 
     def request(tokens: int, finished: bool = False) -> SimpleNamespace:
@@ -245,10 +244,13 @@ def test_a_peer_that_is_stopped_is_given_all_tokens_that_it_made() -> None:
 
     results = [request(1000, finished=True).result, None, request(200, finished=True).result]
     added: list[int] = []
+    now = 0.0
+    monkeypatch.setattr(engine, "time", SimpleNamespace(perf_counter=lambda: now))
 
     def get_result(timeout: float) -> Any:
+        nonlocal now
         if timeout:  # while time is running
-            time.sleep(0.06)
+            now += 0.06
         return results.pop(0) if results else None
 
     scheduler = SimpleNamespace(active_requests={"c": request(30)}, waiting_requests={"d": request(4)})

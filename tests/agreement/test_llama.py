@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from transformers import LlamaConfig
 from minipaged.contracts import BatchRow, Sampled, SamplingInput
 from minipaged.engine.sequence import Sequence
 from minipaged.engine.step_writer import StepWriter
+from minipaged.fast import preemption
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.fast.llama import DecodeGraph
 from minipaged.fast.llama import Llama as FastLlama
@@ -53,6 +55,14 @@ def config_of(**changes: object) -> ModelConfig:
         "tie_word_embeddings": False,
     }
     return ModelConfig.from_dict(LlamaConfig(**(sizes | changes)).to_dict())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_probe() -> Iterator[None]:
+    """How fast a model prefills does not matter here, and interpreted kernels take seconds to tell."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(preemption.PROBE_TOKENS, "cpu", 1)
+        yield
 
 
 class Twins:

@@ -40,5 +40,5 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path.write_text(script)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=30, check=False
+        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=120, check=False
     )

@@ -1,6 +1,6 @@
 """SmolLM2, served by both tiers, says what transformers says: tokens, logits, logprobs, beams, chat.
 
-What transformers says is kept (`yardstick.json`), and made anew in `make test-all`. Greedy tokens may differ only at a
+What transformers says is kept (`yardstick.json`); `test_yardstick.py` makes it anew. Greedy tokens may differ only at a
 proven tie (`ties.py`).
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from minipaged import LLM, SamplingParams
+from minipaged.fast import preemption
 from minipaged.replay_steps import logits_of
 from tests.end_to_end import yardstick
 from tests.end_to_end.ties import check_same_or_tied
@@ -31,12 +32,18 @@ def kept() -> dict[str, Any]:
     return yardstick.kept()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _small_scratch() -> Iterator[None]:
+    """How fast blocks are copied does not matter here; to measure it takes 100 MB beside the weights."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(preemption, "SCRATCH_BLOCKS", 4)
+        yield
+
+
 @pytest.fixture(scope="module")
-def smollm2(tier: str, smollm2_folder: Path) -> Iterator[LLM]:
-    llm = LLM("smollm2-135m-instruct", tier=tier, dtype="float32", num_blocks=128, max_num_batched_tokens=CHUNK)
-    yield llm
-    del llm
-    gc.collect()  # before the other tier's
+def smollm2(tier: str, smollm2_folder: Path) -> LLM:
+    gc.collect()  # the other tier's weights
+    return LLM("smollm2-135m-instruct", tier=tier, dtype="float32", num_blocks=64, max_num_batched_tokens=CHUNK)
 
 
 def test_greedy_tokens_are_those_of_transformers(smollm2: LLM, smollm2_folder: Path, kept: dict[str, Any]):
@@ -65,15 +72,6 @@ def test_logits_are_within_rounding_of_those_of_transformers(smollm2: LLM, kept:
     assert np.abs(ours - np.array(theirs["values"])).max() <= 1e-5 * theirs["largest"]
 
 
-@pytest.mark.thorough
-def test_every_logit_is_within_rounding_of_that_of_transformers(
-    smollm2: LLM, smollm2_folder: Path, kept: dict[str, Any]
-):
-    prompt = kept["logits"]["prompt"]
-    theirs = yardstick.last_logits(yardstick.load(smollm2_folder), prompt)
-    assert np.abs(logits_of(smollm2.loaded, prompt) - theirs).max() <= 1e-5 * np.abs(theirs).max()
-
-
 def test_logprobs_are_those_of_transformers(smollm2: LLM, kept: dict[str, Any]):
     params = SamplingParams(temperature=0, max_tokens=yardstick.LOGPROB_TOKENS, logprobs=yardstick.LOGPROBS)
     [output] = smollm2.generate(yardstick.TEXTS[0], params)
@@ -85,22 +83,3 @@ def test_a_chat_is_seen_as_through_transformers(smollm2: LLM, kept: dict[str, An
     assert list(output.prompt_token_ids) == kept["chat"]["prompt"]
     assert list(output.outputs[0].token_ids) == kept["chat"]["greedy"]
     assert output.outputs[0].text == kept["chat"]["text"]
-
-
-@pytest.mark.thorough
-def test_what_is_kept_is_what_transformers_says_now(smollm2_folder: Path, kept: dict[str, Any], tmp_path: Path):
-    made = yardstick.make(smollm2_folder, yardstick.fetch_gguf(tmp_path))
-    assert made.keys() == kept.keys()
-    for now, then in zip(made["texts"], kept["texts"], strict=True):
-        assert (now["text"], now["prompt"]) == (then["text"], then["prompt"])
-        check_same_or_tied(smollm2_folder, now["prompt"], now["greedy"], then["greedy"])
-        assert [tokens for tokens, _ in now["beams"]] == [tokens for tokens, _ in then["beams"]]
-        assert [score for _, score in now["beams"]] == pytest.approx([score for _, score in then["beams"]], rel=1e-4)
-    for now, then in zip(made["logprobs"], kept["logprobs"], strict=True):
-        assert [token for token, _ in now] == [token for token, _ in then]
-        assert [value for _, value in now] == pytest.approx([value for _, value in then], abs=1e-4)
-    assert made["logits"]["prompt"] == kept["logits"]["prompt"]
-    apart = np.abs(np.array(made["logits"]["values"]) - np.array(kept["logits"]["values"])).max()
-    assert apart <= 1e-5 * kept["logits"]["largest"]
-    assert made["chat"] == kept["chat"]
-    assert made["weights"] == kept["weights"]

@@ -1,19 +1,27 @@
-"""A real Llama on both tiers, under pressure: the same tokens, or a proven tie."""
+"""A real Llama on both tiers, under pressure: the same tokens, or a proven tie; and each logit as by transformers.
+
+Of its weights, half a gigabyte and more, one set is in memory at a time.
+"""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from minipaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from minipaged.contracts import SamplingInput
 from minipaged.events import BlockCopied, Event, PrefixReused, RequestPreempted
 from minipaged.llm import LoadedModel
+from minipaged.models.tokenizer import Tokenizer
+from minipaged.replay_steps import logits_of
 from tests.effort import thorough
+from tests.end_to_end import yardstick
 from tests.end_to_end.test_scheduling_invariance import Job, largest_need, run
 from tests.end_to_end.ties import check_same_or_tied, check_same_or_tied_draws
 
@@ -25,11 +33,6 @@ STEMS = (
     "A page table maps virtual addresses to",
 )
 ENDS = ("", " one", " the old", " it is said that nobody", " in the end")
-
-
-@pytest.fixture(scope="module")
-def models(smollm2_folder: Path) -> dict[str, LoadedModel]:
-    return {tier: LoadedModel.load(smollm2_folder, tier, dtype="float32") for tier in ("reference", "fast")}
 
 
 def random_jobs(r: random.Random, encode: Callable[[str], list[int]]) -> list[Job]:
@@ -58,22 +61,23 @@ def random_jobs(r: random.Random, encode: Callable[[str], list[int]]) -> list[Jo
 @thorough
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("seed", range(2))
-def test_random_workloads_give_the_same_tokens(models: dict[str, LoadedModel], seed: int, preemption: str) -> None:
+def test_random_workloads_give_the_same_tokens(smollm2_folder: Path, seed: int, preemption: str) -> None:
     """n, beams, shared prefixes and preemption. Outputs may part at a proven tie; these beams come nowhere near one,
     and have to be equal."""
     r = random.Random(f"{seed} {preemption}")
-    jobs = random_jobs(r, models["fast"].tokenizer.encode)
-    happened: dict[str, Counter[str]] = {}
+    jobs = random_jobs(r, Tokenizer(smollm2_folder).encode)
     outputs: dict[str, list[RequestOutput]] = {}
-    for tier, model in models.items():
-        count = happened[tier] = Counter[str]()
+    for tier in ("reference", "fast"):
+        count = Counter[str]()
 
         def note(event: Event, count: Counter[str] = count) -> None:
             if isinstance(event, RequestPreempted | BlockCopied | PrefixReused):
                 count[event.name] += 1
 
         llm = LLM(
-            model,
+            smollm2_folder,
+            tier=tier,
+            dtype="float32",
             block_size=4,
             num_blocks=largest_need(jobs, 4) + 1,
             num_swap_blocks=100,
@@ -85,15 +89,26 @@ def test_random_workloads_give_the_same_tokens(models: dict[str, LoadedModel], s
         outputs[tier] = run(llm, jobs)
         assert count["request_preempted"], "the pool was large enough for all"
         assert count["block_copied"]
-    folder = models["fast"].folder
+        del llm
+        gc.collect()  # one tier's weights at a time
     for job, ours, theirs in zip(jobs, outputs["fast"], outputs["reference"], strict=True):
         for stream, (our, their) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
             if isinstance(job.params, BeamSearchParams):
                 assert our.token_ids == their.token_ids, job
             elif job.params.temperature == 0:
-                check_same_or_tied(folder, job.prompt, our.token_ids, their.token_ids)
+                check_same_or_tied(smollm2_folder, job.prompt, our.token_ids, their.token_ids)
             else:
                 wanted = SamplingInput(0, job.params, job.prompt, [], seed=job.params.seed or 0, stream=stream)
-                check_same_or_tied_draws(folder, wanted, our.token_ids, their.token_ids)
+                check_same_or_tied_draws(smollm2_folder, wanted, our.token_ids, their.token_ids)
             if our.token_ids == their.token_ids:
                 assert our.cumulative_logprob == pytest.approx(their.cumulative_logprob, abs=1e-3)
+
+
+@thorough
+def test_every_logit_is_within_rounding_of_that_of_transformers(smollm2_folder: Path) -> None:
+    prompt = yardstick.kept()["logits"]["prompt"]
+    theirs = yardstick.last_logits(yardstick.load(smollm2_folder), prompt)
+    for tier in ("reference", "fast"):
+        gc.collect()  # the weights before
+        ours = logits_of(LoadedModel.load(smollm2_folder, tier, dtype="float32"), prompt)
+        assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max(), tier

@@ -126,23 +126,7 @@ def assert_same_logprobs(output: CompletionOutput, theirs: Sequence[dict[int, fl
 def make(folder: Path, gguf_file: Path) -> dict[str, Any]:
     """Ask transformers for everything that is kept."""
     model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
-    texts = []
-    for text in TEXTS:
-        prompt = tokenizer.encode(text)
-        texts.append(
-            {
-                "text": text,
-                "prompt": prompt,
-                "greedy": greedy(model, prompt, GREEDY_TOKENS),
-                "beams": beams(model, prompt, BEAMS),
-            }
-        )
-    first, output = texts[0]["prompt"], texts[0]["greedy"][:LOGPROB_TOKENS]
-    likeliest = [list(row.items())[: LOGPROBS + 1] for row in logprobs(model, first, output)]
-    long_prompt = tokenizer.encode(LONG_TEXT)
-    logits = last_logits(model, long_prompt)
-    chat = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
-    answer = greedy(model, chat, CHAT_TOKENS)
+    texts = [continuations(model, tokenizer, text) for text in TEXTS]
     return {
         "made by": "python -m tests.end_to_end.yardstick",
         "with": {
@@ -151,15 +135,39 @@ def make(folder: Path, gguf_file: Path) -> dict[str, Any]:
             "machine": platform.machine(),
         },
         "texts": texts,
-        "logprobs": likeliest,
-        "logits": {
-            "prompt": long_prompt,
-            "largest": float(np.abs(logits).max()),
-            "values": logits[::LOGITS_EVERY].tolist(),
-        },
-        "chat": {"prompt": chat, "greedy": answer, "text": tokenizer.decode(answer, skip_special_tokens=True)},
+        "logprobs": likeliest(model, texts[0]["prompt"], texts[0]["greedy"]),
+        "logits": some_logits(model, tokenizer),
+        "chat": chat(model, tokenizer),
         "weights": weight_digests(gguf_file),
     }
+
+
+def continuations(model: LlamaForCausalLM, tokenizer: Any, text: str) -> dict[str, Any]:
+    prompt = tokenizer.encode(text)
+    return {
+        "text": text,
+        "prompt": prompt,
+        "greedy": greedy(model, prompt, GREEDY_TOKENS),
+        "beams": beams(model, prompt, BEAMS),
+    }
+
+
+def likeliest(model: LlamaForCausalLM, prompt: Sequence[int], output: Sequence[int]) -> list[list[tuple[int, float]]]:
+    """In the place of each of the first tokens of `output`, the likeliest tokens with their log-probabilities."""
+    rows = logprobs(model, prompt, output[:LOGPROB_TOKENS])
+    return [list(row.items())[: LOGPROBS + 1] for row in rows]
+
+
+def some_logits(model: LlamaForCausalLM, tokenizer: Any) -> dict[str, Any]:
+    prompt = tokenizer.encode(LONG_TEXT)
+    logits = last_logits(model, prompt)
+    return {"prompt": prompt, "largest": float(np.abs(logits).max()), "values": logits[::LOGITS_EVERY].tolist()}
+
+
+def chat(model: LlamaForCausalLM, tokenizer: Any) -> dict[str, Any]:
+    prompt = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    answer = greedy(model, prompt, CHAT_TOKENS)
+    return {"prompt": prompt, "greedy": answer, "text": tokenizer.decode(answer, skip_special_tokens=True)}
 
 
 def weight_digests(gguf_file: Path) -> dict[str, str]:

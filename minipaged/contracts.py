@@ -233,8 +233,8 @@ class StepResult(NamedTuple):
     """What a step has come to."""
 
     choices: Sequence[Sampled]
-    """The tokens chosen, in the order of the rows. They may be fetched when they are first looked at; then is when
-    BadLogits is raised."""
+    """The tokens chosen, in the order of the rows. They may be fetched when they are first looked at. Where none can be
+    chosen, its `error` says why."""
     logits: Logits
     """[rows with `num_choices` other than 0, vocab_size], for beam search."""
 

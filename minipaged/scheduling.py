@@ -3,8 +3,9 @@
 The engine's scheduler keeps the queues and takes the blocks. Whatever there is to decide it asks a `Policy`: the
 engine's own (`engine/policy.py`), one of `engine/policies/`, or yours: `Engine(policy=...)`, and assignment 4 of the
 course. What a policy is told are copies: nothing here leads back into the engine, and nothing is changed by changing
-them. So a policy cannot break anything: its answers are checked, and one that cannot be carried out is an
-`InvariantViolation`, which costs the step and no request.
+them. (What takes time to find out is found out when it is looked at: look while you are asked. What nobody looked at
+is over afterwards: LookupError.) So a policy cannot break anything: its answers are checked, and one that cannot be
+carried out is an `InvariantViolation`, which costs the step and no request.
 
 A question is asked only when its answer makes a difference; a step in which all that runs gets its tokens and blocks,
 and nobody waits, asks none.
@@ -70,7 +71,10 @@ class Costs:
 class Policy(Protocol):
     """Who comes in, who runs how many tokens, who makes room, and how it comes back.
 
-    It is asked, and changes nothing; lists of requests are its own to keep, and in any order.
+    It is asked, and changes nothing. Lists of requests come in any order, and are to be read while it is asked. It is
+    not told of what becomes of its answers: what it remembers of a request (by `arrival`, which no other has) it has to
+    forget by itself. The easy way to another order is a `FirstComeFirstServed` with a `turn` of its own
+    (`engine/policies/`).
     """
 
     def fits(self, request: RequestView) -> bool:

@@ -31,7 +31,13 @@ class AllocStatus(Enum):
 
 
 class Memory(ABC):
-    """Block tables of one engine. What raises OutOfBlocks has changed nothing."""
+    """Block tables of one engine. What raises OutOfBlocks has changed nothing.
+
+    Whenever a table changes its blocks, the memory tells the writer (`StepWriter.table_changed`), keeps `num_entries`
+    and `num_tokens`, and emits what happened: TokensComputed at every `append`, BlocksFreed, SequenceForked,
+    BlockCopied, SwappedOut and SwappedIn. It keeps what a `Sequence` knows of its table: `swapped`, and
+    `most_computed`, by which recomputing is told. `room` is for `append_one_each`, and may stay 0.
+    """
 
     block_size: int
     allocator: BlockAllocator

@@ -101,7 +101,7 @@ class FirstComeFirstServed:
 
     def soon(self, request: RequestView, num_blocks: int) -> int:
         """Blocks that a request with so many will ask for next: one for each sequence, unless it can need no more."""
-        return min(request.num_sequences, self.most_blocks(request) - num_blocks)
+        return max(0, min(request.num_sequences, self.most_blocks(request) - num_blocks))
 
 
 # --- What the ways back cost (paper, section 4.5, Fig. 19) --------------------------------------------

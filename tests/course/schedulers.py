@@ -133,7 +133,7 @@ WRONG = (
     Variant(
         "more is held back than anybody can need",
         IDLE,
-        "min(request.num_sequences, self.most_blocks(request) - num_blocks)",
+        "max(0, min(request.num_sequences, self.most_blocks(request) - num_blocks))",
         "request.num_sequences",
     ),
     Variant("one at a time", IDLE, ADMITTED, "        return [] if running else admitted[:1]\n"),

@@ -72,7 +72,8 @@ class Contiguous(Memory):
         self._reserved: dict[int, int] = {}
 
     def blocks_to_admit(self, request: Request) -> int:
-        return self.most_blocks(request)
+        """More than paging ever takes: a piece has a power of two."""
+        return 1 << (self.most_blocks(request) - 1).bit_length()
 
     def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
         return 0
@@ -81,7 +82,7 @@ class Contiguous(Memory):
         return Reserved(self.block_size, self.allocator)
 
     def begin(self, request: Request, sequence: Sequence) -> None:
-        self._reserved[sequence.sequence_id] = self.most_blocks(request)
+        self._reserved[sequence.sequence_id] = self.blocks_to_admit(request)
 
     def append(self, sequence: Sequence, num_tokens: int) -> None:
         table, new = sequence.table, ()

@@ -387,6 +387,15 @@ def test_a_policy_that_lies_can_be_replaced() -> None:
     run.check_nothing_leaked()
 
 
+def test_who_holds_more_blocks_than_paging_would_makes_no_room_for_others() -> None:
+    """Another memory may have given them to it: nothing is held back for it then, and nothing made up."""
+    policy = FirstComeFirstServed(100, 4, 256, 2048, COSTS)
+    large = RequestView("large", 0, 1, 8, 4, tokens_to_run=1, decodes=True, num_blocks=64, num_tokens=9)
+    waiting = [RequestView(name, i, 1, 8, 4, tokens_to_run=8, blocks_needed=2) for i, name in enumerate("abc", 1)]
+    assert policy.soon(large, large.num_blocks) == 0
+    assert policy.admit(waiting, [large], 4, 2048) == ["a"]  # and one more block for its first decode
+
+
 @pytest.mark.parametrize("answer", [1, None, "yes"])
 def test_whether_a_request_is_taken_is_yes_or_no(answer: object) -> None:
     engine = simulated(lying(Lie("fits", lambda view, right: answer, "")))

@@ -184,6 +184,12 @@ class BeamSearchParams:
         )
 
 
+def final_token_ids(params: SamplingParams | BeamSearchParams, eos_token_ids: Sequence[int]) -> frozenset[int]:
+    """The tokens that end a sequence: the model's, unless they are to be ignored, and its own stop tokens."""
+    own = params.stop_token_ids if isinstance(params, SamplingParams) else ()
+    return frozenset(own if params.ignore_eos else (*own, *eos_token_ids))
+
+
 class RequestOutputKind(Enum):
     """When a request is told of."""
 

@@ -14,7 +14,7 @@ from minipaged.engine.memory import AllocStatus, Memory
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvalidRequest
-from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams, final_token_ids
 
 
 class Arrivals:
@@ -56,12 +56,9 @@ class Arrivals:
         tokens = tuple(map(int, prompt_token_ids))  # NumPy's integers, for one, are not JSON
         room = self._config.max_model_len - len(tokens)
         max_output = room if params.max_tokens is None else min(params.max_tokens, room)
-        final = () if params.ignore_eos else self._config.eos_token_ids
-        beam_search = None
+        beam_search, eos = None, self._config.eos_token_ids
         if isinstance(params, BeamSearchParams):
-            beam_search = self._beam_search(params, len(tokens), len(tokens) + max_output, final)
-        else:
-            final = (*params.stop_token_ids, *final)
+            beam_search = self._beam_search(params, len(tokens), len(tokens) + max_output, eos)
         request = Request(
             request_id=request_id,
             order=order,
@@ -70,7 +67,7 @@ class Arrivals:
             prompt_token_ids=tokens,
             params=params,
             seed=0,
-            final_token_ids=frozenset(final),
+            final_token_ids=final_token_ids(params, eos),
             max_output_tokens=max_output,
             reads_along=output_kind is RequestOutputKind.DELTA,
             priority=int(priority),

@@ -70,10 +70,8 @@ class PrefixCache:
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The cached blocks that hold the longest prefix of `tokens`, leaving at least one token to run."""
         found: list[int] = []
-        key, parent = 0, NO_PARENT
-        for end in range(self.block_size, len(tokens), self.block_size):
-            block_tokens = tuple(tokens[end - self.block_size : end])
-            key = self._chain_hash(key, block_tokens)
+        parent = NO_PARENT
+        for _, key, block_tokens in self._chain(tokens, 0, (len(tokens) - 1) // self.block_size, 0):
             entry = self._entries.get(key)
             if entry is None or entry.tokens != block_tokens or entry.parent_block != parent:
                 break
@@ -102,9 +100,8 @@ class PrefixCache:
         key = self._hash_of.get(parent, 0)
         if num_published and parent not in self._hash_of:
             return  # its parent met a hash collision and is not cached
-        for logical in range(num_published, len(tokens) // self.block_size):
-            block_tokens = tuple(tokens[logical * self.block_size : (logical + 1) * self.block_size])
-            key = self._chain_hash(key, block_tokens)
+        chain = self._chain(tokens, num_published, len(tokens) // self.block_size, key)
+        for logical, key, block_tokens in chain:
             own = table.blocks[logical]
             entry = self._entries.get(key)
             if entry is None:
@@ -119,6 +116,15 @@ class PrefixCache:
                 self.reused([entry.block])
                 yield logical, own, entry.block
             parent = table.blocks[logical]
+
+    def _chain(
+        self, tokens: Sequence[int], start: int, stop: int, key: int
+    ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+        """Of each logical block from start to stop - 1 its number, hash and tokens. `key`: the hash before them."""
+        for logical in range(start, stop):
+            block_tokens = tuple(tokens[logical * self.block_size : (logical + 1) * self.block_size])
+            key = self._chain_hash(key, block_tokens)
+            yield logical, key, block_tokens
 
     def evict(self, num_blocks: int) -> list[int]:
         """Give back the `num_blocks` least recently used evictable blocks."""

@@ -23,7 +23,7 @@ from minipaged import contracts
 from minipaged.contracts import BeamMove, BeamStep
 from minipaged.errors import BadLogits, InvalidRequest
 from minipaged.fast.sampling import largest, receive, send, why_bad
-from minipaged.params import BeamSearchParams
+from minipaged.params import BeamSearchParams, final_token_ids
 
 LARGEST_PENALTY = 30
 """Powers of ten that a score may be moved by: float32 ends at 1e38, and sums of log-probabilities reach 1e5."""
@@ -41,7 +41,7 @@ class BeamSearch(contracts.BeamSearch):
         self._params = params
         self._steps_left = max_length - prompt_length
         self._generated = 0  # tokens by which each running beam is longer than the prompt
-        self._ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
+        self._ends = final_token_ids(params, eos_token_ids)
         self._best_scores: list[float] = []  # of the finished sequences that are kept, best first
         if abs(params.length_penalty) * math.log10(max(1, self._steps_left)) > LARGEST_PENALTY:
             raise InvalidRequest(

@@ -37,7 +37,7 @@ import numpy as np
 from minipaged import contracts
 from minipaged.contracts import BeamMove, BeamStep
 from minipaged.errors import InvalidRequest
-from minipaged.params import BeamSearchParams
+from minipaged.params import BeamSearchParams, final_token_ids
 from minipaged.reference.sampling import FloatArray, largest, likeliest_token
 
 
@@ -53,7 +53,7 @@ class BeamSearch(contracts.BeamSearch):
     ) -> None:
         self._params = params
         self._most_tokens = max_length - prompt_length  # that can be generated
-        self._eos_token_ids = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._eos_token_ids = final_token_ids(params, eos_token_ids)
         self._generated = 0  # tokens by which each running beam is longer than the prompt
         self._finished_scores: list[float] = []  # of the best `beam_width` finished sequences, best first
         _check_length_penalty(params.length_penalty, self._most_tokens)

@@ -66,10 +66,7 @@ class Plan:
     """
 
     scheduled: list[ScheduledRequest]
-    preempted: list[Request] = field(default_factory=list)
     num_query_tokens: int = field(init=False)
-    num_rows: int = 0
-    num_choices: int = 0
     rows: list[Row] = field(default_factory=list)
     """What the runner is to compute in the first of these steps."""
     decoding: list[Sequence] = field(default_factory=list)
@@ -79,7 +76,7 @@ class Plan:
     num_steps: int = 0
     """In so many steps they have decoded by this plan, and `count_steps` has yet to note it."""
     steps_left: int = 0
-    """For so many steps more no sequence can end by its length, which is what an end can be foreseen by."""
+    """In so many steps by this plan, the latest that was launched among them, no sequence ends by its length."""
 
     def __post_init__(self) -> None:
         self.num_query_tokens = sum(scheduled.num_query_tokens for scheduled in self.scheduled)
@@ -94,23 +91,24 @@ class Plan:
 
         `num_running`: how many sequences run, in this step or not.
         """
-        num_logits = 0
+        self.rows, self.decoding = [], []
+        num_choices_before = num_logits = 0
         for scheduled in self.scheduled:
             scheduled.num_choices = num_choices = scheduled._choices()
-            scheduled.first_row, scheduled.first_choice = len(self.rows), self.num_choices
+            scheduled.first_row, scheduled.first_choice = len(self.rows), num_choices_before
             scheduled.first_logits = num_logits
             for sequence, num_tokens in scheduled.work:
                 self.rows.append(Row(sequence.sequence_id, sequence.num_computed - num_tokens, num_tokens, num_choices))
             if scheduled.decodes and num_choices == 1 and scheduled.request.is_plain:
                 scheduled.expect_one()
-            self.num_choices += len(scheduled.work) * max(0, num_choices)
+            num_choices_before += len(scheduled.work) * max(0, num_choices)
             num_logits += len(scheduled.work) if num_choices else 0
-        self.num_rows = len(self.rows)
-        if self.num_rows == num_running:
+        if self.rows and len(self.rows) == num_running:
             self._note_whether_it_goes_on()
 
     def _note_whether_it_goes_on(self) -> None:
-        steps_left, latest = len(self.rows) and 1 << 60, -1
+        left: list[int] = []
+        latest = -1
         for scheduled in self.scheduled:
             request = scheduled.request
             if not scheduled.decodes or scheduled.num_choices != 1 or request.order < latest:
@@ -118,9 +116,8 @@ class Plan:
             latest = request.order
             self.needs_tokens |= request.needs_tokens_on_host()
             for sequence, _ in scheduled.work:
-                left = request.max_output_tokens - len(sequence.output_token_ids) - sequence.pending
-                steps_left = min(steps_left, left)
-        self.steps_left = steps_left
+                left.append(request.max_output_tokens - len(sequence.output_token_ids) - sequence.pending)
+        self.steps_left = min(left)
         self.decoding = [sequence for scheduled in self.scheduled for sequence, _ in scheduled.work]
 
     def count_steps(self) -> None:

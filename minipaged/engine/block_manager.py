@@ -179,17 +179,19 @@ class BlockManager(Memory):
     def append_one_each(self, sequences: ListLike[Sequence]) -> None:
         """A slot for one token more of each sequence, which nearly always its last block has. Raises OutOfBlocks; then
         some have it."""
-        heard, num_appended = self._emit.heard, 0
+        if self._debug:  # a table that takes blocks when it need not is found out only by being looked at
+            super().append_one_each(sequences)
+            return
+        heard = self._emit.heard
         for sequence in sequences:
             if sequence.room and not sequence.most_computed:
                 sequence.table.append(1)
                 sequence.room -= 1
-                num_appended += 1
+                self.num_tokens += 1
                 if heard:
                     self._emit(TokensComputed(sequence.sequence_id, sequence.table.num_tokens, (), 0))
             else:
                 self.append(sequence, 1)
-        self.num_tokens += num_appended
 
     def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
         """`child` (whose table is empty) shares all blocks of `parent`."""

@@ -78,9 +78,10 @@ class Committer:
     ) -> Iterator[ScheduledRequest]:
         """What `_commit_request` comes to in nearly all cases: a sequence has one token more, and goes on.
 
-        Yields those that are none of these, each in its turn; nothing has changed for them.
+        Yields those that are none of these, each in its turn; for them there is nothing done but counting the token.
         """
         heard, block_size, updates = self._emit.heard, self._blocks.block_size, self.updates
+        publishes = self._blocks.prefix_cache is not None
         for scheduled in all_scheduled:
             sequence = scheduled.plain
             if sequence is None:
@@ -93,7 +94,7 @@ class Committer:
             if ends or choice.error or sequence.finish_reason is not None or not sequence.output_token_ids:
                 yield scheduled
                 continue
-            if len(tokens) // block_size != sequence.num_published:
+            if publishes and len(tokens) // block_size != sequence.num_published:
                 self._blocks.publish(sequence, len(tokens))
             sequence.pending = False
             tokens.append(token)
@@ -267,7 +268,7 @@ class Committer:
     def _end_sequence(self, request: Request, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         self._writer.ended(sequence)
-        self._scheduler.change_of_sequences()
+        self._scheduler.plan_anew()
         reserved = slot_steps_reserved(sequence)
         self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason, reserved))
         self._blocks.free(sequence)

@@ -82,6 +82,8 @@ class Engine:
         self.runner = runner
         self._clock = clock
         self._emit = EventQueue(self.stats, listeners)
+        self.listeners = self._emit.listeners
+        """Those who get every event: to be appended to and removed from."""
         self._requests: dict[str, Request] = {}
         self._orders = count()
         self._step = 0  # the number of the latest
@@ -100,11 +102,6 @@ class Engine:
         if config.async_scheduling:
             self._ahead = RunAhead(self.scheduler, self._launch, self._commit, self._requests)
         self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
-
-    @property
-    def listeners(self) -> list[Listener]:
-        """Those who get every event: to be appended to and removed from."""
-        return self._emit.listeners
 
     # --- What callers do --------------------------------------------------------------------------
 
@@ -214,6 +211,8 @@ class Engine:
         else:
             self._ahead.run_step()
             self._drop_step_of_nobody()
+        if not self._requests:
+            self._written = None  # or it would keep the last of them in memory
         if self.config.debug:
             self.check_invariants()
 
@@ -233,7 +232,8 @@ class Engine:
         else:
             step = self._writer.write(self._step, plan.rows, plan.owners(), moves)
             for request in (scheduled.request for scheduled in plan.scheduled):
-                request.first_scheduled_time = request.first_scheduled_time or started
+                if request.first_scheduled_time is None:
+                    request.first_scheduled_time = started
         self._written = plan
         return LaunchedStep(self._step, started, plan, self.runner.run(step))
 
@@ -247,7 +247,7 @@ class Engine:
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
         num_generated = self._committer.take_num_generated()
-        self._emit(StepFinished(step.number, step.plan.num_rows, step.plan.num_query_tokens, seconds, num_generated))
+        self._emit(StepFinished(step.number, len(step.plan.rows), step.plan.num_query_tokens, seconds, num_generated))
 
     def _drop_step_of_nobody(self) -> None:
         """When all requests have ended, nobody will ask for what the step in flight chooses."""

@@ -40,7 +40,7 @@ class EventQueue:
         try:
             while self._events:
                 event = self._events.popleft()
-                for listener in self.listeners:
+                for listener in tuple(self.listeners):  # one may remove itself
                     try:
                         listener(event)
                     except BaseException as error:

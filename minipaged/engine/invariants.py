@@ -29,8 +29,17 @@ def check_blocks(sequences: Iterable[Sequence], blocks: Memory) -> None:
     `sequences`: all that there are.
     """
     expected = {False: Counter[int](), True: Counter[int]()}
+    num_tokens = 0
     for sequence in sequences:
         expected[sequence.swapped].update(sequence.table.blocks)
+        num_tokens += 0 if sequence.swapped else sequence.table.num_tokens
+    held = sum(expected[False].values()), num_tokens
+    if held != (blocks.num_entries, blocks.num_tokens):
+        raise InvariantViolation(
+            Invariant.CONSERVATION,
+            f"the tables on the device have {held[0]} blocks and {held[1]} tokens, but {blocks.num_entries} and "
+            f"{blocks.num_tokens} were counted",
+        )
     if blocks.prefix_cache:
         expected[False].update(blocks.prefix_cache.blocks)
     for allocator, counts in ((blocks.allocator, expected[False]), (blocks.host_allocator, expected[True])):

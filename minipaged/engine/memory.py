@@ -31,7 +31,7 @@ class AllocStatus(Enum):
 
 
 class Memory(ABC):
-    """Block tables of one engine. What raises OutOfBlocks has changed nothing.
+    """Block tables of one engine. What raises OutOfBlocks has changed nothing, but for `append_one_each`.
 
     Whenever a table changes its blocks, the memory tells the writer (`StepWriter.table_changed`), keeps `num_entries`
     and `num_tokens`, and emits what happened: TokensComputed at every `append`, BlocksFreed, SequenceForked,
@@ -110,7 +110,7 @@ class Memory(ABC):
         """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks."""
 
     def append_one_each(self, sequences: ListLike[Sequence]) -> None:
-        """A slot for one token more of each. Raises OutOfBlocks; then some have it."""
+        """A slot for one token more of each, in a step in which all go on. Raises OutOfBlocks; then some have it."""
         for sequence in sequences:
             self.append(sequence, 1)
 
@@ -119,7 +119,8 @@ class Memory(ABC):
         """`child` (whose table is empty) holds the tokens that `parent` holds. Raises OutOfBlocks."""
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:  # noqa: B027
-        """The K/V of the sequence's first `num_tokens` tokens are computed: others may find them, if that is kept."""
+        """The K/V of the sequence's first `num_tokens` tokens are computed, and others may find them. Only called where
+        there is a `prefix_cache`."""
 
     @abstractmethod
     def free(self, sequence: Sequence) -> None:

@@ -19,7 +19,7 @@ def memory_held(step: int, plan: Plan, running: Iterable[Request], blocks: Memor
     num_sequences = shared = 0
     if plan.decoding:  # all of them have just written into blocks of their own
         plan.num_steps += 1
-        num_sequences, running = plan.num_rows, ()
+        num_sequences, running = len(plan.rows), ()
     for request in running:
         num_sequences += len(request.sequences)
         for sequence in request.sequences:

@@ -36,8 +36,9 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.asked = AskedPolicy(policy, config, blocks, runner)
-        self._latest: Plan | None = None
-        """The latest plan, if the next step may go by it too: all go on decoding."""
+        self._going_on: Plan | None = None
+        """The latest plan, if the next step may go by it too, because all that ran goes on decoding. `schedule` keeps
+        it; whatever changes a queue or the sequences of a request drops it (`plan_anew`)."""
         self._blocks = blocks
         self._emit = emit
         self._max_tokens = config.max_num_batched_tokens
@@ -81,13 +82,13 @@ class Scheduler:
 
     def _moved(self, *requests: Request) -> None:
         self.asked.queues_changed(requests)
-        self.change_of_sequences()
+        self.plan_anew()
 
-    def change_of_sequences(self) -> None:
+    def plan_anew(self) -> None:
         """What has run will not go on as it is: the next step needs a plan of its own."""
-        if self._latest:
-            self._latest.count_steps()
-            self._latest = None
+        if self._going_on:
+            self._going_on.count_steps()
+            self._going_on = None
 
     def let_all_wait(self, requests: Iterable[Request]) -> list[Request]:
         """After an error: all of these wait, whatever the queues were. Returns them in order of arrival."""
@@ -102,20 +103,20 @@ class Scheduler:
 
         The same plan as for the step before if all that ran only goes on.
         """
-        plan, preempted = ahead or self._assign(), []
+        plan, preempted = ahead or self._assign(), False
         while ahead is None and (short := self._blocks_short(plan)) > 0:
-            preempted.append(self._preempt(short))
+            self._preempt(short)
+            preempted = True
             plan = self._assign()
         self._take_blocks(plan)
         if self.waiting and not preempted:
             plan = self._admit(plan)
         if not plan.scheduled and self.waiting:
             self.asked.stuck(self.waiting)
-        if plan is not self._latest:
-            plan.preempted = preempted
+        if plan is not self._going_on:
             plan.lay_out(sum(len(request.sequences) for request in self.running))
-            self.change_of_sequences()
-            self._latest = plan if plan.decoding else None
+            self.plan_anew()
+            self._going_on = plan if plan.decoding else None
         plan.steps_left -= 1
         return plan
 
@@ -128,9 +129,10 @@ class Scheduler:
     # --- 1. Tokens for those that run -------------------------------------------------------------
 
     def _assign(self) -> Plan:
-        """What each running request runs: first those that decode, then the others, both in order of arrival."""
-        if self._latest and self._latest.steps_left > 0:
-            return self._latest
+        """What each running request runs: first those that decode, then the others, both in order of arrival. The plan
+        of the step before, if they all go on by it."""
+        if self._going_on and self._going_on.steps_left > 0:
+            return self._going_on
         decoding: list[ScheduledRequest] = []
         behind: list[ScheduledRequest] = []
         num_tokens = 0

@@ -15,6 +15,7 @@ from minipaged.engine.batch import Plan
 from minipaged.engine.engine import Engine
 from minipaged.engine.sequence import Request as EngineRequest
 from minipaged.errors import InvalidRequest
+from minipaged.events import Event
 from minipaged.outputs import RequestUpdate
 from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.reference.block_allocator import BlockAllocator
@@ -40,6 +41,7 @@ class Scene:
     seed: int
     config: EngineConfig
     requests: list[Request]
+    somebody_listens: bool
 
 
 def scene_of(seed: int, *, async_scheduling: bool) -> Scene:
@@ -73,7 +75,7 @@ def scene_of(seed: int, *, async_scheduling: bool) -> Scene:
         max_num_batched_tokens=r.choice([16, 2048]),
         async_scheduling=async_scheduling,
     )
-    return Scene(seed, config, requests)
+    return Scene(seed, config, requests, somebody_listens=r.random() < 0.5)
 
 
 @dataclass
@@ -82,13 +84,18 @@ class Account:
 
     steps: list[StepInput] = field(default_factory=list)
     updates: list[list[RequestUpdate]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
     pool: list[int] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
 
 
 def account_of(
-    scene: Scene, tier: Tier = REFERENCE, kind: type[ContentRunner] = ContentRunner, fails_at: int | None = None
+    scene: Scene,
+    tier: Tier = REFERENCE,
+    kind: type[ContentRunner] = ContentRunner,
+    fails_at: int | None = None,
+    allocate_fails_at: int | None = None,
 ) -> Account:
     account, config = Account(), scene.config
 
@@ -99,9 +106,18 @@ def account_of(
                 raise ZeroDivisionError
             return super().run(step)
 
+    class Allocator(BlockAllocator):
+        def allocate(self) -> int:
+            account.happened["allocated"] += 1
+            if account.happened["allocated"] == allocate_fails_at:
+                raise ZeroDivisionError
+            return super().allocate()
+
     sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size, True)
     runner = Runner(*sizes, tier.sample)
-    engine = Engine(config, tier, runner, allocator=BlockAllocator, clock=lambda: 0.0)
+    engine = Engine(config, tier, runner, allocator=Allocator, clock=lambda: 0.0)
+    if scene.somebody_listens:
+        engine.listeners.append(account.events.append)
     for now in range(400):
         for number, request in enumerate(scene.requests):
             if request.arrives == now:
@@ -115,12 +131,13 @@ def account_of(
             account.updates.append(engine.step())
         except ZeroDivisionError:
             account.happened["failed"] += 1
-        account.happened["went on"] += engine.scheduler._latest is not None
+        account.happened["went on"] += engine.scheduler._going_on is not None
         if now > 40 and not engine.has_unfinished_requests():
             break
     engine.check_invariants()
     assert not engine.has_unfinished_requests()
     account.stats = asdict(engine.current_stats())
+    account.happened["allocated while it ran"] = account.happened["allocated"]
     account.pool = list(engine.blocks.allocator.allocate_many(engine.blocks.allocator.num_free))
     account.happened["preempted"] = engine.stats.preempted_by_swap + engine.stats.preempted_by_recompute
     account.happened["deduplicated or shared"] = engine.stats.prefix_cache_hit_tokens
@@ -136,6 +153,7 @@ def check_same(scene: Scene, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -
         asking = account_of(scene, *arguments)
     assert going_on.steps == asking.steps
     assert going_on.updates == asking.updates
+    assert going_on.events == asking.events
     assert going_on.stats == asking.stats
     assert going_on.pool == asking.pool, "the free blocks lie in the same order"
     return going_on
@@ -177,6 +195,18 @@ def test_an_error_while_going_on_costs_time_and_nothing_else(
             assert account.happened["failed"] == 1
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_an_allocator_that_fails_while_going_on_costs_time_and_nothing_else(
+    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(6):
+        scene = scene_of(seed, async_scheduling=async_scheduling)
+        number = account_of(scene).happened["allocated while it ran"]
+        for at in range(number // 4, number, max(1, number // 5)):
+            account = check_same(scene, monkeypatch, REFERENCE, ContentRunner, None, at)
+            assert account.happened["failed"] + account.happened["refused"] > 0
+
+
 def test_who_comes_to_listen_is_told_of_everything_from_then_on() -> None:
     engine = Engine(
         EngineConfig(num_blocks=60, max_model_len=64, vocab_size=11), REFERENCE, ContentRunner(60, 0, 16, 11)
@@ -184,7 +214,7 @@ def test_who_comes_to_listen_is_told_of_everything_from_then_on() -> None:
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
     for _ in range(12):
         engine.step()
-    assert engine.scheduler._latest
+    assert engine.scheduler._going_on
     heard: list[str] = []
     engine.listeners.append(lambda event: heard.append(event.name))
     engine.step()

@@ -511,3 +511,15 @@ def test_a_request_is_refused_exactly_when_the_pool_is_smaller_than_what_it_come
         short = Run(Workload(replace(config, num_blocks=peak - 1), (request,), swap_is_cheap=True))
         short.to_the_end()
         assert short.refused
+
+
+def test_a_clock_may_begin_at_zero() -> None:
+    """A simulated one does. What happened then, happened then."""
+    now = iter(range(1000))
+    config = EngineConfig(num_blocks=8, max_model_len=20, vocab_size=11)
+    engine = Engine(config, REFERENCE, ContentRunner(8, 0, 16, 11), clock=lambda: float(next(now) // 8))
+    engine.add_request([1, 2], SamplingParams(max_tokens=6, ignore_eos=True))
+    updates = [update for _ in range(6) for update in engine.step()]
+    [output] = [update.output for update in updates if update.output]
+    assert output.metrics.arrival_time == output.metrics.first_scheduled_time == 0.0
+    assert output.metrics.finished_time > 0

@@ -517,7 +517,7 @@ def test_a_clock_may_begin_at_zero() -> None:
     """A simulated one does. What happened then, happened then."""
     now = iter(range(1000))
     config = EngineConfig(num_blocks=8, max_model_len=20, vocab_size=11)
-    engine = Engine(config, REFERENCE, ContentRunner(8, 0, 16, 11), clock=lambda: float(next(now) // 8))
+    engine = Engine(config, REFERENCE, ContentRunner(8, 0, 16, 11), clock=lambda: max(0.0, next(now) - 1.0))
     engine.add_request([1, 2], SamplingParams(max_tokens=6, ignore_eos=True))
     updates = [update for _ in range(6) for update in engine.step()]
     [output] = [update.output for update in updates if update.output]

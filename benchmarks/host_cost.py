@@ -15,6 +15,7 @@ and block manager, and the lists that its runner prepares for a step of decoding
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 import types
@@ -137,6 +138,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="nano-vllm's sources")
     parser.add_argument("--sequences", type=int, nargs="*", default=SEQUENCES)
+    gc.collect()
+    gc.freeze()  # as an LLM does when it has begun
     parser.add_argument("--trace", type=Path, help="a file of requests")
     args = parser.parse_args()
     if args.peer and find_spec("xxhash") is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,3 +165,14 @@ def test_a_failed_request_is_an_error_on_the_command_line(
     assert err.count("error: ") == 1
     assert whole.startswith(out.rstrip("\n"))
     assert len(out) < len(whole)
+
+
+def test_an_llm_that_goes_leaves_the_garbage_collector_as_it_was(small_llama: Path) -> None:
+    llm = LLM(small_llama, num_blocks=64)
+    llm.generate("The one", LONG)
+    engine = weakref.ref(llm.engine)
+    assert gc.get_freeze_count() > 0
+    del llm
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert engine() is None, "nothing of it is kept"

@@ -116,14 +116,14 @@ WRONG = (
     Wrong(
         "ignore_eos is ignored",
         EOS,
-        "frozenset(() if params.ignore_eos else eos_token_ids)",
-        "frozenset(eos_token_ids)",
+        "= final_token_ids(params, eos_token_ids)",
+        "= frozenset(eos_token_ids)",
     ),
     Wrong(
         "only the first EOS token counts",
         EOS,
-        "params.ignore_eos else eos_token_ids)",
-        "params.ignore_eos else eos_token_ids[:1])",
+        "final_token_ids(params, eos_token_ids)",
+        "final_token_ids(params, eos_token_ids[:1])",
     ),
     Wrong(
         "the EOS is not counted",

@@ -175,6 +175,13 @@ def test_going_on_is_the_same_as_asking_at_every_step(
             error.add_note(f"in scene {seed}")
             raise
     assert happened["went on"] > 10 * len(seeds)
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_the_scenes_bring_about_what_ends_going_on(async_scheduling: bool) -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(40):
+        happened += account_of(scene_of(seed, async_scheduling=async_scheduling)).happened
     assert min(happened[name] for name in ("preempted", "deduplicated or shared", "evicted")) > 0
 
 

@@ -120,8 +120,8 @@ def of_single_sequences(seed: int, *, async_scheduling: bool) -> Workload:
         for request in workload.requests
         if isinstance(request.params, SamplingParams)
     ]
-    # Gaps between pieces are not counted as room that cannot be used, so there are none: one piece for each request.
-    return replace(workload, config=replace(config, num_blocks=40 * len(requests) + 1), requests=tuple(requests))
+    # Gaps between pieces are not counted as room that cannot be used, so there is room for two pieces of each request.
+    return replace(workload, config=replace(config, num_blocks=128 * len(requests) + 1), requests=tuple(requests))
 
 
 @scaled

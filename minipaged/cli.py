@@ -256,6 +256,18 @@ def chat(
     raise typer.Exit(run_chat(llm, params, system))
 
 
+# --- doctor ---------------------------------------------------------------------------------------
+
+
+@app.command()
+def doctor() -> None:
+    """What there is here to compute with, what would be chosen, and why."""
+    from minipaged.doctor import report
+
+    for name, text in report():
+        typer.echo(f"{name:15} {text}")
+
+
 # --- demo -----------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from minipaged.contracts import BlockAllocator, BlockTable, Runner, SamplingInput, Tier
+from minipaged.devices import gpu_problem, has_nvidia_gpu
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig
@@ -31,7 +32,7 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceT
     """
     if name not in ("auto", "reference", "fast"):
         raise InvalidRequest(f"tier is {name!r}; choose 'reference', 'fast' or 'auto'")
-    missing = [package for package in NEEDED_BY_FAST if importlib.util.find_spec(package) is None]
+    missing = missing_for_fast()
     if name == "fast" and missing:
         raise InvalidRequest(
             f"the fast tier needs {' and '.join(missing)}, not installed here; install minipaged with its extra 'fast' "
@@ -51,6 +52,11 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceT
             f"{error}; the fast tier, which is not installed here, knows more: install minipaged with its extra 'fast' "
             "(in a clone: pip install -e '.[fast]')"
         ) from None
+
+
+def missing_for_fast() -> list[str]:
+    """The packages that the fast tier needs and that are not installed."""
+    return [package for package in NEEDED_BY_FAST if importlib.util.find_spec(package) is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +156,13 @@ class FastTier(DeviceTier):
             raise InvalidRequest(f"device is {device!r}; the fast tier knows cpu, cuda and auto")
         if dtype not in ("auto", *cls.DTYPES):
             raise InvalidRequest(f"dtype is {dtype!r}; the fast tier knows auto, {', '.join(cls.DTYPES)}")
-        if device == "cuda" and not torch.cuda.is_available():
-            build = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
-            raise InvalidRequest(f"device is 'cuda', but {build}; use device='cpu' (or 'auto')")
-        has_triton = importlib.util.find_spec("triton") is not None
-        if device == "cuda" and not has_triton:
-            raise InvalidRequest("the fast tier needs triton for a GPU; pip install triton, or use device='cpu'")
+        problem = gpu_problem() if device in ("auto", "cuda") else None
+        if device == "cuda" and problem:
+            raise InvalidRequest(f"device is 'cuda', but {problem}; or use device='cpu' (or 'auto')")
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() and has_triton else "cpu"
+            device = "cpu" if problem else "cuda"
+            if problem and has_nvidia_gpu():
+                print(f"the GPU is not used: {problem}", file=sys.stderr)
         if device == "cuda":
             has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         else:

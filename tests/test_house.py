@@ -65,10 +65,12 @@ HOUSE = {
         },
     ),
     # The one room that knows the wings.
+    "devices": Room(late={"only the fast tier has it": "torch"}),
     "tiers": Room(
-        "contracts errors models.config params",
+        "contracts devices errors models.config params",
         late={"whoever chooses a tier loads what it needs, and only that": "fast models.loading numpy reference torch"},
     ),
+    "doctor": Room("devices errors tiers", late={"only the fast tier has it": "torch"}),
     "ties": Room("contracts tiers", "numpy"),
     "simulated": Room("contracts engine mirror scheduling steps tiers"),
     "traces": Room("contracts engine errors events params scheduling simulated"),
@@ -106,7 +108,7 @@ HOUSE = {
         "typer",
         late={
             "the command line answers at once, and a command loads what it needs": (
-                "chat course demo llm models replay replay_steps step_files stepper"
+                "chat course demo doctor llm models replay replay_steps step_files stepper"
             )
         },
     ),

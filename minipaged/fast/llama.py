@@ -295,7 +295,7 @@ class DecodeGraph:
         self._padding = np.zeros((3, size), np.int32)
         self._padding[2] = self.PADDING
         self._held: NDArray[np.int32] | None = None  # what `numbers` holds; None: unknown
-        self.numbers = torch.from_numpy(self._padding).to(device)  # [3, size]: ids, rows, positions of the last run
+        self.numbers = torch.tensor(self._padding, device=device)  # [3, size]: ids, rows, positions of the last run
         ids, rows, positions = self.numbers.unbind()
         slots, context_lens = torch.empty_like(self.numbers[:2]).unbind()  # [size] each
         start = torch.arange(size + 1, dtype=torch.int32, device=device)

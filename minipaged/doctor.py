@@ -1,0 +1,52 @@
+"""`minipaged doctor`: what there is here to compute with, what would be chosen, and why."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+from minipaged import devices, tiers
+from minipaged.errors import InvalidRequest
+
+
+def report() -> Iterator[tuple[str, str]]:
+    """What to tell, a name and a text for each line."""
+    yield from devices.versions().items()
+    yield "CPU", f"{_processor()}, {os.cpu_count()} cores"
+    if tiers.missing_for_fast():
+        yield "GPU", "not looked for without torch"
+    else:
+        yield from _gpus()
+    for tier in ("reference", "fast"):
+        try:
+            yield f"tier {tier}", tiers.choose_tier(tier).description
+        except InvalidRequest as error:
+            yield f"tier {tier}", f"no: {error}"
+    chosen = tiers.choose_tier("auto")
+    yield "chosen", f"{chosen.description} (tier, device and dtype 'auto')"
+
+
+def _processor() -> str:
+    """The processor's name, as well as the system knows it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _gpus() -> Iterator[tuple[str, str]]:
+    import torch
+
+    for number in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(number)
+        yield (
+            f"GPU {number}",
+            f"{found.name}, compute capability {found.major}.{found.minor}, {found.total_memory:,} bytes",
+        )
+    problem = devices.gpu_problem()
+    yield "GPU", f"not used: {problem}" if problem else f"used, with Triton kernels; CUDA {torch.version.cuda}"
+    for name, what in (("Triton", devices.triton_problem()), ("C compiler", devices.compiler_problem())):
+        yield name, what or "as the kernels for GPUs need it"

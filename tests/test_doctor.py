@@ -1,0 +1,141 @@
+"""Why a GPU is not used is said in one line with the way out; `minipaged doctor` says all there is to say."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from minipaged import devices, tiers
+from minipaged.cli import main
+from minipaged.errors import InvalidRequest
+
+
+class Machine:
+    """A machine with a GPU that could be used, of which something is then taken away."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        patch.setattr(torch.version, "cuda", "13.0")
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+        patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        patch.setattr(devices, "has_nvidia_gpu", lambda: True)
+        patch.setattr(tiers, "has_nvidia_gpu", lambda: True)
+        patch.setattr(devices, "compiler_problem", lambda: None)
+        self.triton("3.7.1")
+
+    def triton(self, version: str) -> None:
+        there = metadata.version
+        self.patch.setattr(metadata, "version", lambda name: version if name == "triton" else there(name))
+
+    def says_at_init(self, message: str) -> None:
+        def init() -> None:
+            raise RuntimeError(message)
+
+        self.patch.setattr(torch.cuda, "is_available", lambda: False)
+        self.patch.setattr(torch.cuda, "init", init)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def cpu_wheel(machine: Machine) -> None:
+    machine.patch.setattr(torch.version, "cuda", None)
+
+
+def old_driver(machine: Machine) -> None:
+    machine.says_at_init(
+        "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by ..."
+    )
+
+
+def no_device(machine: Machine) -> None:
+    machine.says_at_init("No CUDA GPUs are available")
+
+
+def old_gpu(machine: Machine) -> None:
+    machine.patch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    machine.patch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+
+
+def no_triton(machine: Machine) -> None:
+    there = importlib.util.find_spec
+    machine.patch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else there(name))
+
+
+PROBLEMS = {
+    "a torch for CPUs": (cpu_wheel, r"built without CUDA; install the one for GPUs \(in a clone: make test TORCH=cuda"),
+    "an old driver": (old_driver, r"driver on your system is too old \(found version 11040\); update the driver, or"),
+    "a driver without a GPU": (no_device, r"cannot use the NVIDIA GPU: No CUDA GPUs are available; nvidia-smi may"),
+    "an old GPU": (old_gpu, r"need compute capability 8.0 \(Ampere\) or newer; the Tesla T4 has 7.5"),
+    "no Triton": (no_triton, r"needs triton for a GPU; pip install 'triton>=3.7'"),
+    "an old Triton": (lambda machine: machine.triton("3.6.0"), r"triton 3.6.0 leaves a fence out .*'triton>=3.7'"),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_keeps_a_gpu_from_being_used_is_said_with_the_way_out(
+    name: str, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By name where the GPU was asked for; in one line, and the CPU is taken, where it was not."""
+    take_away, message = PROBLEMS[name]
+    assert devices.gpu_problem() is None
+    take_away(machine)
+    with pytest.raises(InvalidRequest, match=rf"^device is 'cuda', but .*{message}.*; or use device='cpu'"):
+        tiers.choose_tier("fast", "cuda")
+    assert capsys.readouterr().err == ""
+    assert tiers.choose_tier("fast").device == "cpu"
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"the GPU is not used: .*{message}.*\n", said)
+    machine.patch.setattr(tiers, "has_nvidia_gpu", lambda: False)
+    assert tiers.choose_tier("fast").device == "cpu"
+    assert capsys.readouterr().err == "", "where there is no GPU there is nothing to say"
+
+
+def test_no_compiler_and_no_headers_are_found_before_triton_looks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    assert devices.compiler_problem() is None
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "install gcc or clang, or set CC" in (devices.compiler_problem() or "")
+    monkeypatch.setenv("CC", "mycc")
+    assert devices.compiler_problem() is None
+    (tmp_path / "Python.h").unlink()
+    assert "python3-dev" in (devices.compiler_problem() or "")
+
+
+def doctor() -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert not ended.value.code
+
+
+def test_doctor_says_what_there_is_and_what_would_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor()
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    assert lines["torch"] == metadata.version("torch")
+    assert {"Python", "system", "triton", "CPU", "GPU"} <= set(lines)
+    assert tiers.choose_tier("auto").description in lines["chosen"]
+
+
+def test_doctor_is_of_use_without_the_fast_tier(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "missing_for_fast", lambda: ["torch", "numba"])
+    doctor()
+    said = capsys.readouterr().out
+    assert "no: the fast tier needs torch and numba, not installed here" in said
+    assert re.search(r"^chosen +reference tier on cpu", said, flags=re.MULTILINE)

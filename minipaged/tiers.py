@@ -158,7 +158,7 @@ class FastTier(DeviceTier):
             raise InvalidRequest(f"dtype is {dtype!r}; the fast tier knows auto, {', '.join(cls.DTYPES)}")
         problem = gpu_problem() if device in ("auto", "cuda") else None
         if device == "cuda" and problem:
-            raise InvalidRequest(f"device is 'cuda', but {problem}; or use device='cpu' (or 'auto')")
+            raise InvalidRequest(f"device is 'cuda', but {problem}; use device='cpu' (or 'auto') meanwhile")
         if device == "auto":
             device = "cpu" if problem else "cuda"
             if problem and has_nvidia_gpu():

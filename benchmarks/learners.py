@@ -24,11 +24,12 @@ DRAWING_PERCENT = 5.0
 TUTORIAL_SECONDS = 30.0
 GRADING_SECONDS = 60.0
 REFERENCES = {
-    "block-allocator": "reference/block_allocator.py",
-    "block-table": "reference/block_table.py",
-    "paged-attention": "reference/attention.py",
-    "scheduler": "course/reference_scheduler.py",
+    "block-allocator": ("reference/block_allocator.py", "BlockAllocator"),
+    "block-table": ("reference/block_table.py", "BlockTable"),
+    "paged-attention": ("reference/attention.py", "paged_attention"),
+    "scheduler": ("engine/policy.py", "FirstComeFirstServed"),
 }
+"""The file of each assignment's solution, and what it is called there."""
 INDEX = (0.5, 2.0)
 """Between these the reference measured against itself has to lie."""
 
@@ -73,9 +74,9 @@ def grading() -> list[Result]:
     from minipaged.course.grading import grade
 
     results = []
-    for name, file in REFERENCES.items():
+    for name, (file, part) in REFERENCES.items():
         start = time.perf_counter()
-        graded = grade(find_assignment(name), Submission(ROOT / "minipaged" / file), model=None)
+        graded = grade(find_assignment(name), Submission(ROOT / "minipaged" / file, part), model=None)
         seconds = time.perf_counter() - start
         target = f"<= {GRADING_SECONDS:.0f}"
         results.append(Result(f"grading, {name}", seconds, "s", target=target, met=seconds <= GRADING_SECONDS))

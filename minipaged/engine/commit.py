@@ -114,7 +114,9 @@ class Committer:
         Raises RequestFailed; K/V that led to logits that are no numbers are offered to nobody.
         """
         request = scheduled.request
-        if request.beam_search is None and scheduled.completes and request.state is not RequestState.FINISHED:
+        if not scheduled.completes or request.state is RequestState.FINISHED:
+            self._publish(step, scheduled)
+        elif request.beam_search is None:
             first = scheduled.first_choice
             choices = sampled[first : first + len(scheduled.work) * scheduled.num_choices]
             for (sequence, _), choice in zip(scheduled.work, choices, strict=False):  # of a prompt, n from one row
@@ -122,10 +124,7 @@ class Committer:
                     raise BadLogits(choice.error)
             self._publish(step, scheduled)
             self._commit_samples(request, scheduled.work, choices)
-        elif not scheduled.completes or request.state is RequestState.FINISHED:
-            self._publish(step, scheduled)
         else:
-            assert request.beam_search is not None
             search = copy.deepcopy(request.beam_search)  # put in place once nothing can raise any more
             rows = range(scheduled.first_logits, scheduled.first_logits + len(scheduled.work))
             decided = search.step(step.result.logits, rows, [beam.cumulative_logprob for beam in request.sequences])
@@ -168,12 +167,9 @@ class Committer:
 
     def _commit_token(self, request: Request, sequence: Sequence, choice: Sampled) -> None:
         """Append a token, and end the sequence if that was its last."""
-        token, reason = choice.token_id, None
-        num_output = len(sequence.output_token_ids) + 1
-        if token in request.final_token_ids or num_output >= request.max_output_tokens or sequence.detokenizer:
-            # Decoding may raise, so it comes first: a token is appended together with what follows from it.
-            reason, sequence.stop_reason = self._finish_reason(request, sequence, token)
-        self._append_token(request, sequence, token, choice.logprob)
+        # Decoding may raise, so it comes first: a token is appended together with what follows from it.
+        reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
+        self._append_token(request, sequence, choice.token_id, choice.logprob)
         sequence.cumulative_logprob += choice.logprob
         if sequence.logprobs is not None and choice.top_logprobs is not None:
             sequence.logprobs.append(choice.top_logprobs)

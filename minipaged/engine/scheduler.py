@@ -195,7 +195,7 @@ class Scheduler:
             for sequence, num_tokens in scheduled.work:
                 self._blocks.append(sequence, num_tokens)
 
-    def _preempt(self, short: int) -> Request:
+    def _preempt(self, short: int) -> None:
         """Take all blocks from the one that the policy names."""
         victim = self.asked.victim(self.running)
         way = self.asked.way_back(victim)
@@ -209,7 +209,6 @@ class Scheduler:
             for sequence in victim.sequences:
                 self._blocks.free(sequence)
             self._wait(victim, RequestState.WAITING)
-        return victim
 
     # --- 3. Admission -----------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ def test_what_is_kept_of_a_text_is_what_transformers_says_now(
 def test_the_other_things_that_are_kept_are_what_transformers_says_now(
     theirs: LlamaForCausalLM, tokenizer: Any
 ) -> None:
+    assert KEPT.keys() == {"made by", "with", "texts", "logprobs", "logits", "chat", "weights"}
     assert [then["text"] for then in KEPT["texts"]] == yardstick.TEXTS
     first = KEPT["texts"][0]
     for now, then in zip(yardstick.likeliest(theirs, first["prompt"], first["greedy"]), KEPT["logprobs"], strict=True):

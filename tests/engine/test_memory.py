@@ -9,17 +9,21 @@ from dataclasses import replace
 import pytest
 
 from minipaged.contracts import BlockAllocator, Tier
+from minipaged.course.content_runner import ContentRunner
 from minipaged.course.workloads import Run, Workload, random_workload
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.engine import Engine
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.engine.step_writer import StepWriter
-from minipaged.errors import OutOfBlocks
+from minipaged.errors import InvalidRequest, OutOfBlocks
 from minipaged.events import BlocksFreed, Emit, TokensComputed
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.reference import block_allocator
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves, CopyPair
 from tests.effort import examples, scaled
+from tests.workloads import REFERENCE
 
 
 class Pieces(block_allocator.BlockAllocator):
@@ -71,9 +75,12 @@ class Contiguous(Memory):
         self._writer, self._emit = writer, emit
         self._reserved: dict[int, int] = {}
 
-    def blocks_to_admit(self, request: Request) -> int:
+    def most_blocks(self, request: Request) -> int:
         """More than paging ever takes: a piece has a power of two."""
-        return 1 << (self.most_blocks(request) - 1).bit_length()
+        return 1 << (super().most_blocks(request) - 1).bit_length()
+
+    def blocks_to_admit(self, request: Request) -> int:
+        return self.most_blocks(request)
 
     def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
         return 0
@@ -141,3 +148,16 @@ def test_a_memory_that_reserves_serves_the_same_tokens(async_scheduling: bool) -
         ]
         assert tokens[0] == tokens[1]
     assert wasted["reserved"] > 2 * wasted["paged"] > 0
+
+
+def test_a_request_for_which_no_piece_is_large_enough_is_refused_at_the_door() -> None:
+    """It needs 5 blocks, which paging would have; a piece of 8 is more than there are."""
+    config = EngineConfig(num_blocks=6, block_size=4, max_model_len=24, vocab_size=11, enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    for memory, takes_it in ((BlockManager, True), (Contiguous, False)):
+        engine = Engine(config, REFERENCE, ContentRunner(6, 0, 4, 11), memory=memory)
+        if takes_it:
+            engine.add_request([1] * 12, params)
+            continue
+        with pytest.raises(InvalidRequest, match=r"prompt and output can need 8 blocks.*the whole pool has 6"):
+            engine.add_request([1] * 12, params)

@@ -70,7 +70,7 @@ class Memory(ABC):
         return -(-num_tokens // self.block_size)  # rounded up
 
     def most_blocks(self, request: Request) -> int:
-        """Most blocks that the request can come to hold; by paging: only the prompt's full blocks are sure to be shared.
+        """Most blocks the request can come to hold; by paging, only the prompt's full blocks are sure to be shared.
         A memory that gives more says so here, or a request is taken that never gets in.
 
         The last token is chosen but never run, so it needs no slot.

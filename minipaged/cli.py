@@ -1,4 +1,4 @@
-"""The command line: `minipaged demo | generate | replay-steps | trace | chat | model | grade | grade-tests | course`.
+"""The command line: `minipaged demo | generate | replay-steps | page | chat | model | grade | grade-tests | course`.
 
 Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams), has their fields for
 options (`options.py`), and leaves checking to them: an error is one line on stderr and exit status 1 (2 for a wrong
@@ -382,11 +382,11 @@ def _decoder(model: str) -> Callable[[Sequence[int]], str]:
     return Tokenizer(folder).decode
 
 
-# --- trace ----------------------------------------------------------------------------------------
+# --- page -----------------------------------------------------------------------------------------
 
 
 @app.command()
-def trace(
+def page(
     events: Annotated[Path, typer.Argument(help="What `minipaged generate --events` wrote.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", show_default=False)],
     title: Annotated[str, typer.Option(help="What the page is called; else the name of the file of events.")] = "",

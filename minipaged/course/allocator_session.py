@@ -414,16 +414,16 @@ class Session:
 
     def _failure(self, invariant: Invariant | None, message: str) -> Failure:
         children = [event.request for event in self._events if isinstance(event, SequenceForked)]
-        trace = [
+        events = [
             replace(event, num_sequences=1 + children.count(event.request))
             if isinstance(event, RequestArrived)
             else event
             for event in self._events
         ]
         broken = f"invariant '{invariant}' broken: {message}" if invariant else message
-        trace.append(StepFailed(self._step, broken, ()))
+        events.append(StepFailed(self._step, broken, ()))
         script = make_script(self._bench.submission, self._name, invariant, message, [], self._lines, self._seed)
-        return Failure(message, invariant, self._draw(), script, tuple(trace))
+        return Failure(message, invariant, self._draw(), script, tuple(events))
 
     def _draw(self) -> tuple[str, ...]:
         counts = self._counts()

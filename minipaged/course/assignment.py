@@ -70,7 +70,7 @@ class Failure:
     """Blocks and tables at the step where it went wrong."""
     script: str | None = None
     """A Python program that fails by itself, with the student's file beside it."""
-    trace: tuple[Event, ...] = ()
+    events: tuple[Event, ...] = ()
     """The same as events, for `minipaged demo --replay`."""
     crashed: bool = False
     """Whether the part raised an error of its own: a test's hint, which is about what it decides, would not fit."""

@@ -116,7 +116,12 @@ class Case:
         except Misbehaviour as misbehaviour:
             failure = self._failure(bench, tables, misbehaviour.message, None)
             misbehaviour.failure = Failure(
-                misbehaviour.message, None, failure.drawing, failure.script, failure.trace, verdict=misbehaviour.verdict
+                misbehaviour.message,
+                None,
+                failure.drawing,
+                failure.script,
+                failure.events,
+                verdict=misbehaviour.verdict,
             )
             raise
         if isinstance(answer, Raised):
@@ -186,7 +191,7 @@ class Case:
         imports = ["import numpy as np", "from minipaged.reference.kv_cache import KVCache"]
         script = make_script(bench.submission, name, Invariant.CONTENT, message, imports, body)
         return Failure(
-            message, None, self._draw(tables), script, trace(self.block_size, self.contexts, tables, message)
+            message, None, self._draw(tables), script, events_of(self.block_size, self.contexts, tables, message)
         )
 
     def _draw(self, tables: Any) -> tuple[str, ...]:
@@ -197,7 +202,7 @@ class Case:
         return (*aligned(rows), f"{sizes}, head_dim {self.head_dim}")
 
 
-def trace(block_size: int, contexts: Sequence[int], tables: Any, message: str) -> tuple[Event, ...]:
+def events_of(block_size: int, contexts: Sequence[int], tables: Any, message: str) -> tuple[Event, ...]:
     """Sequences that have their blocks, as events; then the call that fails."""
     num_blocks = int((tables >= 0).sum()) + 2
     events: list[Event] = [EngineStarted(num_blocks, 0, block_size, num_blocks * block_size)]

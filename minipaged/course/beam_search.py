@@ -256,7 +256,7 @@ def check_engine(bench: Bench) -> None:
             if not isinstance(events[-1] if events else None, StepFailed):
                 events.append(StepFailed(0, repr(error), ()))
             message = f"in the engine, workload {number}: {error}"
-            raise Failed(Failure(message, invariant, trace=tuple(events))) from None
+            raise Failed(Failure(message, invariant, events=tuple(events))) from None
 
 
 # --- SmolLM2 --------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ DRAWN = 8
 LARGEST_VOCABULARY = 64
 """With more tokens than this a step is too wide for a script and a drawing."""
 BLOCK_SIZE = 2
-"""Of the engine that carries the decisions out for the trace."""
+"""Of the engine that carries the decisions out for the recorded run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ LARGEST_POOL = 4
 MOST_MISBEHAVIOURS = 8
 """How often a program that hangs or kills its worker is shortened."""
 ENGINE_WORKLOADS = 25
-TRACED_WORKLOADS = 60
+TIMED_WORKLOADS = 60
 """Workloads whose calls are timed."""
 
 Program = tuple[int, list[Call]]
@@ -296,7 +296,7 @@ def serve(bench: Bench, workload_seed: int) -> None:
         if not isinstance(events[-1] if events else None, StepFailed):
             events.append(StepFailed(0, repr(error), ()))
         raise Failed(
-            Failure(f"in the engine, workload {workload_seed}: {error}", invariant, trace=tuple(events))
+            Failure(f"in the engine, workload {workload_seed}: {error}", invariant, events=tuple(events))
         ) from None
 
 
@@ -342,9 +342,9 @@ def check_model(bench: Bench) -> None:
         for pool in pools:
             fail_shortest(bench, pool.num_blocks, pool.as_program())
         invariant = error.invariant if isinstance(error, InvariantViolation) else None
-        raise Failed(Failure(f"with SmolLM2: {error}", invariant, trace=tuple(events))) from None
+        raise Failed(Failure(f"with SmolLM2: {error}", invariant, events=tuple(events))) from None
     if found != expected:
-        raise Failed(Failure(f"SmolLM2 wrote {found!r} instead of {expected!r}", trace=tuple(events)))
+        raise Failed(Failure(f"SmolLM2 wrote {found!r} instead of {expected!r}", events=tuple(events)))
 
 
 # --- Operations per second ------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class Recorder(reference_tier().block_allocator):  # type: ignore[misc]
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        self.trace: list[tuple[str, int | None, int | None]] = []
+        self.calls: list[tuple[str, int | None, int | None]] = []
         self._latest: dict[int, int] = {}
 
     def allocate(self) -> int:
@@ -372,22 +372,22 @@ class Recorder(reference_tier().block_allocator):  # type: ignore[misc]
         self._note("free", block, None)
 
     def copy_on_write(self, block: int) -> int:
-        before = len(self.trace)
+        before = len(self.calls)
         target: int = super().copy_on_write(block)
-        del self.trace[before:]  # it may have allocated
+        del self.calls[before:]  # it may have allocated
         self._note("copy_on_write", block, target)
         return target
 
     def _note(self, method: str, block: int | None, returned: int | None) -> None:
-        self.trace.append((method, None, None if block is None else self._latest[block]))
+        self.calls.append((method, None, None if block is None else self._latest[block]))
         if returned is not None:
-            self._latest[returned] = len(self.trace) - 1
+            self._latest[returned] = len(self.calls) - 1
 
 
 def measure(bench: Bench) -> Performance:
-    """Operations per second on traces of the engine's calls, beside the reference on the same traces."""
-    traces: list[tuple[int, list[tuple[str, int | None, int | None]]]] = []
-    for number in range(TRACED_WORKLOADS):
+    """Operations per second on the calls of engines, beside the reference on the same calls."""
+    runs: list[tuple[int, list[tuple[str, int | None, int | None]]]] = []
+    for number in range(TIMED_WORKLOADS):
         pools: list[Recorder] = []
 
         def make(num_blocks: int, pools: list[Recorder] = pools) -> Recorder:
@@ -395,22 +395,22 @@ def measure(bench: Bench) -> Performance:
             return pools[-1]
 
         Run(random_workload(number), allocator=make).to_the_end()
-        traces += [(pool.num_blocks, pool.trace) for pool in pools if pool.trace]
+        runs += [(pool.num_blocks, pool.calls) for pool in pools if pool.calls]
     theirs = Bench(bench.assignment, reference_submission(), bench.seed)
     with theirs:
 
-        def seconds(one: Bench, num_blocks: int, trace: list[tuple[str, int | None, int | None]]) -> float:
+        def seconds(one: Bench, num_blocks: int, calls: list[tuple[str, int | None, int | None]]) -> float:
             allocator = one.make(num_blocks)
             assert isinstance(allocator, Handle)
-            return one.process.seconds(allocator, MEMBERS[2:], trace)
+            return one.process.seconds(allocator, MEMBERS[2:], calls)
 
         total = [0.0, 0.0]
-        for traced in traces:
-            best = fastest(3, partial(seconds, bench, *traced), partial(seconds, theirs, *traced))
+        for run in runs:
+            best = fastest(3, partial(seconds, bench, *run), partial(seconds, theirs, *run))
             total = [before + more for before, more in zip(total, best, strict=True)]
             bench.process.forget()
             theirs.process.forget()
-    num_calls = sum(len(trace) for _, trace in traces)
+    num_calls = sum(len(calls) for _, calls in runs)
     return Performance(num_calls / total[0], num_calls / total[1])
 
 

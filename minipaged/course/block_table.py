@@ -223,7 +223,7 @@ def in_engine(error: Exception, where: str, events: list[Event]) -> Failure:
         events.append(StepFailed(0, repr(error), ()))
     said = str(error) if isinstance(error, InvariantViolation | StudentError) else f"{type(error).__name__}: {error}"
     said = said.replace(RemoteAllocator.__name__, "the allocator that you brought along")  # and no fault of the table's
-    return Failure(f"{where}: {said}", invariant, trace=tuple(events))
+    return Failure(f"{where}: {said}", invariant, events=tuple(events))
 
 
 def check_model(bench: Bench) -> None:
@@ -254,7 +254,7 @@ def check_model(bench: Bench) -> None:
     except Exception as error:
         raise Failed(in_engine(error, "with SmolLM2", events)) from None
     if found != expected:
-        raise Failed(Failure(f"SmolLM2 wrote {found!r} instead of {expected!r}", trace=tuple(events)))
+        raise Failed(Failure(f"SmolLM2 wrote {found!r} instead of {expected!r}", events=tuple(events)))
 
 
 def measure(bench: Bench) -> Performance:

@@ -27,7 +27,7 @@ class Report:
     form: str = "terminal"
     output: Path | None = None
     counterexamples: Path | None = None
-    """A folder for the failures' scripts and traces."""
+    """A folder for the failures' scripts and recorded runs."""
 
     def __post_init__(self) -> None:
         if self.form not in FORMATS:
@@ -65,7 +65,7 @@ class Report:
         failure = None if result.test.hidden else result.failure
         contents = {
             ".py": failure and failure.script,
-            ".jsonl": failure and "".join(f"{event.to_json()}\n" for event in failure.trace),
+            ".jsonl": failure and "".join(f"{event.to_json()}\n" for event in failure.events),
         }
         for suffix, content in contents.items():
             file = self.counterexamples / f"{stem}{suffix}"
@@ -73,7 +73,7 @@ class Report:
                 self.counterexamples.mkdir(parents=True, exist_ok=True)
                 write_whole(file, content)
                 if self.form == "terminal" and not self.output and fails_like(result, earlier) is None:
-                    print(f"          {'saved as' if suffix == '.py' else 'as a trace'}: {file}", flush=True)
+                    print(f"          {'saved as' if suffix == '.py' else 'as a run'}: {file}", flush=True)
             else:
                 file.unlink(missing_ok=True)  # of an earlier run
 

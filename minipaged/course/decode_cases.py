@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from minipaged.course.assignment import Bench, Failed, Failure
-from minipaged.course.attention_cases import softmax_attention, trace, without_types
+from minipaged.course.attention_cases import events_of, softmax_attention, without_types
 from minipaged.course.counterexample import aligned, make_script, raised_message
 from minipaged.course.isolation import Misbehaviour, Verdict
 from minipaged.errors import Invariant
@@ -113,7 +113,7 @@ class Case:
 
     @contextmanager
     def _told(self, bench: Bench, tables: Any) -> Iterator[None]:
-        """Add to a failure what there is to learn from it: the drawing, a script, a trace."""
+        """Add to a failure what there is to learn from it: the drawing, a script, a run."""
         try:
             yield
         except Failed as failed:
@@ -163,7 +163,12 @@ class Case:
         script = make_script(bench.submission, name, invariant or Invariant.CONTENT, message, imports, body)
         drawing = self._draw(tables)
         return Failure(
-            message, invariant, drawing, script, trace(self.block_size, self.contexts, tables, message), verdict=verdict
+            message,
+            invariant,
+            drawing,
+            script,
+            events_of(self.block_size, self.contexts, tables, message),
+            verdict=verdict,
         )
 
     def _draw(self, tables: Any) -> tuple[str, ...]:

@@ -166,7 +166,7 @@ def _test(result: TestResult) -> dict[str, Any]:
             "verdict": failure.verdict,
             "script": failure.script,
             "drawing": list(failure.drawing),
-            "trace": [json.loads(event.to_json()) for event in failure.trace],
+            "events": [json.loads(event.to_json()) for event in failure.events],
         },
     }
 

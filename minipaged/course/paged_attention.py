@@ -213,7 +213,7 @@ def compare(bench: Bench, put: Callable[[Bench, Any], None], where: str, *what: 
         if tokens != right:
             first = next((i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), 0)
             message = f"{where}: sequence {number} continues with the tokens {tokens}; it should be {right}"
-            raise Failed(Failure(f"{message} (the first difference is token {first})", trace=tuple(events)))
+            raise Failed(Failure(f"{message} (the first difference is token {first})", events=tuple(events)))
 
 
 SMALL = ModelConfig(

@@ -78,13 +78,13 @@ def arrival(settings: Settings, request: RequestView, message: str) -> Scenery:
         f"pool: {' '.join('.' * settings.num_blocks)}   (blocks of {counted(settings.block_size, 'token')})",
         f"batch: {counted(settings.max_num_seqs, 'sequence')}, {counted(settings.max_num_batched_tokens, 'token')}",
     )
-    trace = (
+    events = (
         EngineStarted(settings.num_blocks, 0, settings.block_size, MAX_MODEL_LEN),
         StepStarted(1),
         RequestArrived(name, 1, prompt, request.num_sequences),
         StepFailed(1, message, (name,)),
     )
-    return Scenery(drawing, trace)
+    return Scenery(drawing, events)
 
 
 def property_of(ask: Callable[[Session, Scene], object], **kinds: Any) -> Callable[[Bench], None]:
@@ -221,7 +221,7 @@ def in_engine(error: Exception, policy: StudentPolicy | None, where: str, events
         events[-1] = replace(events[-1], error=message)
     else:
         events.append(StepFailed(0, message, ()))
-    return Failed(replace(failure, message=message, trace=tuple(events)))
+    return Failed(replace(failure, message=message, events=tuple(events)))
 
 
 # --- SmolLM2 --------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def check_model(bench: Bench) -> None:
     except Exception as error:
         raise in_engine(error, policy, "with SmolLM2", events) from None
     if found != expected:
-        raise Failed(Failure(f"SmolLM2's tokens are {found!r}; they should be {expected!r}", trace=tuple(events)))
+        raise Failed(Failure(f"SmolLM2's tokens are {found!r}; they should be {expected!r}", events=tuple(events)))
 
 
 # --- How well it serves ---------------------------------------------------------------------------

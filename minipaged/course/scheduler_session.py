@@ -53,7 +53,7 @@ class Scenery:
     """What a failure shows beside the script."""
 
     drawing: tuple[str, ...] = ()
-    trace: tuple[Event, ...] = ()
+    events: tuple[Event, ...] = ()
 
 
 class Session:
@@ -67,7 +67,7 @@ class Session:
         *,
         beside: Session | None = None,
     ) -> None:
-        """`scenery`: gives drawing and trace for a message. `beside`: another session in whose script this one is."""
+        """`scenery`: gives drawing and events for a message. `beside`: another session in whose script this one is."""
         self._bench = bench
         self._module, self._name = bench.part
         self.settings = settings
@@ -328,7 +328,7 @@ class Session:
         views = [view for view in ("Costs", "RequestView") if any(f"{view}(" in line for line in self._lines)]
         imports = [f"from minipaged.scheduling import {', '.join(views)}"]
         script = make_script(self._bench.submission, self._name, None, message, imports, self._lines)
-        return Failure(message, None, scenery.drawing, script, scenery.trace)
+        return Failure(message, None, scenery.drawing, script, scenery.events)
 
 
 # --- In the engine --------------------------------------------------------------------------------

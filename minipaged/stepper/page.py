@@ -21,7 +21,7 @@ from minipaged.replay.teller import explain
 STEPPER = Path(__file__).with_name("stepper.js")
 UNSEEN = (StepScheduled,)
 """Events that are no steps of the page: they count, and change nothing that it shows."""
-NO_CODE: dict[str, Any] = {"functions": [], "traces": [], "trace_of": [], "current": []}
+NO_CODE: dict[str, Any] = {"functions": [], "lines": [], "lines_of": [], "current": []}
 
 
 def as_data(

@@ -104,7 +104,7 @@ TELLING: dict[str, str] = {
 }
 """The function that each event is about. A token comes from attention, if the model has any."""
 
-Trace = list[tuple[CodeType, int]]
+Lines = list[tuple[CodeType, int]]
 """Lines of functions, in the order in which they ran."""
 
 
@@ -116,7 +116,7 @@ class Recording:
     decode: Callable[[list[int]], str] | None = None
     """Token ids to text; without it the page shows numbers."""
     events: list[Event] = field(default_factory=list)
-    traces: list[Trace] = field(default_factory=list)
+    lines: list[Lines] = field(default_factory=list)
     own: set[CodeType] = field(default_factory=set)
     """Methods of the caller's block allocators and block tables."""
     notes: dict[int, str] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Recording:
         """What the stepper is fed with, as JSON has it."""
         words = words_of(self.events, self.decode) if self.decode else None
         return as_data(
-            self.title, self.events, words=words, notes=self.notes, code=_code(self.events, self.traces, self.own)
+            self.title, self.events, words=words, notes=self.notes, code=_code(self.events, self.lines, self.own)
         )
 
     def page(self) -> str:
@@ -173,7 +173,7 @@ class _Tracer:
     def __init__(self, recording: Recording, watch: Iterable[type]) -> None:
         self._recording = recording
         self._queue: EventQueue | None = None
-        self._trace: Trace = []
+        self._lines: Lines = []
         self._watched = {(str(ROOT / file), name) for file, names in WATCHED.items() for name in names}
         for part in watch:
             self._watched |= {(code.co_filename, code.co_qualname) for code in _methods(part)}
@@ -187,7 +187,7 @@ class _Tracer:
 
     def on_line(self, frame: FrameType, kind: str, argument: object) -> Callable[..., Any]:
         if kind == "line":
-            self._trace.append((frame.f_code, frame.f_lineno))
+            self._lines.append((frame.f_code, frame.f_lineno))
         return self.on_line
 
     def _on_emit(self, queue: EventQueue, event: Event) -> None:
@@ -200,8 +200,8 @@ class _Tracer:
             queue.listeners.append(lambda event: None)  # or there would be no events of single tokens
         if queue is self._queue:
             self._recording.events.append(event)
-            self._recording.traces.append(self._trace)
-        self._trace = []
+            self._recording.lines.append(self._lines)
+        self._lines = []
 
 
 def _methods(part: type) -> Iterator[CodeType]:
@@ -216,41 +216,41 @@ def _holds_blocks(part: type) -> bool:
     return hasattr(part, "copy_on_write") or hasattr(part, "slot_mapping")
 
 
-def _code(events: Iterable[Event], traces: Iterable[Trace], own: Set[CodeType]) -> dict[str, Any]:
-    """The sources of the functions that ran, and for each event which of their lines did; equal traces once."""
+def _code(events: Iterable[Event], lines: Iterable[Lines], own: Set[CodeType]) -> dict[str, Any]:
+    """The sources of the functions that ran, and for each event which of their lines did; equal ones once."""
     numbers: dict[CodeType, int] = {}
     functions: list[dict[str, Any]] = []
     unique: dict[tuple[tuple[int, tuple[int, ...]], ...], int] = {}
-    trace_of: list[int] = []
+    lines_of: list[int] = []
     current: list[tuple[int, int] | None] = []
-    for event, trace in zip(events, traces, strict=True):
+    for event, before in zip(events, lines, strict=True):
         ran: dict[int, set[int]] = {}  # in the order of calls
-        for code, line in trace:
+        for code, line in before:
             if code not in numbers:
                 numbers[code] = len(numbers)
                 functions.append(_function(code))
             ran.setdefault(numbers[code], set()).add(line)
         key = tuple((number, tuple(sorted(lines))) for number, lines in ran.items())
-        trace_of.append(unique.setdefault(key, len(unique)))
-        lit = _telling_line(event, trace, own)
+        lines_of.append(unique.setdefault(key, len(unique)))
+        lit = _telling_line(event, before, own)
         current.append((numbers[lit[0]], lit[1]) if lit else None)
-    return {"functions": functions, "traces": list(unique), "trace_of": trace_of, "current": current}
+    return {"functions": functions, "lines": list(unique), "lines_of": lines_of, "current": current}
 
 
-def _telling_line(event: Event, trace: Trace, own: Set[CodeType]) -> tuple[CodeType, int] | None:
+def _telling_line(event: Event, before: Lines, own: Set[CodeType]) -> tuple[CodeType, int] | None:
     """The line to light."""
     name = TELLING.get(event.name, "")
     if isinstance(event, TokensComputed) and event.new_blocks:
         name = "BlockAllocator.allocate"  # its sentence is about the blocks
-    in_own = [(code, line) for code, line in trace if code in own and name.startswith("Block")]
+    in_own = [(code, line) for code, line in before if code in own and name.startswith("Block")]
     telling = [(code, line) for code, line in in_own if code.co_name == name.rpartition(".")[2]]
-    told = telling or in_own or [(code, line) for code, line in trace if code.co_qualname == name]
+    told = telling or in_own or [(code, line) for code, line in before if code.co_qualname == name]
     doing = [
         (code, line)
         for code, line in told
         if not getline(code.co_filename, line).lstrip().startswith(("return", "for ", "while "))
     ]
-    return next((lines[-1] for lines in (doing, told, trace) if lines), None)
+    return next((lines[-1] for lines in (doing, told, before) if lines), None)
 
 
 def _file(code: CodeType) -> str:

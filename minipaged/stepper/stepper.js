@@ -404,12 +404,12 @@ dt{color:var(--dim)}dd{margin:0}
     }
 
     drawCode(index) {
-      const {functions, traces, trace_of: traceOf, current} = this.data;
-      const ran = traces[traceOf[index]];
+      const {functions, lines, lines_of: linesOf, current} = this.data;
+      const ran = lines[linesOf[index]];
       const lit = current[index];
-      const parts = ran.map(([f, lines]) => {
+      const parts = ran.map(([f, own]) => {
         const {name, file, first, source} = functions[f];
-        const set = new Set(lines);
+        const set = new Set(own);
         return make("div", {}, make("h4", {}, `${name}  ${file}`), make("pre", {}, ...source.map((text, i) => {
           const line = first + i;
           const now = lit && lit[0] === f && lit[1] === line;

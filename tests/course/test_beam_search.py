@@ -84,9 +84,9 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
     assert heading.split() == ["rank", "beam", "token", "sum", "should", "be", "your", "search", "says"]
     assert any(line.endswith("<--") for line in candidates)
     memory = State()
-    for event in result.failure.trace:
+    for event in result.failure.events:
         memory.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
-    last = result.failure.trace[-1]
+    last = result.failure.events[-1]
     assert isinstance(last, StepFailed)
     assert last.error == result.message
     assert len(memory.sequences) > 1

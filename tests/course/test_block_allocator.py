@@ -29,7 +29,7 @@ result_of = partial(harness.result_of, ASSIGNMENT)
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for these tests, and faster."""
-    monkeypatch.setattr(block_allocator, "TRACED_WORKLOADS", 5)
+    monkeypatch.setattr(block_allocator, "TIMED_WORKLOADS", 5)
     monkeypatch.setattr(search, "EXAMPLES", 50)
     monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 5)
 
@@ -116,11 +116,11 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
         "tables: A: [0]  B: [1]",
     )
     state = State()
-    for event in result.failure.trace:
+    for event in result.failure.events:
         state.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
     assert [sequence.table for sequence in state.sequences.values()] == [[0], [1]]
     assert [state.ref_count(block) for block in range(2)] == [1, 1]
-    last = result.failure.trace[-1]
+    last = result.failure.events[-1]
     assert isinstance(last, StepFailed)
     assert last.error.startswith("invariant 'exact-references' broken: ")
 

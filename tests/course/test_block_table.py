@@ -95,10 +95,10 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
         "it is                2  2  0",
     )
     memory = State()
-    for event in result.failure.trace:
+    for event in result.failure.events:
         memory.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
     assert [sequence.table for sequence in memory.sequences.values()] == [[0, 1], [0, 1]]
-    assert isinstance(result.failure.trace[-1], StepFailed)
+    assert isinstance(result.failure.events[-1], StepFailed)
 
 
 def test_the_same_seed_gives_the_same_counterexample(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ WRONG = next(mutant for mutant in MUTANTS if mutant.name == "double-free-accepte
 
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(block_allocator, "TRACED_WORKLOADS", 5)
+    monkeypatch.setattr(block_allocator, "TIMED_WORKLOADS", 5)
     monkeypatch.setattr(search, "EXAMPLES", 20)
     monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 2)
     monkeypatch.chdir(tmp_path)
@@ -175,7 +175,7 @@ def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
     patch = pytest.MonkeyPatch()
     patch.setattr(search, "EXAMPLES", 20)
     patch.setattr(block_allocator, "ENGINE_WORKLOADS", 2)
-    patch.setattr(block_allocator, "TRACED_WORKLOADS", 5)
+    patch.setattr(block_allocator, "TIMED_WORKLOADS", 5)
     try:
         all_of_them = {
             "right": graded("right", REFERENCE_SOURCE),

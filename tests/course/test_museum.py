@@ -33,7 +33,7 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "EXAMPLES", 100)
     monkeypatch.setattr(block_table, "ENGINE_WORKLOADS", 2)
     monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 2)
-    monkeypatch.setattr(block_allocator, "TRACED_WORKLOADS", 2)
+    monkeypatch.setattr(block_allocator, "TIMED_WORKLOADS", 2)
 
 
 def fixes(name: str) -> list[tuple[str, str]]:

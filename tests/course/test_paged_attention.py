@@ -100,10 +100,10 @@ def test_a_failure_says_where_and_its_events_can_be_folded(tmp_path: Path) -> No
     assert result.failure is not None
     assert "sequence 0, position 1 (of 2), query head 0: the output is [" in result.message
     memory = State()
-    for event in result.failure.trace:
+    for event in result.failure.events:
         memory.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
     assert [len(sequence.table) for sequence in memory.sequences.values()] == [2]
-    assert isinstance(result.failure.trace[-1], StepFailed)
+    assert isinstance(result.failure.events[-1], StepFailed)
 
 
 def test_the_same_seed_gives_the_same_counterexample(tmp_path: Path) -> None:

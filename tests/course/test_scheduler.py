@@ -127,9 +127,9 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
     assert heading.split()[:4] == ["request", "arrived", "state", "sequences"]
     assert any(line.startswith("pool: ") for line in rest)
     memory = State()
-    for event in result.failure.trace:
+    for event in result.failure.events:
         memory.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
-    last = result.failure.trace[-1]
+    last = result.failure.events[-1]
     assert isinstance(last, StepFailed)
     assert last.error == result.message
     assert {request.name for request in memory.requests.values()} >= {"A", "B"}

@@ -163,9 +163,9 @@ def test_a_failure_says_where_and_its_events_can_be_folded(bench: Bench, folder:
     assert failure.message.startswith("sequence 0 (context "), failure.message
     assert failure.drawing[0].split() == ["sequence", "context", "in", "the", "last", "block", "block", "table"]
     memory = State()
-    for event in failure.trace:
+    for event in failure.events:
         memory.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
-    assert isinstance(failure.trace[-1], StepFailed)
+    assert isinstance(failure.events[-1], StepFailed)
 
 
 def test_what_is_written_elsewhere_is_named(bench: Bench, folder: Path) -> None:

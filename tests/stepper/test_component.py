@@ -188,7 +188,7 @@ def test_the_command_makes_a_page_from_recorded_events(browser: Browser, tmp_pat
     heard: list[Event] = []
     Run(random_workload(3), listeners=[heard.append]).to_the_end()
     (tmp_path / "run.jsonl").write_text("".join(event.to_json() + "\n" for event in heard))
-    main_and_return(["trace", str(tmp_path / "run.jsonl"), "-o", str(tmp_path / "page.html")])
+    main_and_return(["page", str(tmp_path / "run.jsonl"), "-o", str(tmp_path / "page.html")])
     watched = Watched(browser)
     seen = sum(not isinstance(event, UNSEEN) for event in heard)
     watched.page.goto(f"file://{tmp_path}/page.html?step={seen}")
@@ -222,11 +222,11 @@ def test_the_command_says_what_is_wrong_with_its_file(
     tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.jsonl").write_text(text)
-    assert main_and_return(["trace", str(tmp_path / "run.jsonl"), "-o", str(tmp_path / "page.html")]) == 1
+    assert main_and_return(["page", str(tmp_path / "run.jsonl"), "-o", str(tmp_path / "page.html")]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "page.html").exists()
 
 
 def test_the_command_names_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_and_return(["trace", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "page.html")]) == 1
+    assert main_and_return(["page", str(tmp_path / "none.jsonl"), "-o", str(tmp_path / "page.html")]) == 1
     assert "No such file" in capsys.readouterr().err

@@ -38,7 +38,7 @@ def two_samples() -> tuple[Recording, list[Event]]:
 def test_the_recorded_events_are_those_that_listeners_hear() -> None:
     run, heard = two_samples()
     assert run.events == [event for event in heard if not isinstance(event, UNSEEN)]
-    assert len(run.traces) == len(run.events)
+    assert len(run.lines) == len(run.events)
 
 
 def test_the_source_shown_is_what_stands_in_the_file_that_ran() -> None:
@@ -84,13 +84,13 @@ def test_a_step_shows_only_what_ran_since_the_step_before() -> None:
         (started, ["Engine.add_request", "Engine._launch"]),
         (tokens[1], ["Committer._commit_samples"]),
     ]:
-        assert [data["functions"][number]["name"] for number, _ in data["traces"][data["trace_of"][index]]] == expected
+        assert [data["functions"][number]["name"] for number, _ in data["lines"][data["lines_of"][index]]] == expected
 
 
 def test_the_line_lit_is_one_that_ran() -> None:
     data = two_samples()[0].data()
-    for trace, lit in zip(data["trace_of"], data["current"], strict=True):
-        ran = {(number, line) for number, lines in data["traces"][trace] for line in lines}
+    for which, lit in zip(data["lines_of"], data["current"], strict=True):
+        ran = {(number, line) for number, lines in data["lines"][which] for line in lines}
         assert (lit is None and not ran) or tuple(lit) in ran
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.fast import kernels_for
+from minipaged.fast import is_gpu, kernels_for
 from minipaged.fast.kernels import Kernels
 from minipaged.steps import CopyPair
 
@@ -72,7 +72,7 @@ class KVCache:
         self.device = torch.device(device)
         self.kernels = kernels or kernels_for(self.device)
         block_shape = (num_layers, 2, num_kv_heads, block_size, head_dim)  # 2: keys, values
-        on_gpu = self.device.type == "cuda"
+        on_gpu = is_gpu(self.device)
         if on_gpu:
             self.device_blocks = torch.zeros((num_blocks, *block_shape), dtype=dtype, device=self.device)
             self.host_blocks = torch.empty((num_swap_blocks, *block_shape), dtype=dtype, pin_memory=True)
@@ -191,7 +191,7 @@ class KVCache:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor of the host's memory on a device. The host does not wait for the copy, nor for what is queued before it:
     a GPU fetches it when it comes to that, out of memory that is pinned until then."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor
 
 
 def _runs(blocks: Sequence[int]) -> Iterable[tuple[int, int, int]]:

@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minipaged.contracts import Batch, Runner, Sampled, SamplingInput, StepResult
+from minipaged.fast import is_gpu
 from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.kernels import Linear, LlamaKernels
@@ -138,7 +139,7 @@ class Llama(Runner):
         self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels)
         self._steady: FlatBatch | None = None  # the batch of the step before, if the rows may go on from it
         self._graphs: dict[int, DecodeGraph] = {}
-        if kv_cache.device.type == "cuda":
+        if is_gpu(kv_cache.device):
             self._capture(max_num_seqs)
         self._costs = measure(kv_cache, self.forward, longest)
 
@@ -239,7 +240,7 @@ class Llama(Runner):
     def warm_up(self) -> None:
         """Run short prompts, and choose tokens: what compiles on its first call does so now, and not in the middle of
         serving. (On a GPU, prefill is compiled for several numbers of query tokens.) Nobody may use the cache yet."""
-        lengths = [1, 2, 4, 8, 16, 32, 64, 128] if self.kv_cache.device.type == "cuda" else [1]
+        lengths = [1, 2, 4, 8, 16, 32, 64, 128] if is_gpu(self.kv_cache.device) else [1]
         most = min(len(self.cos), self.kv_cache.num_blocks * self.kv_cache.block_size)
         for length in lengths[: max(1, bisect_right(lengths, most))]:
             blocks = tuple(range(-(-length // self.kv_cache.block_size)))
@@ -381,7 +382,7 @@ class FlatBatch:
 
     def on(self, device: torch.device) -> FlatBatch:
         """The same on a device, sent as one tensor."""
-        if device.type == "cpu":
+        if not is_gpu(device):
             return self
         parts = [self.ids, self.positions, self.token_rows, self.rows, self.context_lens, self.query_start]
         parts += [] if self.logit_rows is None else [self.logit_rows]

@@ -16,13 +16,14 @@ from collections.abc import Callable
 import torch
 
 from minipaged.contracts import Batch, BatchRow
+from minipaged.fast import is_gpu
 from minipaged.fast.kv_cache import KVCache
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
 SCRATCH_BYTES, SCRATCH_BLOCKS = 32 << 20, 256
 """What `measure` copies at most."""
-PROBE_TOKENS = {"cpu": 64, "cuda": 1024}
+PROBE_TOKENS, PROBE_TOKENS_ON_GPU = 64, 1024
 """The prompt that `measure` runs: long enough that a device is busy with it, and not with starting."""
 
 
@@ -74,7 +75,7 @@ def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_
 def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None) -> float:
     """Tokens a second of a prompt in the first blocks."""
     most = kv_cache.num_blocks * kv_cache.block_size
-    num_tokens = min(PROBE_TOKENS[kv_cache.device.type], most, max_model_len or most)
+    num_tokens = min(PROBE_TOKENS_ON_GPU if is_gpu(kv_cache.device) else PROBE_TOKENS, most, max_model_len or most)
     blocks = range(-(-num_tokens // kv_cache.block_size))
     prompt = BatchRow([0] * num_tokens, first_position=0, blocks=blocks, wants_logits=False)
     forward([prompt])  # compiles what it needs
@@ -83,10 +84,10 @@ def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object], max_mod
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     """How long `work` takes until the device has done it."""
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize(device)
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
+    if is_gpu(device):
         torch.cuda.synchronize(device)
     return time.perf_counter() - start

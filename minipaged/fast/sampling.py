@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minipaged.contracts import Sampled, SamplingInput
-from minipaged.fast import kernels_for
+from minipaged.fast import is_gpu, kernels_for
 from minipaged.fast.kernels import SamplingKernels
 from minipaged.fast.kv_cache import to_device
 
@@ -70,7 +70,7 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
     """
     if not inputs:
         return []
-    if not logits.is_cuda and logits.dtype != torch.float64:
+    if not is_gpu(logits.device) and logits.dtype != torch.float64:
         logits = logits.float()  # which holds all values of float16 and bfloat16; the compiled loops know neither
     kernels = kernels_for(logits.device)
     likeliest, peaks, log_totals = kernels.argmax_logsumexp(logits)  # [rows]
@@ -218,7 +218,7 @@ def _draw_into(
             wanted = _Distribution(used_row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
             drawing_from[wanted].append(index)
     vocab = logits.shape[1]
-    only_kernels = logits.is_cuda and not any(one.depth(vocab) for one in drawing_from)  # which make no copies
+    only_kernels = is_gpu(logits.device) and not any(one.depth(vocab) for one in drawing_from)  # which make no copies
     pending = iter(drawing_from.items())
     at_once = len(drawing_from) if only_kernels else max(1, PIECE // vocab)
     while piece := dict(islice(pending, at_once)):
@@ -323,7 +323,7 @@ class Arriving:
         together = torch.cat([tensor.reshape(-1).view(torch.int64) for tensor in tensors])
         self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._together = together.to("cpu", non_blocking=True)  # from a GPU, into pinned memory
-        self._copied = torch.cuda.Event() if together.is_cuda else None  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.Event() if is_gpu(together.device) else None  # type: ignore[no-untyped-call]
         if self._copied:
             self._copied.record(torch.cuda.current_stream(together.device))
 

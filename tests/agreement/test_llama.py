@@ -61,7 +61,7 @@ def config_of(**changes: object) -> ModelConfig:
 def _short_probe() -> Iterator[None]:
     """How fast a model prefills does not matter here, and interpreted kernels take seconds to tell."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(preemption.PROBE_TOKENS, "cpu", 1)
+        patched.setattr(preemption, "PROBE_TOKENS", 1)
         yield
 
 

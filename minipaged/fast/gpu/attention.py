@@ -42,6 +42,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minipaged.fast import is_gpu
+
 MIN_ROWS = tl.constexpr(16)
 """The tensor cores multiply 16 rows at a time: fewer are padded."""
 
@@ -565,13 +567,13 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> int:
 
 
 def _num_sms(device: torch.device) -> int:
-    if device.type == "cuda":
+    if is_gpu(device):
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2  # Triton's interpreter runs one program after another: a short grid
 
 
 def _capability(device: torch.device) -> int:
-    if device.type == "cuda":
+    if is_gpu(device):
         major, minor = torch.cuda.get_device_capability(device)
         return 10 * major + minor
     return 80

@@ -96,10 +96,11 @@ class LLM:
         )
         # Python's garbage collector goes through all objects there are again and again, and there are hundreds of
         # thousands of them, nearly all of which stay. In a step of 1,024 sequences that is a third of the host's time.
-        # So it passes over those that are there now, until this LLM goes.
-        gc.collect()
-        gc.freeze()
-        weakref.finalize(self, gc.unfreeze)
+        # So it passes over those that are there now, until this LLM goes; unless somebody has seen to that before.
+        if not gc.get_freeze_count():
+            gc.collect()
+            gc.freeze()
+            weakref.finalize(self, gc.unfreeze)
 
     # --- What users call --------------------------------------------------------------------------
 

@@ -112,6 +112,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _frozen() -> None:
+    """Python's garbage collector passes over what is there before the first test: it would find half a million objects,
+    at every LLM that begins and many a time between.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
     """OMP_NUM_THREADS holds for tests that call numba's kernels themselves, too.
 

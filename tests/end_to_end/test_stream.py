@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,15 @@ def test_a_failed_request_is_an_error_on_the_command_line(
     assert len(out) < len(whole)
 
 
+@pytest.fixture
+def nothing_is_frozen() -> Iterator[None]:
+    """As in a program that has no other LLM, and leaves the garbage collector alone."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_an_llm_that_goes_leaves_the_garbage_collector_as_it_was(small_llama: Path) -> None:
     llm = LLM(small_llama, num_blocks=64)
     llm.generate("The one", LONG)
@@ -176,3 +186,15 @@ def test_an_llm_that_goes_leaves_the_garbage_collector_as_it_was(small_llama: Pa
     assert gc.get_freeze_count() == 0
     gc.collect()
     assert engine() is None, "nothing of it is kept"
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
+def test_an_llm_leaves_the_garbage_collector_to_whoever_has_seen_to_it_before(small_llama: Path) -> None:
+    first = LLM(small_llama, num_blocks=64)
+    frozen = gc.get_freeze_count()
+    second = LLM(small_llama, num_blocks=64)
+    assert gc.get_freeze_count() == frozen
+    del second
+    assert gc.get_freeze_count() == frozen
+    del first
+    assert gc.get_freeze_count() == 0

@@ -60,7 +60,7 @@ HOUSE = {
         "contracts errors mirror models.config params scheduling steps",
         "llvmlite numba numpy torch triton",
         late={
-            "the device decides which kernels are needed": "fast.cpu fast.gpu",
+            "the device decides which kernels are needed": "fast.cpu fast.device fast.gpu",
             "an allocator needs it only where many blocks are asked for": "numpy",
         },
     ),
@@ -236,10 +236,10 @@ TWINS = {
 
 
 def test_the_wings_have_the_same_rooms():
-    """Each file of one wing has its twin in the other. (The fast wing's kernels live in two rooms below; `kernels.py`
-    says what they are.)"""
+    """Each file of one wing has its twin in the other. (The fast wing computes on devices, see `device.py`, and its
+    kernels live in two rooms below; `kernels.py` says what they are.)"""
     for wing in WINGS:
-        others = {"__init__", "kernels"} if wing == "fast" else {"__init__"}
+        others = {"__init__", "device", "kernels"} if wing == "fast" else {"__init__"}
         assert {path.stem for path in (ROOT / wing).glob("*.py")} == TWINS.keys() | others
 
 

@@ -10,19 +10,13 @@ if TYPE_CHECKING:
     from minipaged.fast.kernels import Kernels
 
 
-def is_gpu(device: torch.device) -> bool:
-    """Whether a device has memory, streams and graphs of its own, and runs Triton kernels.
-
-    All of the wing asks here, so that the tests can rehearse the CUDA path with a CPU's tensors.
-    """
-    return device.type == "cuda"
-
-
 def kernels_for(device: torch.device) -> Kernels:
     """The kernels for a device: `minipaged.fast.gpu` for CUDA, else `minipaged.fast.cpu`.
 
     Neither Triton nor numba is loaded before it is needed, and the first is not needed where there is no GPU.
     """
+    from minipaged.fast.device import is_gpu
+
     if is_gpu(device):
         from minipaged.fast import gpu
 

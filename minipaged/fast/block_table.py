@@ -26,8 +26,8 @@ from torch import Tensor
 
 from minipaged import contracts
 from minipaged.contracts import BlockAllocator
+from minipaged.fast.device import to_device
 from minipaged.fast.kernels import BlockTableKernels
-from minipaged.fast.kv_cache import to_device
 from minipaged.steps import CopyPair, StepInput
 
 FEW = 50

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.fast import is_gpu, kernels_for
+from minipaged.fast import kernels_for
+from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.kernels import Kernels
 from minipaged.steps import CopyPair
 
@@ -186,12 +187,6 @@ class KVCache:
     def _beside_computing(self) -> AbstractContextManager[Any]:
         """What is queued within it, by copies, does not wait for the computing that is queued already."""
         return torch.cuda.stream(self._side_stream) if self._side_stream else nullcontext()
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host's memory on a device. The host does not wait for the copy, nor for what is queued before it:
-    a GPU fetches it when it comes to that, out of memory that is pinned until then."""
-    return tensor.pin_memory().to(device, non_blocking=True) if is_gpu(device) else tensor
 
 
 def _runs(blocks: Sequence[int]) -> Iterable[tuple[int, int, int]]:

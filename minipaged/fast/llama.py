@@ -39,11 +39,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minipaged.contracts import Batch, Runner, Sampled, SamplingInput, StepResult
-from minipaged.fast import is_gpu
 from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
+from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.kernels import Linear, LlamaKernels
-from minipaged.fast.kv_cache import KVCache, to_device
+from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.preemption import carry, measure
 from minipaged.fast.sampling import Samples, sample
 from minipaged.mirror import Mirror

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from minipaged.contracts import Batch, BatchRow
-from minipaged.fast import is_gpu
+from minipaged.fast.device import is_gpu
 from minipaged.fast.kv_cache import KVCache
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves

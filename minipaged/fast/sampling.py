@@ -31,9 +31,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minipaged.contracts import Sampled, SamplingInput
-from minipaged.fast import is_gpu, kernels_for
+from minipaged.fast import kernels_for
+from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.kernels import SamplingKernels
-from minipaged.fast.kv_cache import to_device
 
 PIECE = 2**24
 """Logits from which tokens are drawn in one go: what is scaled, sorted and added up meanwhile is some 1 GB of a GPU."""

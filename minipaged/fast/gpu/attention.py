@@ -42,7 +42,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minipaged.fast import is_gpu
+from minipaged.fast.device import is_gpu
 
 MIN_ROWS = tl.constexpr(16)
 """The tensor cores multiply 16 rows at a time: fewer are padded."""

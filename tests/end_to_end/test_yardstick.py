@@ -18,6 +18,11 @@ pytestmark = [pytest.mark.model, thorough]
 KEPT = yardstick.kept()
 
 
+def test_the_digests_of_weights_that_are_kept_are_those_of_what_transformers_reads_now(tmp_path: Path) -> None:
+    """First: it takes as much memory as all the others, which share a model."""
+    assert yardstick.weight_digests(yardstick.fetch_gguf(tmp_path)) == KEPT["weights"]
+
+
 @pytest.fixture(scope="module")
 def theirs(smollm2_folder: Path) -> LlamaForCausalLM:
     return yardstick.load(smollm2_folder)
@@ -54,7 +59,3 @@ def test_the_other_things_that_are_kept_are_what_transformers_says_now(
     apart = np.abs(np.array(logits["values"]) - np.array(KEPT["logits"]["values"])).max()
     assert apart <= 1e-5 * KEPT["logits"]["largest"]
     assert yardstick.chat(theirs, tokenizer) == KEPT["chat"]
-
-
-def test_the_digests_of_weights_that_are_kept_are_those_of_what_transformers_reads_now(tmp_path: Path) -> None:
-    assert yardstick.weight_digests(yardstick.fetch_gguf(tmp_path)) == KEPT["weights"]

@@ -37,7 +37,10 @@ in bfloat16)."""
 LOWEST = np.float32(-1e30)
 """Stands for minus infinity where there was no score yet: `LOWEST - LOWEST` is 0, and not NaN."""
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums may be reordered, so that they can be vectorised; but NaN and infinity stay what they are."""
+"""Sums may be reordered, so that they can be vectorised; but NaN and infinity stay what they are.
+
+The compiled loops spell out what NumPy has a word for: to compile its searches, and its assignments of whole arrays with
+all their checks, takes numba seconds, at whose end the first answer waits."""
 
 
 def paged_decode(
@@ -179,15 +182,19 @@ def _decode(
     seqs, heads, head_dim = query.shape
     group = heads // kv_heads
     row_bytes = head_dim * query.itemsize
-    first_tile = np.zeros(seqs * kv_heads + 1, np.int64)  # of each pair (sequence, key/value head), counted through
+    first_tile = np.empty(seqs * kv_heads + 1, np.int64)  # of each pair (sequence, key/value head), counted through
+    first_tile[0] = 0
     for s in range(seqs):
         tiles = (context_lens[s] + TILE - 1) // TILE
-        if tiles == 0:
-            out[s] = narrow(np.float32(0), out[0, 0, 0])
+        for g in range(heads if tiles == 0 else 0):
+            for d in range(head_dim):
+                out[s, g, d] = narrow(np.float32(0), out[0, 0, 0])
         for h in range(kv_heads):
             first_tile[s * kv_heads + h + 1] = first_tile[s * kv_heads + h] + tiles
     # A thread's stretch may begin and end within a pair: those two it leaves unfinished.
-    part_of = np.full((num_threads, 2), -1, np.int64)
+    part_of = np.empty((num_threads, 2), np.int64)
+    for thread in range(num_threads):
+        part_of[thread, 0] = part_of[thread, 1] = -1
     part_m = np.empty((num_threads, 2, group), np.float32)
     part_l = np.empty((num_threads, 2, group), np.float32)
     part_o = np.empty((num_threads, 2, group, head_dim), np.float32)
@@ -199,8 +206,10 @@ def _decode(
         m = np.empty(group, np.float32)
         l = np.empty(group, np.float32)  # noqa: E741
         p = np.empty((group, TILE), np.float32)
-        tile = np.zeros((TILE, head_dim), np.float32)
-        pair = np.searchsorted(first_tile, begin, side="right") - 1
+        tile = np.empty((TILE, head_dim), np.float32)
+        pair = 0
+        while first_tile[pair + 1] <= begin < end:
+            pair += 1
         while begin < end:
             s, h = pair // kv_heads, pair % kv_heads
             k, v, table = keys + h * head_stride, values + h * head_stride, tables[rows[s]]
@@ -227,7 +236,10 @@ def _decode(
                 else:
                     side = 0 if begin > first_tile[pair] else 1
                     part_of[thread, side] = pair
-                    part_m[thread, side], part_l[thread, side], part_o[thread, side] = m, l, o
+                    for g in range(group):
+                        part_m[thread, side, g], part_l[thread, side, g] = m[g], l[g]
+                        for d in range(head_dim):
+                            part_o[thread, side, g, d] = o[g, d]
             begin = stop
             pair += 1
     _merge(part_of, part_m, part_l, part_o, kv_heads, out)
@@ -342,7 +354,10 @@ def _merge(part_of, part_m, part_l, part_o, kv_heads, out):
     part_l, part_o = part_l.reshape(-1, group), part_o.reshape(-1, group, head_dim)
     for i in range(len(part_of)):
         pair = part_of[i]
-        if pair < 0 or np.any(part_of[:i] == pair):
+        merged = pair < 0
+        for j in range(i):
+            merged |= part_of[j] == pair
+        if merged:
             continue
         for g in range(group):
             m = LOWEST
@@ -354,6 +369,7 @@ def _merge(part_of, part_m, part_l, part_o, kv_heads, out):
                 if part_of[j] == pair:
                     fade = np.float32(np.exp(part_m[j, g] - m))
                     l += part_l[j, g] * fade  # noqa: E741
-                    o += part_o[j, g] * fade
+                    for d in range(head_dim):
+                        o[d] += part_o[j, g, d] * fade
             for d in range(head_dim):
                 out[pair // kv_heads, pair % kv_heads * group + g, d] = narrow(o[d] / l, out[0, 0, 0])

@@ -201,14 +201,26 @@ def _total_single(row, peak):
 @njit(parallel=True, cache=True, error_model="numpy")
 def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms, token_ids):
     for i in prange(len(rows)):
-        begin = np.searchsorted(distributions, i, side="left")
-        end = np.searchsorted(distributions, i, side="right")
+        begin, end = _first_beyond(distributions, i - 1), _first_beyond(distributions, i)
         kept, cumulative = _distribution(
             logits[rows[i]], peaks[i], temperatures[i], min_logprobs[i], top_ks[i], shares[i]
         )
         for j in range(begin, end):
-            fell_on = np.searchsorted(cumulative, uniforms[j] * cumulative[-1], side="right")
+            fell_on = _first_beyond(cumulative, uniforms[j] * cumulative[-1])
             token_ids[j] = kept[min(fell_on, len(kept) - 1)]
+
+
+@njit(error_model="numpy")
+def _first_beyond(rising, x):
+    """How many of the values, which rise, are x or less."""
+    first, last = 0, len(rising)
+    while first < last:
+        middle = (first + last) // 2
+        if rising[middle] <= x:
+            first = middle + 1
+        else:
+            last = middle
+    return first
 
 
 @njit(error_model="numpy")

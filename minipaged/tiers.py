@@ -80,6 +80,11 @@ class DeviceTier(Tier, ABC):
     def description(self) -> str:
         """Tier, device, kernels and dtype, in a few words."""
 
+    def for_model(self, config: ModelConfig, device: str, dtype: str) -> DeviceTier:
+        """This tier; or, where its device has no room for the kernels that the model needs, another one that goes with
+        the `device` and the `dtype` that were asked for. Raises InvalidRequest where there is none."""
+        return self
+
     @abstractmethod
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         """The checkpoint's weights, as `make_runner` wants them. Raises ModelError."""
@@ -185,6 +190,27 @@ class FastTier(DeviceTier):
             return f"fast tier on {torch.cuda.get_device_name()}: Triton kernels, CUDA graphs, {self.dtype}"
         threads = torch.get_num_threads()
         return f"fast tier on cpu ({threads} threads): numba kernels, oneDNN matrix products, {self.dtype}"
+
+    def for_model(self, config: ModelConfig, device: str, dtype: str) -> FastTier:
+        problem = self._shape_problem(config) if self.device == "cuda" else None
+        if problem is None:
+            return self
+        if device == "cuda":
+            raise InvalidRequest(f"device is 'cuda', but {problem}; use device='cpu', or tier='reference'")
+        print(f"the GPU is not used: {problem}", file=sys.stderr)
+        return FastTier.on("cpu", dtype)
+
+    def _shape_problem(self, config: ModelConfig) -> str | None:
+        """Why the GPU cannot run the kernels that the model needs, if it cannot."""
+        import torch
+
+        from minipaged.fast.gpu.attention import shape_problem
+
+        major, minor = torch.cuda.get_device_capability()
+        # 1 KB of a multiprocessor's is the system's; a program may have the rest.
+        shared_memory = torch.cuda.get_device_properties().shared_memory_per_multiprocessor - 1024
+        group = config.num_attention_heads // config.num_key_value_heads
+        return shape_problem(getattr(torch, self.dtype), config.head_dim, group, 10 * major + minor, shared_memory)
 
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         import torch

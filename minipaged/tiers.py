@@ -21,6 +21,10 @@ from minipaged.params import EngineConfig
 
 NEEDED_BY_FAST = ("torch", "numba")
 """And triton, on a machine with a GPU."""
+HOW_TO_GET_FAST = (
+    "install minipaged with its extra 'fast' "
+    f"(in a clone: {sys.executable} -m pip install -c constraints.txt -e '.[fast]')"
+)
 SCRATCH_BYTES = 2 << 30
 """Of a GPU's memory, what is left to sampling, swapping and the libraries."""
 
@@ -35,8 +39,8 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceT
     missing = missing_for_fast()
     if name == "fast" and missing:
         raise InvalidRequest(
-            f"the fast tier needs {' and '.join(missing)}, not installed here; install minipaged with its extra 'fast' "
-            "(in a clone: pip install -e '.[fast]'), or use tier='reference'"
+            f"the fast tier needs {' and '.join(missing)}, not installed here; {HOW_TO_GET_FAST}, "
+            "or use tier='reference'"
         )
     if dtype not in ("auto", *FastTier.DTYPES, *ReferenceTier.DTYPES):
         known = sorted({*FastTier.DTYPES, *ReferenceTier.DTYPES})
@@ -44,14 +48,14 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceT
     if name == "fast" or (name == "auto" and not missing and dtype in (*FastTier.DTYPES, "auto")):
         return FastTier.on(device, dtype)
     try:
-        return ReferenceTier.on(device, dtype)
+        chosen = ReferenceTier.on(device, dtype)
     except InvalidRequest as error:
         if name == "reference" or not missing:
             raise
-        raise InvalidRequest(
-            f"{error}; the fast tier, which is not installed here, knows more: install minipaged with its extra 'fast' "
-            "(in a clone: pip install -e '.[fast]')"
-        ) from None
+        raise InvalidRequest(f"{error}; the fast tier, not installed here, knows more: {HOW_TO_GET_FAST}") from None
+    if name == device == "auto" and missing and dtype in (*FastTier.DTYPES, "auto") and has_nvidia_gpu():
+        print(f"the GPU is not used: the fast tier is not installed; {HOW_TO_GET_FAST}", file=sys.stderr)
+    return chosen
 
 
 def missing_for_fast() -> list[str]:

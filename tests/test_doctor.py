@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
@@ -168,6 +169,21 @@ def test_a_model_that_the_gpu_has_room_for_is_not_refused(
     assert chosen.for_model(config, "auto", "auto") is chosen
     assert chosen.device == "cuda"
     assert capsys.readouterr().err == ""
+
+
+def test_where_a_gpu_waits_for_the_fast_tier_the_command_that_installs_it_is_given(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make demo` installs no torch. So it says how a GPU is used, in one line, and goes on with the reference."""
+    command = rf"in a clone: {re.escape(sys.executable)} -m pip install -c constraints.txt -e '.\[fast\]'"
+    machine.patch.setattr(tiers, "missing_for_fast", lambda: ["torch", "numba"])
+    assert tiers.choose_tier("auto", dtype="float32") == tiers.choose_tier("reference")
+    assert re.fullmatch(rf"the GPU is not used: the fast tier is not .* \({command}\)\n", capsys.readouterr().err)
+    for asked in (("reference", "auto", "auto"), ("auto", "cpu", "auto"), ("auto", "auto", "float64")):
+        assert tiers.choose_tier(*asked).name == "reference"
+    machine.patch.setattr(tiers, "has_nvidia_gpu", lambda: False)
+    tiers.choose_tier("auto")
+    assert capsys.readouterr().err == "", "nothing is said where there is no GPU, or where none was asked for"
 
 
 def test_no_compiler_and_no_headers_are_found_before_triton_looks(

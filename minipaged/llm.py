@@ -333,6 +333,7 @@ class LoadedModel:
         chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
+        chosen = chosen.for_model(config, device, dtype)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
         return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
 

@@ -21,6 +21,10 @@ from minipaged.params import EngineConfig
 
 NEEDED_BY_FAST = ("torch", "numba")
 """And triton, on a machine with a GPU."""
+HOW_TO_GET_FAST = (
+    "install minipaged with its extra 'fast' "
+    f"(in a clone: {sys.executable} -m pip install -c constraints.txt -e '.[fast]')"
+)
 SCRATCH_BYTES = 2 << 30
 """Of a GPU's memory, what is left to sampling, swapping and the libraries."""
 
@@ -35,8 +39,8 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceT
     missing = missing_for_fast()
     if name == "fast" and missing:
         raise InvalidRequest(
-            f"the fast tier needs {' and '.join(missing)}, not installed here; install minipaged with its extra 'fast' "
-            "(in a clone: pip install -e '.[fast]'), or use tier='reference'"
+            f"the fast tier needs {' and '.join(missing)}, not installed here; {HOW_TO_GET_FAST}, "
+            "or use tier='reference'"
         )
     if dtype not in ("auto", *FastTier.DTYPES, *ReferenceTier.DTYPES):
         known = sorted({*FastTier.DTYPES, *ReferenceTier.DTYPES})
@@ -44,14 +48,14 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceT
     if name == "fast" or (name == "auto" and not missing and dtype in (*FastTier.DTYPES, "auto")):
         return FastTier.on(device, dtype)
     try:
-        return ReferenceTier.on(device, dtype)
+        chosen = ReferenceTier.on(device, dtype)
     except InvalidRequest as error:
         if name == "reference" or not missing:
             raise
-        raise InvalidRequest(
-            f"{error}; the fast tier, which is not installed here, knows more: install minipaged with its extra 'fast' "
-            "(in a clone: pip install -e '.[fast]')"
-        ) from None
+        raise InvalidRequest(f"{error}; the fast tier, not installed here, knows more: {HOW_TO_GET_FAST}") from None
+    if name == device == "auto" and missing and dtype in (*FastTier.DTYPES, "auto") and has_nvidia_gpu():
+        print(f"the GPU is not used: the fast tier is not installed; {HOW_TO_GET_FAST}", file=sys.stderr)
+    return chosen
 
 
 def missing_for_fast() -> list[str]:
@@ -79,6 +83,11 @@ class DeviceTier(Tier, ABC):
     @abstractmethod
     def description(self) -> str:
         """Tier, device, kernels and dtype, in a few words."""
+
+    def for_model(self, config: ModelConfig, device: str, dtype: str) -> DeviceTier:
+        """This tier; or, where its device has no room for the kernels that the model needs, another one that goes with
+        the `device` and the `dtype` that were asked for. Raises InvalidRequest where there is none."""
+        return self
 
     @abstractmethod
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
@@ -185,6 +194,27 @@ class FastTier(DeviceTier):
             return f"fast tier on {torch.cuda.get_device_name()}: Triton kernels, CUDA graphs, {self.dtype}"
         threads = torch.get_num_threads()
         return f"fast tier on cpu ({threads} threads): numba kernels, oneDNN matrix products, {self.dtype}"
+
+    def for_model(self, config: ModelConfig, device: str, dtype: str) -> FastTier:
+        problem = self._shape_problem(config) if self.device == "cuda" else None
+        if problem is None:
+            return self
+        if device == "cuda":
+            raise InvalidRequest(f"device is 'cuda', but {problem}; use device='cpu', or tier='reference'")
+        print(f"the GPU is not used: {problem}", file=sys.stderr)
+        return FastTier.on("cpu", dtype)
+
+    def _shape_problem(self, config: ModelConfig) -> str | None:
+        """Why the GPU cannot run the kernels that the model needs, if it cannot."""
+        import torch
+
+        from minipaged.fast.gpu.attention import shape_problem
+
+        major, minor = torch.cuda.get_device_capability()
+        # 1 KB of a multiprocessor's is the system's; a program may have the rest.
+        shared_memory = torch.cuda.get_device_properties().shared_memory_per_multiprocessor - 1024
+        group = config.num_attention_heads // config.num_key_value_heads
+        return shape_problem(getattr(torch, self.dtype), config.head_dim, group, 10 * major + minor, shared_memory)
 
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         import torch

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,9 @@ import torch
 from minipaged import devices, tiers
 from minipaged.cli import main
 from minipaged.errors import InvalidRequest
+from minipaged.llm import LoadedModel
+from minipaged.models.config import ModelConfig
+from tests.tiny_model import SIZES, make_tiny_model
 
 
 class Machine:
@@ -26,6 +32,8 @@ class Machine:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
         patch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        patch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+        self.shared_memory(228 << 10)
         patch.setattr(devices, "has_nvidia_gpu", lambda: True)
         patch.setattr(tiers, "has_nvidia_gpu", lambda: True)
         patch.setattr(devices, "compiler_problem", lambda: None)
@@ -34,6 +42,11 @@ class Machine:
     def triton(self, version: str) -> None:
         there = metadata.version
         self.patch.setattr(metadata, "version", lambda name: version if name == "triton" else there(name))
+
+    def shared_memory(self, size: int) -> None:
+        """Bytes of a multiprocessor's."""
+        found = SimpleNamespace(shared_memory_per_multiprocessor=size)
+        self.patch.setattr(torch.cuda, "get_device_properties", lambda: found)
 
     def says_at_init(self, message: str) -> None:
         def init() -> None:
@@ -99,6 +112,78 @@ def test_what_keeps_a_gpu_from_being_used_is_said_with_the_way_out(
     machine.patch.setattr(tiers, "has_nvidia_gpu", lambda: False)
     assert tiers.choose_tier("fast").device == "cpu"
     assert capsys.readouterr().err == "", "where there is no GPU there is nothing to say"
+
+
+def rtx_4090(machine: Machine) -> None:
+    machine.patch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    machine.shared_memory(100 << 10)
+
+
+WIDE_HEADS = {"head_dim": 512, "num_attention_heads": 1, "num_key_value_heads": 1}
+ONE_KEY_FOR_ALL = {"head_dim": 256, "num_attention_heads": 128, "num_key_value_heads": 1}
+
+MISFITS = {
+    "wide heads": (lambda machine: None, WIDE_HEADS, "heads of up to 256 numbers, and this model's have 512"),
+    "many heads on a small chip": (
+        rtx_4090,
+        ONE_KEY_FOR_ALL,
+        "128 query heads of 256 numbers .* takes [0-9,]+ bytes of shared memory, and this GPU has 101,376 for",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MISFITS)
+def misfit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, str]:
+    """A model, the GPU that has no room for its kernels, and what is said of it."""
+    take_away, shape, message = MISFITS[request.param]
+    folder = make_tiny_model(tmp_path_factory.mktemp("misfit"), num_hidden_layers=1, hidden_size=128, **shape)
+    return folder, take_away, message
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this machine")
+def test_a_model_that_the_gpu_has_no_room_for_is_refused_before_its_weights_are_read(
+    misfit: tuple[Path, Any, str], machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, take_away, message = misfit
+    take_away(machine)
+
+    asked: list[str] = []
+    machine.patch.setattr(tiers.FastTier, "load_weights", lambda tier, folder, config: asked.append(tier.device))
+    with pytest.raises(InvalidRequest, match=rf"^device is 'cuda', but .*{message}.*; use device='cpu', or tier='ref"):
+        LoadedModel.load(folder, device="cuda")
+    assert capsys.readouterr().err == ""
+    assert asked == []
+    assert LoadedModel.load(folder).tier == tiers.FastTier.on("cpu", "auto")
+    assert asked == ["cpu"]
+    assert re.fullmatch(rf"the GPU is not used: .*{message}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton for this machine")
+@pytest.mark.parametrize("shape", [{}, {"head_dim": 256}, {"head_dim": 64, "num_attention_heads": 71}])
+def test_a_model_that_the_gpu_has_room_for_is_not_refused(
+    shape: dict[str, int], machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rtx_4090(machine)
+    config = ModelConfig.from_dict(SIZES | {"model_type": "llama", "num_key_value_heads": 1} | shape)
+    chosen = tiers.choose_tier("fast")
+    assert chosen.for_model(config, "auto", "auto") is chosen
+    assert chosen.device == "cuda"
+    assert capsys.readouterr().err == ""
+
+
+def test_where_a_gpu_waits_for_the_fast_tier_the_command_that_installs_it_is_given(
+    machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`make demo` installs no torch. So it says how a GPU is used, in one line, and goes on with the reference."""
+    command = rf"in a clone: {re.escape(sys.executable)} -m pip install -c constraints.txt -e '.\[fast\]'"
+    machine.patch.setattr(tiers, "missing_for_fast", lambda: ["torch", "numba"])
+    assert tiers.choose_tier("auto", dtype="float32") == tiers.choose_tier("reference")
+    assert re.fullmatch(rf"the GPU is not used: the fast tier is not .* \({command}\)\n", capsys.readouterr().err)
+    for asked in (("reference", "auto", "auto"), ("auto", "cpu", "auto"), ("auto", "auto", "float64")):
+        assert tiers.choose_tier(*asked).name == "reference"
+    machine.patch.setattr(tiers, "has_nvidia_gpu", lambda: False)
+    tiers.choose_tier("auto")
+    assert capsys.readouterr().err == "", "nothing is said where there is no GPU, or where none was asked for"
 
 
 def test_no_compiler_and_no_headers_are_found_before_triton_looks(

@@ -27,7 +27,6 @@ The tokens that a step chooses never leave the device on their way into the next
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -50,10 +49,14 @@ from minipaged.mirror import Mirror
 from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.params import SamplingParams
 from minipaged.scheduling import Costs
-from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
+from minipaged.steps import LOGITS, Begun, BlockMoves, Forked, Row, Sampling, StepInput
 
 BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
 """The batch sizes for which a step of decoding is captured: at most 7 rows of padding up to 64, 15 from there on."""
+
+PROMPT_LENGTHS = [2, 4, 8, 16, 32, 64, 128]
+"""On a GPU, a prompt between two of these takes the prefill tiles of the one or of the other, a longer one those of the
+last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,16 +241,41 @@ class Llama(Runner):
         return weights.head(kernels.add_rms_norm(x, residual, weights.norm, eps))  # [rows, vocab]
 
     def warm_up(self) -> None:
-        """Run short prompts, and choose tokens: what compiles on its first call does so now, and not in the middle of
-        serving. (On a GPU, prefill is compiled for several numbers of query tokens.) Nobody may use the cache yet."""
-        lengths = [1, 2, 4, 8, 16, 32, 64, 128] if is_gpu(self.kv_cache.device) else [1]
-        most = min(len(self.cos), self.kv_cache.num_blocks * self.kv_cache.block_size)
-        for length in lengths[: max(1, bisect_right(lengths, most))]:
+        """Do in small what serving may ask for: what compiles on its first call does so now, and not in the middle of
+        serving. (numba keeps what it compiles in files; so on a CPU, penalties wait for the first request that has
+        some.) Nobody may use the cache yet."""
+        chosen_by = [SamplingParams(temperature=0), SamplingParams(temperature=1)]
+        if is_gpu(self.kv_cache.device):
+            self._warm_up_kernels()
+            chosen_by += [
+                SamplingParams(repetition_penalty=2),
+                SamplingParams(repetition_penalty=2, top_k=2, top_p=0.5, logprobs=1),
+            ]
+        for params in chosen_by:
+            list(self._begin_anew([1], Sampling(params, seed=0, stream=0)).choices)
+
+    def _warm_up_kernels(self) -> None:
+        """Tiles of all sizes for prompts, as many sequences as there may be, a fork, and blocks that move."""
+        cache = self.kv_cache
+        most_tokens = min(len(self.cos), cache.num_blocks * cache.block_size)
+        most_seqs = len(self.tables.tables) // 2
+        for length in sorted({min(length, most_tokens) for length in PROMPT_LENGTHS}):
+            self._begin_anew([length])
+        self._begin_anew([1] * most_seqs)  # which may be more than a graph is captured for
+        there_and_back = ((0, 0),) if cache.num_swap_blocks else ()
+        copied = ((0, 1),) if cache.num_blocks > 1 else ()
+        moves = BlockMoves(swap_out=there_and_back, swap_in=there_and_back, copy=copied)
+        self.run(StepInput(1, forked=(Forked(most_seqs, parent=0, choice=LOGITS),), moves=moves))
+
+    def _begin_anew(self, lengths: Sequence[int], sampling: Sampling | None = None) -> StepResult:
+        """Run prompts of so many tokens, all of them in the same blocks; `sampling`: how to choose a token after each,
+        if at all."""
+        begun, added = [], []
+        for sequence, length in enumerate(lengths):
             blocks = tuple(range(-(-length // self.kv_cache.block_size)))
-            for temperature in (0.0, 1.0):
-                sampling = Sampling(SamplingParams(temperature=temperature), seed=0, stream=0)
-                begun = Begun(0, (0,) * length, length, blocks, sampling)
-                list(self.run(StepInput(0, fresh=True, begun=(begun,), added=(Row(0, 0, length, 1),))).choices)
+            begun.append(Begun(sequence, (0,) * length, length, blocks, sampling))
+            added.append(Row(sequence, 0, length, num_choices=0 if sampling is None else 1))
+        return self.run(StepInput(0, fresh=True, begun=tuple(begun), added=tuple(added)))
 
     def move(self, moves: BlockMoves) -> None:
         """Swap out, poison, swap in, copy."""

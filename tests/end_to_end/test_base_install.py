@@ -69,6 +69,21 @@ def test_the_command_line_works_on_the_base_install(small_llama: Path):
     assert 1 <= len(output["outputs"][0]["token_ids"]) <= 5
 
 
+def test_the_demo_says_once_how_a_gpu_would_be_used(small_llama: Path):
+    """`make demo` installs the base alone."""
+    code = """
+from minipaged import tiers
+from minipaged.cli import main
+tiers.has_nvidia_gpu = lambda: True
+main()
+"""
+    arguments = ("demo", "--model", small_llama, "--scene=one-request", "--steps=1", "--speed=inf")
+    result = run_without(NOT_IN_THE_BASE_INSTALL, code, *arguments)
+    assert "on the reference tier" in output_of(result)
+    assert result.stderr.startswith("the GPU is not used: the fast tier is not installed; install minipaged with")
+    assert result.stderr.count("\n") == 1
+
+
 def test_generating_from_text_imports_no_transformers(small_llama: Path):
     """It takes seconds to import, and only a chat template needs it."""
     code = """

@@ -75,6 +75,14 @@ def test_shared_memory_suffices(reports: list[Report]) -> None:
     assert names([report for report in reports if report["shared_bytes"] > SHARED_MEMORY[report["arch"]]]) == []
 
 
+def test_shared_memory_is_what_was_reckoned_before_compiling(reports: list[Report]) -> None:
+    """By it models are refused that a GPU has no room for."""
+    attention = [report for report in reports if report["shared_bytes_reckoned"]]
+    assert {report["kernel"].partition("-")[0] for report in attention} == {"decode", "prefill"}
+    over = {report["kernel"]: report["shared_bytes_reckoned"] - report["shared_bytes"] for report in attention}
+    assert {kernel: more for kernel, more in over.items() if not 0 <= more <= 10 * 1024} == {}
+
+
 def test_as_many_programs_of_a_decode_as_are_planned_fit_at_once(reports: list[Report]) -> None:
     """`PROGRAMS_PER_SM` of minipaged/fast/gpu/attention.py, which plans with as many splits."""
     if reports[0]["arch"] == 80:

@@ -61,6 +61,9 @@ GRID_PER_SM = 8
 """Programs in the grid of a decode, for each multiprocessor. Sequences of equal lengths need PROGRAMS_PER_SM and the
 rest leave at once; with mixed lengths the spare ones let the longest sequence be divided finer than the average."""
 
+MAX_HEAD_DIM = 256
+"""For wider heads nobody has looked at what the compiler makes of these kernels."""
+
 LOG2_E = math.log2(math.e)
 
 
@@ -532,6 +535,35 @@ def _options(
         "enable_fp_fusion": True,  # a multiplication and an addition become one instruction
         **_shape(dtype, _padded(head_dim), rows, capability),
     }
+
+
+def shared_bytes(dtype: torch.dtype, options: dict[str, Any], capability: int) -> int:
+    """The shared memory that a decode or prefill kernel of these options is compiled to take, or up to 10 KB more.
+
+    In it lie the tiles of K and V that are under way, and the one that is multiplied from where it lies; the queries;
+    the weights, unless they can stay in registers; the block numbers of the next tiles, and what warps tell each other.
+    """
+    rows, tile, dim = options["ROWS"], options["TILE"], options["DIM"]
+    in_place = rows >= 64 and dtype != torch.float32 and _multiplies_from_shared_memory(capability)
+    tiles = (options["num_stages"] - 1) // 2 + in_place
+    numbers = tiles * 2 * tile * dim + rows * dim + (0 if in_place else rows * tile)
+    return int(numbers * dtype.itemsize + 16 * tile + 8 * rows)
+
+
+def shape_problem(dtype: torch.dtype, head_dim: int, group: int, capability: int, shared_memory: int) -> str | None:
+    """Why these kernels cannot be had for a model on a GPU of this compute capability (× 10), which lets a program have
+    so many bytes of shared memory; None if they can. `group`: query heads for each key/value head."""
+    if head_dim > MAX_HEAD_DIM:
+        return f"the kernels are for heads of up to {MAX_HEAD_DIM} numbers, and this model's have {head_dim}"
+    shape = (dtype, head_dim, group, 1, capability)
+    choices = [decode_options(*shape, split=True), *(prefill_options(*shape, 2**i) for i in range(8))]
+    needed = max(shared_bytes(dtype, options, capability) for options in choices)
+    if needed > shared_memory:
+        return (
+            f"attention in {str(dtype).removeprefix('torch.')} with {group} query heads of {head_dim} numbers for each "
+            f"key/value head takes {needed:,} bytes of shared memory, and this GPU has {shared_memory:,} for a program"
+        )
+    return None
 
 
 def _multiplies_from_shared_memory(capability: int) -> bool:

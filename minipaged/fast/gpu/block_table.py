@@ -40,8 +40,9 @@ def edit_tables(tables: Tensor, edits: Tensor) -> None:
 
 
 # Triton would compile a kernel anew for each n and each address that 16 divides or does not. Both differ from step to
-# step (index tensors are often pieces of one buffer), and these kernels could make no use of it.
-@triton.jit(do_not_specialize=["edits", "n"])
+# step (index tensors are often pieces of one buffer), and these kernels could make no use of it. Nor could they of the
+# stride of tables, which is another one where tables are made for one batch.
+@triton.jit(do_not_specialize=["edits", "n", "table_stride"])
 def _edit_tables(tables, edits, n, table_stride, LANES: tl.constexpr):
     edit = tl.program_id(0) * LANES + tl.arange(0, LANES)  # [LANES]
     mask = edit < n
@@ -57,7 +58,7 @@ def fork_tables(tables: Tensor, forks: Tensor) -> None:
     _fork_tables[len(forks), pieces](tables, forks, tables.stride(0), PIECE=PIECE, num_warps=4)
 
 
-@triton.jit(do_not_specialize=["forks"])
+@triton.jit(do_not_specialize=["forks", "table_stride"])
 def _fork_tables(tables, forks, table_stride, PIECE: tl.constexpr):
     """Program (fork, piece). Pieces past the entries to copy find nothing to do: lengths are not known on the host."""
     fork = tl.program_id(0)
@@ -80,7 +81,7 @@ def slot_mapping(tables: Tensor, rows: Tensor, positions: Tensor, block_size: in
     return slots
 
 
-@triton.jit(do_not_specialize=["rows", "positions", "slots", "n"])
+@triton.jit(do_not_specialize=["rows", "positions", "slots", "n", "table_stride"])
 def _slot_mapping(tables, rows, positions, slots, n, table_stride, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr):
     token = tl.program_id(0) * LANES + tl.arange(0, LANES)  # [LANES]
     mask = token < n
@@ -108,7 +109,7 @@ def advance_decode(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "positions", "slots", "context_lens", "n"])
+@triton.jit(do_not_specialize=["rows", "positions", "slots", "context_lens", "n", "table_stride"])
 def _advance_decode(
     tables, rows, positions, slots, context_lens, n, table_stride, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr
 ):

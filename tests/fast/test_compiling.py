@@ -1,0 +1,128 @@
+"""Nothing compiles while a GPU serves: all that can come up does so while the model is made and warmed up.
+
+Shown without a GPU, in a process of its own, where `rehearse_compiling.py` says how.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minipaged.fast import gpu
+from tests.effort import thorough
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no Triton for this machine", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+
+Report = dict[str, Any]
+
+FAULTS = {
+    "chooses only": {"_copy_blocks", "_fork_tables", "_prefill_kernel"},
+    "no penalties": {"_tile_totals", "_draw"},
+    "greedy only": {"_tile_totals", "_draw"},
+    "looks at addresses": {"_slot_mapping"},
+}
+"""What is broken on purpose in the rehearsal, and which kernels are then compiled too late."""
+
+MODELS: list[dict[str, Any]] = [
+    {"head_dim": 16, "group": 1, "dtype": "float32"},
+    {"head_dim": 36, "group": 2, "kv_heads": 3, "dtype": "float16"},
+    {"head_dim": 80, "group": 1, "kv_heads": 5, "capability": 80},
+    {"head_dim": 96, "group": 8, "kv_heads": 1},
+    {"head_dim": 128, "group": 16, "kv_heads": 1, "capability": 100},
+    {"head_dim": 192, "group": 4, "dtype": "float16"},
+    {"head_dim": 256, "group": 2, "dtype": "float32"},
+    {"head_dim": 256, "group": 2, "capability": 89, "sms": 20},
+    {"head_dim": 256, "group": 71, "kv_heads": 1},
+]
+SIZES: list[dict[str, Any]] = [
+    {"block_size": 1, "num_blocks": 400},
+    {"block_size": 2, "num_blocks": 220, "head_dim": 36},
+    {"block_size": 7, "num_blocks": 60, "vocab": 251, "dtype": "float32"},
+    {"block_size": 256, "num_blocks": 4},
+    {"block_size": 100, "num_blocks": 1, "group": 1},  # prompts of up to 99 tokens, which take tiles of 128 rows
+    {"block_size": 20, "num_blocks": 5, "group": 1, "max_num_seqs": 3},
+    {"max_num_seqs": 1},
+    {"max_num_seqs": 40, "max_num_batched_tokens": 16, "num_blocks": 60, "sms": 20},
+    {"max_num_seqs": 600, "num_blocks": 700, "kv_heads": 1, "max_num_batched_tokens": 1024},  # more than a graph has
+]
+
+
+def rehearse(cases: list[dict[str, Any]]) -> list[Report]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"  # the tensors are small
+    command = [sys.executable, "-m", "tests.fast.rehearse_compiling", json.dumps(cases)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return rehearse([{"requests": 40}])[0]
+
+
+@pytest.fixture(scope="module")
+def broken() -> dict[str, Report]:
+    """By fault."""
+    cases = [{"fault": fault} for fault in FAULTS] + [{"fault": "captures at once", "requests": 0}]
+    return dict(zip([*FAULTS, "captures at once"], rehearse(cases), strict=True))
+
+
+def kernels(compiled: list[str]) -> set[str]:
+    return {each.split()[0] for each in compiled}
+
+
+def check(report: Report) -> None:
+    """Nothing is compiled while a graph is captured, and nothing while requests are served."""
+    assert report["compiled"].keys() == {"making", "warm-up"}, report["compiled"]
+    assert report["compiled by numba while serving"] == []
+    assert report["served"]["finished_requests"] > 10
+
+
+def test_nothing_compiles_while_requests_are_served(report: Report) -> None:
+    check(report)
+
+
+def test_the_rehearsal_comes_to_all_kernels_and_to_all_that_moves_blocks(report: Report) -> None:
+    sources = "".join(path.read_text() for path in Path(gpu.__file__).parent.glob("*.py"))
+    launched = set(re.findall(r"^ +(_\w+)\[", sources, flags=re.MULTILINE))
+    assert set(report["launched"]) == launched - {"_write"}, "which no model calls"
+    counted = ("preempted_by_swap", "preempted_by_recompute", "blocks_copied", "prefix_cache_hit_tokens")
+    assert [name for name in counted if not report["served"][name]] == []
+
+
+@thorough
+@pytest.mark.parametrize("cases", [MODELS, SIZES], ids=["models", "sizes"])
+def test_nothing_compiles_while_requests_are_served_whatever_the_shapes(cases: list[dict[str, Any]]) -> None:
+    for case, report in zip(cases, rehearse(cases), strict=True):
+        try:
+            check(report)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from None
+
+
+@thorough
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_not_warmed_up_is_found(fault: str, broken: dict[str, Report]) -> None:
+    assert kernels(broken[fault]["compiled"]["serving"]) == FAULTS[fault]
+
+
+@thorough
+def test_a_function_of_numba_that_is_not_warmed_up_is_found(broken: dict[str, Report]) -> None:
+    assert kernels(broken["greedy only"]["compiled by numba while serving"]) == {"_uniform"}
+
+
+@thorough
+def test_what_is_compiled_during_a_capture_is_found(broken: dict[str, Report]) -> None:
+    assert "_decode_kernel" in kernels(broken["captures at once"]["compiled"]["capture"])

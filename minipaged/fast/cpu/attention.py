@@ -39,8 +39,8 @@ LOWEST = np.float32(-1e30)
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be reordered, so that they can be vectorised; but NaN and infinity stay what they are.
 
-The compiled loops spell out what NumPy has a word for: to compile its searches, and its assignments of whole arrays with
-all their checks, takes numba seconds, at whose end the first answer waits."""
+The compiled loops spell out what NumPy has a word for: its searches, and assignments of whole arrays with all their
+checks, take numba seconds to compile, at whose end the first answer waits."""
 
 
 def paged_decode(

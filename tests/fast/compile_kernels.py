@@ -41,6 +41,12 @@ LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 TENSOR_CORES = ("HMMA", "HGMMA", "UTCHMMA")
 """What multiplies 16-bit matrices in machine code: a warp; four warps, on sm_90; a whole multiprocessor, on sm_100."""
 
+ASYNC_PROXY = ("wgmma.mma_async", "tcgen05.mma")
+"""What multiplies matrices from shared memory, in PTX."""
+
+ORDER = ("bar.sync", "fence.proxy.async")
+"""What stands between writing shared memory and reading it."""
+
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -305,8 +311,34 @@ def machine_code(binary: bytes) -> str:
         return _output_of("nvdisasm", "--print-code", file.name)
 
 
+def early_reads(ptx: str) -> list[str]:
+    """The instructions that may read shared memory before what others wrote is there.
+
+    What is copied past the registers (cp.async) is there for the thread that waits for it, and for the others behind a
+    barrier. And the tensor cores that multiply from shared memory read by a way of their own (the async proxy), on
+    which what was written before is seen behind a fence only (PTX ISA, "Async proxy"). Triton 3.6 left it out.
+    """
+    found, needs_barrier, needs_fence = [], False, False
+    for line in 2 * ptx.splitlines():  # twice: the end of a loop comes before its beginning
+        instruction = line.strip().removeprefix("@").partition(" ")[2] if line.strip()[:1] == "@" else line.strip()
+        if instruction.startswith("cp.async.wait"):
+            needs_barrier = needs_fence = True
+        elif instruction.startswith("st.shared"):
+            needs_fence = True
+        elif instruction.startswith("bar.sync"):
+            needs_barrier = False
+        elif instruction.startswith("fence.proxy.async"):
+            needs_fence = False
+        elif (needs_barrier and instruction.startswith(("ld.shared", "ldmatrix", *ASYNC_PROXY))) or (
+            needs_fence and instruction.startswith(ASYNC_PROXY)
+        ):
+            found.append(instruction)
+    return found
+
+
 def report(entry: Entry, arch: int) -> dict[str, Any]:
     kernel = compiled(entry, arch)
+    ptx = kernel.asm["ptx"]
     binary = kernel.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -334,6 +366,9 @@ def report(entry: Entry, arch: int) -> dict[str, Any]:
         "loads": accesses("LDG", code),
         "stores": accesses("STG", code),
         "wide_needed": sorted(entry.wide) if arch == 90 else [],
+        "copies_past_registers": "cp.async.wait" in ptx,
+        "early_reads": early_reads(ptx),
+        "early_reads_without": {order: early_reads(ptx.replace(order, "//")) for order in ORDER},
     }
 
 

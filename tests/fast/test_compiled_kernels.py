@@ -105,6 +105,18 @@ def test_prefill_multiplies_with_wgmma_on_hopper(reports: list[Report]) -> None:
     assert names([report for report in needed if "HGMMA" not in report["tensor_cores"]]) == []
 
 
+def test_shared_memory_is_read_when_what_was_written_is_there(reports: list[Report]) -> None:
+    """Behind a barrier, and behind a fence where the tensor cores read it by themselves."""
+    copying = [report for report in reports if report["copies_past_registers"]]
+    assert {report["kernel"].partition("-")[0] for report in copying} >= {"decode", "prefill"}
+    assert names([report for report in reports if report["early_reads"]]) == []
+    # It would be seen if one of them was left out.
+    assert names([report for report in copying if not report["early_reads_without"]["bar.sync"]]) == []
+    fenced = [report for report in copying if {"HGMMA", "UTCHMMA"} & {*report["tensor_cores"]}]
+    assert fenced or reports[0]["arch"] == 80
+    assert names([report for report in fenced if not report["early_reads_without"]["fence.proxy.async"]]) == []
+
+
 @pytest.mark.parametrize("access", ["loads", "stores"])
 def test_memory_is_read_and_written_16_bytes_at_a_time_on_hopper(reports: list[Report], access: str) -> None:
     """Where rows and blocks begin at multiples of 16 bytes. What is narrower is a slot here and a position there."""

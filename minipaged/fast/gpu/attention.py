@@ -487,9 +487,9 @@ def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int) -> dict[str
     Chosen so that nothing spills: what does not fit into a thread's 255 registers goes to memory and back every turn. A
     program holds `rows` × `dim` sums and `rows` × TILE scores, and the queries too where it cannot multiply from shared
     memory. Stages are shared out between two loads of which one needs the other, that of the block table and that of
-    K and V: 5 keep two tiles of K and V under way, and the look-ups two turns before them. 3 are what a tile of wide heads
-    has room for; not on data-centre Blackwell, where it has room for 5, and where Triton (3.7.1) forgets a fence with 3:
-    the first V may be multiplied before it is there (`early_reads` in tests/fast/compile_kernels.py).
+    K and V: 5 keep two tiles of K and V under way, and the look-ups two turns before them. There is room for 3 only
+    where a tile has wide heads; not so on data-centre Blackwell, where Triton 3.7.1 moreover forgets a fence with 3, so
+    that the first V may be multiplied before it is there (`early_reads` in tests/fast/compile_kernels.py).
     """
     if dtype == torch.float32:  # no tensor cores: products are sums of single multiplications, which take registers
         return {"TILE": 16, "num_warps": 4 if dim <= 64 else 8, "num_stages": 5 if dim <= 128 else 3}

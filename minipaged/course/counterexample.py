@@ -20,10 +20,14 @@ STANDARD = ("copy", "tracemalloc")
 ERRORS = ("BlockNotAllocated", "OutOfBlocks")
 """Errors of minipaged that a body may name."""
 ALARM = (
-    "import faulthandler",
+    "import _thread",
+    "import threading",
     "",
-    "faulthandler.dump_traceback_later(10, exit=True)  # it may not return: says where it is",
+    "alarm = threading.Timer(10, _thread.interrupt_main)  # it may not return: as by Ctrl-C, it then says where it is",
+    "alarm.daemon = True",
+    "alarm.start()",
 )
+"""(`faulthandler.dump_traceback_later` looks at frames while they run, and has been seen to crash.)"""
 
 
 def make_script(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import faulthandler
 import importlib
 import re
 import sys
 from dataclasses import FrozenInstanceError
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import Phase
@@ -57,10 +57,12 @@ def run_here(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # mine.py changes within a second
     sys.modules.pop("mine", None)
     importlib.invalidate_caches()
+    names: dict[str, Any] = {}
     try:
-        exec(compile(script, "counterexample.py", "exec"), {})
+        exec(compile(script, "counterexample.py", "exec"), names)
     finally:
-        faulthandler.cancel_dump_traceback_later()  # a script of a call that did not end sets it: it would end us
+        if "alarm" in names:  # a script of a call that did not end sets it: it would end us
+            names["alarm"].cancel()
         sys.modules.pop("mine", None)
 
 

@@ -19,7 +19,7 @@ from minipaged.engine.sequence import Sequence
 from minipaged.errors import InvariantViolation
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves
-from tests.effort import scaled, seeds, thorough
+from tests.effort import scaled, seeds
 from tests.workloads import Run, random_workload, run_workload
 
 EVERYTHING_THAT_CAN_HAPPEN = {
@@ -50,11 +50,15 @@ def test_every_invariant_holds_in_random_workloads(seeds: range) -> None:
             raise
 
 
-@thorough
+RICH_WORKLOADS = (75, 134, 166, 227, 832, 1427)
+"""In which everything that can happen has happened, when this was written: looked at first, because few others have
+"cancelled while swapped"."""
+
+
 def test_the_workloads_bring_about_everything_that_can_happen() -> None:
     """The oracle must not become empty: each of these happens in several of its workloads."""
     workloads_with: Counter[str] = Counter()
-    for seed in range(2000):
+    for seed in dict.fromkeys((*RICH_WORKLOADS, *range(2000))):
         run = Run(random_workload(seed))
         run.to_the_end()
         workloads_with.update(set(run.happened))

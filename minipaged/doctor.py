@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from minipaged import devices, tiers
@@ -21,11 +23,15 @@ def report() -> Iterator[tuple[str, str]]:
         yield from _gpus()
     for tier in ("reference", "fast"):
         try:
-            yield f"tier {tier}", tiers.choose_tier(tier).description
+            yield f"tier {tier}", _described(tier)
         except InvalidRequest as error:
             yield f"tier {tier}", f"no: {error}"
-    chosen = tiers.choose_tier("auto")
-    yield "chosen", f"{chosen.description} (tier, device and dtype 'auto')"
+    yield "chosen", f"{_described('auto')} (tier, device and dtype 'auto')"
+
+
+def _described(tier: str) -> str:
+    with redirect_stderr(io.StringIO()):  # why a GPU is not used has been told
+        return tiers.choose_tier(tier).description
 
 
 def _processor() -> str:

@@ -224,3 +224,17 @@ def test_doctor_is_of_use_without_the_fast_tier(
     said = capsys.readouterr().out
     assert "no: the fast tier needs torch and numba, not installed here" in said
     assert re.search(r"^chosen +reference tier on cpu", said, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_doctor_says_once_what_keeps_a_gpu_from_being_used(
+    name: str, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    take_away, message = PROBLEMS[name]
+    take_away(machine)
+    machine.patch.setattr(torch.cuda, "device_count", lambda: 0)
+    doctor()
+    said = capsys.readouterr()
+    assert re.search(rf"^GPU +not used: .*{message}", said.out, flags=re.MULTILINE)
+    assert "fast tier on cpu" in said.out
+    assert said.err == ""

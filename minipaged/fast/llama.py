@@ -340,7 +340,9 @@ class DecodeGraph:
         self.graph = torch.cuda.CUDAGraph()
         # What other threads do on the GPU meanwhile is no part of it, and may go on.
         capture = torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-        with torch.inference_mode(), capture:
+        # In this order: torch keeps numbers of its own for its captures, made by the first one. Made in inference mode,
+        # nobody's capture could begin outside of it any more, in this process (pytorch/pytorch#166792).
+        with capture, torch.inference_mode():
             self.logits = self.step()  # [size, vocab]
 
     def step(self) -> Tensor:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib.util
-import inspect
 import os
 import resource
 import signal
@@ -27,6 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 
 from tests import effort  # registers the profiles
 from tests.tiny_model import make_tiny_model
+from tests.triton_interpreter import search_builtins_once
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -142,24 +141,8 @@ def _compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter() -> None:
-    """At every call within a kernel, Triton's interpreter searches its whole language for functions to put its own in
-    the place of. They are the same ones each time, so here it searches once: a third of the time of a kernel.
-    """
-    if "TRITON_INTERPRET" not in os.environ or importlib.util.find_spec("triton") is None:
-        return
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    @functools.cache
-    def builtins_of(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-
-    def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
-        for name in builtins_of(package):
-            if is_builtin(member := getattr(package, name)):
-                interpreter._patch_attr(package, name, member, builder, scope)
-
-    interpreter._patch_builtin = patch_builtins
+    if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton") is not None:
+        search_builtins_once()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,288 @@
+"""No kernel loses an offset of more than 32 bits: a cache of 2^33 elements, rows that lie 2^30 elements apart.
+
+In Triton's interpreter, on memory that exists only where it is touched. Each kernel gets the same numbers twice, at low
+addresses and at high ones, and has to do the same with them. That this would show a 32-bit offset is tried, too: with
+each widening to 64 bits taken out of the kernels' source.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import mmap
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no Triton for this machine", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("a GPU's memory exists whether it is touched or not", allow_module_level=True)
+
+from triton.runtime.interpreter import InterpretedFunction, InterpreterError
+
+import minipaged.fast
+from tests.effort import thorough
+from tests.triton_interpreter import watched
+
+FOLDER = Path(minipaged.fast.__file__).parent / "gpu"
+APART = 2**30
+"""Elements from one row to the next: the third begins where 32 bits end."""
+NO_RESERVE = 0x4000
+"""MAP_NORESERVE, which Python has no name for before 3.13: the system need not have as much memory."""
+
+Results = list[Tensor]
+
+
+def untouched(elements: int, dtype: torch.dtype) -> Tensor:
+    """Zeros that take up memory only where they are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
+
+
+def far_apart(rows: Tensor) -> Tensor:
+    """The same rows, `APART` from each other."""
+    rows_apart = untouched(len(rows) * APART, rows.dtype).view(len(rows), APART)[:, : rows[0].numel()]
+    rows_apart.copy_(rows.flatten(1))
+    return rows_apart.unflatten(1, rows.shape[1:])
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def integers(*values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@contextmanager
+def within_their_tensors() -> Iterator[None]:
+    """Kernels that reach beyond them are stopped, before the process is."""
+    run = InterpretedFunction.run
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        with watched(args):
+            run(kernel, *args, **kwargs)
+
+    with patch.object(InterpretedFunction, "run", launch):
+        yield
+
+
+# --- Each kernel, at low addresses and at high ones -----------------------------------------------------
+
+LAYERS, KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEADS = 2, 2, 16, 64, 4
+BLOCK = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_DIM  # elements
+NUM_BLOCKS = 2**33 // BLOCK
+LOW, HIGH = [3, 5, 7], [NUM_BLOCKS - 1, 2**31 // BLOCK, 2**32 // BLOCK + 1]
+
+
+def big_cache(*, shifted: int = 0) -> Tensor:
+    """[blocks, layers, 2, kv_heads, block_size, head_dim] float16. `shifted`: elements by which it begins late."""
+    memory = untouched(2**33 + shifted, torch.float16)
+    return memory[shifted:].view(NUM_BLOCKS, LAYERS, 2, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+
+
+def filled_cache(blocks: Sequence[int]) -> Tensor:
+    cache = big_cache()
+    cache[blocks] = numbers(len(blocks), *cache.shape[1:])
+    return cache
+
+
+def placed(high: bool) -> tuple[Sequence[int], Callable[[Tensor], Tensor]]:
+    """The blocks, and what is done to rows."""
+    return (HIGH, far_apart) if high else (LOW, lambda rows: rows)
+
+
+def attention(module: ModuleType, high: bool) -> Results:
+    """Decode, in one part and in splits that are added up; prefill. Results, too, lie where the others do."""
+    _, spread = placed(high)
+    with patch.object(torch, "empty_like", lambda query, **_: spread(torch.zeros(query.shape, dtype=query.dtype))):
+        return [*attended(module, high), *attended_by_many_heads(module, high), split_decode(module, high)]
+
+
+def attended(module: ModuleType, high: bool) -> Results:
+    blocks, spread = placed(high)
+    cache = filled_cache(blocks)
+    keys, values = cache[:, 1, 0], cache[:, 1, 1]
+    tables, rows, lengths = spread(integers([-1] * 3, [-1] * 3, blocks)), integers(2, 2, 2), integers(1, 20, 41)
+    query = spread(numbers(3, HEADS, HEAD_DIM))
+    decoded = module.paged_decode(query, keys, values, tables, rows, lengths, 0.1)
+    start = integers(0, 3)
+    filled = module.paged_prefill(query, keys, values, tables, rows[:1], start, lengths[2:], 0.1, max_query_len=3)
+    return [decoded, filled]
+
+
+def attended_by_many_heads(module: ModuleType, high: bool) -> Results:
+    """With keys and values in another order: a whole key/value head, then the next."""
+    _, spread = placed(high)
+    keys, values = (spread(numbers(3, 2, BLOCK_SIZE, 16) * i).transpose(0, 1) for i in (1, 2))
+    query, tables, rows, lengths = numbers(1, 3, 16), integers([1, 0]), integers(0), integers(20)
+    return [
+        module.paged_decode(query, keys, values, tables, rows, lengths, 0.1),
+        module.paged_prefill(query, keys, values, tables, rows, integers(0, 1), lengths, 0.1, max_query_len=1),
+    ]
+
+
+def split_decode(module: ModuleType, high: bool) -> Tensor:
+    """With one sequence in three splits, and (`high`) room for so many that partial results are far apart."""
+    cache = numbers(17, 2, 1, BLOCK_SIZE, 16)
+    query, tables = numbers(3, 1, 16), torch.arange(17, dtype=torch.int32).expand(3, 17).contiguous()
+    kernel, room = module._decode_kernel, 2**26 if high else 4
+
+    class FewPrograms:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return kernel[(*grid[:2], 4)]  # the others would find nothing to do
+
+    new_empty = Tensor.new_empty
+
+    def untouched_partials(query: Tensor, *shape: int, **options: Any) -> Tensor:
+        if options != {"dtype": torch.float32}:  # the interpreter's own
+            return new_empty(query, *shape, **options)
+        return untouched(math.prod(shape), torch.float32).view(shape)
+
+    with (
+        patch.object(module, "_decode_kernel", FewPrograms()),
+        patch.object(module, "_max_splits", lambda *_: room),
+        patch.object(Tensor, "new_empty", untouched_partials),
+    ):
+        lengths = integers(1, 1, 260)
+        decoded: Tensor = module.paged_decode(query, cache[:, 0], cache[:, 1], tables, integers(0, 1, 2), lengths, 0.1)
+    return decoded
+
+
+def block_table(module: ModuleType, high: bool) -> Results:
+    """Edits, forks, slots, and one position further."""
+    _, spread = placed(high)
+    tables = spread(torch.zeros(4, 5, dtype=torch.int32))
+    module.edit_tables(tables, integers([2, 0, 11], [2, 1, 12], [3, 4, 13]))
+    module.fork_tables(tables, integers([2, 3, 2], [3, 0, 5]))
+    rows, positions = integers(2, 3), integers(5, 2)
+    slots = module.slot_mapping(tables, rows, positions, 4)
+    lengths, further = torch.zeros_like(rows), torch.zeros_like(rows)
+    module.advance_decode(tables, rows, positions, further, lengths, 4)
+    return [tables, slots, positions, further, lengths]
+
+
+def kv_cache(module: ModuleType, high: bool) -> Results:
+    """Rotation and writing, writing alone, copies of blocks."""
+    blocks, spread = placed(high)
+    cache = big_cache(shifted=1)  # so that a block is copied in words of 2 bytes
+    slots = integers(*[block * BLOCK_SIZE + 3 for block in blocks])
+    angle = APART if high else 1  # of all positions: cos and sin have HEAD_DIM // 2 elements for each
+    turns = untouched((angle // (HEAD_DIM // 2) * 3 + 1) * HEAD_DIM // 2, torch.float32).view(-1, HEAD_DIM // 2)
+    last = len(turns) - 1
+    turns[last] = numbers(HEAD_DIM // 2, dtype=torch.float32)
+    qkv = spread(numbers(3, (HEADS + 2 * KV_HEADS) * HEAD_DIM))
+    positions = integers(last, last, last)
+    query = module.rope_and_write(qkv, turns, turns, positions, slots, cache[:, 1, 0], cache[:, 1, 1], HEADS)
+    key = spread(numbers(3, KV_HEADS, HEAD_DIM))
+    module.write(slots, key, key, cache[:, 0, 0], cache[:, 0, 1])
+    others = [block - 1 for block in blocks]
+    module.copy_blocks(cache, integers(*zip(blocks, others, strict=True)))
+    results = [query, cache[blocks].clone(), cache[others].clone()]
+    module.poison_blocks(cache, integers(*blocks))
+    return [*results, cache[blocks].isnan(), cache[others].isnan()]
+
+
+def llama(module: ModuleType, high: bool) -> Results:
+    _, spread = placed(high)
+    x, residual, weight = spread(numbers(3, 20)), spread(numbers(3, 20) + 1), numbers(20)
+    return [
+        module.rms_norm(x, weight, 1e-5),
+        module.add_rms_norm(x, residual, weight, 1e-5),
+        residual,
+        module.swiglu(x),
+    ]
+
+
+def sampling(module: ModuleType, high: bool) -> Results:
+    _, spread = placed(high)
+    logits = spread(numbers(3, 100))
+    token_ids, peaks, log_totals = module.argmax_logsumexp(logits)
+    ones, zeros = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
+    rows = torch.arange(3)
+    drawn = module.draw(logits, rows, peaks, ones, -torch.inf * ones, zeros, 0 * ones, rows, 0.6 * ones, depth=0)
+    return [token_ids, peaks, log_totals, drawn]
+
+
+SETS = [attention, block_table, kv_cache, llama, sampling]
+
+
+def same(low: Results, high: Results) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(low, high, strict=True))
+
+
+@pytest.mark.parametrize("kernels", SETS)
+def test_what_lies_far_apart_is_found_like_what_lies_together(kernels: Callable[..., Results]) -> None:
+    module = importlib.import_module(f"minipaged.fast.gpu.{kernels.__name__}")
+    with within_their_tensors():
+        assert same(kernels(module, high=False), kernels(module, high=True))
+
+
+# --- Offsets of 32 bits, to see them found ----------------------------------------------------------------
+
+WIDENING = ".to(tl.int64)"
+IN_VAIN = {
+    "_row_peaks: row = tl.program_id(0).to(tl.int64)",
+    "_tile_totals: i = tl.program_id(0).to(tl.int64)",
+    "_draw: number = tl.program_id(0).to(tl.int64)",
+    "_draw: tl.store(token_ids + number, (chosen * TILE + within).to(tl.int64))",
+}
+"""Those that no machine has the memory for: they count tiles of logits, draws, or tokens of a vocabulary."""
+
+
+class Narrow(NamedTuple):
+    """One place where a kernel's source widens a number, left out."""
+
+    file: str
+    place: int
+    """In the text."""
+    line: str
+    """With its kernel."""
+
+    def module(self, folder: Path) -> ModuleType:
+        """The file without it, as a module."""
+        text = (FOLDER / self.file).read_text()
+        changed = folder / self.file
+        changed.write_text(text[: self.place] + text[self.place + len(WIDENING) :])
+        spec = importlib.util.spec_from_file_location(f"narrow_{changed.stem}", changed)
+        assert spec
+        assert spec.loader
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+
+def widenings() -> list[Narrow]:
+    """All that can be missed."""
+    found = []
+    for kernels in SETS:
+        text = (FOLDER / f"{kernels.__name__}.py").read_text()
+        for match in re.finditer(re.escape(WIDENING), text):
+            line = text[text.rindex("\n", 0, match.start()) + 1 : text.index("\n", match.end())].strip()
+            kernel = re.findall(r"^def (\w+)", text[: match.start()], re.MULTILINE)[-1]
+            found.append(Narrow(f"{kernels.__name__}.py", match.start(), f"{kernel}: {line}"))
+    assert {narrow.line for narrow in found} >= IN_VAIN
+    return [narrow for narrow in found if narrow.line not in IN_VAIN]
+
+
+@thorough
+@pytest.mark.parametrize("narrow", widenings(), ids=lambda narrow: narrow.line)
+def test_an_offset_of_32_bits_is_found(narrow: Narrow, tmp_path: Path) -> None:
+    kernels = next(one for one in SETS if f"{one.__name__}.py" == narrow.file)
+    module = narrow.module(tmp_path)
+    with within_their_tensors():
+        try:
+            found = not same(kernels(module, high=False), kernels(module, high=True))
+        except InterpreterError:  # of an overflow, or of memory that is not the kernel's
+            found = True
+    assert found

@@ -1,0 +1,397 @@
+"""Serving on a GPU, rehearsed where there is none: `python -m tests.fast.rehearse_streams` prints what it found.
+
+The engine serves requests of every kind by the fast tier's Llama, which takes the branches of a GPU because it is given
+one, a pretended one (`pretended_gpu.py`). A process of its own, because `torch.cuda` is replaced in it.
+
+One line of JSON for each rehearsal: what was served, and what was found. The first four are of the code as it is, with
+asynchronous scheduling and graphs, on and off. Then come `CASES`, which try out the pretended GPU itself. The others
+are of the code with one of the mistakes of `stream_mistakes.py` in it, and end at the first thing found.
+"""
+
+# ruff: noqa: E402 (who has a GPU is decided before the rest of the wing is imported)
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+
+import torch
+
+import minipaged.fast.device
+from tests.fast.pretended_gpu import DEVICE, pretended_gpu
+
+minipaged.fast.device.is_gpu = lambda device: device == DEVICE  # before the others of the wing ask for it by name
+
+from minipaged.engine.engine import Engine
+from minipaged.fast import llama as fast_llama
+from minipaged.fast.gpu import advance_decode
+from minipaged.fast.kv_cache import KVCache
+from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.reference.kv_cache import KVCache as ReferenceCache
+from minipaged.reference.llama import Llama as ReferenceLlama
+from minipaged.scheduling import Costs
+from minipaged.tiers import fast_tier, reference_tier
+from tests.fast.stream_mistakes import MISTAKES
+from tests.triton_interpreter import search_builtins_once
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 11, 24
+MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 32
+MODEL = ModelConfig.from_dict(
+    {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": MAX_MODEL_LEN,
+    }
+)
+
+Tokens = dict[str, list[list[int]]]
+"""request -> the tokens of each of its sequences."""
+
+
+@dataclass
+class Report:
+    name: str
+    races: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+    others: list[str] = field(default_factory=list)
+    """Requests that got other tokens than from the reference."""
+    happened: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, int] = field(default_factory=dict)
+    """Where the host has waited for the device while it served, and how often."""
+
+    @property
+    def found(self) -> bool:
+        return bool(self.races or self.error or self.others or self.waits.keys() - {"Arriving.arrays"})
+
+
+# --- What is served -------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """Made before the engine's step of that number."""
+
+    step: int
+    make: Callable[[Engine], object]
+
+
+def calls() -> Iterator[Call]:
+    """Requests that come, and two that are cancelled: one while it runs, one while it waits."""
+    drawn = random.Random(8)
+    shared = [drawn.randrange(64) for _ in range(9)]
+    for number in range(10):
+        prompt = [drawn.randrange(64) for _ in range(drawn.choice([1, 2, 5, 9]))]
+        if number % 4 == 3:
+            prompt = [*shared, *prompt]
+        max_tokens = drawn.randint(3, 14)
+        params: SamplingParams | BeamSearchParams = SamplingParams(
+            temperature=drawn.choice([0.0, 0.0, 0.7]),
+            seed=number,
+            n=2 if number % 5 == 2 else 1,
+            top_k=drawn.choice([0, 5]),
+            repetition_penalty=1.3 if number == 5 else 1.0,
+            logprobs=2 if number == 6 else None,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+        )
+        if number == 4:
+            params = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True)
+        arrival = functools.partial(Engine.add_request, prompt_token_ids=prompt, params=params, request_id=str(number))
+        yield Call(number, arrival)
+    for step, number in ((2, 10), (11, 11)):
+        long = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+        yield Call(
+            step, functools.partial(Engine.add_request, prompt_token_ids=shared, params=long, request_id=str(number))
+        )
+        yield Call(step + 12 * (number == 10), functools.partial(Engine.abort, request_id=str(number)))
+
+
+class Fault(Exception):
+    """What the rehearsal lets fail."""
+
+
+class FailingLlama(fast_llama.Llama):
+    """Fails twice, when a step is queued in part: after its blocks have moved, and before its tokens are chosen."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.fuses = {"move": 3, "sample": 18}
+        """In which call of each it fails, from here on."""
+        self.graphs_used: set[tuple[int, int]] = set()
+        """(size, sequences in it)."""
+
+    def move(self, moves: Any) -> None:
+        super().move(moves)
+        if moves.swap_out or moves.swap_in:
+            self._burn("move")
+
+    def sample(self, logits: Any, inputs: Any) -> Any:
+        self._burn("sample")
+        return super().sample(logits, inputs)
+
+    def _burn(self, part: str) -> None:
+        self.fuses[part] -= 1
+        if self.fuses[part] == 0:
+            raise Fault(part)
+
+    def _graph_for(self, num_seqs: int) -> fast_llama.DecodeGraph | None:
+        graph = super()._graph_for(num_seqs)
+        if graph:
+            self.graphs_used.add((len(graph.logits), num_seqs))
+        return graph
+
+
+def config(*, asynchronous: bool) -> EngineConfig:
+    return EngineConfig(
+        num_blocks=NUM_BLOCKS,
+        num_swap_blocks=NUM_SWAP_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=16,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=MODEL.vocab_size,
+        preemption="swap",
+        enable_prefix_caching=True,
+        async_scheduling=asynchronous,
+    )
+
+
+def serve(engine: Engine, report: Report, *, enough: Callable[[Tokens], bool] = lambda tokens: False) -> Tokens:
+    """All calls, to the end or until there is `enough`. Counts in `report` what has happened."""
+    tokens: Tokens = {}
+    failures = 0
+    left = sorted(calls(), key=lambda call: call.step)
+    for step in range(500):
+        while left and left[0].step <= step:
+            left.pop(0).make(engine)
+        try:
+            for update in engine.step():
+                if update.output and update.output.finished:
+                    tokens[update.request_id] = [one.token_ids for one in update.output.outputs]
+        except Fault:
+            failures += 1
+        if enough(tokens) or not (left or engine.has_unfinished_requests()):
+            break
+    stats = engine.stats
+    report.happened = {
+        "requests finished": len(tokens),
+        "failures": failures,
+        "blocks swapped out": stats.blocks_swapped_out,
+        "blocks swapped in": stats.blocks_swapped_in,
+        "blocks copied": stats.blocks_copied,
+        "tokens found in the prefix cache": stats.prefix_cache_hit_tokens,
+    }
+    return tokens
+
+
+@functools.cache
+def weights() -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    return {name: 0.3 * torch.randn(shape, generator=drawn) for name, shape in weight_shapes(MODEL).items()}
+
+
+@functools.cache
+def references_tokens() -> Tokens:
+    """Of the reference tier, one step after another."""
+    arrays = {name: tensor.numpy() for name, tensor in weights().items()}
+    cache = ReferenceCache(1, NUM_BLOCKS, BLOCK_SIZE, 1, MODEL.head_dim, NUM_SWAP_BLOCKS)
+    runner = ReferenceLlama(MODEL, arrays, cache)
+    return serve(Engine(config(asynchronous=False), reference_tier(), runner), Report("reference"))
+
+
+# --- Rehearsals -----------------------------------------------------------------------------------
+
+
+def rehearse(name: str, *, asynchronous: bool = True, graphs: bool = True, to_the_end: bool = False) -> Report:
+    """Serve on the pretended GPU; to the first thing found, unless `to_the_end`."""
+    report = Report(name)
+    with pretended_gpu() as gpu:
+        try:
+            on_device = {name: tensor.to(DEVICE) for name, tensor in weights().items()}
+            cache = KVCache(1, NUM_BLOCKS, BLOCK_SIZE, 1, MODEL.head_dim, NUM_SWAP_BLOCKS, torch.float32, DEVICE)
+            llama = FailingLlama(MODEL, on_device, cache, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
+                pass  # somebody else's
+            if not graphs:
+                llama._graphs = {}
+            gpu.waits.clear()
+            expected = references_tokens()
+
+            def found(tokens: Tokens) -> bool:
+                report.races, report.waits = dict(gpu.order.races), dict(gpu.waits)
+                report.others = [request for request in tokens if tokens[request] != expected[request]]
+                return report.found and not to_the_end
+
+            engine = Engine(config(asynchronous=asynchronous), fast_tier(), llama)
+            tokens = serve(engine, report, enough=found)
+            if to_the_end:
+                assert tokens.keys() == expected.keys()
+            report.happened["sizes of graphs"] = len({size for size, _ in llama.graphs_used})
+            report.happened["sizes with padding"] = len({size for size, used in llama.graphs_used if used < size})
+        except Exception as error:
+            if to_the_end:
+                raise
+            report.error = repr(error)
+    report.races = dict(gpu.order.races)
+    return report
+
+
+# --- What the pretended GPU has to find ---------------------------------------------------------------
+
+
+def reads_what_arrives(careful: bool) -> None:
+    """The host looks at pinned memory; careless, before a copy into it has arrived."""
+    copy = torch.ones(4, device=DEVICE).to("cpu", non_blocking=True)
+    if careful:
+        torch.cuda.synchronize()
+    copy.tolist()
+
+
+def reads_an_old_array(careful: bool) -> None:
+    """The same through an array that it got before."""
+    pinned = torch.zeros(4, pin_memory=True)
+    array = pinned.numpy()
+    pinned.copy_(torch.ones(4, device=DEVICE), non_blocking=True)
+    if careful:
+        torch.cuda.synchronize()
+    assert array.sum() == 4, array
+
+
+def overwrites_what_is_copied(careful: bool) -> None:
+    """The host writes to pinned memory; careless, before it was copied from."""
+    pinned = torch.ones(4, pin_memory=True)
+    pinned.to(DEVICE, non_blocking=True)
+    if careful:
+        torch.cuda.synchronize()
+    pinned.fill_(2)
+
+
+def overwrites_it_by_an_array(careful: bool) -> None:
+    pinned = torch.ones(4, pin_memory=True)
+    pinned.to(DEVICE, non_blocking=True)
+    if careful:
+        torch.cuda.synchronize()
+    pinned.numpy()[:] = 2
+    torch.cuda.synchronize()
+
+
+def gives_back_what_another_stream_reads(careful: bool) -> None:
+    """And the caching allocator gives it to the next who asks."""
+    side = torch.cuda.Stream()
+    numbers = torch.ones(4, device=DEVICE)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        numbers.neg()
+    if careful:
+        numbers.record_stream(side)
+
+
+def gives_back_what_a_graph_copies(careful: bool) -> None:
+    """Pinned memory waits for the copies that were queued, but no one tells it of replays."""
+    numbers, pinned = torch.zeros(4, device=DEVICE), torch.ones(4, pin_memory=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        numbers.copy_(pinned, non_blocking=True)
+    if not careful:
+        del pinned
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+def overwrites_what_a_graph_copies(careful: bool) -> None:
+    numbers, pinned = torch.zeros(4, device=DEVICE), torch.ones(4, pin_memory=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        numbers.copy_(pinned, non_blocking=True)
+    graph.replay()
+    if careful:
+        torch.cuda.synchronize()
+    pinned.numpy()[:] = 2
+    torch.cuda.synchronize()
+
+
+def reads_what_a_kernel_writes(careful: bool) -> None:
+    """Beside a kernel on another stream: what that writes (careless), or what it only reads."""
+    side = torch.cuda.Stream()
+    tables, rows, positions, slots, lengths = (torch.zeros(1, 1, dtype=torch.int32, device=DEVICE) for _ in range(5))
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        advance_decode(tables, rows[0], positions[0], slots[0], lengths[0], BLOCK_SIZE)
+    (tables if careful else slots).neg()
+    torch.cuda.synchronize()
+
+
+def waits_during_a_capture(careful: bool) -> None:
+    numbers = torch.zeros(4, device=DEVICE)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        if not careful:
+            numbers.sum().item()
+
+
+def mixes_devices(careful: bool) -> None:
+    torch.ones(4, device=DEVICE) + torch.ones(4, device=DEVICE if careful else "cpu")
+
+
+CASES = [
+    reads_what_arrives,
+    reads_an_old_array,
+    overwrites_what_is_copied,
+    overwrites_it_by_an_array,
+    gives_back_what_another_stream_reads,
+    gives_back_what_a_graph_copies,
+    overwrites_what_a_graph_copies,
+    reads_what_a_kernel_writes,
+    waits_during_a_capture,
+    mixes_devices,
+]
+
+
+def try_out(case: Callable[[bool], None], *, careful: bool) -> Report:
+    report = Report(f"{case.__name__}, {careful=}")
+    with pretended_gpu() as gpu:
+        try:
+            case(careful)
+        except Exception as error:
+            report.error = repr(error)
+    report.races = dict(gpu.order.races)
+    return report
+
+
+def main() -> None:
+    search_builtins_once()
+    costs = Costs(1e-5, 1, 1 << 12, 1e10, 1e5)
+    fast_llama.measure = lambda *_: costs  # which waits for the device, and would hide who else forgets to
+    for asynchronous in (True, False):
+        for graphs in (True, False):
+            name = f"{asynchronous=}, {graphs=}"
+            tell(rehearse(name, asynchronous=asynchronous, graphs=graphs, to_the_end=True))
+    for case in CASES:
+        for careful in (True, False):
+            tell(try_out(case, careful=careful))
+    for mistake in MISTAKES:
+        with mistake.planted():
+            tell(rehearse(mistake.name))
+
+
+def tell(report: Report) -> None:
+    print(json.dumps(asdict(report) | {"found": report.found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

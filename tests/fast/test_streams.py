@@ -1,0 +1,78 @@
+"""The CUDA path puts its work in order: nothing races, and all get their tokens, with graphs and running ahead or not.
+
+Rehearsed on a pretended GPU, in a process of its own (`rehearse_streams.py`). What it would find is tried, too: each
+wait of the fast tier forgotten, and mistakes of other kinds (`stream_mistakes.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+from tests.effort import thorough
+from tests.fast.stream_mistakes import MISTAKES, Mistake
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no Triton for this machine", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = thorough
+
+Report = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """By name. Rehearsed once, also when tests run in several processes."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # all workers'
+    told = folder / "rehearsed-streams.jsonl"
+    with FileLock(folder / "rehearsed-streams.lock"):
+        if not told.exists():
+            command = [sys.executable, "-m", "tests.fast.rehearse_streams"]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            told.write_text(done.stdout)
+    return {report["name"]: report for report in map(json.loads, told.read_text().splitlines())}
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_nothing_races_and_every_request_gets_the_references_tokens(
+    reports: dict[str, Report], asynchronous: bool, graphs: bool
+) -> None:
+    """Also after errors. And the host waits for the device only where it fetches the tokens that were chosen."""
+    report = reports[f"{asynchronous=}, {graphs=}"]
+    assert report["races"] == {}
+    assert report["others"] == []
+    assert list(report["waits"]) == ["Arriving.arrays"]
+    happened = report["happened"]
+    assert happened["failures"] == 2
+    served = {name: number for name, number in happened.items() if "size" not in name}
+    assert all(served.values()), served
+    assert (happened["sizes of graphs"] >= 3 and happened["sizes with padding"] >= 1) == graphs, happened
+
+
+def test_what_the_pretended_gpu_should_find_it_finds_and_nothing_else(reports: dict[str, Report]) -> None:
+    tried = {name: report["found"] for name, report in reports.items() if "careful=" in name}
+    assert len(tried) >= 20
+    assert tried == {name: name.endswith("careful=False") for name in tried}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+def test_a_mistake_is_found(reports: dict[str, Report], mistake: Mistake) -> None:
+    report = reports[mistake.name]
+    assert report["found"]
+    assert report[mistake.field]
+    assert mistake.shows in str(report[mistake.field])
+    assert bool(report["error"]) == (mistake.field == "error")

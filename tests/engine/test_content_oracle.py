@@ -7,16 +7,19 @@ every request has finished (liveness) with the tokens that it gets when it is se
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as ListLike
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from minipaged.course.content_runner import ContentRunner
-from minipaged.engine import block_manager
+from minipaged.course.content_runner import ContentRunner, GivenRow
+from minipaged.engine import block_manager, engine
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Sequence
-from minipaged.errors import InvariantViolation
+from minipaged.errors import Invariant, InvariantViolation
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves
 from tests.effort import scaled, seeds
@@ -66,6 +69,64 @@ def test_the_workloads_bring_about_everything_that_can_happen() -> None:
             break
     assert workloads_with.keys() == EVERYTHING_THAT_CAN_HAPPEN
     assert min(workloads_with.values()) >= 2, workloads_with
+
+
+# --- The rows of a step do not depend on each other -----------------------------------------------
+
+
+class OneByOne(ContentRunner):
+    """Runs each row of a step through the whole model before the next one, the last row first or the first."""
+
+    def compute(self, rows: ListLike[GivenRow]) -> np.ndarray:
+        backwards = self.mirror.rows.number % 2
+        parts = [super(OneByOne, self).compute([row]) for row in (reversed(rows) if backwards else rows)]
+        return np.concatenate(parts[::-1] if backwards else parts)
+
+
+def run_with(make_runner: type[ContentRunner], seed: int) -> None:
+    """Every other one with steps in flight, so that a step is planned before the one before it is committed."""
+    workload = random_workload(seed)
+    config = replace(workload.config, async_scheduling=bool(seed % 2))
+    run = Run(replace(workload, config=config), make_runner=make_runner)
+    run.to_the_end()
+    run.check_outputs()
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(1000, 100, least=100), ids=str)
+def test_no_row_reads_what_another_row_writes_in_the_same_step(seeds: range) -> None:
+    """So a runner may run some of them first. What the prefix cache and siblings offer was computed in steps before;
+    a shared block that is written into was copied before the pass."""
+    for seed in seeds:
+        try:
+            run_with(OneByOne, seed)
+        except Exception as error:
+            error.add_note(f"in workload {seed}")
+            raise
+
+
+def test_a_row_that_reads_what_another_one_writes_in_the_same_step_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks that are offered as soon as they are taken; where all rows write before any reads, as within one layer,
+    some workloads go through all the same. (Exclusive-write, which finds that too, is not looked at here.)"""
+    right = BlockManager.append
+
+    def append(self: BlockManager, sequence: Sequence, num_tokens: int) -> None:
+        right(self, sequence, num_tokens)
+        if sequence.table.num_tokens <= len(sequence.tokens):
+            self.publish(sequence, sequence.table.num_tokens)
+
+    def goes_through(make_runner: type[ContentRunner], seed: int) -> bool:
+        try:
+            run_with(make_runner, seed)
+        except InvariantViolation as error:
+            return error.invariant is not Invariant.CONTENT
+        return True
+
+    monkeypatch.setattr(BlockManager, "append", append)
+    monkeypatch.setattr(engine, "check_exclusive_writes", lambda work, blocks: None)
+    assert any(goes_through(ContentRunner, seed) and not goes_through(OneByOne, seed) for seed in range(100))
 
 
 # --- Bugs that the oracle must find ---------------------------------------------------------------

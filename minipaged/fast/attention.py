@@ -3,13 +3,14 @@
 The twin of `reference/attention.py`, with the same signature and the same checks. The arithmetic is the same online
 softmax, in the kernels:
 
-    decode    one query a sequence. Every key and value is read once and little is done with each, so the kernel is as
-              good as its share of the memory's speed: the query heads of a group go together, and long contexts are
-              split over many workers, whose (m, l, o) are put together at the end.
-    prefill   many queries a sequence, or a mixed batch. Each key that is read serves a whole tile of queries, so the
-              kernel is as good as its matrix products.
+    decode    sequences with one query. Every key and value is read once and little is done with each, so the kernel is
+              as good as its share of the memory's speed: the query heads of a group go together, and long contexts
+              are split over many workers, whose (m, l, o) are put together at the end.
+    prefill   sequences with any number of queries. Each key that is read serves a whole tile of queries, so the kernel
+              is as good as its matrix products.
 
-`gpu/attention.py` has them in Triton, `cpu/attention.py` in numba.
+The model lays a mixed batch out so that each kernel gets its part of it (`llama.FlatBatch`). `gpu/attention.py` has
+them in Triton, `cpu/attention.py` in numba.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def paged_attention(
     _check(query, kv_cache, block_tables, query_start, context_lens)
     if len(query) == 0:
         return torch.empty_like(query)
-    query_lens = query_start[1:] - query_start[:-1]  # [seqs]
+    max_query_len = int((query_start[1:] - query_start[:-1]).max())
     return attend(
         query.contiguous(),
         kv_cache,
@@ -54,7 +55,8 @@ def paged_attention(
         query_start.int(),
         context_lens.int(),
         float(scale),
-        max_query_len=int(query_lens.max()),
+        num_decoding=len(context_lens) if max_query_len == 1 else 0,
+        max_query_len=max_query_len,
     )
 
 
@@ -68,16 +70,25 @@ def attend(
     context_lens: Tensor,
     scale: float,
     *,
+    num_decoding: int = 0,
     max_query_len: int,
 ) -> Tensor:
-    """`paged_attention` unchecked, all integers int32: sequence s has row rows[s] of `tables` [rows, max_blocks]."""
+    """`paged_attention` unchecked, all integers int32: sequence s has row rows[s] of `tables` [rows, max_blocks].
+
+    num_decoding: so many sequences have one query token each, and come first. query_start: [the others + 1], in the
+    query tokens after those.
+    """
     keys, values = kv_cache.layer(layer)
-    kernels = kv_cache.kernels
-    if max_query_len == 1:
-        return kernels.paged_decode(query, keys, values, tables, rows, context_lens, scale)
-    return kernels.paged_prefill(
-        query, keys, values, tables, rows, query_start, context_lens, scale, max_query_len=max_query_len
-    )
+    kernels, n = kv_cache.kernels, num_decoding
+    parts: list[Tensor] = []
+    if n:
+        parts.append(kernels.paged_decode(query[:n], keys, values, tables, rows[:n], context_lens[:n], scale))
+    if n < len(rows):
+        # Triton has compiled the kernel for addresses that 16 divides, and would compile it anew for others.
+        prompts = query[n:] if query[0].nbytes % 16 == 0 else query[n:].clone()
+        others = (tables, rows[n:], query_start, context_lens[n:])
+        parts.append(kernels.paged_prefill(prompts, keys, values, *others, scale, max_query_len=max_query_len))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _check(query: Tensor, kv_cache: KVCache, block_tables: Tensor, query_start: Tensor, context_lens: Tensor) -> None:

@@ -20,6 +20,9 @@ step is captured once for each batch size as a CUDA graph and started as one. Be
 batch is padded: slot -1 is not written, and a context of length 0 is not attended to. A graph begins by moving its
 sequences to their next position by itself (`DecodeGraph`): while the same ones go on, the host sends nothing.
 
+In a step with prompts, the sequences that decode go on as they do without (`Llama._run_apart`), or beside the prompts
+in one pass: by the decode kernel in either.
+
 Nothing in a step waits for the device, so that with asynchronous scheduling the next one can be launched while it runs.
 The tokens that a step chooses never leave the device on their way into the next batch (`FlatBatch.token_ids`).
 """
@@ -53,6 +56,10 @@ from minipaged.steps import LOGITS, Begun, BlockMoves, Forked, Row, Sampling, St
 
 BATCH_SIZES = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16)]
 """The batch sizes for which a step of decoding is captured: at most 7 rows of padding up to 64, 15 from there on."""
+SMALL_LAYER = 40 << 20
+"""In a step with prompts, the sequences that decode run by themselves, in their graph, if a layer's matrices have no
+more bytes than this. The device then reads each layer twice: 10 µs for so many bytes, at 4 TB/s. In one pass the host
+starts two or three kernels more a layer, of 5 to 20 µs each. Reckoned, not measured (docs/tuning.md)."""
 
 PROMPT_LENGTHS = [2, 4, 8, 16, 32, 64, 128]
 """On a GPU, a prompt between two of these takes the prefill tiles of the one or of the other, a longer one those of the
@@ -142,6 +149,9 @@ class Llama(Runner):
         self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels)
         self._steady: FlatBatch | None = None  # the batch of the step before, if the rows may go on from it
         self._graphs: dict[int, DecodeGraph] = {}
+        first = self.weights.layers[0]
+        matrices = (first.qkv, first.o, first.gate_up, first.down)
+        self._has_small_layers = sum(matrix.weight.nbytes for matrix in matrices) <= SMALL_LAYER
         if is_gpu(kv_cache.device):
             self._capture(max_num_seqs)
         self._costs = measure(kv_cache, self.forward, longest)
@@ -181,11 +191,10 @@ class Llama(Runner):
         self._steady = None  # should this be cut short
         if not len(rows):
             return self._no_logits()
-        graph = self._graph_for(len(rows)) if rows.num_query_tokens == len(rows) else None
         # What the step before has chosen, on the device; the host may not know it yet.
         chosen = self.mirror.latest.token_ids if isinstance(self.mirror.latest, Samples) else None  # [choices] int64
         if rows.num_steady > 1 and chosen is not None:
-            if graph:
+            if graph := self._graph_for(len(rows)):
                 return graph.run_again(chosen)
             if before:
                 self._steady = tokens = before.one_further(chosen)
@@ -194,10 +203,32 @@ class Llama(Runner):
         tokens = flatten(self.mirror.batch(), device_rows, self.tables.tables, chosen)
         if rows.num_steady and chosen is not None:  # from here on, each row runs the token that was chosen for it
             tokens = replace(tokens, ids=-1 - torch.arange(len(rows), dtype=torch.int32), chosen=chosen)
-        if graph:
+        graph = self._graph_for(tokens.num_decoding) if tokens.num_decoding else None
+        if graph and tokens.num_decoding == len(rows):
             return graph.run(tokens)
+        if graph and self._has_small_layers:
+            return self._run_apart(tokens, graph)
         self._steady = tokens = tokens.on(self.kv_cache.device)
         return self._compute(tokens)
+
+    def _run_apart(self, tokens: FlatBatch, graph: DecodeGraph) -> Tensor:
+        """The logits of a batch on the host, of which some sequences decode: these in their graph, then the others.
+
+        In this order, because a graph is started at once: while the device is busy with it, the host starts the kernels
+        of the others one by one. No sequence reads what another one writes in the same step, so the order changes
+        nothing else (`tests/engine/test_content_oracle.py`).
+        """
+        decoding, others = tokens.split()
+        parts = [graph.run(decoding), self._compute(others.on(self.kv_cache.device))]
+        parts = [logits for logits in parts if len(logits)]
+        if len(parts) < 2:
+            return parts[0] if parts else self._no_logits()
+        assert tokens.logit_rows is not None
+        late = (tokens.logit_rows >= tokens.num_decoding).int()  # [rows that want logits]
+        logits = torch.cat(parts)
+        if not (late.diff() < 0).any():  # the batch is laid out in its own order
+            return logits
+        return logits[to_device(late.argsort(stable=True).argsort(), logits.device)]
 
     def _no_logits(self) -> Tensor:
         return torch.empty(0, self.config.vocab_size, dtype=self.kv_cache.dtype, device=self.kv_cache.device)
@@ -229,6 +260,7 @@ class Llama(Runner):
                 tokens.query_start,
                 tokens.context_lens,
                 self.scale,
+                num_decoding=tokens.num_decoding,
                 max_query_len=tokens.max_query_len,
             )  # [tokens, heads, head_dim]
             x = layer.o(x.view(len(x), -1))  # [tokens, hidden]
@@ -327,12 +359,22 @@ class DecodeGraph:
         self.numbers = torch.tensor(self._padding, device=device)  # [3, size]: ids, rows, positions of the last run
         ids, rows, positions = self.numbers.unbind()
         slots, context_lens = torch.empty_like(self.numbers[:2]).unbind()  # [size] each
-        start = torch.arange(size + 1, dtype=torch.int32, device=device)
         self._llama = llama
         self._chosen = chosen
         self._slots = slots
-        tables = llama.tables.tables
-        self._tokens = FlatBatch(tables, ids, positions, rows, rows, context_lens, start, None, 1, chosen)
+        self._tokens = FlatBatch(
+            tables=llama.tables.tables,
+            ids=ids,
+            positions=positions,
+            token_rows=rows,
+            rows=rows,
+            context_lens=context_lens,
+            query_start=torch.zeros(1, dtype=torch.int32, device=device),
+            logit_rows=None,
+            num_decoding=size,
+            max_query_len=1,
+            chosen=chosen,
+        )
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream), torch.inference_mode():
             self.step()  # compiles every kernel: nothing may be compiled during the capture
@@ -391,7 +433,11 @@ class DecodeGraph:
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """A batch as int32 tensors: the query tokens of all sequences, one after another."""
+    """A batch as int32 tensors: the query tokens of all sequences, one after another.
+
+    First come the sequences that decode: those with one query token, be it the last of a prompt. Each part is in the
+    order of the batch.
+    """
 
     tables: Tensor  # [any, max_blocks], block tables, on the device
     ids: Tensor  # [tokens]; a negative one, -1 - i, stands for chosen[i]
@@ -399,8 +445,10 @@ class FlatBatch:
     token_rows: Tensor  # [tokens], of the block tables
     rows: Tensor  # [seqs], of the same
     context_lens: Tensor  # [seqs]
-    query_start: Tensor  # [seqs + 1]
-    logit_rows: Tensor | None  # [rows that want logits], their last query tokens' places in [tokens]; None: all tokens
+    query_start: Tensor  # [seqs that do not decode + 1], in their tokens
+    logit_rows: Tensor | None
+    """[rows that want logits], in the batch's order: their last query tokens' places in [tokens]. None: all tokens."""
+    num_decoding: int
     max_query_len: int
     chosen: Tensor | None = None  # [samples] int64, on the device: what the step before chose. None: all ids are known
 
@@ -419,8 +467,36 @@ class FlatBatch:
         whole = to_device(torch.cat(parts), device)
         ids, positions, token_rows, rows, lens, start, *logit_rows = torch.split(whole, list(map(len, parts)))
         last = logit_rows[0] if logit_rows else None
-        numbers = (ids, positions, token_rows, rows, lens, start, last)
-        return FlatBatch(self.tables, *numbers, max_query_len=self.max_query_len, chosen=self.chosen)
+        return FlatBatch(
+            self.tables, ids, positions, token_rows, rows, lens, start, last,
+            num_decoding=self.num_decoding, max_query_len=self.max_query_len, chosen=self.chosen,
+        )  # fmt: skip
+
+    def split(self) -> tuple[FlatBatch, FlatBatch]:
+        """The sequences that decode, and the others; some of each. On the host."""
+        n, last = self.num_decoding, self.logit_rows
+        assert last is not None
+        wanted, halves = last[last < n], []
+        # Sequences that decode have one token each: the same cut is right for both.
+        for half, logit_rows in (
+            (slice(n), None if len(wanted) == n else wanted),
+            (slice(n, None), last[last >= n] - n),
+        ):
+            ids = self.ids[half]
+            halves.append(
+                replace(
+                    self,
+                    ids=ids,
+                    positions=self.positions[half],
+                    token_rows=self.token_rows[half],
+                    rows=self.rows[half],
+                    context_lens=self.context_lens[half],
+                    logit_rows=logit_rows,
+                    chosen=self.chosen if (ids < 0).any() else None,
+                )
+            )
+        decoding, others = halves
+        return replace(decoding, query_start=self.query_start[:1], max_query_len=1), replace(others, num_decoding=0)
 
     def one_further(self, chosen: Tensor) -> FlatBatch:
         """The same sequences with the tokens that were chosen for them. This batch is used up."""
@@ -431,15 +507,20 @@ class FlatBatch:
 
 def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | None = None) -> FlatBatch:
     """Lay the rows of a batch out one after another; `rows`: which of `tables` are theirs."""
-    query_lens = np.array([len(row.token_ids) for row in batch], np.int32)  # [seqs]
-    first = np.array([row.first_position for row in batch], np.int32)  # [seqs]
-    owners = np.array(rows, np.int32)  # [seqs]
-    query_start = np.zeros(len(batch) + 1, np.int32)  # [seqs + 1]
-    np.cumsum(query_lens, out=query_start[1:])
+    lens = np.array([len(row.token_ids) for row in batch], np.int32)  # [seqs], in the batch's order; below, as laid out
+    order = np.argsort(lens > 1, kind="stable")  # [seqs]
+    num_decoding = int((lens == 1).sum())
+    laid_out = [batch[i] for i in order]
+    query_lens = lens[order]
+    ends = np.cumsum(query_lens, dtype=np.int32)
+    first = np.array([row.first_position for row in laid_out], np.int32)
+    owners = np.array(rows, np.int32)[order]
+    last = np.empty_like(ends)  # [seqs], in the batch's order: last query tokens
+    last[order] = ends - 1
     wanted = [row.wants_logits for row in batch]
-    every = len(query_lens) == query_start[-1] and all(wanted)
-    ids = np.fromiter(chain.from_iterable(row.token_ids for row in batch), np.int32, query_start[-1])
-    positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(first - query_start[:-1], query_lens)
+    every = num_decoding == len(batch) and all(wanted)
+    ids = np.fromiter(chain.from_iterable(row.token_ids for row in laid_out), np.int32, ends[-1])
+    positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(first + query_lens - ends, query_lens)
     return FlatBatch(
         tables=tables,
         ids=torch.from_numpy(ids),
@@ -447,8 +528,9 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
         token_rows=torch.from_numpy(np.repeat(owners, query_lens)),
         rows=torch.from_numpy(owners),
         context_lens=torch.from_numpy(first + query_lens),
-        query_start=torch.from_numpy(query_start),
-        logit_rows=None if every else torch.from_numpy(query_start[1:][wanted] - 1),
+        query_start=torch.from_numpy(np.append(np.int32(0), ends[num_decoding:] - np.int32(num_decoding))),
+        logit_rows=None if every else torch.from_numpy(last[wanted]),
+        num_decoding=num_decoding,
         max_query_len=int(query_lens.max(initial=1)),
         chosen=chosen if (ids < 0).any() else None,
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,6 +20,7 @@ from transformers import LlamaConfig
 from minipaged.contracts import BatchRow, Sampled, SamplingInput
 from minipaged.engine.sequence import Sequence
 from minipaged.engine.step_writer import StepWriter
+from minipaged.fast import llama as fast_llama
 from minipaged.fast import preemption
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.fast.llama import DecodeGraph
@@ -309,6 +311,174 @@ def test_after_a_captured_step_that_was_cut_short_a_fresh_one_is_right(monkeypat
         sequence.table.trim(6)
     for _ in range(3):
         twins.run([1, 1, 1], [1, 1, 1])
+
+
+# --- Steps in which some sequences decode and others have prompts ---------------------------------
+
+
+class CountedKernels:
+    """Kernels that note how many sequences each attention is for."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+        self.decoded: set[int] = set()
+        self.prefilled: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def paged_decode(self, *arguments: Any) -> torch.Tensor:
+        self.decoded.add(len(arguments[5]))
+        return self._kernels.paged_decode(*arguments)  # type: ignore[no-any-return]
+
+    def paged_prefill(self, *arguments: Any, max_query_len: int) -> torch.Tensor:
+        self.prefilled.add(len(arguments[6]))
+        return self._kernels.paged_prefill(*arguments, max_query_len=max_query_len)  # type: ignore[no-any-return]
+
+
+def counted(twins: Twins) -> CountedKernels:
+    kernels = twins.fast.kv_cache.kernels = CountedKernels(twins.fast.kernels)  # type: ignore[assignment]
+    return kernels
+
+
+@every_kernel_set
+def test_rows_of_one_token_take_the_decode_kernel_wherever_they_stand_in_a_batch(kernel_set: KernelSet) -> None:
+    """The first rows, the last ones, some in between; those that want no logits; the last token of a prompt."""
+    twins = Twins(kernel_set, torch.float32, config_of(), seed=5)
+    for first in range(4):
+        twins.begin(DIGITS[first:])
+    for query_lens, num_choices, decoded, prefilled in (
+        ([1, 4, 1, 3], [LOGITS] * 4, {2}, {2}),
+        ([3, 1, 0, 1], [LOGITS, 0, 0, LOGITS], {2}, {1}),
+        ([2, 2, 1, 0], [LOGITS, 0, 0, 0], {1}, {2}),
+        ([1, 1, 2, 1], [0, 0, 0, 0], {3}, {1}),
+        ([2, 0, 3, 2], [LOGITS] * 4, set(), {3}),
+        ([1, 1, 1, 1], [LOGITS, 0, LOGITS, LOGITS], {4}, set()),
+    ):
+        kernels = counted(twins)
+        twins.run(query_lens, num_choices)
+        assert (kernels.decoded, kernels.prefilled) == (decoded, prefilled)
+
+
+class Replays:
+    """How often each size's graph has been replayed, and how often it was sent numbers."""
+
+    def __init__(self, llama: FastLlama) -> None:
+        self.sizes: list[int] = []
+        self.sent: list[list[int]] = []
+        for size, graph in llama._graphs.items():
+            graph.numbers = SpiedCopy(graph.numbers, self.sent)  # type: ignore[assignment]
+            graph._replay = partial(self._replay, size, graph._replay)  # type: ignore[method-assign]
+
+    def _replay(self, size: int, right: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+        self.sizes.append(size)
+        return right(*arguments)
+
+
+PROMPTS_AMONG_DECODING: list[tuple[list[int], list[int], int | None, bool]] = [
+    # query tokens and choices of each sequence; the graph of those that decode, and whether it is sent numbers
+    ([5, 5, 0, 0, 0], [1, 1, 0, 0, 0], None, False),  # nobody decodes
+    ([1, 1, 0, 5, 0], [1, 1, 0, 1, 0], 2, True),  # a prompt arrives; two go on with tokens that are being chosen
+    ([1, 1, 0, 1, 0], [1, 1, 0, 1, 0], 4, True),  # all three decode
+    ([1, 1, 0, 1, 0], [1, 1, 0, 1, 0], 4, False),
+    ([1, 1, 0, 1, 0], [1, 1, 0, 1, 0], 4, False),
+    ([1, 1, 2, 1, 0], [1, 1, 0, 1, 0], 4, False),  # a chunk in the middle: they are where the device has moved them
+    ([1, 1, 2, 1, 0], [1, 1, 0, 1, 0], 4, False),
+    ([1, 1, 1, 1, 5], [1, 1, 1, 1, 1], 4, True),  # the prompt's last chunk is one token; another prompt
+    ([1, 1, 1, 1, 1], [1, 1, 1, 1, 1], 8, True),
+    ([1, 1, 1, 1, 1], [1, 1, 1, 1, 1], 8, False),
+]
+
+
+def begin_five(seed: int) -> Twins:
+    twins = Twins(TRITON, torch.float32, config_of(), seed=seed)
+    for first in range(5):
+        twins.begin(DIGITS[first:], 5)
+    return twins
+
+
+@pytest.mark.usefixtures("uncaptured")
+def test_sequences_that_decode_keep_their_graph_when_a_prompt_arrives() -> None:
+    twins = begin_five(6)
+    captured(twins)
+    replays = Replays(twins.fast)
+    for query_lens, num_choices, size, sends in PROMPTS_AMONG_DECODING:
+        num_replays, num_sent, kernels = len(replays.sizes), len(replays.sent), counted(twins)
+        twins.run(query_lens, num_choices)
+        assert replays.sizes[num_replays:] == ([] if size is None else [size]), query_lens
+        assert (len(replays.sent) > num_sent) == sends, query_lens
+        assert kernels.prefilled == {sum(n > 1 for n in query_lens)} - {0}
+        assert twins.chosen[-1]._fetched is None, "the host had no need to look"
+
+
+WAYS: dict[str, dict[str, object]] = {
+    "in two parts": {},
+    "in one pass": {"_has_small_layers": False},
+    "more than the largest graph": {"_graphs": {}},
+}
+NUM_KNOWN = 9
+
+
+def run_at_random(way: str, num_steps: int = 20) -> list[str]:
+    """Eight sequences that begin one after another, in no order of theirs: in each step each may run a part of its
+    prompt, or the token that was chosen for it. Returns the rows of each step: d for one token, p for more,
+    in capitals where logits are wanted."""
+    twins = Twins(TRITON, torch.float32, config_of(), seed=7)
+    for first in range(8):
+        twins.begin(DIGITS[first:], NUM_KNOWN)
+    captured(twins)
+    for name, value in WAYS[way].items():
+        setattr(twins.fast, name, value)
+    replays, rng, steps = Replays(twins.fast), np.random.default_rng(3), list[str]()
+    for step in range(num_steps):
+        lens, choices = [0] * 8, [0] * 8
+        for i, (done, text) in enumerate(zip(twins.num_done, twins.texts, strict=True)):
+            if step >= i * 5 % 8 * 2:
+                most = NUM_KNOWN - done if done < NUM_KNOWN else min(1, len(text) - 1 - done)
+                lens[i] = min(most, int(rng.choice([1, 1, 2, 4])))
+                choices[i] = int(lens[i] > 0 and done + lens[i] >= NUM_KNOWN)
+        twins.run(lens, choices)
+        rows = [(n, chosen) for n, chosen in zip(lens, choices, strict=True) if n]
+        steps.append("".join("dDpP"[2 * (n > 1) + chosen] for n, chosen in rows))
+    assert bool(replays.sizes) == bool(twins.fast._graphs)
+    return steps
+
+
+@thorough
+@pytest.mark.usefixtures("uncaptured")
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_agree_whichever_way_a_mixed_batch_goes(way: str) -> None:
+    steps = run_at_random(way)
+    mixed = [step for step in steps if {"d", "p"} <= set(step.lower())]
+    assert len(mixed) > 10
+    assert any("P" in step and "D" in step.partition("P")[2] for step in mixed), "a prompt's logits are not the last"
+    assert any("D" in step and "d" in step for step in mixed), "some that decode want logits, some do not"
+    assert any("D" in step and "P" not in step for step in mixed), "no logits of prompts"
+    assert any("P" in step and "D" not in step for step in mixed), "no logits of those that decode"
+    assert any(step.islower() for step in mixed), "no logits"
+
+
+BUGS: dict[str, dict[str, Callable[[Any], object]]] = {
+    "logits in the order in which rows are laid out": {"logit_rows": lambda tokens: tokens.logit_rows.sort().values},
+    "tokens that are being chosen unknown to the graph": {"chosen": lambda tokens: None},
+}
+
+
+@thorough
+@pytest.mark.usefixtures("uncaptured")
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_batch_that_is_laid_out_wrongly_is_found_out(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = fast_llama.flatten
+
+    def flatten(*arguments: Any) -> Any:
+        tokens = right(*arguments)
+        is_mixed = 0 < tokens.num_decoding < len(tokens.rows)
+        wrong = {name: change(tokens) for name, change in BUGS[bug].items()} if is_mixed else {}
+        return replace(tokens, **wrong)
+
+    monkeypatch.setattr(fast_llama, "flatten", flatten)
+    with pytest.raises(AssertionError):
+        run_at_random("in two parts")
 
 
 class SpiedCopy:

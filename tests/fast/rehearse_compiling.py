@@ -55,6 +55,8 @@ class Case:
     """The GPU's, times ten."""
     sms: int = 132
     """Its multiprocessors."""
+    small_layers: bool = True
+    """Whether the sequences that decode keep their graph in a step with prompts."""
     requests: int = 20
     fault: str = ""
     """What is broken on purpose: one of `FAULTS`."""
@@ -251,6 +253,7 @@ def rehearse(case: Case) -> dict[str, Any]:
     with FAULTS[case.fault](), patch.object(Llama, "warm_up", warm_up):
         tier = FastTier.of(fast_tier(), "cpu", case.dtype)
         runner = tier.make_runner(config, weights, EngineConfig(**settings))
+        runner._has_small_layers = case.small_layers
         LOG.phase = "serving"
         by_numba = numba_compiled()
         served: Counter[str] = Counter()

@@ -44,6 +44,8 @@ MODELS: list[dict[str, Any]] = [
     {"head_dim": 256, "group": 2, "dtype": "float32"},
     {"head_dim": 256, "group": 2, "capability": 89, "sms": 20},
     {"head_dim": 256, "group": 71, "kv_heads": 1},
+    {"small_layers": False},
+    {"head_dim": 36, "group": 1, "kv_heads": 1, "dtype": "float16", "small_layers": False},  # 72 bytes a query token
 ]
 SIZES: list[dict[str, Any]] = [
     {"block_size": 1, "num_blocks": 400},

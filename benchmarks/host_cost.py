@@ -3,7 +3,9 @@
 The runner follows the steps as the fast tier's does (its mirror, and the block tables for a device) and computes
 nothing: the tokens are always the same one. Seconds are those of this thread, so other work counts little. So what is
 measured is scheduling, block tables, writing and following the step, committing its tokens, and updates. Once with
-nobody listening, once with every event listened to; with asynchronous scheduling and without.
+nobody listening, once with every event listened to; with asynchronous scheduling and without. Then once more with
+tokens chosen by the fast tier: drawn at a temperature, from so few logits that nearly all of it is what goes before and
+after the kernels.
 
 `--trace`: a trace of requests (as for `minipaged demo --scene trace`), of which the first 2,000 are served on a
 simulated machine: how long that takes.
@@ -19,7 +21,7 @@ import gc
 import sys
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,7 @@ from minipaged.contracts import Runner, Sampled, StepResult
 from minipaged.engine.engine import Engine
 from minipaged.fast import cpu
 from minipaged.fast.block_table import DeviceTables
+from minipaged.fast.sampling import sample
 from minipaged.mirror import Mirror
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs
@@ -41,6 +44,7 @@ from minipaged.traces import TraceReplay, read_trace
 SEQUENCES = (64, 256, 1024)
 STEPS = 96
 PROMPT_TOKENS = 500
+VOCAB_SIZE, TEMPERATURE = 50, 0.6
 TARGET, TARGET_LISTENING = 3.0, 7.0
 """Microseconds a sequence and step."""
 TRACE_REQUESTS, TRACE_TARGET = 2000, 4.0
@@ -50,15 +54,19 @@ _CHOSEN = Sampled(5, -0.5, None)
 class Following(Runner):
     """Knows all that there is to run, and runs nothing."""
 
-    def __init__(self, max_num_seqs: int, max_blocks: int) -> None:
+    def __init__(self, max_num_seqs: int, max_blocks: int, *, chooses: bool) -> None:
+        self._logits = torch.zeros(max_num_seqs if chooses else 0, VOCAB_SIZE)  # [rows, vocab]
         self._mirror = Mirror()
         self._tables = DeviceTables(2 * max_num_seqs, max_blocks, torch.device("cpu"), cpu)
-        self._choices: list[Sampled] = []
+        self._choices: Sequence[Sampled] = []
 
     def run(self, step: StepInput) -> StepResult:
         self._mirror.apply(step, wait=False)
         self._tables.apply(step)
-        if len(self._choices) != self._mirror.rows.num_choices:
+        if len(self._logits):
+            inputs = self._mirror.sampling_inputs()
+            self._choices = sample(self._logits[: len(inputs)], inputs)
+        elif len(self._choices) != self._mirror.rows.num_choices:
             self._choices = [_CHOSEN] * self._mirror.rows.num_choices
         self._mirror.chosen(self._choices)
         return StepResult(self._choices, None)
@@ -67,21 +75,22 @@ class Following(Runner):
         raise AssertionError("the pool is large enough for all")
 
 
-def decoding(num_sequences: int, *, async_scheduling: bool, listening: bool) -> Engine:
+def decoding(num_sequences: int, *, async_scheduling: bool, listening: bool = False, chooses: bool = False) -> Engine:
     """An engine in which so many sequences go on decoding."""
+    temperature = TEMPERATURE if chooses else 0.0
     config = EngineConfig(
         num_blocks=80 * num_sequences,
         max_model_len=1200,
-        vocab_size=50,
+        vocab_size=VOCAB_SIZE,
         max_num_seqs=num_sequences,
         max_num_batched_tokens=max(2048, 2 * num_sequences),
         async_scheduling=async_scheduling,
     )
     heard: list[Callable[[Any], None]] = [lambda event: None] if listening else []
-    engine = Engine(config, fast_tier(), Following(num_sequences, 80), listeners=heard)
+    engine = Engine(config, fast_tier(), Following(num_sequences, 80, chooses=chooses), listeners=heard)
     for i in range(num_sequences):
-        prompt = [(i * 7 + k) % 50 for k in range(PROMPT_TOKENS)]
-        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=600, ignore_eos=True))
+        prompt = [(i * 7 + k) % VOCAB_SIZE for k in range(PROMPT_TOKENS)]
+        engine.add_request(prompt, SamplingParams(temperature=temperature, max_tokens=600, ignore_eos=True))
     while engine.scheduler.waiting or not all(request.prompt_computed for request in engine.scheduler.running):
         engine.step()
     return engine
@@ -154,6 +163,9 @@ def main() -> int:
                 missed += cost > target
                 what = ("asynchronous" if async_scheduling else "synchronous") + ", every event" * listening
                 print(f"{num_sequences:5} sequences, {what:26} {cost:6.2f} us a sequence (target {target})", flush=True)
+        engine = decoding(num_sequences, async_scheduling=False, chooses=True)
+        cost = 1e6 * seconds_per_step(engine.step) / num_sequences
+        print(f"{num_sequences:5} sequences, {'with tokens drawn':26} {cost:6.2f} us a sequence", flush=True)
         if args.peer:
             cost = 1e6 * seconds_per_step(peer_step(args.peer, num_sequences)) / num_sequences
             print(f"{num_sequences:5} sequences, {'nano-vllm':26} {cost:6.2f} us a sequence", flush=True)

@@ -122,9 +122,10 @@ def tuning(setting: Setting) -> list[Job]:
     tiles = {f"tiles of {n} keys": {"TILE": n} for n in (32, 128)}
     stages = {f"{n} stages": {"num_stages": n} for n in (3, 4)}
     wide = {"tiles of 128 keys, 4 stages": {"TILE": 128, "num_stages": 4}}
+    two_programs = {"64 rows, 4 warps": {"ROWS": 64, "num_warps": 4}}
     trials: list[tuple[str, Callable[..., Row], Shape, dict[str, dict[str, int]]]] = [
         ("decode", time_decode, decode, per_sm | tiles | stages),
-        ("prefill", time_prefill, prefill, wide | stages),
+        ("prefill", time_prefill, prefill, wide | stages | two_programs),
         ("prefill", time_prefill, narrow, wide | stages),
     ]
     return [

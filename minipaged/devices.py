@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import platform
@@ -12,11 +13,13 @@ import re
 import shutil
 import sys
 import sysconfig
+import warnings
 from importlib import metadata
 from pathlib import Path
 
 LEAST_TRITON = (3, 7)
 LEAST_CAPABILITY = (8, 0)
+NO_DRIVER = "there is no driver for an NVIDIA GPU here (a container is given it by --gpus all)"
 PACKAGES = ("numpy", "torch", "triton", "numba", "transformers")
 
 
@@ -30,10 +33,22 @@ def gpu_problem() -> str | None:
 
     torch has to be installed.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what is said here
+        return _gpu_problem()
+
+
+def _gpu_problem() -> str | None:
     import torch
 
     if torch.version.cuda is None:
-        return "this torch was built without CUDA; install the one for GPUs (in a clone: make test TORCH=cuda)"
+        if not has_nvidia_gpu():
+            return NO_DRIVER
+        version = torch.__version__.partition("+")[0]
+        return (
+            "this torch was built without CUDA; for the one with it (2.5 GB): "
+            f"{sys.executable} -m pip install 'torch==={version}'"
+        )
     if not torch.cuda.is_available():
         return _why_torch_finds_none()
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -46,15 +61,23 @@ def gpu_problem() -> str | None:
 def _why_torch_finds_none() -> str:
     import torch
 
+    if not has_nvidia_gpu():
+        return NO_DRIVER
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        said = " ".join(str(error).split()).partition(". ")[0]
-        if "too old" in said:
-            return f"{said}; update the driver, or install a torch for an older CUDA"
-        if has_nvidia_gpu():
-            return f"torch cannot use the NVIDIA GPU: {said}; nvidia-smi may say more"
-    return "torch finds no NVIDIA GPU"
+        said = " ".join(str(error).split())
+        if version := re.search(r"found version (\d+)\d{3}\b", said):  # 12080: 12.8
+            knows = f"{version[1]}.{int(version[0][-3:-1])}"
+            return (
+                f"the driver is for CUDA {knows} and older, and this torch for CUDA {torch.version.cuda}; update the "
+                "driver, or install a torch for an older CUDA (https://pytorch.org/get-started/locally)"
+            )
+        if number := re.search(r"Error (\d+): .*", said):
+            more = "start nvidia-fabricmanager, of the driver's version" if number[1] == "802" else "see nvidia-smi"
+            return f"torch cannot use the NVIDIA GPU: {number[0]}; {more}"
+        return f"torch cannot use the NVIDIA GPU: {said}; see nvidia-smi"
+    return "torch finds no NVIDIA GPU; see nvidia-smi"
 
 
 def triton_problem() -> str | None:
@@ -62,21 +85,26 @@ def triton_problem() -> str | None:
     least = _dotted(LEAST_TRITON)
     if importlib.util.find_spec("triton") is None:
         return f"the fast tier needs triton for a GPU; pip install 'triton>={least}'"
-    version = metadata.version("triton")
+    version = _version_of("triton")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < LEAST_TRITON:
         return (
             f"triton {version} leaves a fence out of the prefill kernel on Hopper, so that it may read what is not "
-            f"written yet; pip install 'triton>={least}', and the torch that goes with it"
+            f"written yet; pip install 'triton>={least}' 'torch>=2.12'"
         )
     return None
 
 
 def compiler_problem() -> str | None:
     """Why Triton cannot compile what starts its kernels, and the way out. (It needs a C compiler, Python's headers.)"""
-    if not (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))):
+    chosen = os.environ.get("CC")
+    if chosen is not None and shutil.which(chosen) is None:
+        return f"Triton needs a C compiler, and CC names none that is here ({chosen!r}); set CC to gcc or clang"
+    if chosen is None and not any(map(shutil.which, ("gcc", "clang"))):  # what Triton looks for
         return "Triton needs a C compiler, and there is none; install gcc or clang, or set CC"
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        return "Triton needs Python.h, which is not here; install Python's headers (Debian: python3-dev)"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton does, for Debian
+    if not Path(sysconfig.get_path("include", scheme), "Python.h").exists():
+        python = "python{}.{}-dev".format(*sys.version_info)
+        return f"Triton needs Python.h, which is not here; install Python's headers (Debian: {python})"
     return None
 
 
@@ -84,11 +112,16 @@ def versions() -> dict[str, str]:
     """Of Python, the system, and the packages that matter; "not installed" where one is not."""
     found = {"Python": f"{platform.python_version()} ({sys.executable})", "system": platform.platform()}
     for package in ("minipaged", *PACKAGES):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
+        is_there = importlib.util.find_spec(package) is not None
+        found[package] = _version_of(package) if is_there else "not installed"
     return found
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # installed under another name, as pytorch-triton is
+        return str(importlib.import_module(package).__version__)
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import platform
+import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
@@ -17,8 +18,9 @@ def report() -> Iterator[tuple[str, str]]:
     """What to tell, a name and a text for each line."""
     yield from devices.versions().items()
     yield "CPU", f"{_processor()}, {os.cpu_count()} cores"
-    if tiers.missing_for_fast():
-        yield "GPU", "not looked for without torch"
+    missing = tiers.missing_for_fast()
+    if "torch" in missing:
+        yield "GPU", "there is a driver for one, and no torch" if devices.has_nvidia_gpu() else devices.NO_DRIVER
     else:
         yield from _gpus()
     for tier in ("reference", "fast"):
@@ -46,13 +48,17 @@ def _processor() -> str:
 def _gpus() -> Iterator[tuple[str, str]]:
     import torch
 
-    for number in range(torch.cuda.device_count()):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is said below
+        count = torch.cuda.device_count()
+    for number in range(count):
         found = torch.cuda.get_device_properties(number)
         yield (
             f"GPU {number}",
             f"{found.name}, compute capability {found.major}.{found.minor}, {found.total_memory:,} bytes",
         )
     problem = devices.gpu_problem()
-    yield "GPU", f"not used: {problem}" if problem else f"used, with Triton kernels; CUDA {torch.version.cuda}"
+    used = "used" if count < 2 else "GPU 0 is used, no other"
+    yield "GPU", f"not used: {problem}" if problem else f"{used}, with Triton kernels; CUDA {torch.version.cuda}"
     for name, what in (("Triton", devices.triton_problem()), ("C compiler", devices.compiler_problem())):
         yield name, what or "as the kernels for GPUs need it"

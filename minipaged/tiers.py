@@ -167,7 +167,7 @@ class FastTier(DeviceTier):
             raise InvalidRequest(f"dtype is {dtype!r}; the fast tier knows auto, {', '.join(cls.DTYPES)}")
         problem = gpu_problem() if device in ("auto", "cuda") else None
         if device == "cuda" and problem:
-            raise InvalidRequest(f"device is 'cuda', but {problem}; use device='cpu' (or 'auto') meanwhile")
+            raise InvalidRequest(f"device is 'cuda', but {problem}; use device='cpu' (or 'auto')")
         if device == "auto":
             device = "cpu" if problem else "cuda"
             if problem and has_nvidia_gpu():
@@ -243,6 +243,7 @@ class FastTier(DeviceTier):
 
         if self.device == "cuda":
             give_back_unused()
+            print("preparing the GPU's kernels, which are compiled at the first start and then kept", file=sys.stderr)
         try:
             cache = KVCache(
                 config.num_hidden_layers,

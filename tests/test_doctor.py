@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shutil
 import sys
 import sysconfig
+import warnings
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +54,11 @@ class Machine:
         def init() -> None:
             raise RuntimeError(message)
 
-        self.patch.setattr(torch.cuda, "is_available", lambda: False)
+        def is_available() -> bool:
+            warnings.warn(f"CUDA initialization: {message}", stacklevel=2)
+            return False
+
+        self.patch.setattr(torch.cuda, "is_available", is_available)
         self.patch.setattr(torch.cuda, "init", init)
 
 
@@ -75,6 +81,25 @@ def no_device(machine: Machine) -> None:
     machine.says_at_init("No CUDA GPUs are available")
 
 
+AT_INIT = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() "
+    "that might have already set an error?"
+)
+
+
+def no_fabric_manager(machine: Machine) -> None:
+    machine.says_at_init(f"{AT_INIT} Error 802: system not yet initialized")
+
+
+def not_of_one_driver(machine: Machine) -> None:
+    machine.says_at_init(f"{AT_INIT} Error 803: system has unsupported display driver / cuda driver combination")
+
+
+def no_driver(machine: Machine) -> None:
+    machine.patch.setattr(devices, "has_nvidia_gpu", lambda: False)
+    machine.patch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def old_gpu(machine: Machine) -> None:
     machine.patch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     machine.patch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
@@ -86,9 +111,18 @@ def no_triton(machine: Machine) -> None:
 
 
 PROBLEMS = {
-    "a torch for CPUs": (cpu_wheel, r"built without CUDA; install the one for GPUs \(in a clone: make test TORCH=cuda"),
-    "an old driver": (old_driver, r"driver on your system is too old \(found version 11040\); update the driver, or"),
-    "a driver without a GPU": (no_device, r"cannot use the NVIDIA GPU: No CUDA GPUs are available; nvidia-smi may"),
+    "a torch for CPUs": (cpu_wheel, r"built without CUDA; .* -m pip install 'torch===\d+\.\d+\.\d+'"),
+    "an old driver": (
+        old_driver,
+        r"driver is for CUDA 11.4 and older, and this torch for CUDA 13.0; update the driver, or",
+    ),
+    "a driver without a GPU": (no_device, r"cannot use the NVIDIA GPU: No CUDA GPUs are available; see nvidia-smi"),
+    "no fabric manager": (no_fabric_manager, r"Error 802: system not yet initialized; start nvidia-fabricmanager"),
+    "a library of another driver": (
+        not_of_one_driver,
+        r"GPU: Error 803: system has unsupported display .*; see nvidia-smi",
+    ),
+    "no driver": (no_driver, r"no driver for an NVIDIA GPU here \(a container is given it by --gpus all\)"),
     "an old GPU": (old_gpu, r"need compute capability 8.0 \(Ampere\) or newer; the Tesla T4 has 7.5"),
     "no Triton": (no_triton, r"needs triton for a GPU; pip install 'triton>=3.7'"),
     "an old Triton": (lambda machine: machine.triton("3.6.0"), r"triton 3.6.0 leaves a fence out .*'triton>=3.7'"),
@@ -191,15 +225,33 @@ def test_no_compiler_and_no_headers_are_found_before_triton_looks(
 ) -> None:
     monkeypatch.delenv("CC", raising=False)
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: "posix_local")  # Debian's, where no headers are
+    headers = {"posix_local": str(tmp_path / "local"), "posix_prefix": str(tmp_path)}
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: headers[scheme])
+    programs = {"clang", "mycc", "cc"}
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
     assert devices.compiler_problem() is None
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    programs.remove("clang")  # Triton does not look for cc
     assert "install gcc or clang, or set CC" in (devices.compiler_problem() or "")
+    monkeypatch.setenv("CC", "/nowhere/gcc")
+    assert "CC names none that is here ('/nowhere/gcc')" in (devices.compiler_problem() or "")
     monkeypatch.setenv("CC", "mycc")
     assert devices.compiler_problem() is None
     (tmp_path / "Python.h").unlink()
-    assert "python3-dev" in (devices.compiler_problem() or "")
+    assert re.search(r"Debian: python3\.\d+-dev", devices.compiler_problem() or "")
+
+
+def test_a_package_that_is_installed_under_another_name_is_known_by_itself(machine: Machine) -> None:
+    there = metadata.version
+
+    def version(name: str) -> str:
+        if name == "triton":
+            raise metadata.PackageNotFoundError(name)
+        return there(name)
+
+    machine.patch.setattr(metadata, "version", version)
+    assert devices.triton_problem() is None
+    assert devices.versions()["triton"] == importlib.import_module("triton").__version__
 
 
 def doctor() -> None:
@@ -233,7 +285,8 @@ def test_doctor_says_once_what_keeps_a_gpu_from_being_used(
     take_away, message = PROBLEMS[name]
     take_away(machine)
     machine.patch.setattr(torch.cuda, "device_count", lambda: 0)
-    doctor()
+    with warnings.catch_warnings(action="error"):  # torch's own, of the same
+        doctor()
     said = capsys.readouterr()
     assert re.search(rf"^GPU +not used: .*{message}", said.out, flags=re.MULTILINE)
     assert "fast tier on cpu" in said.out

@@ -37,6 +37,7 @@ import torch
 
 from benchmarks.gpu.harness import CHECKS, DeviceLost, Job, Row, Setting, run_jobs
 from benchmarks.gpu.targets import first_line, judge, verdicts
+from minipaged.devices import gpu_problem
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -59,7 +60,7 @@ GRACE = 40
 """Seconds that the last job of a section may take beyond its section's budget, before it is ended."""
 
 NO_GPU = """\
-There is no GPU here that torch can use ({why}), and this command measures one.
+This command measures a GPU, and there is none here that can be used: {why}.
 What runs here: `python -m benchmarks.gpu --tiny`, all checks and all measurements with tiny sizes, on the CPU in
 Triton's interpreter. It shows that everything works; it measures nothing."""
 
@@ -67,15 +68,13 @@ Triton's interpreter. It shows that everything works; it measures nothing."""
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse(arguments)
-    if not torch.cuda.is_available():
+    problem = gpu_problem()
+    if problem:
         if not options.tiny:
-            why = "this torch was built without CUDA" if torch.version.cuda is None else "it finds none"
-            print(NO_GPU.format(why=why), file=sys.stderr)
+            print(NO_GPU.format(why=problem), file=sys.stderr)
             return 2
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    setting = Setting(
-        torch.device("cuda" if torch.cuda.is_available() else "cpu"), options.tiny, options.quick, options.seed
-    )
+    setting = Setting(torch.device("cpu" if problem else "cuda"), options.tiny, options.quick, options.seed)
     if options.section:  # one of our own processes
         return work(options, setting)
     return measure(options, setting, arguments)

@@ -337,35 +337,39 @@ def early_reads(ptx: str) -> list[str]:
 
 
 def report(entry: Entry, arch: int) -> dict[str, Any]:
-    kernel = compiled(entry, arch)
-    ptx = kernel.asm["ptx"]
-    binary = kernel.asm["cubin"]
+    found = read_back(entry.name, compiled(entry, arch))
+    return found | {
+        "arch": arch,
+        "shared_bytes_reckoned": entry.shared_bytes,
+        "tensor_cores_needed": entry.tensor_cores,
+        "wgmma_needed": entry.wgmma and arch == 90,
+        "wide_needed": sorted(entry.wide) if arch == 90 else [],
+    }
+
+
+def read_back(name: str, kernel: Any) -> dict[str, Any]:
+    """What a compiled kernel's machine code is like, and what the assembly (PTX) that it was made of."""
+    ptx, binary = kernel.asm["ptx"], kernel.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
         usage = _output_of("cuobjdump", "--dump-resource-usage", file.name)
     code = machine_code(binary)
     opcodes = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)", code, re.MULTILINE)
-    assert len(opcodes) > 20, f"the machine code of {entry.name} could not be read"
+    assert len(opcodes) > 20, f"the machine code of {name} could not be read"
+    registers = int(re.findall(r"REG:(\d+)", usage)[0])
     return {
-        "kernel": entry.name,
-        "arch": arch,
+        "kernel": name,
         "warps": kernel.metadata.num_warps,
-        "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
+        "registers": registers,
         "spills": opcodes.count("LDL") + opcodes.count("STL"),
         "stack_bytes": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "shared_bytes": kernel.metadata.shared,
-        "shared_bytes_reckoned": entry.shared_bytes,
-        "programs_an_sm": programs_an_sm(
-            int(re.findall(r"REG:(\d+)", usage)[0]), kernel.metadata.shared, kernel.metadata.num_warps
-        ),
+        "programs_an_sm": programs_an_sm(registers, kernel.metadata.shared, kernel.metadata.num_warps),
         "instructions": len(opcodes),
-        "tensor_cores": [name for name in TENSOR_CORES if name in opcodes],
-        "tensor_cores_needed": entry.tensor_cores,
-        "wgmma_needed": entry.wgmma and arch == 90,
+        "tensor_cores": [core for core in TENSOR_CORES if core in opcodes],
         "loads": accesses("LDG", code),
         "stores": accesses("STG", code),
-        "wide_needed": sorted(entry.wide) if arch == 90 else [],
         "copies_past_registers": "cp.async.wait" in ptx,
         "early_reads": early_reads(ptx),
         "early_reads_without": {order: early_reads(ptx.replace(order, "//")) for order in ORDER},

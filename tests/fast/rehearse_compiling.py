@@ -31,6 +31,7 @@ import torch
 import triton
 from numba.core.dispatcher import Dispatcher
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from minipaged.fast import device
@@ -60,6 +61,8 @@ class Case:
     requests: int = 20
     fault: str = ""
     """What is broken on purpose: one of `FAULTS`."""
+    read_back: bool = False
+    """Then compile, in the end, all that was asked for, and say what has become of it (`compile_kernels.read_back`)."""
 
 
 # --- A GPU that is not there ------------------------------------------------------------------------
@@ -71,6 +74,8 @@ class Log:
     def begin(self, phase: str) -> None:
         self.phase = phase
         self.compiled: dict[str, list[str]] = defaultdict(list)
+        self.asked: list[tuple[str, ASTSource, dict[str, Any]]] = []
+        """Of each kernel its name, what it is compiled from, and for what."""
         self.launched: dict[str, set[str]] = defaultdict(set)
 
     @contextlib.contextmanager
@@ -108,6 +113,7 @@ def compile_nothing(
     """In place of Triton's compiler, which is asked for what the binder has not found."""
     name = function.fn.__name__
     LOG.compiled[LOG.phase].append(f"{name} {key}")
+    LOG.asked.append((name, ASTSource(function, signature, constants, attributes), options.__dict__))
     function.used_global_vals = {}  # the compiler would have looked them up
     kernel = function.device_caches[device][0][key] = Kernel(name)
     return kernel
@@ -168,6 +174,7 @@ from minipaged.fast.llama import DecodeGraph, Llama  # noqa: E402
 from minipaged.models.config import ModelConfig, weight_shapes  # noqa: E402
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams  # noqa: E402
 from minipaged.tiers import FastTier, fast_tier  # noqa: E402
+from tests.fast.compile_kernels import read_back  # noqa: E402
 
 # --- Serving ----------------------------------------------------------------------------------------
 
@@ -264,12 +271,15 @@ def rehearse(case: Case) -> dict[str, Any]:
             serve(engine, case, random.Random(case.head_dim))
             counted = asdict(engine.current_stats())
             served.update({name: count for name, count in counted.items() if isinstance(count, int)})
+    target = GPUTarget("cuda", case.capability, 32)
+    kernels = [(name, triton.compile(source, target, options)) for name, source, options in LOG.asked if case.read_back]
     launched = LOG.launched["capture"] | LOG.launched["serving"]
     return {
         "compiled": LOG.compiled,
         "compiled by numba while serving": sorted(numba_compiled() - by_numba),
         "launched": sorted(launched),
         "served": served,
+        "kernels": [read_back(name, kernel) for name, kernel in kernels],
     }
 
 

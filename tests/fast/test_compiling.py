@@ -18,6 +18,7 @@ import pytest
 
 from minipaged.fast import gpu
 from tests.effort import thorough
+from tests.fast.test_compiled_kernels import SHARED_MEMORY
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this machine", allow_module_level=True)
@@ -112,6 +113,20 @@ def test_nothing_compiles_while_requests_are_served_whatever_the_shapes(cases: l
             check(report)
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from None
+
+
+@thorough
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_all_that_is_compiled_fits_the_chip_and_reads_what_is_there(capability: int) -> None:
+    """Each kernel for the very types, constants and numbers it is asked for with, not those of `compile_kernels.py`."""
+    [report] = rehearse([{"capability": capability, "vocab": 4100, "read_back": True}])
+    assert {kernel["kernel"] for kernel in report["kernels"]} >= set(report["launched"])
+    for kernel in report["kernels"]:
+        assert kernel["spills"] == kernel["stack_bytes"] == 0, kernel
+        assert kernel["shared_bytes"] <= SHARED_MEMORY[capability], kernel
+        assert kernel["early_reads"] == [], kernel
+    multiplied = {core for kernel in report["kernels"] for core in kernel["tensor_cores"]}
+    assert multiplied == {80: {"HMMA"}, 90: {"HMMA", "HGMMA"}, 100: {"HMMA", "UTCHMMA"}}[capability]
 
 
 @thorough

@@ -44,6 +44,10 @@ SWAP_SHARE = 0.25
 """Blocks of the host pool for each block of the device pool, where the user leaves `num_swap_blocks` open."""
 
 
+FROZEN_BY_SOMEBODY = 10_000
+"""Objects; Python 3.12 begins with some hundred of its own."""
+
+
 class LLM:
     """A model that is loaded and ready to serve.
 
@@ -97,7 +101,7 @@ class LLM:
         # Python's garbage collector goes through all objects there are again and again, and there are hundreds of
         # thousands of them, nearly all of which stay. In a step of 1,024 sequences that is a third of the host's time.
         # So it passes over those that are there now, until this LLM goes; unless somebody has seen to that before.
-        if not gc.get_freeze_count():
+        if gc.get_freeze_count() < FROZEN_BY_SOMEBODY:
             gc.collect()
             gc.freeze()
             weakref.finalize(self, gc.unfreeze)

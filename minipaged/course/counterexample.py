@@ -21,11 +21,16 @@ ERRORS = ("BlockNotAllocated", "OutOfBlocks")
 """Errors of minipaged that a body may name."""
 ALARM = (
     "import _thread",
+    "import os",
+    "import signal",
     "import threading",
     "",
-    "alarm = threading.Timer(10, _thread.interrupt_main)  # it may not return: as by Ctrl-C, it then says where it is",
-    "alarm.daemon = True",
-    "alarm.start()",
+    "# It may not return: as by Ctrl-C, it then says where it is. If it does not listen either, it is ended.",
+    "signal.signal(signal.SIGINT, signal.default_int_handler)",
+    "alarms = [threading.Timer(10, _thread.interrupt_main), threading.Timer(15, os._exit, [1])]",
+    "for alarm in alarms:",
+    "    alarm.daemon = True",
+    "    alarm.start()",
 )
 """(`faulthandler.dump_traceback_later` looks at frames while they run, and has been seen to crash.)"""
 

@@ -15,7 +15,7 @@ A step's numbers (token ids, positions, ...) go to the device as one tensor. The
 follow the step's differences (`block_table.DeviceTables`), and slots are looked up in them there. While the same
 sequences go on, the other numbers are there as well, and each is one more than it was.
 
-On a GPU a step of decoding starts some 250 kernels, most of which run shorter than it takes to start one. So the whole
+On a GPU a step of decoding starts some 280 kernels, most of which run shorter than it takes to start one. So the whole
 step is captured once for each batch size as a CUDA graph and started as one. Between the sizes that are captured the
 batch is padded: slot -1 is not written, and a context of length 0 is not attended to. A graph begins by moving its
 sequences to their next position by itself (`DecodeGraph`): while the same ones go on, the host sends nothing.

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from minipaged.course.assignment import Bench, CannotBeGraded, Status, Submission, TestResult, find_assignment
+from minipaged.course.counterexample import ALARM
 from minipaged.course.grading import grade, run_test
 from minipaged.course.isolation import Limits, Raised, Result, StudentError, Verdict, WorkerProcess
 from minipaged.errors import BlockNotAllocated
@@ -154,6 +155,13 @@ def test_a_call_that_does_not_return_has_a_short_script_that_does_not_either(tmp
     assert ran.returncode != 0
     assert "KeyboardInterrupt" in ran.stderr
     assert "in allocate\n" in ran.stderr, "it says where it hangs"
+
+
+def test_a_call_that_does_not_listen_to_its_alarm_is_ended(tmp_path: Path) -> None:
+    script = "\n".join(ALARM).replace("Timer(10,", "Timer(0.1,").replace("Timer(15,", "Timer(0.5,")
+    deaf = "while True:\n    try:\n        threading.Event().wait(100)\n    except KeyboardInterrupt:\n        pass\n"
+    (tmp_path / "deaf.py").write_text(f"{script}\n{deaf}")
+    assert subprocess.run([sys.executable, tmp_path / "deaf.py"], check=False, timeout=60).returncode == 1
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def run_here(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         exec(compile(script, "counterexample.py", "exec"), names)
     finally:
-        if "alarm" in names:  # a script of a call that did not end sets it: it would end us
-            names["alarm"].cancel()
+        for alarm in names.get("alarms", ()):  # a script of a call that did not end sets them: they would end us
+            alarm.cancel()
         sys.modules.pop("mine", None)
 
 

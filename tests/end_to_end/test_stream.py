@@ -189,6 +189,19 @@ def test_an_llm_that_goes_leaves_the_garbage_collector_as_it_was(small_llama: Pa
 
 
 @pytest.mark.usefixtures("nothing_is_frozen")
+def test_what_python_freezes_of_its_own_keeps_no_llm_from_freezing(
+    small_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)  # of Python 3.12
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
+    llm = LLM(small_llama, num_blocks=64)
+    del llm
+    assert calls == ["freeze", "unfreeze"]
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_an_llm_leaves_the_garbage_collector_to_whoever_has_seen_to_it_before(small_llama: Path) -> None:
     first = LLM(small_llama, num_blocks=64)
     frozen = gc.get_freeze_count()

@@ -135,6 +135,8 @@ class FailingLlama(fast_llama.Llama):
         """In which call of each it fails, from here on."""
         self.graphs_used: set[tuple[int, int]] = set()
         """(size, sequences in it)."""
+        self.num_apart = 0
+        """Steps in which some decoded, in their graph, and others did not."""
 
     def move(self, moves: Any) -> None:
         super().move(moves)
@@ -144,6 +146,10 @@ class FailingLlama(fast_llama.Llama):
     def sample(self, logits: Any, inputs: Any) -> Any:
         self._burn("sample")
         return super().sample(logits, inputs)
+
+    def _run_apart(self, tokens: Any, graph: Any) -> Any:
+        self.num_apart += 1
+        return super()._run_apart(tokens, graph)
 
     def _burn(self, part: str) -> None:
         self.fuses[part] -= 1
@@ -242,6 +248,7 @@ def rehearse(name: str, *, asynchronous: bool = True, graphs: bool = True, to_th
             tokens = serve(engine, report, enough=found)
             if to_the_end:
                 assert tokens.keys() == expected.keys()
+            report.happened["steps in two parts"] = llama.num_apart
             report.happened["sizes of graphs"] = len({size for size, _ in llama.graphs_used})
             report.happened["sizes with padding"] = len({size for size, used in llama.graphs_used if used < size})
         except Exception as error:

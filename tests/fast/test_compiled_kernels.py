@@ -110,7 +110,7 @@ def test_shared_memory_is_read_when_what_was_written_is_there(reports: list[Repo
     copying = [report for report in reports if report["copies_past_registers"]]
     assert {report["kernel"].partition("-")[0] for report in copying} >= {"decode", "prefill"}
     assert names([report for report in reports if report["early_reads"]]) == []
-    # It would be seen if one of them was left out.
+    # It would be seen if they were left out.
     assert names([report for report in copying if not report["early_reads_without"]["bar.sync"]]) == []
     fenced = [report for report in copying if {"HGMMA", "UTCHMMA"} & {*report["tensor_cores"]}]
     assert fenced or reports[0]["arch"] == 80

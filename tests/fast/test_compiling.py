@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from minipaged.fast import gpu
 from tests.effort import thorough
-from tests.fast.test_compiled_kernels import SHARED_MEMORY
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this machine", allow_module_level=True)
+
+from minipaged.fast import gpu
+from tests.fast.test_compiled_kernels import SHARED_MEMORY
 
 ROOT = Path(__file__).parents[2]
 

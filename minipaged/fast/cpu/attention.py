@@ -208,7 +208,7 @@ def _decode(
         p = np.empty((group, TILE), np.float32)
         tile = np.empty((TILE, head_dim), np.float32)
         pair = 0
-        while first_tile[pair + 1] <= begin < end:
+        while begin < end and first_tile[pair + 1] <= begin:
             pair += 1
         while begin < end:
             s, h = pair // kv_heads, pair % kv_heads
@@ -299,7 +299,8 @@ def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
         for j in range(size):
             p[g, j] = exponential(p[g, j] - m_new)
             total += p[g, j]
-        p[g, size:] = 0
+        for j in range(size, p.shape[1]):
+            p[g, j] = 0
         m[g], l[g] = m_new, l[g] * fade + total
         for d in range(head_dim):
             o[g, d] *= fade

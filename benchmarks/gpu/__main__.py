@@ -60,7 +60,7 @@ GRACE = 40
 """Seconds that the last job of a section may take beyond its section's budget, before it is ended."""
 
 NO_GPU = """\
-This command measures a GPU, and there is none here that can be used: {why}.
+There is no GPU here that can be used ({why}), and this command measures one.
 What runs here: `python -m benchmarks.gpu --tiny`, all checks and all measurements with tiny sizes, on the CPU in
 Triton's interpreter. It shows that everything works; it measures nothing."""
 

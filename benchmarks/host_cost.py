@@ -147,12 +147,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="nano-vllm's sources")
     parser.add_argument("--sequences", type=int, nargs="*", default=SEQUENCES)
-    gc.collect()
-    gc.freeze()  # as an LLM does when it has begun
     parser.add_argument("--trace", type=Path, help="a file of requests")
     args = parser.parse_args()
     if args.peer and find_spec("xxhash") is None:
         parser.error("nano-vllm needs xxhash to be measured: pip install xxhash")
+    gc.collect()
+    gc.freeze()  # as an LLM does when it has begun
     missed = 0
     for num_sequences in args.sequences:
         for listening in (False, True):

@@ -466,37 +466,39 @@ class FlatBatch:
         parts += [] if self.logit_rows is None else [self.logit_rows]
         whole = to_device(torch.cat(parts), device)
         ids, positions, token_rows, rows, lens, start, *logit_rows = torch.split(whole, list(map(len, parts)))
-        last = logit_rows[0] if logit_rows else None
-        return FlatBatch(
-            self.tables, ids, positions, token_rows, rows, lens, start, last,
-            num_decoding=self.num_decoding, max_query_len=self.max_query_len, chosen=self.chosen,
-        )  # fmt: skip
+        return replace(
+            self,
+            ids=ids,
+            positions=positions,
+            token_rows=token_rows,
+            rows=rows,
+            context_lens=lens,
+            query_start=start,
+            logit_rows=logit_rows[0] if logit_rows else None,
+        )
 
     def split(self) -> tuple[FlatBatch, FlatBatch]:
         """The sequences that decode, and the others; some of each. On the host."""
         n, last = self.num_decoding, self.logit_rows
         assert last is not None
-        wanted, halves = last[last < n], []
-        # Sequences that decode have one token each: the same cut is right for both.
-        for half, logit_rows in (
-            (slice(n), None if len(wanted) == n else wanted),
-            (slice(n, None), last[last >= n] - n),
-        ):
-            ids = self.ids[half]
-            halves.append(
-                replace(
-                    self,
-                    ids=ids,
-                    positions=self.positions[half],
-                    token_rows=self.token_rows[half],
-                    rows=self.rows[half],
-                    context_lens=self.context_lens[half],
-                    logit_rows=logit_rows,
-                    chosen=self.chosen if (ids < 0).any() else None,
-                )
+        wanted = last[last < n]
+
+        def part(cut: slice, **others: Any) -> FlatBatch:
+            """`cut`: of tokens and of sequences, for those that decode have one token each."""
+            return replace(
+                self,
+                ids=self.ids[cut],
+                positions=self.positions[cut],
+                token_rows=self.token_rows[cut],
+                rows=self.rows[cut],
+                context_lens=self.context_lens[cut],
+                chosen=self.chosen if (self.ids[cut] < 0).any() else None,
+                **others,
             )
-        decoding, others = halves
-        return replace(decoding, query_start=self.query_start[:1], max_query_len=1), replace(others, num_decoding=0)
+
+        start, logit_rows = self.query_start[:1], None if len(wanted) == n else wanted
+        decoding = part(slice(n), query_start=start, logit_rows=logit_rows, max_query_len=1)
+        return decoding, part(slice(n, None), logit_rows=last[last >= n] - n, num_decoding=0)
 
     def one_further(self, chosen: Tensor) -> FlatBatch:
         """The same sequences with the tokens that were chosen for them. This batch is used up."""

@@ -1,4 +1,4 @@
-"""The command line: `minipaged demo | generate | replay-steps | page | chat | model | grade | grade-tests | course`.
+"""The command line: `minipaged demo | generate | serve | replay-steps | page | chat | model | grade | …`.
 
 Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams), has their fields for
 options (`options.py`), and leaves checking to them: an error is one line on stderr and exit status 1 (2 for a wrong
@@ -23,6 +23,7 @@ from minipaged.events import Event
 from minipaged.options import given_for, names_of, place_in_users_file, takes
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.serve.settings import ServeSettings
 from minipaged.settings import Settings
 
 if TYPE_CHECKING:
@@ -254,6 +255,28 @@ def chat(
     # One sequence, so that the pool is no larger than the longest conversation.
     llm = LLM(model, num_swap_blocks=0, max_num_seqs=1, **given_for(Settings, given))
     raise typer.Exit(run_chat(llm, params, system))
+
+
+# --- serve ----------------------------------------------------------------------------------------
+
+
+@app.command()
+@takes(ServeSettings, Settings)
+def serve(
+    model: Annotated[str, typer.Argument(help="A known name, a folder, a .gguf file, or a hub id.")] = (
+        "smollm2-135m-instruct"
+    ),
+    **given: Any,
+) -> None:
+    """Serve a model over HTTP, as OpenAI does: POST /v1/chat/completions, and more; GET / shows the blocks."""
+    settings = ServeSettings(**given_for(ServeSettings, given))
+    try:
+        from minipaged.serve.server import serve as run_server
+    except ModuleNotFoundError as error:
+        raise MinipagedError(
+            f"serving needs {error.name}, which is not installed: pip install -c constraints.txt -e '.[serve]'"
+        ) from None
+    raise typer.Exit(run_server(model, settings, **given_for(Settings, given)))
 
 
 # --- doctor ---------------------------------------------------------------------------------------

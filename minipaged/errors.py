@@ -30,6 +30,9 @@ class Invariant(StrEnum):
     prefix caching or tier."""
     STREAM_EQUALS_FINAL = "stream-equals-final"
     """The updates of a request, joined, are its final tokens and text."""
+    NO_ORPHAN = "no-orphan"
+    """Whatever ends a request (its reader gone, an error, a signal), its blocks are free before the next step, and its
+    reader is told."""
 
 
 # --- The exceptions -------------------------------------------------------------------------------
@@ -57,6 +60,18 @@ class InvariantViolation(MinipagedError):
 
 class InvalidRequest(MinipagedError, ValueError):
     """A request or a setting that cannot be served as it stands; the message says what to change."""
+
+
+class QueueFull(MinipagedError):
+    """So many requests wait already that no more are taken."""
+
+
+class ShuttingDown(MinipagedError):
+    """The server ends, and takes no new requests."""
+
+
+class EngineDead(MinipagedError):
+    """The thread that steps the engine has died; the message says what of."""
 
 
 class NotAnAllocator(MinipagedError, TypeError):

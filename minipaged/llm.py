@@ -141,7 +141,7 @@ class LLM:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, in the model's chat template, up to where its answer begins."""
-        return self._need_tokenizer().encode_chat(messages)
+        return self.get_tokenizer().encode_chat(messages)
 
     def beam_search(
         self,
@@ -164,6 +164,20 @@ class LLM:
             given = SamplingParams() if params is None else params
             for _, update in self._serve([(prompt, given, 0)], RequestOutputKind.DELTA, progress=False):
                 yield update
+
+    def encode(self, prompt: Prompt) -> Sequence[int]:
+        """The token ids of a prompt."""
+        if isinstance(prompt, str):
+            return self.get_tokenizer().encode(prompt)
+        if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__len__"):
+            raise InvalidRequest(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}: {prompt!r}")
+        return prompt
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's. Raises ModelError where it has none."""
+        if self.tokenizer is None:
+            raise ModelError(f"{self.folder} holds no tokenizer.json; give token ids, or put the tokenizer there")
+        return self.tokenizer
 
     def stats(self) -> Stats:
         """Blocks used now; blocks shared, copied, swapped; tokens recomputed; cache hits; waste per kind: so far."""
@@ -210,7 +224,7 @@ class LLM:
             for place, (prompt, params, priority) in enumerate(requests):
                 text = prompt if isinstance(prompt, str) else None
                 name = self.engine.add_request(
-                    self._tokens(prompt), params, prompt=text, output_kind=kind, priority=priority
+                    self.encode(prompt), params, prompt=text, output_kind=kind, priority=priority
                 )
                 places[name] = place
             with interrupt_between_steps() as interrupted, self._progress_bar(len(requests), progress):
@@ -234,18 +248,6 @@ class LLM:
             raise
         finally:
             self.engine.keep_updates(kept)
-
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
-            return self._need_tokenizer().encode(prompt)
-        if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__len__"):
-            raise InvalidRequest(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}: {prompt!r}")
-        return prompt
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ModelError(f"{self.folder} holds no tokenizer.json; give token ids, or put the tokenizer there")
-        return self.tokenizer
 
     # --- What is left open ------------------------------------------------------------------------
 

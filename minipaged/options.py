@@ -22,9 +22,15 @@ import typer
 
 from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.serve.settings import ServeSettings
 from minipaged.settings import Function, Settings, with_parameters
 
-PANELS = {SamplingParams: "How tokens are chosen", BeamSearchParams: "Beam search", Settings: "The engine"}
+PANELS = {
+    SamplingParams: "How tokens are chosen",
+    BeamSearchParams: "Beam search",
+    Settings: "The engine",
+    ServeSettings: "The server",
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,10 @@ WRITTEN = {
     "ignore_eos": Written("--ignore-eos"),
     "early_stopping": Written(kind=str, read=_read_early_stopping),
     "preemption": Written(kind=str),
+    "served_model_name": Written(kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."),
+    "cors_origin": Written(kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."),
+    "trust_request_chat_template": Written("--trust-request-chat-template"),
+    "log_level": Written(kind=str),
     "enable_prefix_caching": Written("--prefix-caching/--no-prefix-caching"),
     "debug": Written("--debug"),
     "allocator": Written(

@@ -39,16 +39,17 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of `text`; the model's beginning-of-text token comes first where the model is used to one."""
-        return self._encode(text, add_special_tokens=True)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`; the model's beginning-of-text token comes first where the model is used to one, unless
+        no special tokens are to be added."""
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, without special tokens.
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids`, without special tokens or with them.
 
         A character may be spread over several tokens: cut in the middle of one, the text ends in U+FFFD.
         """
-        return self._backend.decode(list(ids), skip_special_tokens=True)
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a chat, up to where the model's answer begins.

@@ -1,0 +1,358 @@
+"""Requests from an event loop: one thread owns the engine and steps it, coroutines add, read and cancel.
+
+    allm = AsyncLLM("smollm2-135m-instruct")
+    async for update in allm.generate("Once upon a time", SamplingParams(max_tokens=32)):
+        print(update.completions[0].new_text, end="")
+    await allm.shutdown()
+
+    coroutines ──► inbox: add, abort ──► engine's thread: step, step, step …
+         ▲                                        │
+      streams ◄── one hand-over to the loop ◄─────┘  after each step
+
+- Nobody but its thread ever touches the engine. What the loop wants done goes into the inbox, in order, and is done
+  between two steps.
+- What a step brings is handed to the loop in one go. Each request has one slot, in which updates that nobody has taken
+  yet become one: a reader who is slow, or sleeps, makes nothing grow but the text that he has not read.
+- Whatever ends a reader (he closes, or is cancelled, wherever he waits), his requests are aborted, and their blocks
+  are free before the next step (the invariant no-orphan).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import NamedTuple, Unpack
+from uuid import uuid4
+
+from minipaged.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
+from minipaged.events import Listener
+from minipaged.llm import LLM, LoadedModel, Params, Prompt
+from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
+from minipaged.params import SamplingParams
+from minipaged.settings import GivenSettings, takes_settings
+
+LONG_TEXT = 2_000
+"""Characters; a longer text is tokenized in a thread, since that takes longer than the event loop should stand still.
+"""
+
+
+class Asked(NamedTuple):
+    """One request, as it is asked for."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: Params
+    prompt: str | None = None
+    """Its text, where it was given as text."""
+    priority: int = 0
+
+
+class Observer:
+    """Somebody who counts what the engine does; called on its thread, so to be quick. Both do nothing here."""
+
+    def added(self, asked: Asked) -> None:
+        """This request is taken, and waits."""
+
+    def stepped(self, updates: Sequence[RequestUpdate]) -> None:
+        """The engine has run a step (or aborted something), and this is new."""
+
+
+class Stream:
+    """What is new of one or more requests, for one reader: an iterator of their updates, which ends when they have.
+
+    `finals_only`: only their last updates are wanted, which have the whole output.
+    """
+
+    def __init__(self, llm: AsyncLLM, asked: Sequence[Asked], *, finals_only: bool = False) -> None:
+        self.request_ids = [one.request_id for one in asked]
+        self._llm = llm
+        self._finals_only = finals_only
+        self._open = set(self.request_ids)
+        self._slots: dict[str, RequestUpdate] = {}  # the requests of which there is something new, at most one update
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+        self._taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __aiter__(self) -> AsyncIterator[RequestUpdate]:
+        return self
+
+    async def __anext__(self) -> RequestUpdate:
+        """Raises EngineDead when the engine's thread has died."""
+        while not self._slots:
+            if self._error:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        update = self._slots.pop(next(iter(self._slots)))
+        if update.output:
+            self._open.discard(update.request_id)
+        return update
+
+    async def outputs(self) -> list[RequestOutput]:
+        """All of it, once all requests have ended; in the order in which they were asked for."""
+        outputs = {update.request_id: update.output async for update in self if update.output}
+        return [outputs[request_id] for request_id in self.request_ids]
+
+    def close(self) -> None:
+        """Nobody reads any more: what goes on is aborted."""
+        self._llm._leave(self._open)
+        self._open = set()
+
+    # --- From the engine, by way of the loop ------------------------------------------------------
+
+    def _put(self, update: RequestUpdate) -> None:
+        if self._finals_only and not update.output:
+            return
+        earlier = self._slots.get(update.request_id)
+        self._slots[update.request_id] = joined(earlier, update) if earlier else update
+        self._news.set()
+
+    def _settle(self, error: Exception | None) -> None:
+        """The engine has taken the requests, or refused them."""
+        if not self._taken.done():
+            if error:
+                self._taken.set_exception(error)
+            else:
+                self._taken.set_result(None)
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._settle(error)
+        self._news.set()
+
+
+class AsyncLLM:
+    """An `LLM` whose requests come from an event loop, as many at a time as there are.
+
+    `max_waiting`: so many requests may wait for their first turn; further ones are refused (QueueFull). `observers`
+    are told what happens, on the engine's thread. The rest is as for `LLM`.
+    """
+
+    @takes_settings
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "smollm2-135m-instruct",
+        *,
+        listeners: Sequence[Listener] = (),
+        observers: Sequence[Observer] = (),
+        max_waiting: int | None = None,
+        **settings: Unpack[GivenSettings],
+    ) -> None:
+        self.llm = LLM(model, listeners=listeners, **settings)
+        self.max_waiting = max_waiting
+        self.observers = list(observers)
+        self.error: BaseException | None = None
+        """What the engine's thread died of, if it has."""
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
+        self._streams: dict[str, Stream] = {}  # of the requests that go on
+        self._all_ended = asyncio.Event()
+        self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="minipaged-engine", daemon=True)
+        self.on_death: Callable[[BaseException], None] | None = None
+        """Called in the loop when the engine's thread has died, after all readers were told."""
+
+    # --- For coroutines ---------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestUpdate]:
+        """Continue one prompt (text, or a list of token ids), and give what is new of it after each step.
+
+        The last update carries the whole output. Whoever closes the iterator, or is cancelled, ends the request.
+        Raises what `add` raises.
+        """
+        params = SamplingParams() if sampling_params is None else sampling_params
+        text = prompt if isinstance(prompt, str) else None
+        tokens = await self.tokens(prompt)
+        stream = await self.add([Asked(request_id or uuid4().hex, tokens, params, text, priority)])
+        try:
+            async for update in stream:
+                yield update
+        finally:
+            stream.close()
+
+    async def tokens(self, prompt: Prompt) -> Sequence[int]:
+        """The token ids of a prompt. Raises InvalidRequest, and ModelError where there is no tokenizer."""
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            return await asyncio.to_thread(self.llm.encode, prompt)
+        return self.llm.encode(prompt)
+
+    async def add(self, asked: Sequence[Asked], *, finals_only: bool = False) -> Stream:
+        """Let requests wait for their turn, all of them or none; their stream has to be closed when it is left early.
+
+        Raises InvalidRequest for one that could never be served, QueueFull, ShuttingDown, EngineDead.
+        """
+        self._check_open(asked)
+        self._start()
+        stream = Stream(self, asked, finals_only=finals_only)
+        self._streams |= dict.fromkeys(stream.request_ids, stream)
+        self._inbox.put(lambda: self._add(asked, stream))
+        try:
+            await stream._taken
+        except BaseException:
+            stream.close()  # also if it was cancelled while being added
+            raise
+        return stream
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Take no more requests, let those that go on finish for `timeout` seconds, abort the rest; then the engine's
+        thread ends. Readers get what was generated until then."""
+        self._closing = True
+        if not self._thread.is_alive():
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wait_for_all(), timeout)
+        for request_id in list(self._streams):
+            self._inbox.put(lambda name=request_id: self.llm.engine.abort(name))  # type: ignore[misc]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wait_for_all(), timeout=60)  # the step in progress may be long
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that go on."""
+        return len(self._streams)
+
+    def _check_open(self, asked: Iterable[Asked]) -> None:
+        if self.error is not None:
+            raise EngineDead(f"the engine has stopped: {self.error!r}; start it again")
+        if self._closing:
+            raise ShuttingDown("the engine is shutting down and takes no more requests; ask another, or later")
+        names: set[str] = set()
+        for one in asked:
+            if one.request_id in self._streams or one.request_id in names:
+                raise InvalidRequest(
+                    f"request id {one.request_id!r} is in use; wait for that request or choose another id"
+                )
+            names.add(one.request_id)
+
+    def _start(self) -> None:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._thread.start()
+
+    def _leave(self, request_ids: Iterable[str]) -> None:
+        """Nobody reads these any more."""
+        for request_id in request_ids:
+            if self._streams.pop(request_id, None):
+                self._inbox.put(lambda name=request_id: self.llm.engine.abort(name))  # type: ignore[misc]
+        self._note_ends()
+
+    async def _wait_for_all(self) -> None:
+        while self._streams:
+            self._all_ended.clear()
+            await self._all_ended.wait()
+
+    def _note_ends(self) -> None:
+        if not self._streams:
+            self._all_ended.set()
+
+    # --- On the engine's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._follow_inbox():
+                if self.llm.engine.has_unfinished_requests():
+                    self._tell(self.llm.engine.step())
+        except BaseException as error:
+            self.error = error
+            with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
+                self._in_loop(self._fail_all, error)
+
+    def _follow_inbox(self) -> bool:
+        """Do what was asked for; wait for something where there is nothing else to do. False: stop."""
+        waits = not self.llm.engine.has_unfinished_requests()
+        while True:
+            try:
+                order = self._inbox.get(block=waits)
+            except Empty:
+                return True
+            if order is None:
+                return False
+            order()
+            waits = False
+
+    def _add(self, asked: Sequence[Asked], stream: Stream) -> None:
+        engine, added = self.llm.engine, []
+        error: Exception | None = None
+        try:
+            for one in asked:
+                if self.max_waiting is not None and len(engine.scheduler.waiting) >= self.max_waiting:
+                    raise QueueFull(f"{self.max_waiting} requests wait already; ask again later, or another server")
+                engine.add_request(
+                    one.prompt_token_ids,
+                    one.params,
+                    request_id=one.request_id,
+                    prompt=one.prompt,
+                    priority=one.priority,
+                )
+                added.append(one)
+        except (InvalidRequest, QueueFull) as refused:
+            error = refused
+            for one in added:
+                engine.abort(one.request_id)
+        else:
+            for observer in self.observers:
+                for one in added:
+                    observer.added(one)
+        self._in_loop(stream._settle, error)
+
+    def _tell(self, updates: list[RequestUpdate]) -> None:
+        for observer in self.observers:
+            observer.stepped(updates)
+        if updates:
+            self._in_loop(self._hand_over, updates)
+
+    def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    # --- In the loop ------------------------------------------------------------------------------
+
+    def _hand_over(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            stream = self._streams.get(update.request_id)
+            if stream is None:
+                continue  # its reader has left
+            if update.output:
+                del self._streams[update.request_id]
+            stream._put(update)
+        self._note_ends()
+
+    def _fail_all(self, error: BaseException) -> None:
+        streams, self._streams = set(self._streams.values()), {}
+        for stream in streams:
+            stream._fail(EngineDead(f"the engine has stopped: {error!r}"))
+        self._note_ends()
+        if self.on_death:
+            self.on_death(error)
+
+
+def joined(earlier: RequestUpdate, later: RequestUpdate) -> RequestUpdate:
+    """Two updates of a request as one."""
+    parts = {part.index: part for part in earlier.completions}
+    for new in later.completions:
+        old = parts.get(new.index)
+        parts[new.index] = _joined_part(old, new) if old else new
+    return RequestUpdate(later.request_id, tuple(parts.values()), later.output)
+
+
+def _joined_part(old: CompletionUpdate, new: CompletionUpdate) -> CompletionUpdate:
+    logprobs = None
+    if old.new_logprobs is not None and new.new_logprobs is not None:
+        logprobs = (*old.new_logprobs, *new.new_logprobs)
+    tokens, text = (*old.new_token_ids, *new.new_token_ids), old.new_text + new.new_text
+    return CompletionUpdate(new.index, tokens, text, logprobs, new.finish_reason, new.stop_reason)

@@ -1,0 +1,311 @@
+"""The endpoints: OpenAI's and vLLM's, over an engine that a thread steps (`async_llm.py`).
+
+- Whatever is wrong with a request is a 400 that says so, never FastAPI's 422, and at most ten faults at a time.
+- A client that hangs up ends its requests at once: while they are read, queued, in the middle of a prompt, or streamed.
+  Whoever works for a client therefore races against `receive()`, which tells of that; polling for it does not work
+  everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from importlib.metadata import version
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
+
+from minipaged.async_llm import Stream
+from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, ModelError, QueueFull, ShuttingDown
+from minipaged.serve.answers import DONE, Answer, Json, event
+from minipaged.serve.guards import KeyGuard, Load, LoadGuard
+from minipaged.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from minipaged.serve.serving import Serving, UnknownModel
+
+Result = TypeVar("Result")
+MOST_BODY_BYTES = 8 * 2**20
+MOST_FAULTS = 10
+MOST_CHARACTERS = 200
+"""Of what was sent, in the message about it."""
+RETRY_AFTER = "1"
+"""Seconds, where the queue is full."""
+ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+CLIENT_GONE = 499
+
+STATUS = {
+    InvalidRequest: (400, "BadRequestError"),
+    ModelError: (400, "BadRequestError"),  # no tokenizer, no chat template
+    UnknownModel: (404, "NotFoundError"),
+    QueueFull: (503, "ServiceUnavailableError"),
+    ShuttingDown: (503, "ServiceUnavailableError"),
+    EngineDead: (503, "ServiceUnavailableError"),
+}
+
+
+def create_app(serving: Serving, *, key: str | None = None, cors_origins: Sequence[str] = ()) -> FastAPI:
+    """The server's application. `key`: what clients have to send; `cors_origins`: pages elsewhere that may call it."""
+    app = FastAPI(
+        title="minipaged",
+        description="An OpenAI-compatible server around PagedAttention.",
+        version=version("minipaged"),
+        docs_url=None,  # its page fetches scripts from elsewhere
+        redoc_url=None,
+    )
+    load = Load()
+    app.include_router(_generating(serving))
+    app.include_router(_telling(serving, load))
+    app.add_exception_handler(RequestValidationError, _invalid_body)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(MinipagedError, _known_error)
+    app.add_exception_handler(Exception, _unknown_error)
+    app.add_middleware(LoadGuard, load=load)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BODY_BYTES)
+    if key:
+        app.add_middleware(KeyGuard, key=key)
+    if cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
+    return app
+
+
+class JsonRequest(Request):
+    """A request whose body is JSON as it should be: no NaN, no halves of characters, not nested without end."""
+
+    async def json(self) -> Any:
+        try:
+            return msgspec.json.decode(await self.body())
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+class JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def strictly(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return strictly
+
+
+# --- Endpoints that generate ----------------------------------------------------------------------
+
+ERROR = {"error": {"type": "object"}}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": what, "content": {"application/json": {"schema": {"type": "object", "properties": ERROR}}}}
+    for status, what in {
+        400: "Something is wrong with the request; the message says what.",
+        401: "The key is wrong.",
+        404: "There is no such model.",
+        413: "The body is too long.",
+        500: "The engine failed.",
+        503: "The queue is full, or the server is shutting down, or its engine is dead.",
+    }.items()
+}
+
+
+def _generating(serving: Serving) -> APIRouter:
+    router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+
+    @router.post("/v1/completions", summary="Continue prompts")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        answer = await unless_gone(request, serving.completion(body, _answer_id(request, body.request_id, "cmpl")))
+        return await _respond(serving, answer, request)
+
+    @router.post("/v1/chat/completions", summary="Answer a conversation")
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        answer = await unless_gone(request, serving.chat(body, _answer_id(request, body.request_id, "chatcmpl")))
+        return await _respond(serving, answer, request)
+
+    @router.post("/tokenize", summary="The tokens of a prompt or of a conversation")
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:
+        return answered(await unless_gone(request, serving.tokenize(body)))
+
+    @router.post("/detokenize", summary="The text of tokens")
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:
+        return answered(serving.detokenize(body))
+
+    return router
+
+
+def _answer_id(request: Request, given: str | None, prefix: str) -> str:
+    """From the body, or the header X-Request-Id, or made up."""
+    name = given or request.headers.get("x-request-id", "")
+    return f"{prefix}-{name if ID.fullmatch(name) else uuid4().hex}"
+
+
+async def _respond(serving: Serving, answer: Answer | None, request: Request) -> Response:
+    """Have the engine do what the answer is about, and answer: whole, or in pieces as they come."""
+    if answer is None:
+        return Response(status_code=CLIENT_GONE)
+    if answer.body.stream:
+        # Not raced: if the client goes meanwhile, the response finds out at once.
+        return EventStream(answer, await serving.allm.add(answer.asked()))
+
+    async def work() -> Json:
+        stream = await serving.allm.add(answer.asked(), finals_only=True)
+        try:
+            outputs = await stream.outputs()
+        finally:
+            stream.close()
+        if error := next((output.error for output in outputs if output.error), None):
+            raise HTTPException(500, error)
+        return answer.whole(outputs)
+
+    return answered(await unless_gone(request, work()))
+
+
+class EventStream(Response):
+    """The answer as server-sent events, until it is complete or the client is gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, stream: Stream) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._answer = answer
+        self._stream = stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait({sending, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._stream.close()
+            sending.cancel()  # it may wait for a buffer that nobody empties
+            gone.cancel()
+            await asyncio.gather(sending, gone, return_exceptions=True)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        error: str | None = None
+        try:
+            async for update in self._stream:
+                if pieces := b"".join(self._answer.pieces(update)):
+                    await send({"type": "http.response.body", "body": pieces, "more_body": True})
+                if update.output and update.output.error:
+                    error = update.output.error
+                    break
+            if not error and self._answer.body.wants_usage:
+                await send({"type": "http.response.body", "body": self._answer.usage_piece(), "more_body": True})
+        except EngineDead as dead:
+            error = str(dead)
+        end = (event(_error(error, "InternalServerError", 500)) if error else b"") + DONE
+        await send({"type": "http.response.body", "body": end})
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """What comes of the work; None if the client hangs up before it is done. The work is cancelled then, and waited
+    for."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def answered(data: Json | None, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """JSON; or, for None, nothing to somebody who is gone."""
+    if data is None:
+        return Response(status_code=CLIENT_GONE)
+    return Response(msgspec.json.encode(data), status, headers, "application/json")
+
+
+# --- Endpoints that tell --------------------------------------------------------------------------
+
+
+def _telling(serving: Serving, load: Load) -> APIRouter:
+    router = APIRouter()
+    started = int(time.time())
+
+    @router.get("/v1/models", summary="The model, by its names")
+    async def models() -> Response:
+        return answered({"object": "list", "data": [serving.card(name, started) for name in serving.names]})
+
+    @router.get("/v1/models/{name:path}", summary="The model", responses={404: ERRORS[404]})
+    async def model(name: str) -> Response:
+        serving.check_model(name)
+        return answered(serving.card(name, started))
+
+    @router.get("/health", summary="Whether the engine lives", responses={503: {"description": "It does not."}})
+    @router.get("/ping", summary="The same", responses={503: {"description": "It does not."}})
+    @router.post("/ping", summary="The same", responses={503: {"description": "It does not."}})
+    async def health() -> Response:
+        return Response(status_code=200 if serving.allm.error is None else 503)
+
+    @router.get("/version", summary="Of minipaged")
+    async def tell_version() -> Response:
+        return answered({"version": version("minipaged")})
+
+    @router.get("/load", summary="How many requests are being served")
+    async def tell_load() -> Response:
+        return answered({"server_load": load.num_served})
+
+    return router
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+def _error(message: str, kind: str, status: int, param: str | None = None) -> Json:
+    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+async def _invalid_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    faults = error.errors()
+    told = [_fault(fault) for fault in faults[:MOST_FAULTS]]
+    if len(faults) > MOST_FAULTS:
+        told.append(f"and {len(faults) - MOST_FAULTS} more")
+    where = [str(part) for part in faults[0]["loc"] if part != "body"]
+    param = where[0] if where and faults[0]["type"] != "json_invalid" else None
+    return answered(_error("; ".join(told), "BadRequestError", 400, param), 400)
+
+
+def _fault(fault: Json) -> str:
+    if fault["type"] == "json_invalid":
+        return f"the body is not JSON: {fault['ctx']['error']}"
+    where = ".".join(str(part) for part in fault["loc"] if part != "body") or "the body"
+    given = repr(fault.get("input"))
+    given = given if len(given) <= MOST_CHARACTERS else given[:MOST_CHARACTERS] + "…"
+    return f"{where}: {fault['msg'].removeprefix('Value error, ')} (given: {given})"
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message, kind = str(error.detail), "BadRequestError" if error.status_code < 500 else "InternalServerError"
+    if error.status_code == 404:
+        kind = "NotFoundError"
+        message = f"there is no {request.url.path}; see /openapi.json for what there is"
+    return answered(_error(message, kind, error.status_code), error.status_code, dict(error.headers or {}))
+
+
+async def _known_error(request: Request, error: Exception) -> Response:
+    status, kind = next((STATUS[each] for each in type(error).__mro__ if each in STATUS), (500, "InternalServerError"))
+    headers = {"Retry-After": RETRY_AFTER} if isinstance(error, QueueFull | ShuttingDown) else None
+    param = "model" if isinstance(error, UnknownModel) else None
+    return answered(_error(str(error), kind, status, param), status, headers)
+
+
+async def _unknown_error(request: Request, error: Exception) -> Response:
+    return answered(_error(f"{type(error).__name__}: {error}", "InternalServerError", 500), 500)

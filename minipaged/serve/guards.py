@@ -1,0 +1,52 @@
+"""What stands before the endpoints, as plain ASGI: whatever wraps a response otherwise keeps a client's leaving from
+being noticed."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+BEHIND_KEY = ("/v1", "/live")
+
+
+@dataclass(slots=True)
+class Load:
+    """What the server has to do."""
+
+    num_served: int = 0
+    """Requests to generate something that are not answered to their end."""
+
+
+class KeyGuard:
+    """Lets only those in who send the key, `Authorization: Bearer KEY`; 401 for the others, whatever they ask for."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app = app
+        self._expected = b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(BEHIND_KEY):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, self._expected):
+                await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class LoadGuard:
+    """Counts the requests that are being served: `num_served`."""
+
+    def __init__(self, app: ASGIApp, load: Load) -> None:
+        self._app = app
+        self._load = load
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        counts = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1")
+        self._load.num_served += counts
+        try:
+            await self._app(scope, receive, send)
+        finally:  # also when the server ends it
+            self._load.num_served -= counts

@@ -1,0 +1,218 @@
+"""What may be asked of the server: the bodies of requests, as OpenAI has them and with vLLM's additions.
+
+Types and bounds are checked here, by pydantic; what a value means to the engine is checked where it is taken
+(`SamplingParams`, `Engine.add_request`), and either way the answer is a 400. Unknown fields are let pass, as vLLM does;
+what is known, and not there (tools, images, LoRA …), is refused by name. null is as good as nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt
+
+from minipaged.errors import InvalidRequest
+from minipaged.params import BeamSearchParams, SamplingParams
+
+MOST_PROMPTS = 1024
+MOST_STOP_STRINGS = 4
+MOST_LOGPROBS = 20
+COMPLETION_TOKENS = 16
+"""What OpenAI generates where a completion does not say how much."""
+
+TokenIds = list[StrictInt]
+Count = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+LogitBias = dict[str, float]
+
+
+_TOOLS = "minipaged calls no tools; leave it out, and describe them in a message"
+_STRUCTURE = "minipaged does not constrain output to a grammar; leave it out"
+_MEDIA = "the models that minipaged runs read and write text only; leave it out"
+REFUSED = {
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _TOOLS),
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), _STRUCTURE),
+    **dict.fromkeys(("guided_grammar", "response_format"), _STRUCTURE),
+    **dict.fromkeys(("audio", "modalities", "mm_processor_kwargs"), _MEDIA),
+    "suffix": "minipaged does not fill in the middle; leave it out",
+    "best_of": "OpenAI has dropped it; ask for n with logprobs, and choose",
+    "lora_request": "minipaged loads no adapters; merge it into the weights",
+    "prompt_embeds": "minipaged takes prompts as text or token ids",
+}
+"""Fields that are known and not there, and what to do instead."""
+ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, [], {}, "", "none", "auto", ["text"], {"type": "text"})
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = False
+    """A last chunk that counts the tokens."""
+    continuous_usage_stats: bool | None = False
+    """The same in every chunk."""
+
+
+class SamplingBody(_Body):
+    """What both ways to generate have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1)] | None = 1
+    temperature: Annotated[float, Field(ge=0)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1)] | None = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
+    seed: Seed | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = False
+    ignore_eos: bool | None = False
+    min_tokens: Count | None = 0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = 1.0
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool | None = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    use_beam_search: bool | None = False
+    length_penalty: float | None = 1.0
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    priority: int | None = 0
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    user: str | None = None
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what goes against something else that is asked for."""
+        for name, value in (self.model_extra or {}).items():
+            if name in REFUSED and value not in ASKS_FOR_NOTHING:
+                raise InvalidRequest(f"{name} is not supported: {REFUSED[name]}")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options has a meaning only with stream=true; set that, or leave it out")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs cannot be streamed; leave out stream")
+        if self.stream and self.use_beam_search:
+            raise InvalidRequest("beam search has nothing that stays before its end; leave out stream")
+        stop = self.stop if isinstance(self.stop, list) else []
+        if len(stop) > MOST_STOP_STRINGS:
+            raise InvalidRequest(f"stop has {len(stop)} strings; at most {MOST_STOP_STRINGS} are taken")
+
+    def params(
+        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, room: int
+    ) -> SamplingParams | BeamSearchParams:
+        """What the engine is to do. `room`: tokens that max_model_len leaves. Raises InvalidRequest."""
+        if self.use_beam_search:
+            return BeamSearchParams(
+                beam_width=self.n or 1,
+                max_tokens=room if max_tokens is None else max_tokens,
+                length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+                ignore_eos=bool(self.ignore_eos),
+            )
+        given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token(key): value for key, value in self.logit_bias.items()}
+        asked = {"max_tokens": max_tokens, "logprobs": logprobs}
+        if prompt_logprobs is not None:
+            asked["prompt_logprobs"] = prompt_logprobs
+        return SamplingParams(**given | asked)
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_usage_always(self) -> bool:
+        return bool(self.wants_usage and self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+OF_THE_SERVER = {"truncate_prompt_tokens", "prompt_logprobs", "logit_bias"}
+"""What means something else here, or is written in another way."""
+SAMPLING_NAMES = [
+    each.name
+    for each in dataclasses.fields(SamplingParams)
+    if each.name in SamplingBody.model_fields and each.name not in OF_THE_SERVER
+]
+"""The fields of SamplingParams that are taken from a body as they are."""
+
+
+def _token(key: str) -> int:
+    try:
+        return int(key)
+    except ValueError:
+        raise InvalidRequest(f"logit_bias has the key {key[:40]!r}; its keys are token ids") from None
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds] | None = None
+    max_tokens: Count | None = COMPLETION_TOKENS
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: bool | None = False
+    add_special_tokens: bool | None = True
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Raises InvalidRequest for none, an empty one, and more than are taken."""
+        prompt = self.prompt
+        one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))  # type: ignore[index]
+        prompts = [prompt] if one else prompt
+        if not prompts or not all(prompts):
+            raise InvalidRequest("the prompt is empty; give it at least one token")
+        if len(prompts) > MOST_PROMPTS:
+            raise InvalidRequest(f"there are {len(prompts)} prompts; at most {MOST_PROMPTS} are taken at a time")
+        return prompts  # type: ignore[return-value]
+
+
+Message = dict[str, Any]
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = 0
+    echo: bool | None = False
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    add_special_tokens: bool | None = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs has a meaning only with logprobs=true; set that, or leave it out")
+        if self.echo and self.stream:
+            raise InvalidRequest("echo cannot be streamed; leave out stream")
+
+
+class TokenizeBody(_Body):
+    """POST /tokenize: of a prompt, or of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeBody(_Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Count]

@@ -1,0 +1,130 @@
+"""From the command line to a socket: what `minipaged serve` runs, until a signal or the engine's death ends it.
+
+A first SIGTERM or Ctrl-C ends it in order: new requests are refused with 503, those that go on may finish within
+`shutdown_timeout` seconds, what is left is aborted (its clients get what there is), and the exit status is 0. A second
+one ends it at once. If the engine's thread dies, every open request is told, /health says 503, and the exit status
+is 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from minipaged.async_llm import AsyncLLM
+from minipaged.errors import InvalidRequest
+from minipaged.serve.app import create_app
+from minipaged.serve.serving import Serving
+from minipaged.serve.settings import ServeSettings
+
+LAST_WORDS_S = 2
+"""Seconds in which a server whose engine has died still says so."""
+HANG_S = 5
+"""Seconds that connections get to close when all is said."""
+
+
+def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
+    """Load the model, serve it until it ends; returns the exit status. `engine`: settings of the engine.
+
+    Raises InvalidRequest for an address that cannot be had, before the model is loaded, and what `LLM` raises.
+    """
+    listening = _listen(settings.host, settings.port)
+    with listening:
+        allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
+        serving = Serving(
+            allm, settings.served_model_name or (model,), trust_chat_templates=settings.trust_request_chat_template
+        )
+        app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
+        config = uvicorn.Config(
+            app,
+            log_level=settings.log_level,
+            timeout_graceful_shutdown=HANG_S,
+            lifespan="off",
+            server_header=False,
+        )
+        server = Server(config, allm, settings.shutdown_timeout)
+        _introduce(listening, settings, serving)
+        server.run(sockets=[listening])
+    return server.status
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, with an end of our own: requests that go on are finished, or told, before the socket closes."""
+
+    def __init__(self, config: uvicorn.Config, allm: AsyncLLM, shutdown_timeout: float) -> None:
+        super().__init__(config)
+        self.status = 0
+        self._allm = allm
+        self._shutdown_timeout = shutdown_timeout
+        self._ending: asyncio.Task[None] | None = None
+        allm.on_death = self._engine_died
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal has come, at any moment."""
+        if self._ending or not self.started:
+            os._exit(128 + sig)
+        self._ending = self._loop.create_task(self._end(sig))
+        self._loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting for a socket
+
+    async def _end(self, sig: int) -> None:
+        num_open = self._allm.num_open
+        if num_open:
+            print(
+                f"{signal.Signals(sig).name}: {num_open} requests have {self._shutdown_timeout:g} s to finish; "
+                "a second signal ends it at once",
+                file=sys.stderr,
+            )
+        await self._allm.shutdown(self._shutdown_timeout)
+        self.should_exit = True
+
+    def _engine_died(self, error: BaseException) -> None:
+        self.status = 1
+        print(f"error: the engine has stopped: {error!r}", file=sys.stderr)
+        self._loop.call_later(LAST_WORDS_S, setattr, self, "should_exit", True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        listening = socket.socket(family, kind)
+    except OSError as error:
+        raise InvalidRequest(f"host is {host!r}, which is no address of this machine: {error.strerror}") from None
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(2048)
+    except OSError as error:
+        listening.close()
+        raise InvalidRequest(f"cannot listen on {host}, port {port}: {error.strerror}; choose another --port") from None
+    return listening
+
+
+def _introduce(listening: socket.socket, settings: ServeSettings, serving: Serving) -> None:
+    """Say what is served and where, on stderr."""
+    llm, port = serving.allm.llm, listening.getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    lines = [
+        f"{', '.join(serving.names)} on the {llm.loaded.tier.description}",
+        f"{llm.config.num_blocks} blocks of {llm.config.block_size} tokens, {llm.config.num_swap_blocks} more to swap "
+        f"to; at most {llm.config.max_model_len} tokens a sequence",
+        f"listening on http://{host}:{port} (OpenAI's API is at /v1)",
+    ]
+    if settings.api_key is None and not _is_loopback(listening):
+        lines.append("warning: anybody who reaches this machine may ask; --api-key KEY asks for a key")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _is_loopback(listening: socket.socket) -> bool:
+    return ipaddress.ip_address(listening.getsockname()[0]).is_loopback

@@ -1,0 +1,168 @@
+"""From the body of a request to what the engine is asked: the model it names, its tokens, its parameters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from minipaged.async_llm import LONG_TEXT, AsyncLLM
+from minipaged.errors import InvalidRequest, MinipagedError
+from minipaged.models.tokenizer import Tokenizer
+from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
+from minipaged.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, SamplingBody, TokenizeBody
+
+
+class UnknownModel(MinipagedError):
+    """A request names a model that is not served."""
+
+
+class Serving:
+    """One model, under the names by which clients call it; answers have the first.
+
+    `trust_chat_templates`: whether a request may bring a chat template of its own, which is a program.
+    """
+
+    def __init__(self, allm: AsyncLLM, names: Sequence[str], *, trust_chat_templates: bool = False) -> None:
+        self.allm = allm
+        self.names = names
+        self._trust_chat_templates = trust_chat_templates
+        self._config = allm.llm.config
+        self._text_of = lru_cache(self._config.vocab_size)(self._token_text)
+
+    async def completion(self, body: CompletionBody, answer_id: str) -> CompletionAnswer:
+        """What is to be answered, and asked of the engine. Raises InvalidRequest, UnknownModel."""
+        self.check_model(body.model)
+        body.check()
+        prompts = [await self._prompt(prompt, body) for prompt in body.prompts()]
+        max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        prompt_logprobs = body.prompt_logprobs
+        if body.echo and body.logprobs is not None:
+            if body.stream:
+                raise InvalidRequest("echo with logprobs cannot be streamed; leave out stream")
+            prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
+        if max_tokens == 0 and not body.echo:
+            raise InvalidRequest("max_tokens is 0, which asks for nothing; only with echo=true it asks for the prompt")
+        answer = CompletionAnswer(answer_id, self._name(body.model), body, prompts, self._tokens(body))
+        answer.params = [
+            body.params(max(1, max_tokens), body.logprobs, prompt_logprobs, self._room(prompt, max_tokens))
+            for prompt in prompts
+        ]
+        return answer
+
+    async def chat(self, body: ChatBody, answer_id: str) -> ChatAnswer:
+        """The same for a conversation."""
+        self.check_model(body.model)
+        body.check()
+        token_ids = await self._encode_chat(body.messages, body)
+        prompts = [Prompt(None, self._truncated(token_ids, body))]
+        max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        logprobs = body.top_logprobs or 0 if body.logprobs else None
+        answer = ChatAnswer(answer_id, self._name(body.model), body, prompts, self._tokens(body))
+        room = self._room(prompts[0], max_tokens)
+        answer.params = [body.params(max_tokens, logprobs, body.prompt_logprobs, room)]
+        return answer
+
+    async def tokenize(self, body: TokenizeBody) -> Json:
+        """The tokens of a prompt or of a conversation."""
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages")
+        if body.prompt is not None:
+            tokens = await self._encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        else:
+            assert body.messages is not None
+            tokens = await self._encode_chat(body.messages, body)
+        texts = [self._text_of(token) for token in tokens] if body.return_token_strs else None
+        length = self._config.max_model_len
+        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
+
+    def detokenize(self, body: DetokenizeBody) -> Json:
+        """The text of tokens."""
+        self.check_model(body.model)
+        self._check_tokens(body.tokens)
+        return {"prompt": self._tokenizer.decode(body.tokens)}
+
+    def check_model(self, name: str | None) -> None:
+        """Raise UnknownModel for one that is not served; no name will do."""
+        if name and name not in self.names:
+            raise UnknownModel(f"there is no model {name[:200]!r} here; there is {', '.join(map(repr, self.names))}")
+
+    def card(self, name: str, created: int) -> Json:
+        """What /v1/models says of the model."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "minipaged",
+            "root": str(self.allm.llm.folder),
+            "parent": None,
+            "max_model_len": self._config.max_model_len,
+            "permission": [],
+        }
+
+    def _name(self, asked: str | None) -> str:
+        return asked or self.names[0]
+
+    # --- Tokens -----------------------------------------------------------------------------------
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self.allm.llm.get_tokenizer()
+
+    async def _prompt(self, given: str | Sequence[int], body: CompletionBody) -> Prompt:
+        if isinstance(given, str):
+            tokens = await self._encode(given, add_special_tokens=body.add_special_tokens is not False)
+            return Prompt(given, self._truncated(tokens, body))
+        return Prompt(None, self._truncated(given, body))
+
+    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if len(text) > LONG_TEXT:  # in a thread: the loop has others to serve
+            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    async def _encode_chat(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> list[int]:
+        if body.chat_template is not None and not self._trust_chat_templates:
+            raise InvalidRequest(
+                "chat_template is refused: a template is a program; the server takes them with "
+                "--trust-request-chat-template"
+            )
+        options: dict[str, Any] = {
+            "chat_template": body.chat_template,
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            "continue_final_message": bool(body.continue_final_message),
+            "chat_template_kwargs": body.chat_template_kwargs,
+        }
+        return await asyncio.to_thread(self._tokenizer.encode_chat, messages, **options)
+
+    def _truncated(self, tokens: Sequence[int], body: SamplingBody) -> Sequence[int]:
+        """The last `truncate_prompt_tokens` of them; -1: as many as there is room for."""
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return tokens
+        return tokens[-(most if most > 0 else self._config.max_model_len - 1) :]
+
+    def _room(self, prompt: Prompt, max_tokens: int | None) -> int:
+        """How many tokens max_model_len leaves. Raises InvalidRequest where more are asked for."""
+        length, room = len(prompt.token_ids), self._config.max_model_len - len(prompt.token_ids)
+        if room < (max_tokens or 1):
+            raise InvalidRequest(
+                f"this model takes at most {self._config.max_model_len} tokens; the prompt has {length}, and "
+                f"max_tokens is {max_tokens}: shorten the prompt, or lower max_tokens to {max(room, 0)}"
+                if max_tokens and room > 0
+                else f"this model takes at most {self._config.max_model_len} tokens, and the prompt has {length}; "
+                "shorten it, or give truncate_prompt_tokens"
+            )
+        return room
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if token >= self._config.vocab_size:
+                raise InvalidRequest(f"{token} is no token; they are the numbers 0 to {self._config.vocab_size - 1}")
+
+    def _tokens(self, body: SamplingBody) -> Tokens:
+        return Tokens(self._text_of, bool(body.return_tokens_as_token_ids))
+
+    def _token_text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -206,8 +206,8 @@ def test_an_llm_leaves_the_garbage_collector_to_whoever_has_seen_to_it_before(sm
     first = LLM(small_llama, num_blocks=64)
     frozen = gc.get_freeze_count()
     second = LLM(small_llama, num_blocks=64)
-    assert gc.get_freeze_count() == frozen
+    assert 0 < gc.get_freeze_count() <= frozen  # those that die meanwhile are frozen no more
     del second
-    assert gc.get_freeze_count() == frozen
+    assert 0 < gc.get_freeze_count() <= frozen
     del first
     assert gc.get_freeze_count() == 0

@@ -11,10 +11,14 @@ torch := $(shell grep ^torch== constraints.txt)
 INSTALLED := $(shell cat .venv/test 2>/dev/null)
 BUILD = $(or $(TORCH),$(INSTALLED),$(if $(and $(filter cuda,$(BUILDS)),$(GPU)),cuda,cpu))
 
-.PHONY: demo test test-thorough test-all test-nightly lint fuzz bench docs docs-serve check-install another-build clean
+.PHONY: demo serve test test-thorough test-all test-nightly lint fuzz bench docs docs-serve check-install another-build clean
 
 demo: .venv/base
 	$(BIN)/minipaged demo
+
+# An OpenAI-compatible server at http://127.0.0.1:8000; other options as in make serve ARGS="--port 9000"
+serve: .venv/serve
+	$(BIN)/minipaged serve $(ARGS)
 
 # One BLAS thread in each of the two test processes: four threads on two cores would mostly wait for each other. And what
 # a model took is given back to the system when it goes (glibc keeps pieces that are smaller than the threshold).
@@ -60,12 +64,16 @@ docs-serve: docs
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
+.venv/serve: .venv/base
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[serve]'
+	touch $@
+
 .venv/test: pyproject.toml constraints.txt $(if $(filter-out $(INSTALLED),$(BUILD)),another-build) | .venv/bin/python
 	$(if $(filter-out $(BUILDS),$(BUILD))$(word 2,$(BUILD)),$(error TORCH=$(BUILD) is no build of torch here; there is: $(BUILDS)))
 	$(if $(filter cuda,$(BUILDS)),$(install_torch_$(BUILD)))
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
 	echo $(BUILD) >$@
-	touch .venv/base
+	touch .venv/base .venv/serve
 
 # PyTorch's own index has the build for CPUs. Nothing but torch is looked for there; --retries: it may be out of reach.
 define install_torch_cpu

@@ -116,13 +116,17 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def _generating(serving: Serving) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+    pieces = {"text/event-stream": {}}
+    told: dict[int | str, dict[str, Any]] = {200: {"description": "In pieces with stream=true.", "content": pieces}}
+        200: {"content": {"text/event-stream": {}}, "description": "The answer; in pieces with stream=true."}
+    }
 
-    @router.post("/v1/completions", summary="Continue prompts")
+    @router.post("/v1/completions", summary="Continue prompts", responses=told)
     async def completions(body: CompletionBody, request: Request) -> Response:
         answer = await unless_gone(request, serving.completion(body, _answer_id(request, body.request_id, "cmpl")))
         return await _respond(serving, answer, request)
 
-    @router.post("/v1/chat/completions", summary="Answer a conversation")
+    @router.post("/v1/chat/completions", summary="Answer a conversation", responses=told)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         answer = await unless_gone(request, serving.chat(body, _answer_id(request, body.request_id, "chatcmpl")))
         return await _respond(serving, answer, request)
@@ -247,11 +251,16 @@ def _telling(serving: Serving, load: Load) -> APIRouter:
         serving.check_model(name)
         return answered(serving.card(name, started))
 
-    @router.get("/health", summary="Whether the engine lives", responses={503: {"description": "It does not."}})
-    @router.get("/ping", summary="The same", responses={503: {"description": "It does not."}})
-    @router.post("/ping", summary="The same", responses={503: {"description": "It does not."}})
+    dead: dict[int | str, dict[str, Any]] = {503: {"description": "It is dead."}}
+
+    @router.get("/health", summary="Whether the engine lives", response_class=Response, responses=dead)
     async def health() -> Response:
         return Response(status_code=200 if serving.allm.error is None else 503)
+
+    for method in ("GET", "POST"):
+        router.api_route(
+            "/ping", methods=[method], name=f"ping_{method}", summary="The same", response_class=Response, responses=dead
+        )(health)
 
     @router.get("/version", summary="Of minipaged")
     async def tell_version() -> Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams, SamplingParams
@@ -21,9 +21,16 @@ MOST_LOGPROBS = 20
 COMPLETION_TOKENS = 16
 """What OpenAI generates where a completion does not say how much."""
 
-TokenIds = list[StrictInt]
-Count = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of numbers: 1.0 is a whole one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+TokenIds = list[Whole]
+Count = Annotated[Whole, Field(ge=0)]
+Seed = Annotated[Whole, Field(ge=-(2**63), lt=2**64)]
 LogitBias = dict[str, float]
 
 
@@ -59,10 +66,10 @@ class SamplingBody(_Body):
     """What both ways to generate have in common."""
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1)] | None = 1
+    n: Annotated[Whole, Field(ge=1)] | None = 1
     temperature: Annotated[float, Field(ge=0)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1)] | None = 0
+    top_k: Annotated[Whole, Field(ge=-1)] | None = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     seed: Seed | None = None
     stop: str | list[str] | None = None
@@ -77,13 +84,13 @@ class SamplingBody(_Body):
     allowed_token_ids: TokenIds | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool | None = True
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[Whole, Field(ge=-1)] | None = None
+    prompt_logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     use_beam_search: bool | None = False
     length_penalty: float | None = 1.0
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    priority: int | None = 0
+    priority: Whole | None = 0
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
@@ -155,7 +162,7 @@ class CompletionBody(SamplingBody):
 
     prompt: str | TokenIds | list[str] | list[TokenIds] | None = None
     max_tokens: Count | None = COMPLETION_TOKENS
-    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = False
     add_special_tokens: bool | None = True
 
@@ -178,10 +185,10 @@ class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = 0
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = 0
     echo: bool | None = False
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False

@@ -36,7 +36,7 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
 
     Raises InvalidRequest for an address that cannot be had, before the model is loaded, and what `LLM` raises.
     """
-    listening = _listen(settings.host, settings.port)
+    listening = listen(settings.host, settings.port)
     with listening:
         allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
         serving = Serving(
@@ -68,15 +68,15 @@ class Server(uvicorn.Server):
         allm.on_death = self._engine_died
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come, at any moment."""
         if self._ending or not self.started:
             os._exit(128 + sig)
-        self._ending = self._loop.create_task(self._end(sig))
-        self._loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting for a socket
+        self._ending = self.loop.create_task(self._end(sig))
+        self.loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting for a socket
 
     async def _end(self, sig: int) -> None:
         num_open = self._allm.num_open
@@ -92,10 +92,11 @@ class Server(uvicorn.Server):
     def _engine_died(self, error: BaseException) -> None:
         self.status = 1
         print(f"error: the engine has stopped: {error!r}", file=sys.stderr)
-        self._loop.call_later(LAST_WORDS_S, setattr, self, "should_exit", True)
+        self.loop.call_later(LAST_WORDS_S, setattr, self, "should_exit", True)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises InvalidRequest."""
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listening = socket.socket(family, kind)

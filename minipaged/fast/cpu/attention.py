@@ -162,7 +162,7 @@ def exponential(x):
     return p * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")
 def _decode(
     query,
     keys,

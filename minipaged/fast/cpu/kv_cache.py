@@ -67,7 +67,7 @@ def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
     cache[blocks.long()] = torch.nan
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True)
 def _rope_and_write(qkv, cos, sin, positions, slots, keys, values, block_stride, kv_heads, block_size, query):
     """`keys` and `values` are addresses, and `block_stride` counts bytes."""
     if len(qkv) <= FEW_ROWS:

@@ -112,7 +112,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-@njit(parallel=True, cache=True, fastmath=FASTMATH)
+@njit(parallel=True, nogil=True, cache=True, fastmath=FASTMATH)
 def _multiply(x_address, tokens, weight, num_threads, out_address):
     """x [tokens, in] and out [tokens, out] are given by their addresses: to make arrays of them takes microseconds."""
     rows, size = weight.shape
@@ -141,7 +141,7 @@ def _normalize(x, weight, eps, out):
         out[i] = narrow(widen(narrow(widen(x[i]) * factor, out[0])) * widen(weight[i]), out[0])
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True)
 def _rms_norm(x, weight, eps, out):
     if len(x) <= FEW_ROWS:
         for token in range(len(x)):
@@ -151,7 +151,7 @@ def _rms_norm(x, weight, eps, out):
             _normalize(x[token], weight, eps, out[token])
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True)
 def _add_rms_norm(x, residual, weight, eps, out):
     if len(x) <= FEW_ROWS:
         for token in range(len(x)):
@@ -169,7 +169,7 @@ def _add(x, residual):
         residual[i] = narrow(widen(residual[i]) + widen(x[i]), residual[0])
 
 
-@njit(parallel=True, cache=True)
+@njit(parallel=True, nogil=True, cache=True)
 def _swiglu(gate_up, out):
     size = out.shape[1]
     if len(out) <= FEW_ROWS:

@@ -105,7 +105,7 @@ def uniform(
 # --- Compiled ---------------------------------------------------------------------------------------
 
 
-@njit(cache=True)
+@njit(nogil=True, cache=True)
 def _uniform(seeds, streams, positions, numbers):
     for i in range(len(seeds)):
         k0, k1 = seeds[i] & WORD, seeds[i] >> HALF
@@ -142,7 +142,7 @@ def _exp_single(x):
     return power * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(parallel=True, cache=True, fastmath=REORDERED, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, fastmath=REORDERED, error_model="numpy")
 def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):
     for row in prange(len(logits)):
         token_ids[row] = _argmax(logits[row], bits[row], magnitude)
@@ -198,7 +198,7 @@ def _total_single(row, peak):
     return total
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
 def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms, token_ids):
     for i in prange(len(rows)):
         begin, end = _first_beyond(distributions, i - 1), _first_beyond(distributions, i)

@@ -1,0 +1,134 @@
+"""A server under test: the real one, on a free port of this machine, its loop in a thread of the test process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import uvicorn
+
+from minipaged.async_llm import AsyncLLM
+from minipaged.llm import LoadedModel
+from minipaged.outputs import RequestUpdate
+from minipaged.serve.app import create_app
+from minipaged.serve.server import Server, listen
+from minipaged.serve.serving import Serving
+from minipaged.serve.settings import ServeSettings
+
+Result = TypeVar("Result")
+PATIENCE_S = 60
+"""How long anything is waited for that has to happen."""
+
+
+@dataclass
+class Served:
+    """A server that runs."""
+
+    url: str
+    allm: AsyncLLM
+    server: Server
+    thread: threading.Thread
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=PATIENCE_S, **options)
+
+    @contextmanager
+    def slow(self, seconds: float = 0.02) -> Iterator[None]:
+        """Each step takes so much longer: a tiny model has said everything before anybody can ask what it does."""
+        engine = self.allm.llm.engine
+        step = engine.step
+
+        def slowly() -> list[RequestUpdate]:
+            time.sleep(seconds)
+            return step()
+
+        engine.step = slowly  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            engine.step = step  # type: ignore[method-assign]
+
+    def terminate(self) -> None:
+        """As SIGTERM does, which arrives in the main thread only."""
+        self.server.loop.call_soon_threadsafe(self.server.handle_exit, signal.SIGTERM, None)
+
+    def check_nothing_is_left(self) -> None:
+        """Everybody has gone: no request, no block, no stream stays (no-orphan)."""
+        wait_until(lambda: not self.allm.num_open)
+        self.on_engine(lambda: check_empty(self.allm))
+
+    def on_engine(self, check: Callable[[], None]) -> None:
+        """Call this on the engine's thread, between two steps."""
+        if not self.allm._thread.is_alive():  # nobody has asked for anything yet
+            check()
+            return
+        done = threading.Event()
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                check()
+            except BaseException as error:
+                errors.append(error)
+            done.set()
+
+        self.allm._inbox.put(run)
+        assert done.wait(PATIENCE_S)
+        if errors:
+            raise errors[0]
+
+
+def check_empty(allm: AsyncLLM) -> None:
+    """The engine holds nothing but what the prefix cache keeps."""
+    engine = allm.llm.engine
+    assert not engine.unfinished_requests
+    assert engine.blocks.num_used == 0
+    assert engine.current_stats().blocks_used == 0
+    engine.check_invariants()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@contextmanager
+def served(model: LoadedModel, settings: ServeSettings | None = None, **engine: Any) -> Iterator[Served]:
+    """A server of the model, until the context ends."""
+    settings = settings or ServeSettings(port=0, shutdown_timeout=5)
+    listening = listen(settings.host, settings.port)
+    allm = AsyncLLM(model, max_waiting=settings.max_waiting, **{"num_blocks": 256, "num_swap_blocks": 64} | engine)
+    names = settings.served_model_name or ("tiny",)
+    serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template)
+    app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
+    config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=5)
+    server = Server(config, allm, settings.shutdown_timeout)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    thread.start()
+    wait_until(lambda: server.started)
+    running = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", allm, server, thread)
+    try:
+        yield running
+    finally:
+        if thread.is_alive():
+            running.terminate()
+        thread.join(PATIENCE_S)
+        listening.close()
+        assert not thread.is_alive()
+
+
+def run(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Run a test's coroutine."""
+    return asyncio.run(asyncio.wait_for(work(), PATIENCE_S))

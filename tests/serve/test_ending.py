@@ -1,0 +1,318 @@
+"""However a request ends, or the server: whoever is there is told, and nothing stays behind (no-orphan)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from starlette.types import Message
+
+from minipaged.async_llm import AsyncLLM
+from minipaged.llm import LoadedModel
+from minipaged.serve.app import create_app
+from minipaged.serve.serving import Serving
+from tests.effort import examples, thorough
+from tests.serve.harness import Served, check_empty, run, served, wait_until
+
+LONG = {"prompt": "a prompt that takes several steps", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 300, "ignore_eos": True}
+
+
+# --- The client goes ------------------------------------------------------------------------------
+
+
+class Client:
+    """A client without a network: sends one body, and hangs up when it is told to."""
+
+    def __init__(self, path: str, body: dict[str, Any]) -> None:
+        self.sent: list[Message] = []
+        self.gone = asyncio.Event()
+        self._body: bytes | None = json.dumps(body).encode()
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")],
+            "client": ("test", 1),
+            "server": ("test", 80),
+        }
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        await asyncio.sleep(0)
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize("how", ["hangs up", "is cancelled"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_client_may_go_at_every_await_point(tiny: LoadedModel, path: str, stream: bool, how: str) -> None:
+    """After any number of turns of the loop, so within each await once; then after some milliseconds of service."""
+    body = (CHAT if "chat" in path else LONG) | {"stream": stream}
+
+    async def work() -> None:
+        allm = AsyncLLM(tiny, num_blocks=64, block_size=4, max_num_batched_tokens=8)
+        app = create_app(Serving(allm, ["tiny"]))
+        moments = [(turns, 0.0) for turns in range(examples(120, least=30))]
+        moments += [(0, random.Random(i).uniform(0.001, 0.03)) for i in range(examples(80, least=10))]
+        for turns, seconds in moments:
+            client = Client(path, body)
+            serving = asyncio.ensure_future(app(client.scope, client.receive, client.send))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if seconds:
+                await asyncio.sleep(seconds)
+            if how == "hangs up":
+                client.gone.set()
+            else:
+                serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            assert not allm.num_open, (turns, seconds)
+        await allm.shutdown()
+        check_empty(allm)
+
+    run(work)
+
+
+def test_a_client_that_hangs_up_frees_its_blocks_at_once(server: Served) -> None:
+    for stream in (True, False):
+        with server.slow(0.01):
+            request = httpx.Request("POST", server.url + "/v1/completions", json=LONG | {"stream": stream})
+            with httpx.Client(timeout=0.3) as client, suppress(httpx.ReadTimeout):
+                client.send(request, stream=True).close()  # that which is not streamed has no beginning before its end
+            server.check_nothing_is_left()
+
+
+def test_clients_that_go_while_they_wait_never_run(tiny: LoadedModel) -> None:
+    ran: list[str] = []
+    with served(tiny, max_num_seqs=1) as running, running.slow(0.01), httpx.Client() as client:
+        running.allm.llm.engine.listeners.append(lambda event: ran.append(event.name))
+        first = client.send(
+            client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True}), stream=True
+        )
+        lines = first.iter_lines()
+        next(lines)
+        for stream in (True, False):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(running.url + "/v1/completions", json=LONG | {"stream": stream}, timeout=0.3)
+        wait_until(lambda: running.allm.num_open == 1)
+        first.close()
+        running.check_nothing_is_left()
+    assert ran.count("request_admitted") == 1
+
+
+def test_a_slow_reader_makes_nothing_grow(tiny: LoadedModel) -> None:
+    """It takes nothing for a while: its one slot holds all that came, and the engine has long been done."""
+
+    async def work() -> None:
+        allm = AsyncLLM(tiny, num_blocks=64)
+        app = create_app(Serving(allm, ["tiny"]))
+        client = Client("/v1/completions", LONG | {"stream": True})
+        goes_on = asyncio.Event()
+        real = client.send
+
+        async def slow(message: Message) -> None:
+            await real(message)
+            if len(client.sent) == 3:
+                await goes_on.wait()
+
+        serving = asyncio.ensure_future(app(client.scope, client.receive, slow))
+        while len(client.sent) < 3 or allm.num_open:
+            await asyncio.sleep(0.001)
+        goes_on.set()
+        await serving
+        assert len(client.sent) <= 6  # the start, two pieces, the rest in one or two, the end
+        text = b"".join(message.get("body", b"") for message in client.sent).decode()
+        pieces = [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-2]]
+        assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+        await allm.shutdown()
+        check_empty(allm)
+
+    run(work)
+
+
+def test_a_crowd_of_whom_a_third_goes(server: Served) -> None:
+    rng = random.Random(1)
+
+    async def one(client: httpx.AsyncClient) -> None:
+        body = LONG | {"max_tokens": rng.randint(1, 40), "stream": rng.random() < 0.5, "n": rng.choice([1, 2])}
+        timeout = rng.random() / 5 if rng.random() < 1 / 3 else 60
+        try:
+            async with asyncio.timeout(timeout):
+                answer = await client.post(server.url + "/v1/completions", json=body, timeout=60)
+                assert answer.status_code == 200
+        except TimeoutError:
+            assert timeout < 1
+
+    async def work() -> None:
+        async with httpx.AsyncClient() as client:
+            for _ in range(examples(20)):
+                await asyncio.gather(*(one(client) for _ in range(20)))
+
+    asyncio.run(work())
+    server.check_nothing_is_left()
+    wait_until(lambda: server.get("/load").json() == {"server_load": 0})
+
+
+# --- The server goes ------------------------------------------------------------------------------
+
+
+def test_terminated_it_finishes_what_runs_and_refuses_what_comes(tiny: LoadedModel) -> None:
+    with served(tiny) as running, httpx.Client() as client:
+        answers: list[httpx.Response] = []
+        with running.slow(0.02):
+            body = LONG | {"max_tokens": 50}
+            thread = threading.Thread(
+                target=lambda: answers.append(running.post("/v1/completions", body)),
+            )
+            thread.start()
+            wait_until(lambda: running.allm.num_open == 1)
+            running.terminate()
+            wait_until(lambda: running.allm._closing)
+            refused = client.post(running.url + "/v1/completions", json=LONG)
+            assert refused.status_code == 503
+            assert "shutting down" in refused.json()["error"]["message"]
+            thread.join()
+        assert answers[0].json()["usage"]["completion_tokens"] == 50
+        running.thread.join(30)
+        assert running.server.status == 0
+        check_empty(running.allm)
+
+
+def test_terminated_it_aborts_what_takes_too_long_and_says_so(tiny: LoadedModel) -> None:
+    from minipaged.serve.settings import ServeSettings
+
+    with served(tiny, ServeSettings(port=0, shutdown_timeout=0.1)) as running, httpx.Client() as client, running.slow():
+        request = client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True})
+        answer = client.send(request, stream=True)
+        lines = answer.iter_lines()
+        next(lines)
+        running.terminate()
+        events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+        running.thread.join(30)
+        assert running.server.status == 0
+        check_empty(running.allm)
+
+
+def test_when_the_engine_dies_all_are_told_and_the_server_ends(tiny: LoadedModel) -> None:
+    def broken() -> Any:
+        raise MemoryError("planted")
+
+    with served(tiny) as running, httpx.Client() as client:
+        with running.slow():
+            request = client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True})
+            answer = client.send(request, stream=True)
+            lines = answer.iter_lines()
+            next(lines)
+        running.allm.llm.engine.step = broken  # type: ignore[method-assign]
+        events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]"
+        assert "planted" in json.loads(events[-2])["error"]["message"]
+        assert running.get("/health").status_code == 503
+        late = running.post("/v1/completions", LONG)
+        assert late.status_code == 503
+        assert "planted" in late.json()["error"]["message"]
+        running.thread.join(30)
+        assert not running.thread.is_alive()
+        assert running.server.status == 1
+
+
+@contextmanager
+def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`minipaged serve` as a program, and its address."""
+    command = [sys.executable, "-m", "minipaged", "serve", str(folder), "--tier", "reference", "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr is not None
+        said = []
+        for line in program.stderr:
+            said.append(line)
+            if "listening on " in line:
+                break
+        else:
+            pytest.fail("".join(said))
+        draining = threading.Thread(target=lambda: said.extend(program.stderr or ()), daemon=True)
+        draining.start()
+        try:
+            yield program, line.split("listening on ")[1].split()[0]
+        finally:
+            program.kill()
+
+
+@pytest.mark.parametrize("moment", [0.0, 0.1, pytest.param(0.5, marks=thorough), pytest.param(1.0, marks=thorough)])
+def test_sigterm_ends_the_program_in_order(tiny_folder: Path, moment: float) -> None:
+    with process(tiny_folder, "--num-blocks", "64", "--shutdown-timeout", "20") as (program, url):
+        answers: list[httpx.Response] = []
+        body = LONG | {"max_tokens": 900}
+        clients = [
+            threading.Thread(target=lambda: answers.append(httpx.post(url + "/v1/completions", json=body, timeout=60)))
+            for _ in range(3)
+        ]
+        children = psutil.Process(program.pid).children(recursive=True)
+        wait_until(lambda: httpx.get(url + "/health").status_code == 200)
+        for client in clients:
+            client.start()
+        wait_until(lambda: httpx.get(url + "/load").json()["server_load"] > 0 or bool(answers))
+        time.sleep(moment)
+        program.send_signal(signal.SIGTERM)
+        assert program.wait(60) == 0
+        for client in clients:
+            client.join()
+        assert all(answer.status_code in (200, 503) for answer in answers)
+        assert not [child for child in children if child.is_running()]
+
+
+def test_a_second_signal_ends_it_at_once(tiny_folder: Path) -> None:
+    with process(tiny_folder, "--num-blocks", "64", "--shutdown-timeout", "600") as (program, url):
+        body = LONG | {"max_tokens": 900, "stream": True, "n": 4}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            while program.poll() is None:  # two that come together are one
+                program.send_signal(signal.SIGINT)
+                time.sleep(0.05)
+            assert program.returncode == 128 + signal.SIGINT
+
+
+def test_what_is_wrong_with_the_command_line_is_said_before_anything_is_loaded(tiny_folder: Path) -> None:
+    with process(tiny_folder, "--num-blocks", "64") as (_, url):
+        port = url.rpartition(":")[2]
+        for options, words in (
+            (["--port", port], f"port {port}"),
+            (["--host", "999.1.1.1"], "999.1.1.1"),
+            (["--api-key", ""], "openssl"),
+            (["--max-waiting", "0"], "max_waiting"),
+            (["--log-level", "loud"], "log_level"),
+        ):
+            command = [sys.executable, "-m", "minipaged", "serve", "no-such-model", "--port", "0", *options]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
+            assert done.returncode == 1
+            assert words in done.stderr
+            assert done.stderr.startswith("error: ")

@@ -1,0 +1,258 @@
+"""The server as whoever speaks HTTP meets it: the endpoints beside OpenAI's, errors, keys, limits, hostile input."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from minipaged.engine.detokenizer import naming_failures
+from minipaged.llm import LoadedModel
+from minipaged.serve.settings import ServeSettings
+from tests.serve.harness import Served, served
+
+COMPLETE = {"prompt": "x", "max_tokens": 1}
+
+
+def test_tokens_and_texts(server: Served) -> None:
+    answer = server.post("/tokenize", {"prompt": "Ab", "return_token_strs": True}).json()
+    assert answer["count"] == 2
+    assert answer["token_strs"] == ["A", "b"]
+    assert answer["max_model_len"] == server.allm.llm.config.max_model_len
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "Ab"}
+    chat = {"messages": [{"role": "user", "content": "Ab"}]}
+    assert server.post("/tokenize", chat).json()["tokens"] == server.allm.llm.encode_chat(chat["messages"])
+    for wrong in ({}, {"prompt": "x", **chat}):
+        assert server.post("/tokenize", wrong).status_code == 400
+    assert server.post("/detokenize", {"tokens": [10**9]}).status_code == 400
+
+
+def test_health_version_load(server: Served) -> None:
+    for ask in (server.get("/health"), server.get("/ping"), server.post("/ping", {})):
+        assert ask.status_code == 200
+        assert ask.content == b""
+    assert set(server.get("/version").json()) == {"version"}
+    assert server.get("/load").json() == {"server_load": 0}
+    endless = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with server.slow(), httpx.stream("POST", server.url + "/v1/completions", json=endless) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        assert server.get("/load").json() == {"server_load": 1}
+    server.check_nothing_is_left()
+    while server.get("/load").json()["server_load"]:
+        pass
+
+
+def test_a_stream_is_server_sent_events(server: Served) -> None:
+    answer = server.post("/v1/completions", COMPLETE | {"stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert "content-length" not in answer.headers
+    events = answer.text.split("\n\n")
+    assert events.pop() == ""
+    assert all(event.startswith("data: ") for event in events)
+    assert events.pop() == "data: [DONE]"
+    for event in events:
+        json.loads(event.removeprefix("data: "))
+
+
+def test_the_id_may_be_given(server: Served) -> None:
+    assert server.post("/v1/completions", COMPLETE | {"request_id": "mine"}).json()["id"] == "cmpl-mine"
+    answer = server.post("/v1/completions", COMPLETE, headers={"X-Request-Id": "header.1"})
+    assert answer.json()["id"] == "cmpl-header.1"
+    assert server.post("/v1/completions", COMPLETE | {"request_id": 'a"\n'}).json()["id"] != 'cmpl-a"\n'
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    return dict(error)
+
+
+def test_faults_are_told_by_name_ten_at_most_and_cut(server: Served) -> None:
+    error = error_of(server.post("/v1/completions", {"prompt": "x", "temperature": "hot" * 1000}), 400)
+    assert error["param"] == "temperature"
+    assert "temperature" in error["message"]
+    assert len(error["message"]) < 600
+    many = dict.fromkeys(("n", "top_p", "top_k", "min_p", "seed", "min_tokens", "priority", "max_tokens"), "wrong")
+    many |= dict.fromkeys(("logprobs", "presence_penalty", "frequency_penalty", "length_penalty", "echo"), "wrong")
+    error = error_of(server.post("/v1/completions", {"prompt": "x", **many}), 400)
+    assert "and 3 more" in error["message"]
+
+
+def test_null_is_nothing_and_unknown_fields_are_let_pass(server: Served) -> None:
+    nulls = dict.fromkeys(
+        ("n", "temperature", "top_p", "seed", "stop", "logprobs", "stream", "stream_options", "user", "logit_bias"),
+    )
+    assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 2, **nulls}).status_code == 200
+    assert server.post("/v1/completions", COMPLETE | {"nobody_knows": {"this": 1}}).status_code == 200
+    assert server.post("/v1/completions", COMPLETE | {"model": ""}).status_code == 200
+    assert server.post("/v1/completions", COMPLETE | {"model": None}).status_code == 200
+
+
+HOSTILE: list[tuple[bytes, int]] = [
+    (b"", 400),
+    (b"{", 400),
+    (b"null", 400),
+    (b"[]", 400),
+    (b'"text"', 400),
+    (b"[" * 100_000, 400),
+    (b'{"prompt": ' + b"[" * 100_000, 400),
+    (b'{"prompt": ' + b"[" * 500 + b"]" * 500 + b"}", 400),
+    (b'{"prompt": "x", "temperature": NaN}', 400),
+    (b'{"prompt": "x", "temperature": Infinity}', 400),
+    (b'{"prompt": "x", "temperature": 1e999}', 400),
+    (b'{"prompt": "\\ud800"}', 400),
+    (b'{"prompt": "x", "stop": "\\udc00"}', 400),
+    (b'{"prompt": "\xff\xfe"}', 400),
+    (b'{"prompt": "x\\u0000y", "max_tokens": 1}', 200),
+    (b'{"prompt": [-1], "max_tokens": 1}', 400),
+    (b'{"prompt": [99999999999999999999999], "max_tokens": 1}', 400),
+    (b'{"prompt": [1.5], "max_tokens": 1}', 400),
+    (b'{"prompt": [true], "max_tokens": 1}', 400),
+    (b'{"prompt": [[1], "a"], "max_tokens": 1}', 400),
+    (b'{"prompt": [[]]}', 400),
+    (b'{"prompt": [""]}', 400),
+    (b'{"prompt": ""}', 400),
+    (b'{"prompt": "x", "max_tokens": -1}', 400),
+    (b'{"prompt": "x", "max_tokens": 0}', 400),
+    (b'{"prompt": "x", "max_tokens": 1e30}', 400),
+    (b'{"prompt": "x", "n": -1}', 400),
+    (b'{"prompt": "x", "n": 100000}', 400),
+    (b'{"prompt": "x", "seed": 1' + b"0" * 40 + b"}", 400),
+    (b'{"prompt": "x", "top_p": 0}', 400),
+    (b'{"prompt": "x", "top_k": -2}', 400),
+    (b'{"prompt": "x", "min_p": 2}', 400),
+    (b'{"prompt": "x", "logprobs": 21}', 400),
+    (b'{"prompt": "x", "logprobs": -1}', 400),
+    (b'{"prompt": "x", "min_tokens": 20}', 400),
+    (b'{"prompt": "x", "repetition_penalty": 0}', 400),
+    (b'{"prompt": "x", "stop_token_ids": [-3]}', 400),
+    (b'{"prompt": "x", "stop": ' + json.dumps([str(i) for i in range(10_000)]).encode() + b"}", 400),
+    (b'{"prompt": "x", "stop": [""]}', 400),
+    (b'{"prompt": "x", "logit_bias": {"-1": 5}}', 400),
+    (b'{"prompt": "x", "logit_bias": {"5": 1000}}', 400),
+    (b'{"prompt": "x", "allowed_token_ids": []}', 400),
+    (b'{"prompt": "x", "request_id": ""}', 400),
+    (b'{"prompt": ' + json.dumps(["x"] * 1025).encode() + b"}", 400),
+    (b'{"prompt": "' + b"long " * 300_000 + b'"}', 400),
+    (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413),
+]
+
+
+@pytest.mark.parametrize(("body", "status"), HOSTILE, ids=lambda value: repr(value)[:40])
+def test_hostile_bodies_are_refused_and_the_server_lives(server: Served, body: bytes, status: int) -> None:
+    answer = httpx.post(
+        server.url + "/v1/completions", content=body, headers={"Content-Type": "application/json"}, timeout=60
+    )
+    assert answer.status_code == status, answer.text[:300]
+    assert len(answer.content) < 10_000
+    assert server.post("/v1/completions", COMPLETE).status_code == 200
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_another_content_type_is_refused(server: Served, content_type: str) -> None:
+    headers = {"Content-Type": content_type} if content_type else {}
+    error_of(httpx.post(server.url + "/v1/completions", content=b'{"prompt": "x"}', headers=headers), 400)
+
+
+def test_another_method_is_refused(server: Served) -> None:
+    error_of(server.get("/v1/completions"), 405)
+
+
+def test_a_body_without_a_length_is_not_read_without_end(server: Served) -> None:
+    def endless() -> Any:
+        for _ in range(400):
+            yield b" " * 65536
+
+    with pytest.raises((httpx.WriteError, httpx.ReadError, httpx.HTTPStatusError, httpx.RemoteProtocolError)):
+        httpx.post(
+            server.url + "/v1/completions", content=endless(), headers={"Content-Type": "application/json"}
+        ).raise_for_status()
+    assert server.get("/health").status_code == 200
+
+
+def test_a_flood_of_headers_is_refused(server: Served) -> None:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    connection.putrequest("GET", "/health")
+    try:
+        for i in range(20_000):
+            connection.putheader(f"X-{i}", "y" * 100)
+        connection.endheaders()
+        assert connection.getresponse().status >= 400
+    except OSError:
+        pass  # it hung up
+    connection.close()
+    assert server.get("/health").status_code == 200
+
+
+def test_half_a_request_does_not_keep_the_others_waiting(server: Served) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as half:
+        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert server.post("/v1/completions", COMPLETE).status_code == 200
+
+
+def test_the_key_is_asked_for_under_v1(tiny: LoadedModel) -> None:
+    with served(tiny, ServeSettings(port=0, api_key="secret", cors_origin=("https://a.example",))) as running:
+        for wrong in (
+            {},
+            {"Authorization": "secret"},
+            {"Authorization": "Bearer secre"},
+            {"Authorization": "Bearer é"},
+        ):
+            headers = {name: value.encode() for name, value in wrong.items()}
+            answer = running.post("/v1/completions", COMPLETE, headers=headers)
+            assert answer.status_code == 401
+            assert answer.json() == {"error": "Unauthorized"}
+        right = {"Authorization": "Bearer secret"}
+        assert running.post("/v1/completions", COMPLETE, headers=right).status_code == 200
+        assert running.get("/health").status_code == 200
+        asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+        preflight = httpx.options(running.url + "/v1/completions", headers=asks)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+
+
+def test_a_full_queue_says_when_to_ask_again(tiny: LoadedModel) -> None:
+    endless = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
+    settings = ServeSettings(port=0, max_waiting=1)
+    with served(tiny, settings, max_num_seqs=1) as running, running.slow(), httpx.Client() as client:
+        streams = []
+        for _ in range(2):
+            request = client.build_request("POST", running.url + "/v1/completions", json=endless)
+            streams.append(client.send(request, stream=True))
+            if not streams[1:]:
+                lines = streams[0].iter_lines()
+                next(lines)  # it runs, so the next one waits
+        answer = running.post("/v1/completions", COMPLETE)
+        error_of(answer, 503)
+        assert answer.headers["retry-after"] == "1"
+        for stream in streams:
+            stream.close()
+        running.check_nothing_is_left()
+        assert running.post("/v1/completions", COMPLETE).status_code == 200
+
+
+def test_one_requests_failure_is_told_and_is_its_own(tiny: LoadedModel) -> None:
+    """Tokens that cannot be decoded end the request that they are of."""
+    with served(tiny) as running:
+        decode = running.allm.llm.tokenizer.decode  # type: ignore[union-attr]
+
+        def failing(*arguments: Any, **options: Any) -> str:
+            raise ValueError("no text")
+
+        for part in (running.allm.llm.engine._arrivals, running.allm.llm.engine._committer):
+            part._decode = naming_failures(failing)
+        error = error_of(running.post("/v1/completions", COMPLETE), 500)
+        assert "no text" in error["message"]
+        events = running.post("/v1/completions", COMPLETE | {"stream": True}).text.strip().split("\n\n")
+        assert "no text" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
+        assert events[-1] == "data: [DONE]"
+        assert decode([70])
+        running.check_nothing_is_left()

@@ -1,0 +1,23 @@
+"""schemathesis asks for whatever /openapi.json allows, and for what it does not: no server error, no undocumented answer.
+
+Left out is the check that what the schema allows is never refused: that a token is one of this model's, that a prompt
+fits, that echo is not asked for where it cannot be, no schema says.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.effort import examples
+from tests.serve.harness import Served
+
+
+def test_schemathesis_finds_no_failure(server: Served) -> None:
+    command = [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json"]
+    options = ["--phases", "examples,coverage,fuzzing", "--exclude-checks", "positive_data_acceptance"]
+    options += ["--max-examples", str(examples(60)), "--generation-deterministic", "--warnings", "off"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
+    assert "11 selected" in done.stdout
+    server.check_nothing_is_left()

@@ -118,8 +118,6 @@ def _generating(serving: Serving) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, responses=ERRORS)
     pieces = {"text/event-stream": {}}
     told: dict[int | str, dict[str, Any]] = {200: {"description": "In pieces with stream=true.", "content": pieces}}
-        200: {"content": {"text/event-stream": {}}, "description": "The answer; in pieces with stream=true."}
-    }
 
     @router.post("/v1/completions", summary="Continue prompts", responses=told)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -257,10 +255,8 @@ def _telling(serving: Serving, load: Load) -> APIRouter:
     async def health() -> Response:
         return Response(status_code=200 if serving.allm.error is None else 503)
 
-    for method in ("GET", "POST"):
-        router.api_route(
-            "/ping", methods=[method], name=f"ping_{method}", summary="The same", response_class=Response, responses=dead
-        )(health)
+    for ping in (router.get, router.post):
+        ping("/ping", name=ping.__name__, summary="The same", response_class=Response, responses=dead)(health)
 
     @router.get("/version", summary="Of minipaged")
     async def tell_version() -> Response:

@@ -1,4 +1,4 @@
-"""schemathesis asks for whatever /openapi.json allows, and for what it does not: no server error, no undocumented answer.
+"""schemathesis asks for whatever /openapi.json allows, and for what it does not: no server error, no other answer.
 
 Left out is the check that what the schema allows is never refused: that a token is one of this model's, that a prompt
 fits, that echo is not asked for where it cannot be, no schema says.

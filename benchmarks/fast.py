@@ -177,7 +177,7 @@ def load(dtype: str, batch: int) -> tuple[LLM, Any]:
 def served(llm: LLM, jobs: list[tuple[list[int], int]]) -> list[tuple[int, ...]]:
     """The outputs of prompts, each with its number of tokens, by minipaged."""
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for _, count in jobs]
-    return [o.outputs[0].token_ids for o in llm.generate([prompt for prompt, _ in jobs], params, progress=False)]
+    return [o.outputs[0].token_ids for o in llm.generate([prompt for prompt, _ in jobs], params, use_tqdm=False)]
 
 
 def generated(model: Any, jobs: list[tuple[list[int], int]]) -> list[list[int]]:

@@ -65,7 +65,7 @@ def speeds(new_tokens: int, repetitions: int) -> list[Result]:
 
     def ours(prompts: list[list[int]], count: int) -> list[tuple[int, ...]]:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, progress=False)]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
     def theirs(tokens: list[int], count: int) -> list[int]:
         ids = torch.tensor([tokens])

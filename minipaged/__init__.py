@@ -14,6 +14,7 @@ from minipaged.errors import (
 )
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestMetrics, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.prompts import TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
     from minipaged.llm import LLM
@@ -35,6 +36,8 @@ __all__ = [
     "RequestOutputKind",
     "RequestUpdate",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 

@@ -30,9 +30,10 @@ from uuid import uuid4
 
 from minipaged.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
 from minipaged.events import Listener
-from minipaged.llm import LLM, LoadedModel, Params, Prompt
+from minipaged.llm import LLM, LoadedModel, Params
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams
+from minipaged.prompts import Prompt
 from minipaged.settings import GivenSettings, takes_settings
 
 LONG_TEXT = 2_000
@@ -174,20 +175,13 @@ class AsyncLLM:
         Raises what `add` raises.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        text = prompt if isinstance(prompt, str) else None
-        tokens = await self.tokens(prompt)
+        tokens, text = await self._read_prompt(prompt)
         stream = await self.add([Asked(request_id or uuid4().hex, tokens, params, text, priority)])
         try:
             async for update in stream:
                 yield update
         finally:
             stream.close()
-
-    async def tokens(self, prompt: Prompt) -> Sequence[int]:
-        """The token ids of a prompt. Raises InvalidRequest, and ModelError where there is no tokenizer."""
-        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            return await asyncio.to_thread(self.llm.encode, prompt)
-        return self.llm.encode(prompt)
 
     async def add(self, asked: Sequence[Asked], *, finals_only: bool = False) -> Stream:
         """Let requests wait for their turn, all of them or none; their stream has to be closed when it is left early.
@@ -220,6 +214,11 @@ class AsyncLLM:
             await asyncio.wait_for(self._wait_for_all(), timeout=60)  # the step in progress may be long
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
+
+    async def _read_prompt(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            return await asyncio.to_thread(self.llm.read_prompt, prompt)
+        return self.llm.read_prompt(prompt)
 
     @property
     def num_open(self) -> int:

@@ -12,13 +12,12 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from numbers import Number
 from pathlib import Path
 from types import FrameType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from minipaged import tiers
 from minipaged.engine.engine import Engine
@@ -29,15 +28,24 @@ from minipaged.events import Event, Listener, RequestFinished, TokenGenerated
 from minipaged.models import hub
 from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
-from minipaged.models.tokenizer import Tokenizer
+from minipaged.models.tokenizer import ChatOptions, Message, Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, EngineSettings, RequestOutputKind, SamplingParams
+from minipaged.prompts import Prompt, as_list, read_prompt
 from minipaged.scheduling import MakePolicy
 from minipaged.settings import GivenSettings, Settings, takes_settings
 from minipaged.tiers import DeviceTier
+from minipaged.vllm_arguments import (
+    BEAM_SEARCH_ARGUMENTS,
+    CHAT_ARGUMENTS,
+    GENERATE_ARGUMENTS,
+    LLM_ARGUMENTS,
+    take_own,
+)
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, str]
+if TYPE_CHECKING:
+    from minipaged.models.tokenizer import PreTrainedTokenizerFast
+
 Params = SamplingParams | BeamSearchParams
 
 SWAP_SHARE = 0.25
@@ -53,7 +61,8 @@ class LLM:
 
     `model` is a known name, a local folder, a .gguf file or a hub id; `settings` are those of `Settings`, by name.
     `listeners` are told of every event. Raises ModelError for a model that cannot be had or run, and InvalidRequest (a
-    ValueError) for a setting out of range.
+    ValueError) for a setting out of range. What vLLM's `LLM` takes besides is let through if it asks for what is done
+    here anyway, and refused with the reason if not (docs/vllm.md).
 
     Several LLMs can share one `LoadedModel`, each with sizes, policies and a KV cache of its own: give it as `model`
     (`LLM(llm.loaded, num_blocks=8)`). `tier`, `device` and `dtype` were settled when it was loaded.
@@ -67,7 +76,8 @@ class LLM:
         listeners: Sequence[Listener] = (),
         **settings: Unpack[GivenSettings],
     ) -> None:
-        asked = Settings(**settings)
+        own = [each.name for each in fields(Settings)]
+        asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
         if isinstance(model, LoadedModel):
             for name in ("tier", "device", "dtype"):
                 if (value := getattr(asked, name)) != "auto":
@@ -85,7 +95,7 @@ class LLM:
             size = (num_blocks + num_swap_blocks) * loaded.block_bytes(asked.block_size)
             raise InvalidRequest(
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
-                "there are; lower num_blocks or num_swap_blocks"
+                "there are; lower num_blocks, or num_swap_blocks (swap_space)"
             ) from None
         # Threads may share an LLM; their calls follow one another. Who reads a stream may generate in between.
         self._lock = threading.RLock()
@@ -94,7 +104,7 @@ class LLM:
             loaded.tier,
             runner,
             allocator=asked.allocator,
-            policy=_policy(asked.policy),
+            policy=_policy(asked.scheduling_policy),
             decode=self.tokenizer.decode if self.tokenizer else None,
             listeners=listeners,
         )
@@ -111,70 +121,92 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: Sequence[int] | None = None,
-        progress: bool | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        **not_here: None,
     ) -> list[RequestOutput]:
-        """Continue each prompt (text, or a list of token ids); one output a prompt, in order.
+        """Continue each prompt; one output a prompt, in order.
 
-        `params`: one for all, or one for each prompt. `priority`: one for each prompt; the smaller, the earlier, where
-        the policy goes by it. `progress`: show a bar on stderr (None: if it is a terminal).
+        A prompt is a text, a list of token ids, a `TextPrompt` or a `TokensPrompt`. `sampling_params`: one for all, or
+        one for each prompt. `use_tqdm`: show a bar on stderr, if that is a terminal. `priority`: one for all, or one
+        for each prompt; the smaller, the earlier, where the policy goes by it. `not_here`: what vLLM takes besides.
         Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is given back. A
         request that fails on the way (`RequestOutput.error` says why) does not keep the others from their end.
         """
-        return self._run(_as_list(prompts), params, SamplingParams, progress, priority)
+        take_own("LLM.generate()", not_here, GENERATE_ARGUMENTS)
+        return self._run(as_list(prompts), sampling_params, SamplingParams, use_tqdm, priority)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
         *,
-        priority: Sequence[int] | None = None,
-        progress: bool | None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **not_here: None,
     ) -> list[RequestOutput]:
-        """The model's answer to a conversation (a list of {"role", "content"}), or to each of several."""
-        one = not messages or isinstance(messages[0], Mapping)
-        conversations = [messages] if one else messages
-        prompts = [self.encode_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
-        return self._run(prompts, params, SamplingParams, progress, priority)
+        """The model's answer to a conversation (a list of {"role", "content"}), or to each of several.
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        How they are written out is said at `ChatOptions`, everything else at `generate`.
+        """
+        take_own("LLM.chat()", not_here, CHAT_ARGUMENTS)
+        conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.encode_chat(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, SamplingParams, use_tqdm, priority)
+
+    def encode_chat(self, messages: Sequence[Message], **how: Unpack[ChatOptions]) -> list[int]:
         """The token ids of a conversation, in the model's chat template, up to where its answer begins."""
-        return self.get_tokenizer().encode_chat(messages)
+        return self.need_tokenizer().encode_chat(messages, **how)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's tokenizer as transformers has it, which is what vLLM gives; ours is `llm.tokenizer`."""
+        return self.need_tokenizer().in_transformers
 
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
         *,
-        priority: Sequence[int] | None = None,
-        progress: bool | None = None,
+        use_tqdm: bool = False,
+        priority: int | Sequence[int] | None = None,
+        **not_here: None,
     ) -> list[RequestOutput]:
         """The `beam_width` best continuations of each prompt, best first, as transformers' beam search finds them."""
-        return self._run(_as_list(prompts), params, BeamSearchParams, progress, priority)
+        take_own("LLM.beam_search()", not_here, BEAM_SEARCH_ARGUMENTS)
+        return self._run(as_list(prompts), params, BeamSearchParams, use_tqdm, priority)
 
     def stream(self, prompt: Prompt, params: Params | None = None) -> Iterator[RequestUpdate]:
-        """Continue one prompt (text, or a list of token ids), and give what is new of it after each step.
+        """Continue one prompt, and give what is new of it after each step.
 
         The last update carries the whole output. Whoever does not want the rest closes the iterator (or lets it go):
         the request is cancelled, and its blocks are given back. Raises what `generate` raises, when it is first asked.
         """
         with self._lock:
             given = SamplingParams() if params is None else params
-            for _, update in self._serve([(prompt, given, 0)], RequestOutputKind.DELTA, progress=False):
+            for _, update in self._serve([(prompt, given, 0)], RequestOutputKind.DELTA, use_tqdm=False):
                 yield update
 
-    def encode(self, prompt: Prompt) -> Sequence[int]:
-        """The token ids of a prompt."""
-        if isinstance(prompt, str):
-            return self.get_tokenizer().encode(prompt)
-        if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__len__"):
-            raise InvalidRequest(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}: {prompt!r}")
-        return prompt
+    def read_prompt(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
+        """The token ids of a prompt, and its text where that was given. Raises InvalidRequest for what is no prompt."""
+        return read_prompt(prompt, lambda text: self.need_tokenizer().encode(text))
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's. Raises ModelError where it has none."""
+    def need_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ModelError where it has none."""
         if self.tokenizer is None:
             raise ModelError(f"{self.folder} holds no tokenizer.json; give token ids, or put the tokenizer there")
         return self.tokenizer
@@ -190,9 +222,11 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Params | Sequence[Params] | None,
         kind: type[Params],
-        progress: bool | None,
-        priority: Sequence[int] | None,
+        use_tqdm: bool,
+        priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
+        if not isinstance(use_tqdm, bool):
+            raise InvalidRequest(f"use_tqdm is {use_tqdm!r}; it must be True or False, for the bar here is not tqdm's")
         params = kind() if params is None else params
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
@@ -200,19 +234,21 @@ class LLM:
         for item in each:
             if not isinstance(item, kind):
                 raise InvalidRequest(f"params must be {kind.__name__}, not {type(item).__name__}")
-        priority = [0] * len(prompts) if priority is None else priority
-        if len(priority) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts need as many priorities; got {len(priority)}")
+        priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(prompts)
+        if len(priorities) != len(prompts):
+            raise InvalidRequest(
+                f"{len(prompts)} prompts need as many priorities, or one for all; got {len(priorities)}"
+            )
         outputs: dict[int, RequestOutput] = {}
-        requests = list(zip(prompts, each, priority, strict=True))
+        requests = list(zip(prompts, each, priorities, strict=True))
         with self._lock:
-            for place, update in self._serve(requests, RequestOutputKind.FINAL_ONLY, progress):
+            for place, update in self._serve(requests, RequestOutputKind.FINAL_ONLY, use_tqdm):
                 if update.output:
                     outputs[place] = update.output
         return [outputs[place] for place in range(len(prompts))]
 
     def _serve(
-        self, requests: Sequence[tuple[Prompt, Params, int]], kind: RequestOutputKind, progress: bool | None
+        self, requests: Sequence[tuple[Prompt, Params, int]], kind: RequestOutputKind, use_tqdm: bool
     ) -> Iterator[tuple[int, RequestUpdate]]:
         """Add the requests (prompt, params, priority) and step the engine until they have ended. Gives their updates,
         each with the place of its prompt. Whatever ends it early, none of them stays behind."""
@@ -222,12 +258,10 @@ class LLM:
         others, kept = set(self.engine.unfinished_requests), self.engine.take_updates()
         try:
             for place, (prompt, params, priority) in enumerate(requests):
-                text = prompt if isinstance(prompt, str) else None
-                name = self.engine.add_request(
-                    self.encode(prompt), params, prompt=text, output_kind=kind, priority=priority
-                )
+                ids, text = self.read_prompt(prompt)
+                name = self.engine.add_request(ids, params, prompt=text, output_kind=kind, priority=priority)
                 places[name] = place
-            with interrupt_between_steps() as interrupted, self._progress_bar(len(requests), progress):
+            with interrupt_between_steps() as interrupted, self._progress_bar(len(requests), use_tqdm):
                 while unfinished:
                     if interrupted():
                         raise KeyboardInterrupt
@@ -262,7 +296,9 @@ class LLM:
         num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
         if num_blocks is None:
             num_blocks = self._blocks_that_fit(asked)
-        if num_swap_blocks is None:
+        if asked.swap_space is not None:
+            num_swap_blocks = int(asked.swap_space * 2**30 / self.loaded.block_bytes(asked.block_size))
+        elif num_swap_blocks is None:
             # At most half of what is free. Memory that a GPU is to read is reserved in powers of two: up to twice this.
             room = int(_free_host_bytes() / (2 if on_cpu else 4) / self.loaded.block_bytes(asked.block_size))
             num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
@@ -284,19 +320,19 @@ class LLM:
         size = self.loaded.block_bytes(asked.block_size)
         sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
         on_device = self.loaded.tier.free_device_bytes(self.model_config, *sizes)
-        free = (_free_host_bytes() if on_device is None else on_device) * asked.memory_utilization
+        free = (_free_host_bytes() if on_device is None else on_device) * asked.gpu_memory_utilization
         num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
         if num_blocks < 1:
             raise InvalidRequest(
                 f"a block of {asked.block_size} tokens takes {size:,} bytes, and only {int(free):,} may be used; lower "
-                "block_size, raise memory_utilization, or free some memory"
+                "block_size, raise gpu_memory_utilization, or free some memory"
             )
         return min(num_blocks, asked.max_num_seqs * -(-self.model_config.max_position_embeddings // asked.block_size))
 
     @contextmanager
-    def _progress_bar(self, num_requests: int, progress: bool | None) -> Iterator[None]:
-        """Show finished requests and tokens a second on stderr while the context lasts."""
-        if not (sys.stderr.isatty() if progress is None else progress):
+    def _progress_bar(self, num_requests: int, use_tqdm: bool) -> Iterator[None]:
+        """Show finished requests and tokens a second on stderr while the context lasts, if that is a terminal."""
+        if not (use_tqdm and sys.stderr.isatty()):
             yield
             return
         from rich.console import Console
@@ -355,7 +391,8 @@ def _policy(policy: str | MakePolicy) -> MakePolicy:
     if policy not in POLICIES:
         names = ", ".join(map(repr, POLICIES))
         raise InvalidRequest(
-            f"policy is {policy!r}; choose {names}, or give a class of yours (on the command line, FILE.py:Class)"
+            f"scheduling_policy is {policy!r}; choose {names}, or give a class of yours (on the command line, "
+            "FILE.py:Class)"
         )
     return POLICIES[policy]
 
@@ -374,16 +411,6 @@ def _container_limit() -> float:
         return float(limit.read_text().replace("max", "inf"))
     except (OSError, ValueError):
         return float("inf")
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt (a string, or a list of numbers) or several, as a list of prompts."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-        return [prompts]  # anything but a text is refused as a prompt
-    items = list(prompts)
-    if items and isinstance(items[0], Number):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
 
 
 @contextmanager

@@ -70,8 +70,7 @@ WRITTEN = {
     "allocator": Written(
         kind=str | None, metavar="FILE.py:Class", read=lambda file: file and load_class("--allocator", file)
     ),
-    "policy": Written(
-        "--scheduling-policy",
+    "scheduling_policy": Written(
         kind=str,
         metavar="NAME or FILE.py:Class",
         read=lambda name: load_class("--scheduling-policy", name) if ":" in name else name,

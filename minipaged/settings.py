@@ -36,12 +36,15 @@ class Settings(EngineSettings):
     dtype: str = "auto"
     """What it computes in: float32, bfloat16, float16, float64, or auto, which is what suits the device."""
     num_blocks: int | None = left_open("num_blocks")
-    """Blocks in the KV cache's pool; if left open, as many as `memory_utilization` allows."""
-    memory_utilization: float = setting(0.9, above=0, at_most=1)
-    """Share of the memory to use that is free after loading the weights."""
+    """Blocks in the KV cache's pool; if left open, as many as `gpu_memory_utilization` allows."""
+    gpu_memory_utilization: float = setting(0.9, above=0, at_most=1)
+    """Share of the memory to use that is free after loading the weights: the GPU's, or the machine's where there is no
+    GPU."""
     num_swap_blocks: int | None = left_open("num_swap_blocks")
     """Blocks in the host pool that swapping uses; if left open, a quarter of `num_blocks`, or what half of the host's
     free memory holds, if that is less."""
+    swap_space: float | None = setting(None, at_least=0, at_most=2**20)
+    """The same in GiB, as vLLM had it: give one of them."""
     max_model_len: int | None = left_open("max_model_len")
     """Longest sequence, prompt and output together, in tokens; if left open, the model's, or the pool's where that is
     smaller."""
@@ -50,7 +53,7 @@ class Settings(EngineSettings):
     GPU, which then need not wait for the host."""
     allocator: MakeAllocator | None = None
     """A class of block allocators to use in place of the tier's own; it is checked at every call."""
-    policy: str | MakePolicy = "fcfs"
+    scheduling_policy: str | MakePolicy = "fcfs"
     """Who is served when: fcfs (first come, first served), priority, shortest-first, or a class of one's own
     (minipaged/scheduling.py)."""
 
@@ -59,6 +62,10 @@ class Settings(EngineSettings):
         if self.allocator is not None and not callable(self.allocator):
             raise InvalidRequest(
                 f"allocator is {self.allocator!r}; it must be a class (or a function) that makes allocators"
+            )
+        if self.swap_space is not None and self.num_swap_blocks is not None:
+            raise InvalidRequest(
+                f"swap_space is {self.swap_space} GiB and num_swap_blocks is {self.num_swap_blocks}; give one of them"
             )
 
 
@@ -70,8 +77,9 @@ class GivenSettings(TypedDict, total=False):
     dtype: str
     block_size: int
     num_blocks: int | None
-    memory_utilization: float
+    gpu_memory_utilization: float
     num_swap_blocks: int | None
+    swap_space: float | None
     preemption: PreemptionMode
     enable_prefix_caching: bool
     max_num_seqs: int
@@ -79,7 +87,7 @@ class GivenSettings(TypedDict, total=False):
     max_model_len: int | None
     async_scheduling: bool | None
     allocator: MakeAllocator | None
-    policy: str | MakePolicy
+    scheduling_policy: str | MakePolicy
     seed: int
     debug: bool
 

@@ -37,6 +37,8 @@ HOUSE = {
     "outputs": Room(),
     "scheduling": Room(),
     "params": Room("errors"),
+    "vllm_arguments": Room("errors"),
+    "prompts": Room("errors vllm_arguments"),
     "steps": Room("params"),
     "contracts": Room("errors params scheduling steps"),
     "mirror": Room("contracts steps"),
@@ -50,7 +52,7 @@ HOUSE = {
         "errors",
         "numpy",
         late={
-            "slow to load, and only some models need them": "gguf huggingface_hub jinja2 tokenizers transformers",
+            "slow to load, and only some models need them": "gguf huggingface_hub tokenizers transformers",
             "slow to load, and needed once for each model": "filelock models.gguf platformdirs rich",
         },
     ),
@@ -76,10 +78,12 @@ HOUSE = {
     "traces": Room("contracts engine errors events params scheduling simulated"),
     # What users call, and what stands on it.
     "llm": Room(
-        "engine errors events models outputs params scheduling settings tiers",
+        "engine errors events models outputs params prompts scheduling settings tiers vllm_arguments",
         late={"slow to load, and only some calls need them": "psutil rich"},
     ),
-    "minipaged": Room("errors outputs params", late={"the parts without NumPy are to be had without it": "llm"}),
+    "minipaged": Room(
+        "errors outputs params prompts", late={"the parts without NumPy are to be had without it": "llm"}
+    ),
     "step_files": Room("contracts errors llm models.config params scheduling steps", "msgspec"),
     "replay_steps": Room("contracts errors llm mirror params step_files steps ties", "numpy"),
     "chat": Room("errors events llm outputs params replay", "rich", late={"not on every system": "readline"}),

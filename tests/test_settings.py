@@ -48,7 +48,7 @@ def test_type_checkers_are_told_of_every_setting_and_its_type() -> None:
 
 def test_an_engine_goes_by_every_setting_that_is_about_it() -> None:
     """The others are the tier's, or the LLM's to find out."""
-    above = {"tier", "device", "dtype", "memory_utilization", "allocator", "policy"}
+    above = {"tier", "device", "dtype", "gpu_memory_utilization", "swap_space", "allocator", "scheduling_policy"}
     assert {*names_of(Settings)} - above == {*names_of(EngineConfig)} - {"vocab_size", "eos_token_ids"}
     left_open = {each.name: each.metadata for each in fields(Settings)}
     for each in fields(EngineConfig):
@@ -96,7 +96,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
         "stop_token_ids": 3,
         "early_stopping": "never",
         "preemption": "swap",
-        "policy": "priority",
+        "scheduling_policy": "priority",
         "max_tokens": 99,
     }
     values |= {"tier": "reference", "device": "cpu", "dtype": "float64", "allocator": f"{__file__}:Allocator"}
@@ -115,6 +115,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
     assert found.pop("allocator").__name__ == Allocator.__name__
     del expected["allocator"]
     assert {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()} == expected
+    given["swap_space"] = None  # the other way to say num_swap_blocks
     for kind in KINDS:
         kind(**given_for(kind, given))
 
@@ -131,11 +132,11 @@ def test_every_field_says_what_it_is(kind: Any) -> None:
 
 
 def test_a_setting_that_there_is_not_is_refused() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'swap_space'"):
-        LLM(swap_space=4)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'swap_spaces'"):
+        LLM(swap_spaces=4)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("bad", [{"num_blocks": 0}, {"memory_utilization": True}, {"max_num_seqs": 1.0}])
+@pytest.mark.parametrize("bad", [{"num_blocks": 0}, {"gpu_memory_utilization": True}, {"max_num_seqs": 1.0}])
 def test_a_bad_setting_is_refused_before_the_model_is_looked_for(bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=f"^{next(iter(bad))} is .*; it must be "):
         LLM("/no/such/model", **bad)

@@ -49,7 +49,7 @@ assert len(token_ids) == 7
 # %%
 with record("Four score and seven years ago our", llm.tokenizer.decode) as run:
     small = LLM(llm.loaded, block_size=4, num_blocks=8, enable_prefix_caching=False)
-    [output] = small.generate([prompt], SamplingParams(temperature=0, max_tokens=6), progress=False)
+    [output] = small.generate([prompt], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
 print(prompt + output.outputs[0].text)
 
 passes = [event for event in run.events if isinstance(event, StepFinished)]
@@ -117,7 +117,7 @@ class PaperAllocator(BlockAllocator):
 
 with record("The blocks of Fig. 6", llm.tokenizer.decode) as paper:
     other = LLM(llm.loaded, block_size=4, num_blocks=8, enable_prefix_caching=False, allocator=PaperAllocator)
-    [same] = other.generate([prompt], SamplingParams(temperature=0, max_tokens=6), progress=False)
+    [same] = other.generate([prompt], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
 
 blocks = [block for event in paper.events if isinstance(event, TokensComputed) for block in event.new_blocks]
 assert blocks == [7, 1, 3]

@@ -306,7 +306,7 @@ llm = LLM(
     listeners=[events.append],
 )
 sun = "The sun rises in the east and sets in the west. This is because"
-[output] = llm.beam_search([sun], BeamSearchParams(beam_width=4, max_tokens=24), progress=False)
+[output] = llm.beam_search([sun], BeamSearchParams(beam_width=4, max_tokens=24), use_tqdm=False)
 for beam in output.outputs:
     print(f"{beam.score:.3f} {beam.text!r}")
 

@@ -215,7 +215,7 @@ greedy = SamplingParams(temperature=0, max_tokens=16)
 messages, turns = [], []
 for question in ("What is a page?", "And what is a book?", "Which of the two is larger?"):
     messages.append({"role": "user", "content": question})
-    [turn] = llm.chat(messages, greedy, progress=False)
+    [turn] = llm.chat(messages, greedy, use_tqdm=False)
     messages.append({"role": "assistant", "content": turn.outputs[0].text})
     turns.append(turn)
     total, num_cached = len(turn.prompt_token_ids), turn.num_cached_tokens
@@ -242,7 +242,7 @@ Bars(rows, {"found": "lines", "computed": "full"}, unit=" tokens")
 
 # %%
 plain = LLM(llm.loaded, block_size=16, num_blocks=32, enable_prefix_caching=False)
-[same] = plain.generate([turns[-1].prompt_token_ids], greedy, progress=False)
+[same] = plain.generate([turns[-1].prompt_token_ids], greedy, use_tqdm=False)
 
 assert same.num_cached_tokens == 0
 assert same.outputs[0].token_ids == turns[-1].outputs[0].token_ids

@@ -27,7 +27,7 @@ import numpy as np
 from minipaged import LLM, SamplingParams
 
 llm = LLM("smollm2-135m-instruct", tier="reference", num_blocks=16, block_size=4)
-[output] = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=3), progress=False)
+[output] = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
 said = output.outputs[0].token_ids
 prompt = list(output.prompt_token_ids)
 print([llm.tokenizer.decode([token]) for token in prompt], "->", repr(output.outputs[0].text))

@@ -243,7 +243,7 @@ def check_model(bench: Bench) -> None:
     policy = None
     try:
         allocator, own = allocator_of(bench), partial(StudentPolicy, bench)
-        llm = LLM(loaded, allocator=allocator, policy=own, listeners=[events.append], **sizes)
+        llm = LLM(loaded, allocator=allocator, scheduling_policy=own, listeners=[events.append], **sizes)
         policy = StudentPolicy.of(llm.engine)
         found = texts(llm)
     except Exception as error:

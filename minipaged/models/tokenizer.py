@@ -8,17 +8,34 @@ asked for: importing it takes longer than everything else here.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.loading import read_json
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: its "role", and its "content", which is a text or a list of parts that are text."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """How a conversation is written out; the names are vLLM's."""
+
+    chat_template: str | None
+    """A Jinja template to use in place of the model's own."""
+    add_generation_prompt: bool
+    """End where the model's answer begins (the default)."""
+    continue_final_message: bool
+    """End within the last message, for the model to go on with it; needs `add_generation_prompt=False`."""
+    chat_template_kwargs: Mapping[str, Any] | None
+    """What else the template is to know, by name."""
 
 
 class Tokenizer:
@@ -51,29 +68,51 @@ class Tokenizer:
         """
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The ids of a chat, up to where the model's answer begins.
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The ids of a chat, up to where the model's answer begins. The options are those of `ChatOptions`.
 
-        Each message has a "role" ("system", "user", "assistant") and a "content". Raises InvalidRequest for messages
-        the model's template cannot write out, ModelError when the model has no template.
+        Each message has a "role" ("system", "user", "assistant") and a "content": a text, or a list of parts like
+        {"type": "text", "text": ...}, which become its lines. Raises InvalidRequest for messages the template cannot
+        write out, ModelError when the model has no template and none is given.
         """
         if not messages:
             raise InvalidRequest("the chat is empty; give at least one message")
-        for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise InvalidRequest(f'a message has a "role" and a "content"; got {message!r}')
-        if not self._chat.chat_template:
+        if add_generation_prompt and continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message are both True; the answer either begins a message of "
+                "its own or goes on with the last one: set add_generation_prompt=False for the latter"
+            )
+        conversation = [_with_plain_content(message) for message in messages]
+        more = dict(chat_template_kwargs or {})
+        renderer = self.in_transformers
+        if taken := more.keys() & inspect.signature(renderer.apply_chat_template).parameters.keys() - {"documents"}:
+            raise InvalidRequest(
+                f"chat_template_kwargs holds {min(taken)!r}, which is no variable of a template; leave it out"
+            )
+        if not (chat_template or renderer.chat_template):
             raise ModelError(f"the model in {self.folder} has no chat template; use generate with a plain prompt")
-        from jinja2 import TemplateError
-
         try:
             text = str(
-                self._chat.apply_chat_template(
-                    [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+                renderer.apply_chat_template(
+                    conversation,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tokenize=False,
+                    **more,
                 )
             )
-        except (TemplateError, TypeError) as error:
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from None
+        except Exception as error:  # a template is a program, and raises what it likes
+            whose = "the chat template" if chat_template else "the model's chat template"
+            raise InvalidRequest(f"{whose} refuses these messages: {error}") from None
         # The template has written the special tokens itself, the first one included.
         return self._encode(text, add_special_tokens=False)
 
@@ -97,10 +136,32 @@ class Tokenizer:
         return ids
 
     @cached_property
-    def _chat(self) -> PreTrainedTokenizerFast:
+    def in_transformers(self) -> PreTrainedTokenizerFast:
+        """The same tokenizer as transformers has it."""
         # transformers would tell the reader that PyTorch is missing, which is as it should be here.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import PreTrainedTokenizerFast
 
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
         return tokenizer
+
+
+def _with_plain_content(message: Message) -> dict[str, Any]:
+    """The message, its content one text. As in vLLM, each part is a line."""
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise InvalidRequest(f'a message has a "role" and a "content"; got {message!r}')
+    content = message["content"]
+    if isinstance(content, str):
+        return dict(message)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(f'a "content" is a text, or a list of parts that are text; got {content!r}')
+    lines = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"of type {kind!r}" if kind not in (None, "text") else repr(part)
+            raise InvalidRequest(
+                f'a part of a "content" is {{"type": "text", "text": ...}}; models here read no part {what}'
+            )
+        lines.append(part["text"])
+    return {**message, "content": "\n".join(lines)}

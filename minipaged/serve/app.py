@@ -116,7 +116,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def _generating(serving: Serving) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, responses=ERRORS)
-    pieces = {"text/event-stream": {}}
+    pieces: Json = {"text/event-stream": {}}
     told: dict[int | str, dict[str, Any]] = {200: {"description": "In pieces with stream=true.", "content": pieces}}
 
     @router.post("/v1/completions", summary="Continue prompts", responses=told)

@@ -44,6 +44,7 @@ REFUSED = {
     **dict.fromkeys(("audio", "modalities", "mm_processor_kwargs"), _MEDIA),
     "suffix": "minipaged does not fill in the middle; leave it out",
     "best_of": "OpenAI has dropped it; ask for n with logprobs, and choose",
+    "cache_salt": "equal prefixes share their blocks, whoever sent them; --no-prefix-caching keeps them apart",
     "lora_request": "minipaged loads no adapters; merge it into the weights",
     "prompt_embeds": "minipaged takes prompts as text or token ids",
 }
@@ -94,7 +95,6 @@ class SamplingBody(_Body):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     user: str | None = None
 
     def check(self) -> None:

@@ -109,7 +109,7 @@ class Serving:
 
     @property
     def _tokenizer(self) -> Tokenizer:
-        return self.allm.llm.get_tokenizer()
+        return self.allm.llm.need_tokenizer()
 
     async def _prompt(self, given: str | Sequence[int], body: CompletionBody) -> Prompt:
         if isinstance(given, str):

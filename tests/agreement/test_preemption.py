@@ -44,7 +44,7 @@ def test_measuring_leaves_no_trace_in_what_is_generated(tiny_model: object) -> N
     exact = LoadedModel.load(tiny_model, "reference")  # type: ignore[arg-type]
     prompt, params = [[3, 4, 5]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     outputs = [
-        LLM(model, num_blocks=8, debug=True).generate(prompt, params, progress=False) for model in (loaded, exact)
+        LLM(model, num_blocks=8, debug=True).generate(prompt, params, use_tqdm=False) for model in (loaded, exact)
     ]
     assert outputs[0][0].outputs[0].token_ids == outputs[1][0].outputs[0].token_ids
 

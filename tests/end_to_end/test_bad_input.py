@@ -157,7 +157,7 @@ def test_params_of_the_other_kind_are_refused_by_name(llm: LLM):
 
 
 @pytest.mark.parametrize(
-    "prompts", [None, 5, b"hello", {"prompt": "hello"}, [b"hello"], [{"prompt": "hello"}], [None, [3]]]
+    "prompts", [None, 5, b"hello", {"prompt_token_ids": b"hello"}, [b"hello"], [{"prompt_token_ids": {}}], [None, [3]]]
 )
 def test_what_is_neither_text_nor_token_ids_is_refused(llm: LLM, prompts: Any):
     with pytest.raises(InvalidRequest, match=r"^a prompt is a text or a list of token ids, not "):
@@ -273,7 +273,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "no tokens a batch": ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0; it must be 1 or more"),
     "a context of nothing": ({"max_model_len": 0}, "max_model_len is 0; it must be 1 or more"),
     "a context beyond the model's": ({"max_model_len": 257}, "max_model_len is 257; .* at most 256"),
-    "all memory and more": ({"memory_utilization": 1.5}, "memory_utilization is 1.5; .* at most 1"),
+    "all memory and more": ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5; .* at most 1"),
     "an unknown preemption": ({"preemption": "drop"}, "preemption is 'drop'; choose 'swap', 'recompute' or 'auto'"),
     "swapping to nowhere": ({"preemption": "swap", "num_swap_blocks": 0}, "'swap' but num_swap_blocks is 0"),
 }
@@ -289,10 +289,13 @@ def test_sampling_params_out_of_range_are_refused_when_made(params: dict[str, An
 
 
 WRONG_TYPES: dict[str, tuple[dict[str, Any], str]] = {
-    "a share in words": ({"memory_utilization": "half"}, "memory_utilization is 'half'; .* a number above 0"),
+    "a share in words": ({"gpu_memory_utilization": "half"}, "gpu_memory_utilization is 'half'; .* a number above 0"),
     "an allocator that makes none": ({"allocator": object()}, "allocator is <object .*; it must be a class"),
-    "a policy that makes none": ({"policy": object()}, "policy is <object .*; it must be a class"),
-    "a policy of no name": ({"policy": "lifo"}, "policy is 'lifo'; choose 'fcfs', 'priority', 'shortest-first', or"),
+    "a policy that makes none": ({"scheduling_policy": object()}, "policy is <object .*; it must be a class"),
+    "a policy of no name": (
+        {"scheduling_policy": "lifo"},
+        "scheduling_policy is 'lifo'; choose 'fcfs', 'priority', 'shortest-first', or",
+    ),
     "yes for True": ({"async_scheduling": "yes"}, "async_scheduling is 'yes'; it must be True or False"),
 }
 """What only Python lets through."""

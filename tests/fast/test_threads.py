@@ -19,7 +19,7 @@ before = torch.get_num_threads()
 llm = LLM(sys.argv[1], tier="fast", device="cpu", num_blocks=16)
 def serve():
     for _ in range(2):
-        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3), progress=False)
+        llm.generate([[3, 4, 5]], SamplingParams(max_tokens=3), use_tqdm=False)
     print(before, torch.get_num_threads(), numba.get_num_threads())
 serve()
 other = threading.Thread(target=serve)  # numba counts threads for each of Python's by itself

@@ -82,6 +82,78 @@ def test_messages_that_cannot_be_written_out_are_refused(folder: Path) -> None:
         Tokenizer(folder).encode_chat([{"role": "user", "content": "hi"}])
 
 
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "a text, or a list of parts that are text; got None"),
+        (b"hi", "a text, or a list of parts that are text; got b'hi'"),
+        ({"type": "text", "text": "hi"}, "a text, or a list of parts"),
+        ([{"type": "image_url", "image_url": {"url": "a.png"}}], "read no part of type 'image_url'"),
+        ([{"type": "text"}], r"read no part \{'type': 'text'\}"),
+        ([{"type": "text", "text": 3}], "read no part .*3"),
+        (["hi"], "read no part 'hi'"),
+    ],
+)
+def test_content_that_is_no_text_is_refused(folder: Path, content: object, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Tokenizer(folder).encode_chat([{"role": "user", "content": content}])
+
+
+def test_parts_that_are_text_become_lines(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    parts = [{"type": "text", "text": "in"}, {"type": "text", "text": "the"}]
+    chat = [{"role": "user", "content": parts}]
+    assert tokenizer.encode_chat(chat) == tokenizer.encode_chat([{"role": "user", "content": "in\nthe"}])
+    assert chat == [{"role": "user", "content": parts}]  # it is the caller's
+
+
+def test_an_answer_begins_anew_or_goes_on(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    chat = [*HI, {"role": "assistant", "content": "in the"}]
+    going_on = tokenizer.encode_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.decode(going_on) == "user\nhi\nassistant\nin the"
+    with pytest.raises(InvalidRequest, match=r"both True; .* set add_generation_prompt=False"):
+        tokenizer.encode_chat(chat, continue_final_message=True)
+    silent = "{% for m in messages %}{{ m['role'] }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match=r"the chat template refuses these messages: .*continue_final_message"):
+        tokenizer.encode_chat(chat, chat_template=silent, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_a_template_of_ones_own_is_given_what_one_gives_it(folder: Path) -> None:
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["chat_template"]
+    path.write_text(json.dumps(config))
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode_chat(
+        HI, chat_template="{{ messages[0].content }} {{ who }}", chat_template_kwargs={"who": "you"}
+    )
+    assert tokenizer.decode(ids) == "hi you"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for", "unexpected 'end of template'"),
+        ("{{ 1 // 0 }}", "zero"),
+        ("{{ messages.a.b }}", "has no attribute 'a'"),
+        ("{{ 1 + 'a' }}", "operand"),
+    ],
+)
+def test_a_template_that_fails_says_how(folder: Path, template: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"the chat template refuses these messages: .*{message}"):
+        Tokenizer(folder).encode_chat(HI, chat_template=template)
+
+
+@pytest.mark.parametrize("name", ["tokenize", "tools", "return_tensors", "conversation", "chat_template", "messages"])
+def test_what_is_no_variable_of_a_template_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"'{name}'"):
+        Tokenizer(folder).encode_chat(HI, chat_template_kwargs={name: True})
+
+
 def test_half_a_character_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="UTF-8"):
         Tokenizer(folder).encode("a\ud800")

@@ -261,18 +261,19 @@ def test_beams_come_at_once_at_the_end(tiny: LoadedModel) -> None:
 
 def test_long_texts_are_tokenized_beside_the_loop(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    encode = LLM.encode
+    read_prompt = LLM.read_prompt
 
     def noting(llm: LLM, prompt: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return encode(llm, prompt)
+        return read_prompt(llm, prompt)
 
-    monkeypatch.setattr(LLM, "encode", noting)
+    monkeypatch.setattr(LLM, "read_prompt", noting)
 
     async def work() -> None:
         async with serving(tiny) as allm:
-            await allm.tokens("short")
-            await allm.tokens("long" * 1000)
+            await anext(allm.generate("short"))
+            with pytest.raises(InvalidRequest, match="no room"):
+                await anext(allm.generate("long" * 1000))
 
     run(work)
     assert threads[0] == "MainThread"

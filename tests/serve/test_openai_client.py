@@ -123,7 +123,7 @@ def test_echo_gives_the_prompt_back_with_its_logprobs(client: openai.OpenAI, off
     assert len(choice.logprobs.token_logprobs) == len(PROMPT) + 2
     assert choice.logprobs.token_logprobs[0] is None
     # As each token's own when it is generated: the model said the same of it then.
-    allowed = offline.get_tokenizer().encode(PROMPT)[5]
+    allowed = offline.need_tokenizer().encode(PROMPT)[5]
     [forced] = offline.generate(
         [PROMPT[:5]], SamplingParams(max_tokens=1, logprobs=0, allowed_token_ids=[allowed], temperature=0)
     )

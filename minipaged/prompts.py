@@ -1,0 +1,59 @@
+"""What a prompt may be: a text, a list of token ids, or a dict of vLLM's with one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Number
+from typing import Any, NotRequired, TypedDict
+
+from minipaged.errors import InvalidRequest
+from minipaged.vllm_arguments import PROMPT_KEYS, take_own
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. If its text is given too, the ids count, and the output repeats the text."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (a string, a dict, or a list of numbers) or several, as a list of prompts."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        return [prompts]  # what is no prompt is refused as one
+    items = list(prompts)
+    if items and isinstance(items[0], Number):
+        return [items]
+    return items  # type: ignore[return-value]
+
+
+def read_prompt(prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple[Sequence[int], str | None]:
+    """The token ids of a prompt, and its text where that was given. Raises InvalidRequest for what is no prompt."""
+    text: Any = None
+    ids: Any = prompt
+    if isinstance(prompt, Mapping):
+        own = ("prompt", "prompt_token_ids")
+        if unknown := [key for key in prompt if key not in (*own, *PROMPT_KEYS)]:
+            raise InvalidRequest(f'a prompt has a "prompt" or "prompt_token_ids", and no {unknown[0]!r}')
+        given = take_own("a prompt", prompt, PROMPT_KEYS, own)
+        text, ids = given.get("prompt"), given.get("prompt_token_ids")
+        if text is None and ids is None:
+            raise InvalidRequest('a prompt that is a dict has a "prompt", its text, or "prompt_token_ids"')
+        if isinstance(ids, str) or not isinstance(text, str | None):
+            raise InvalidRequest(f'"prompt" is a text and "prompt_token_ids" are a list of token ids; got {prompt!r}')
+    elif isinstance(prompt, str):
+        text, ids = prompt, None
+    if ids is None:
+        return encode(text), text
+    if isinstance(ids, bytes | Mapping) or not hasattr(ids, "__len__"):
+        raise InvalidRequest(f"a prompt is a text or a list of token ids, not {type(ids).__name__}: {ids!r}")
+    return ids, text

@@ -1,0 +1,323 @@
+"""Code that is written for vLLM runs with its import changed, and what there is not here is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import minipaged
+from minipaged import (
+    LLM,
+    BeamSearchParams,
+    CompletionOutput,
+    InvalidRequest,
+    RequestOutput,
+    SamplingParams,
+    TextPrompt,
+    TokensPrompt,
+    vllm_arguments,
+)
+from minipaged.llm import LoadedModel
+from minipaged.vllm_arguments import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, LLM_ARGUMENTS, PROMPT_KEYS, NotHere
+
+PAGE = (Path(minipaged.__file__).parent.parent / "docs" / "vllm.md").read_text()
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model: Path) -> LoadedModel:
+    return LoadedModel.load(tiny_model, "reference")
+
+
+@pytest.fixture
+def llm(loaded: LoadedModel) -> LLM:
+    return LLM(loaded, num_blocks=64, block_size=4)
+
+
+def first_tokens(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+def rows_below(heading: str) -> list[list[str]]:
+    """The first table below a heading of the page: its rows, without the head."""
+    lines = PAGE.partition(f"\n{heading}\n")[2].splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    last = next(i for i in range(first, len(lines)) if not lines[i].startswith("|"))
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[first + 2 : last]]
+
+
+def names_in(cell: str) -> list[str]:
+    return re.findall(r"`(\w+)`", cell)
+
+
+@pytest.mark.parametrize("call", [LLM, LLM.generate, LLM.chat, LLM.beam_search])
+def test_the_page_has_every_argument(call: Callable[..., Any]) -> None:
+    """Of the second column each is one of ours, and each of ours is there; of the first none is refused."""
+    name = "LLM" if call is LLM else f"LLM.{call.__name__}"
+    parameters = inspect.signature(call).parameters.values()
+    ours = {each.name for each in parameters if each.kind is not each.VAR_KEYWORD} - {"self"}
+    rows = rows_below(f"## {name}")
+    assert {found for row in rows for found in names_in(row[1])} == ours
+    for theirs, here, _ in rows:
+        if names_in(theirs) == names_in(here):
+            assert (
+                not {*names_in(theirs)}
+                & getattr(vllm_arguments, f"{name.upper().replace('LLM.', '')}_ARGUMENTS").keys()
+            )
+
+
+@pytest.mark.parametrize("name", re.findall(r"^<!-- not here: (\w+) -->$", PAGE, re.MULTILINE))
+def test_the_page_has_every_argument_that_there_is_not_and_why(name: str) -> None:
+    table: dict[str, NotHere] = getattr(vllm_arguments, name)
+    rows = rows_below(f"<!-- not here: {name} -->")
+    expected = [[f"`{key}`", ", ".join(f"`{v!r}`" for v in each.let_through), each.why] for key, each in table.items()]
+    assert rows == expected
+
+
+def test_the_page_has_all_tables() -> None:
+    tables = {name for name, value in vars(vllm_arguments).items() if isinstance(value, dict) and name.isupper()}
+    assert {*re.findall(r"^<!-- not here: (\w+) -->$", PAGE, re.MULTILINE)} == tables
+    assert len(tables) == 5
+
+
+def test_what_the_page_says_is_no_parameter_is_none() -> None:
+    missing = {name for row in rows_below("## Parameters") for name in names_in(row[0])}
+    assert len(missing) > 5
+    assert not missing & {each.name for each in fields(SamplingParams)}
+
+
+def test_what_the_page_says_is_the_same_in_outputs_is_there() -> None:
+    found = {RequestOutput: set[str](), CompletionOutput: set[str]()}
+    for kind in found:
+        for theirs, here in rows_below("## What comes back"):
+            if theirs.startswith(f"`{kind.__name__}.") and here.startswith("the same"):
+                found[kind] |= set(re.findall(r"(\w+)`", theirs))
+        assert found[kind] <= {each.name for each in fields(kind)}
+        assert len(found[kind]) == 6
+
+
+# --- What is not here -----------------------------------------------------------------------------
+
+REFUSED: dict[str, Any] = {
+    "enable_chunked_prefill": False,
+    "disable_log_stats": False,
+    "trust_remote_code": True,
+    "enforce_eager": True,
+    "tensor_parallel_size": 2,
+    "quantization": "awq",
+    "generation_config": "auto",
+    "tokenizer": "org/another",
+}
+
+
+@pytest.mark.parametrize("name", LLM_ARGUMENTS)
+def test_what_asks_for_what_is_done_anyway_is_let_through_and_the_rest_is_refused(name: str, tiny_model: Path) -> None:
+    for value in LLM_ARGUMENTS[name].let_through:
+        with pytest.raises(minipaged.ModelError):  # it is the model that is looked for then
+            LLM("/no/such/model", **{name: value})
+    refused = REFUSED.get(name, 77)
+    with pytest.raises(InvalidRequest, match=f"^{name} is {refused!r}; {re.escape(LLM_ARGUMENTS[name].why)}"):
+        LLM("/no/such/model", **{name: refused})
+
+
+def test_an_argument_that_nobody_knows_is_refused(llm: LLM) -> None:
+    calls: list[Callable[..., Any]] = [LLM, llm.generate, llm.chat, llm.beam_search]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'temprature'"):
+            call([], temprature=0)
+
+
+@pytest.mark.parametrize(("call", "known"), [("generate", GENERATE_ARGUMENTS), ("chat", CHAT_ARGUMENTS)])
+def test_a_call_refuses_what_there_is_not(llm: LLM, call: str, known: dict[str, NotHere]) -> None:
+    asked: Any = {"generate": "a", "chat": [{"role": "user", "content": "a"}]}[call]
+    through = {name: value.let_through[0] for name, value in known.items()}
+    assert first_tokens(getattr(llm, call)(asked, GREEDY, **through)) == first_tokens(getattr(llm, call)(asked, GREEDY))
+    for name, each in known.items():
+        with pytest.raises(InvalidRequest, match=re.escape(f"{name} is [{{'a': 1}}]; {each.why}")):
+            getattr(llm, call)(asked, GREEDY, **{name: [{"a": 1}]})
+    assert not llm.engine.has_unfinished_requests()
+
+
+class Tensor:
+    """Like a tensor, it is not to be asked whether it is something."""
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("name", PROMPT_KEYS)
+def test_a_prompt_with_more_than_text_is_refused_by_name(llm: LLM, name: str) -> None:
+    assert first_tokens(llm.generate({"prompt": "a", name: None}, GREEDY)) == first_tokens(llm.generate("a", GREEDY))  # type: ignore[misc]
+    with pytest.raises(InvalidRequest, match=f"^{name} is .*; {re.escape(PROMPT_KEYS[name].why)}"):
+        llm.generate({"prompt": "a", name: Tensor()}, GREEDY)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({}, 'has a "prompt", its text, or "prompt_token_ids"'),
+        ({"prompt": None}, 'has a "prompt", its text, or "prompt_token_ids"'),
+        ({"prompt": "a", "promt": "a"}, "and no 'promt'"),
+        ({"prompt": 3}, '"prompt" is a text'),
+        ({"prompt": [3, 4]}, '"prompt" is a text'),
+        ({"prompt_token_ids": "abc"}, '"prompt_token_ids" are a list of token ids'),
+        ({"prompt_token_ids": 3}, "not int: 3"),
+        ({"prompt_token_ids": {3: 4}}, "not dict"),
+        ({"prompt_token_ids": [3, -1]}, "prompt token 1 is -1"),
+        ({"prompt_token_ids": []}, "the prompt is empty"),
+    ],
+)
+def test_a_dict_that_is_no_prompt_is_refused(llm: LLM, prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate(["before it", prompt], GREEDY)
+    assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("use_tqdm", [None, 1, lambda *_, **__: None])
+def test_a_bar_of_ones_own_is_refused(llm: LLM, use_tqdm: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^use_tqdm is .*; it must be True or False"):
+        llm.generate("a", GREEDY, use_tqdm=use_tqdm)
+
+
+@pytest.mark.parametrize(("is_terminal", "use_tqdm", "shown"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_a_bar_is_shown_where_somebody_looks(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, is_terminal: bool, use_tqdm: bool, shown: int
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    seen: list[int] = []
+    llm.engine.listeners.append(lambda _: seen.append(len(llm.engine.listeners) - 1))
+    llm.generate("a", GREEDY, use_tqdm=use_tqdm)
+    assert {*seen} == {shown} | {0}  # the bar listens while requests run, not while they are added
+    assert len(llm.engine.listeners) == 1
+
+
+# --- Settings -------------------------------------------------------------------------------------
+
+
+def test_swap_space_is_num_swap_blocks_in_gib(loaded: LoadedModel) -> None:
+    size = loaded.block_bytes(4)
+    sizes: dict[str, Any] = {"num_blocks": 8, "block_size": 4}
+    assert LLM(loaded, swap_space=10 * size / 2**30, **sizes).config.num_swap_blocks == 10
+    assert LLM(loaded, swap_space=10.9 * size / 2**30, **sizes).config.num_swap_blocks == 10
+    assert LLM(loaded, swap_space=0, **sizes).config.num_swap_blocks == 0
+    with pytest.raises(InvalidRequest, match=r"swap_space is 1.0 GiB and num_swap_blocks is 4; give one of them"):
+        LLM(loaded, swap_space=1, num_swap_blocks=4)
+    with pytest.raises(InvalidRequest, match="more than there are; lower num_blocks, or num_swap_blocks"):
+        LLM(loaded, swap_space=2**20, **sizes)
+
+
+# --- Scripts --------------------------------------------------------------------------------------
+
+
+def test_the_script_of_the_page_runs(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [script] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert "smollm2-135m-instruct" in script
+    script = script.replace("tensor_parallel_size=1", "tensor_parallel_size=1, tier='reference'")  # it compiles nothing
+    exec(script.replace("smollm2-135m-instruct", str(tiny_model)), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" -> ")[0] for line in lines] == [
+        "'Hello, my name is'",
+        "'The capital of France is'",
+        "None",
+    ]
+
+
+def test_a_prompt_may_be_written_in_every_way(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("a prompt")
+    prompts: list[Any] = [
+        "a prompt",
+        ids,
+        {"prompt": "a prompt"},
+        TextPrompt(prompt="a prompt"),
+        {"prompt_token_ids": ids},
+        TokensPrompt(prompt_token_ids=ids, prompt="another text"),
+    ]
+    together = llm.generate(prompts, sampling_params=GREEDY, use_tqdm=False)
+    assert len({*first_tokens(together)}) == 1
+    assert {output.prompt_token_ids for output in together} == {tuple(ids)}
+    texts = ["a prompt", None, "a prompt", "a prompt", None, "another text"]
+    assert [output.prompt for output in together] == texts
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert first_tokens(alone) == first_tokens(together)
+    assert [output.prompt for output in alone] == texts
+
+
+def test_one_priority_is_for_all(loaded: LoadedModel) -> None:
+    llm = LLM(loaded, num_blocks=64, scheduling_policy="priority")
+    assert len(llm.generate(["a", "b"], GREEDY, priority=3)) == 2
+    with pytest.raises(InvalidRequest, match="2 prompts need as many priorities, or one for all; got 1"):
+        llm.generate(["a", "b"], GREEDY, priority=[3])
+
+
+def test_what_a_script_reads_of_outputs_is_there(llm: LLM) -> None:
+    params = SamplingParams(n=2, temperature=0.8, top_p=0.95, max_tokens=6, seed=1, logprobs=2)
+    [output] = llm.generate(prompts=["The president of the"], sampling_params=params)
+    assert output.finished
+    assert output.request_id
+    assert output.num_cached_tokens == 0
+    assert output.metrics.first_token_time is not None
+    for index, completion in enumerate(output.outputs):
+        assert (completion.index, completion.finish_reason, completion.stop_reason) == (index, "length", None)
+        assert len(completion.token_ids) == 6
+        assert completion.logprobs is not None
+        assert all(token in each for token, each in zip(completion.token_ids, completion.logprobs, strict=True))
+
+
+def test_a_chat_script_runs(llm: LLM) -> None:
+    conversation = [
+        {"role": "system", "content": "You are a helpful assistant"},
+        {"role": "user", "content": [{"type": "text", "text": "Hello,"}, {"type": "text", "text": "who are you?"}]},
+    ]
+    [output] = llm.chat(conversation, GREEDY, False)
+    tokenizer = llm.get_tokenizer()
+    plain = [conversation[0], {"role": "user", "content": "Hello,\nwho are you?"}]
+    text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(output.prompt_token_ids) == text
+    assert tokenizer.encode(text, add_special_tokens=False) == list(output.prompt_token_ids)
+    both = llm.chat([conversation, plain], sampling_params=[GREEDY, GREEDY], use_tqdm=False)
+    assert first_tokens(both) == [output.outputs[0].token_ids] * 2
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a chat of two messages is written out, by options."""
+
+    options: dict[str, Any]
+    text: str
+
+
+ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nI am"
+WRITTEN = [
+    Written({"add_generation_prompt": True}, ASKED + "<|im_end|>\n<|im_start|>assistant\n"),
+    Written({"add_generation_prompt": False}, ASKED + "<|im_end|>\n"),
+    Written({"add_generation_prompt": False, "continue_final_message": True}, ASKED),
+    Written({"chat_template": "{{ messages[1]['content'] }}{{ who }}", "chat_template_kwargs": {"who": "!"}}, "I am!"),
+]
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_a_chat_is_written_out_as_asked(llm: LLM, written: Written) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]
+    [output] = llm.chat(messages, GREEDY, **written.options)
+    assert llm.get_tokenizer().decode(output.prompt_token_ids) == written.text
+    assert llm.encode_chat(messages, **written.options) == list(output.prompt_token_ids)
+
+
+def test_a_beam_search_script_runs(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=5)
+    outputs = llm.beam_search([{"prompt": "Hello, my name is"}, {"prompt_token_ids": [40, 41]}], params)
+    assert [len(output.outputs) for output in outputs] == [3, 3]
+    assert first_tokens(llm.beam_search([[40, 41]], params, use_tqdm=True)) == first_tokens(outputs)[1:]

@@ -252,11 +252,9 @@ def _telling(serving: Serving, load: Load) -> APIRouter:
     dead: dict[int | str, dict[str, Any]] = {503: {"description": "It is dead."}}
 
     @router.get("/health", summary="Whether the engine lives", response_class=Response, responses=dead)
+    @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def health() -> Response:
         return Response(status_code=200 if serving.allm.error is None else 503)
-
-    for ping in (router.get, router.post):
-        ping("/ping", name=ping.__name__, summary="The same", response_class=Response, responses=dead)(health)
 
     @router.get("/version", summary="Of minipaged")
     async def tell_version() -> Response:

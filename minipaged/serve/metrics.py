@@ -142,8 +142,8 @@ class Metrics:
     ) -> None:
         """A call of `Engine.step` has returned `updates`. `stats`: the engine's `current_stats()`, which are kept.
 
-        `now`: the time on the engine's clock, at which all of these updates count. Of a request that was not `added`
-        none may come: KeyError.
+        `now`: the time on the engine's clock, at which all of these updates count. A request that was not `added`
+        counts nowhere: the first of several prompts, say, of which a later one was refused.
         """
         with self._lock:
             self._count_tokens(updates, now)
@@ -157,7 +157,9 @@ class Metrics:
         `prometheus_client`'s own histogram took 176.)"""
         tokens_after: dict[float, int] = {}  # the time of the token before -> how many tokens
         for update in updates:
-            request, output = self._open[update.request_id], update.output
+            request, output = self._open.get(update.request_id), update.output
+            if request is None:
+                continue
             first: float | None = now
             num_tokens = len(update.completions)  # as many sequences, each of which has one more
             if output:
@@ -171,7 +173,8 @@ class Metrics:
                 last, request.last_token_time = request.last_token_time, now
                 tokens_after[last] = tokens_after.get(last, 0) + num_tokens
             if output:
-                self._note_end(self._open.pop(update.request_id), output, now)
+                del self._open[update.request_id]
+                self._note_end(request, output, now)
         for last, number in tokens_after.items():
             self._inter_token.observe(now - last, number)
 

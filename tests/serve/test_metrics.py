@@ -565,12 +565,14 @@ def test_a_scrape_in_the_middle_of_a_step_waits_for_the_whole_of_it() -> None:
     assert seen[0]("vllm:time_to_first_token_seconds_count") == seen[0]("vllm:generation_tokens_total") == 1
 
 
-def test_updates_of_a_request_that_nobody_told_of_are_an_error() -> None:
-    """Silence would hide that a server forgot to."""
+def test_a_request_that_was_taken_back_at_once_is_no_request() -> None:
+    """The first of several prompts, of which a later one was refused: it is cancelled before it was `added`."""
     server = Server()
-    server.engine.add_request([1, 2], SamplingParams(max_tokens=1))
-    with pytest.raises(KeyError):
-        server.step()
+    server.engine.abort(server.engine.add_request([1, 2], SamplingParams(max_tokens=1)))
+    reading = server.finish()
+    assert [update.output is not None for _, update in server.updates] == [True]
+    assert reading("vllm:request_success_total", finished_reason="abort") == 0
+    assert reading("vllm:e2e_request_latency_seconds_count") == 0
 
 
 def test_nothing_is_kept_of_requests_that_have_ended() -> None:

@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, Protocol, Unpack
 from uuid import uuid4
 
+from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
 from minipaged.events import Listener
 from minipaged.llm import LLM, LoadedModel, Params
@@ -52,14 +54,16 @@ class Asked(NamedTuple):
     priority: int = 0
 
 
-class Observer:
-    """Somebody who counts what the engine does; called on its thread, so to be quick. Both do nothing here."""
+class Observer(Protocol):
+    """Somebody who counts what the engine does. Called on its thread, so to be quick about it."""
 
-    def added(self, asked: Asked) -> None:
-        """This request is taken, and waits."""
+    def added(self, request_id: str, params: Params, num_prompt_tokens: int, arrival_time: float) -> None:
+        """The engine has taken this request. Times are in seconds of `time.perf_counter`."""
 
-    def stepped(self, updates: Sequence[RequestUpdate]) -> None:
-        """The engine has run a step (or aborted something), and this is new."""
+    def after_step(
+        self, updates: Sequence[RequestUpdate], stats: Stats, num_running: int, num_waiting: int, now: float
+    ) -> None:
+        """The engine has run a step, with this coming of it."""
 
 
 class Stream:
@@ -192,7 +196,8 @@ class AsyncLLM:
         self._start()
         stream = Stream(self, asked, finals_only=finals_only)
         self._streams |= dict.fromkeys(stream.request_ids, stream)
-        self._inbox.put(lambda: self._add(asked, stream))
+        arrival_time = time.perf_counter()
+        self._inbox.put(lambda: self._add(asked, stream, arrival_time))
         try:
             await stream._taken
         except BaseException:
@@ -284,7 +289,7 @@ class AsyncLLM:
             order()
             waits = False
 
-    def _add(self, asked: Sequence[Asked], stream: Stream) -> None:
+    def _add(self, asked: Sequence[Asked], stream: Stream, arrival_time: float) -> None:
         engine, added = self.llm.engine, []
         error: Exception | None = None
         try:
@@ -306,12 +311,14 @@ class AsyncLLM:
         else:
             for observer in self.observers:
                 for one in added:
-                    observer.added(one)
+                    observer.added(one.request_id, one.params, len(one.prompt_token_ids), arrival_time)
         self._in_loop(stream._settle, error)
 
     def _tell(self, updates: list[RequestUpdate]) -> None:
+        engine, now = self.llm.engine, time.perf_counter()
         for observer in self.observers:
-            observer.stepped(updates)
+            scheduler = engine.scheduler
+            observer.after_step(updates, engine.current_stats(), len(scheduler.running), len(scheduler.waiting), now)
         if updates:
             self._in_loop(self._hand_over, updates)
 

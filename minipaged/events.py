@@ -132,6 +132,8 @@ class RequestAdmitted(Event):
 
     name: ClassVar[str] = "request_admitted"
     request: str
+    num_looked_up: int = 0
+    """Tokens of its sequences that are looked up in the prefix cache; 0 where there is none."""
 
 
 @dataclass(frozen=True, slots=True)

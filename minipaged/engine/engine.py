@@ -14,11 +14,11 @@ the error is passed on, nothing is lost and nothing leaks (`recovery.py`).
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 
 from minipaged.contracts import BlockAllocator, Runner, Tier
@@ -170,11 +170,15 @@ class Engine:
 
     def current_stats(self) -> Stats:
         """What was counted so far, with the blocks as they are now."""
-        stats = copy.deepcopy(self.stats)
-        stats.blocks_used = self.blocks.num_used
-        stats.blocks_cached = self.blocks.num_cached
-        stats.blocks_saved = self.blocks.num_entries - stats.blocks_used
-        return stats
+        stats, used = self.stats, self.blocks.num_used
+        return replace(
+            stats,
+            blocks_used=used,
+            blocks_cached=self.blocks.num_cached,
+            blocks_saved=self.blocks.num_entries - used,
+            paged=replace(stats.paged),
+            contiguous=replace(stats.contiguous),
+        )
 
     @property
     def unfinished_requests(self) -> list[str]:

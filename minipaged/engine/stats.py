@@ -24,6 +24,7 @@ from minipaged.events import (
     EngineStarted,
     Event,
     PrefixReused,
+    RequestAdmitted,
     RequestFinished,
     RequestPreempted,
     SequenceFinished,
@@ -78,7 +79,10 @@ class Stats:
     preempted_by_swap: int = 0
     preempted_by_recompute: int = 0
     tokens_recomputed: int = 0
+    prefix_cache_query_tokens: int = 0
+    """Tokens of the requests that were admitted, looked up in the prefix cache; once more after a recomputation."""
     prefix_cache_hit_tokens: int = 0
+    """Those of them that it had."""
     prefix_cache_evictions: int = 0
     block_steps: int = 0
     """Different blocks held, summed over steps."""
@@ -103,6 +107,8 @@ class Stats:
                 self.tokens_recomputed += event.recomputed
             case BlockCopied():
                 self.blocks_copied += 1
+            case RequestAdmitted():
+                self.prefix_cache_query_tokens += event.num_looked_up
             case PrefixReused() if event.source == "cache":
                 self.prefix_cache_hit_tokens += len(event.blocks) * self.block_size
             case BlockEvicted():

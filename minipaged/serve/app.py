@@ -24,6 +24,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
 from minipaged.async_llm import Stream
@@ -259,6 +260,12 @@ def _telling(serving: Serving, load: Load) -> APIRouter:
     @router.get("/version", summary="Of minipaged")
     async def tell_version() -> Response:
         return answered({"version": version("minipaged")})
+
+    @router.get("/metrics", summary="For Prometheus, by vLLM's names", response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        accept = request.headers.get("accept", "")
+        text, content_type = await asyncio.to_thread(serving.metrics.exposition, accept)
+        return Response(text, headers={"Content-Type": content_type})
 
     @router.get("/load", summary="How many requests are being served")
     async def tell_load() -> Response:

@@ -11,6 +11,7 @@ from minipaged.async_llm import LONG_TEXT, AsyncLLM
 from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
+from minipaged.serve.metrics import Metrics
 from minipaged.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, SamplingBody, TokenizeBody
 
 
@@ -29,6 +30,8 @@ class Serving:
         self.names = names
         self._trust_chat_templates = trust_chat_templates
         self._config = allm.llm.config
+        self.metrics = Metrics(names[0], self._config)
+        allm.observers.append(self.metrics)
         self._text_of = lru_cache(self._config.vocab_size)(self._token_text)
 
     async def completion(self, body: CompletionBody, answer_id: str) -> CompletionAnswer:

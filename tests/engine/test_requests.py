@@ -407,6 +407,7 @@ def test_prompt_tokens_from_the_prefix_cache_are_counted() -> None:
     assert bench.serve(list(range(10)), SamplingParams(max_tokens=1)).num_cached_tokens == 0
     assert bench.serve(list(range(10)), SamplingParams(max_tokens=1)).num_cached_tokens == 8
     assert bench.engine.stats.prefix_cache_hit_tokens == 8
+    assert bench.engine.stats.prefix_cache_query_tokens == 20
 
 
 # --- Statistics, by hand --------------------------------------------------------------------------

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from minipaged.async_llm import Asked, AsyncLLM, Observer, joined
+from minipaged.async_llm import Asked, AsyncLLM, joined
+from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
 from minipaged.llm import LLM, LoadedModel
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
@@ -221,18 +223,21 @@ def test_when_the_engine_dies_everybody_is_told(tiny: LoadedModel) -> None:
 
 
 def test_observers_are_told_on_the_engines_thread_of_all_that_is_taken(tiny: LoadedModel) -> None:
-    class Counting(Observer):
+    class Counting:
         def __init__(self) -> None:
             self.names: list[str] = []
             self.num_tokens = 0
             self.threads: set[str] = set()
 
-        def added(self, asked: Asked) -> None:
-            self.names.append(asked.request_id)
+        def added(self, request_id: str, params: Any, num_prompt_tokens: int, arrival_time: float) -> None:
+            assert num_prompt_tokens == 2
+            assert arrival_time <= time.perf_counter()
+            self.names.append(request_id)
 
-        def stepped(self, updates: Any) -> None:
+        def after_step(self, updates: Any, stats: Stats, num_running: int, num_waiting: int, now: float) -> None:
             self.threads.add(threading.current_thread().name)
             self.num_tokens += sum(len(new.new_token_ids) for update in updates for new in update.completions)
+            assert self.num_tokens == stats.generated_tokens
 
     counting = Counting()
 

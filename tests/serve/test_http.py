@@ -47,6 +47,20 @@ def test_health_version_load(server: Served) -> None:
         pass
 
 
+def test_the_metrics_count_what_is_served(server: Served) -> None:
+    def generated() -> float:
+        [line] = [line for line in server.get("/metrics").text.splitlines() if line.startswith("vllm:generation_tok")]
+        assert 'model_name="tiny"' in line
+        return float(line.split()[-1])
+
+    before = generated()
+    server.post("/v1/completions", {"prompt": "x", "max_tokens": 7, "ignore_eos": True})
+    assert generated() == before + 7
+    assert server.get("/metrics").headers["content-type"].startswith("text/plain; version=")
+    openmetrics = server.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+    assert openmetrics.headers["content-type"].startswith("application/openmetrics-text")
+
+
 def test_a_stream_is_server_sent_events(server: Served) -> None:
     answer = server.post("/v1/completions", COMPLETE | {"stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")

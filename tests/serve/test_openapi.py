@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.effort import examples
 from tests.serve.harness import Served
 
 
-def test_schemathesis_finds_no_failure(server: Served) -> None:
+def test_schemathesis_finds_no_failure(server: Served, tmp_path: Path) -> None:
+    # It keeps what it found in the folder where it runs.
     command = [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json"]
     options = ["--phases", "examples,coverage,fuzzing", "--exclude-checks", "positive_data_acceptance"]
     options += ["--max-examples", str(examples(60)), "--generation-deterministic", "--warnings", "off"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=500, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     assert "10 selected" in done.stdout
     server.check_nothing_is_left()

@@ -236,9 +236,7 @@ class LLM:
                 raise InvalidRequest(f"params must be {kind.__name__}, not {type(item).__name__}")
         priorities = priority if isinstance(priority, Sequence) else [priority or 0] * len(prompts)
         if len(priorities) != len(prompts):
-            raise InvalidRequest(
-                f"{len(prompts)} prompts need as many priorities, or one for all; got {len(priorities)}"
-            )
+            raise InvalidRequest(f"{len(prompts)} prompts need as many priorities; got {len(priorities)}")
         outputs: dict[int, RequestOutput] = {}
         requests = list(zip(prompts, each, priorities, strict=True))
         with self._lock:

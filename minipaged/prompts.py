@@ -52,7 +52,7 @@ def read_prompt(prompt: Prompt, encode: Callable[[str], Sequence[int]]) -> tuple
             raise InvalidRequest(f'"prompt" is a text and "prompt_token_ids" are a list of token ids; got {prompt!r}')
     elif isinstance(prompt, str):
         text, ids = prompt, None
-    if ids is None:
+    if ids is None and text is not None:
         return encode(text), text
     if isinstance(ids, bytes | Mapping) or not hasattr(ids, "__len__"):
         raise InvalidRequest(f"a prompt is a text or a list of token ids, not {type(ids).__name__}: {ids!r}")

@@ -258,7 +258,7 @@ def test_a_prompt_may_be_written_in_every_way(llm: LLM) -> None:
 def test_one_priority_is_for_all(loaded: LoadedModel) -> None:
     llm = LLM(loaded, num_blocks=64, scheduling_policy="priority")
     assert len(llm.generate(["a", "b"], GREEDY, priority=3)) == 2
-    with pytest.raises(InvalidRequest, match="2 prompts need as many priorities, or one for all; got 1"):
+    with pytest.raises(InvalidRequest, match="2 prompts need as many priorities; got 1"):
         llm.generate(["a", "b"], GREEDY, priority=[3])
 
 

@@ -17,10 +17,12 @@ from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, 
 from minipaged.prompts import TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
+    from minipaged.async_llm import AsyncLLM
     from minipaged.llm import LLM
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchParams",
     "BlockNotAllocated",
     "CompletionOutput",
@@ -46,9 +48,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """LLM is imported when first used: the engine and the allocators run where NumPy is not."""
+    """The LLMs are imported when first used: the engine and the allocators run where NumPy is not."""
     if name == "LLM":
         from minipaged.llm import LLM
 
         return LLM
+    if name == "AsyncLLM":
+        from minipaged.async_llm import AsyncLLM
+
+        return AsyncLLM
     raise AttributeError(f"module 'minipaged' has no attribute {name!r}")

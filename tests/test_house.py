@@ -82,8 +82,9 @@ HOUSE = {
         late={"slow to load, and only some calls need them": "psutil rich"},
     ),
     "minipaged": Room(
-        "errors outputs params prompts", late={"the parts without NumPy are to be had without it": "llm"}
+        "errors outputs params prompts", late={"the parts without NumPy are to be had without it": "async_llm llm"}
     ),
+    "async_llm": Room("engine errors events llm outputs params prompts settings"),
     "step_files": Room("contracts errors llm models.config params scheduling steps", "msgspec"),
     "replay_steps": Room("contracts errors llm mirror params step_files steps ties", "numpy"),
     "chat": Room("errors events llm outputs params replay", "rich", late={"not on every system": "readline"}),
@@ -106,13 +107,17 @@ HOUSE = {
             "one command needs pytest": "course.student_tests",
         },
     ),
-    "options": Room("errors params settings", "typer"),
+    "serve": Room(
+        "async_llm engine errors models outputs params",
+        "fastapi msgspec prometheus_client pydantic starlette uvicorn",
+    ),
+    "options": Room("errors params serve.settings settings", "typer"),
     "cli": Room(
-        "errors events options outputs params settings",
+        "errors events options outputs params serve.settings settings",
         "typer",
         late={
             "the command line answers at once, and a command loads what it needs": (
-                "chat course demo doctor llm models replay replay_steps step_files stepper"
+                "chat course demo doctor llm models replay replay_steps serve step_files stepper"
             )
         },
     ),

@@ -16,10 +16,11 @@ from minipaged import LLM, BeamSearchParams, EngineConfig, InvalidRequest, Sampl
 from minipaged.cli import app
 from minipaged.options import WRITTEN, given_for, help_of, names_of
 from minipaged.params import EngineSettings
+from minipaged.serve.settings import ServeSettings
 from minipaged.settings import GivenSettings, Settings
 
 DOCS = Path(minipaged.__file__).parent.parent / "docs"
-KINDS = (SamplingParams, BeamSearchParams, Settings)
+KINDS = (SamplingParams, BeamSearchParams, Settings, ServeSettings)
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OTHER_DEFAULTS = {
     "generate": {"max_tokens": 64, "beam_width": 0, "seed": 0},
@@ -33,7 +34,7 @@ def declared(kind: Any) -> dict[str, Any]:
     return {each.name: each.default for each in fields(kind)}
 
 
-DECLARED = declared(Settings) | declared(BeamSearchParams) | declared(SamplingParams)
+DECLARED = declared(ServeSettings) | declared(Settings) | declared(BeamSearchParams) | declared(SamplingParams)
 
 
 def test_an_llm_takes_every_setting_by_name_and_with_its_default() -> None:
@@ -85,6 +86,9 @@ def test_a_command_without_options_gives_the_defaults() -> None:
     given = COMMANDS["generate"].make_context("generate", ["a prompt"]).params
     assert Settings(**given_for(Settings, given)) == Settings()
     assert SamplingParams(**given_for(SamplingParams, given)) == replace(SamplingParams(), max_tokens=64, seed=0)
+    served = COMMANDS["serve"].make_context("serve", []).params
+    assert ServeSettings(**given_for(ServeSettings, served)) == ServeSettings()
+    assert Settings(**given_for(Settings, served)) == Settings()
     with_beams = given_for(BeamSearchParams, given | {"beam_width": 4})
     assert BeamSearchParams(**with_beams) == BeamSearchParams(max_tokens=64)
 

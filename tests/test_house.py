@@ -81,10 +81,10 @@ HOUSE = {
         "engine errors events models outputs params prompts scheduling settings tiers vllm_arguments",
         late={"slow to load, and only some calls need them": "psutil rich"},
     ),
+    "async_llm": Room("engine errors events llm outputs params prompts settings"),
     "minipaged": Room(
         "errors outputs params prompts", late={"the parts without NumPy are to be had without it": "async_llm llm"}
     ),
-    "async_llm": Room("engine errors events llm outputs params prompts settings"),
     "step_files": Room("contracts errors llm models.config params scheduling steps", "msgspec"),
     "replay_steps": Room("contracts errors llm mirror params step_files steps ties", "numpy"),
     "chat": Room("errors events llm outputs params replay", "rich", late={"not on every system": "readline"}),

@@ -60,12 +60,12 @@ def test_an_engine_goes_by_every_setting_that_is_about_it() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_field_is_an_option_of_generate(kind: Any) -> None:
-    options = {option.name for option in COMMANDS["generate"].params}
+def test_every_field_is_an_option_of_generate_or_serve(kind: Any) -> None:
+    options = {option.name for option in COMMANDS["serve" if kind is ServeSettings else "generate"].params}
     assert {*names_of(kind)} <= options
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "demo", "replay-steps"])
+@pytest.mark.parametrize("command", ["generate", "serve", "chat", "demo", "replay-steps"])
 def test_an_option_has_the_default_and_the_help_of_its_field(command: str) -> None:
     """But for the defaults that the command has others for. `dtype` and the sizes of these two mean something else."""
     own = {"demo": {"seed", "block_size", "num_blocks"}, "replay-steps": {"dtype"}}.get(command, set())

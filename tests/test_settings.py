@@ -25,7 +25,6 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 OTHER_DEFAULTS = {
     "generate": {"max_tokens": 64, "beam_width": 0, "seed": 0},
     "chat": {"max_tokens": 512, "temperature": 0.2, "top_p": 0.9, "seed": 0},
-    "serve": {"seed": 0},  # the engine's, where the others have a request's
 }
 """Someone who tries a prompt wants more than 16 tokens, and sampling unless beams are asked for; whoever chats wants
 longer and soberer answers. And what is typed again is to give the same again."""
@@ -68,8 +67,11 @@ def test_every_field_is_an_option_of_generate_or_serve(kind: Any) -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat", "demo", "replay-steps", "serve"])
 def test_an_option_has_the_default_and_the_help_of_its_field(command: str) -> None:
-    """But for the defaults that the command has others for. `dtype` and the sizes of these two mean something else."""
-    own = {"demo": {"seed", "block_size", "num_blocks"}, "replay-steps": {"dtype"}}.get(command, set())
+    """But for the defaults that the command has others for. These options mean something else: a server's seed is the
+    engine's."""
+    own = {"demo": {"seed", "block_size", "num_blocks"}, "replay-steps": {"dtype"}, "serve": {"seed"}}.get(
+        command, set()
+    )
     expected = DECLARED | OTHER_DEFAULTS.get(command, {})
     found = [option for option in COMMANDS[command].params if option.name in {*DECLARED} - own]
     assert found

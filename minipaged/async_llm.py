@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -221,7 +221,8 @@ class AsyncLLM:
         await asyncio.to_thread(self._thread.join)
 
     async def _read_prompt(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
-        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if isinstance(text, str) and len(text) > LONG_TEXT:
             return await asyncio.to_thread(self.llm.read_prompt, prompt)
         return self.llm.read_prompt(prompt)
 

@@ -21,6 +21,7 @@ import uvicorn
 
 from minipaged.async_llm import AsyncLLM
 from minipaged.errors import InvalidRequest
+from minipaged.llm import LoadedModel
 from minipaged.serve.app import create_app
 from minipaged.serve.serving import Serving
 from minipaged.serve.settings import ServeSettings
@@ -36,36 +37,36 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
 
     Raises InvalidRequest for an address that cannot be had, before the model is loaded, and what `LLM` raises.
     """
-    listening = listen(settings.host, settings.port)
-    with listening:
-        allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
-        serving = Serving(
-            allm, settings.served_model_name or (model,), trust_chat_templates=settings.trust_request_chat_template
-        )
-        app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
-        config = uvicorn.Config(
-            app,
-            log_level=settings.log_level,
-            timeout_graceful_shutdown=HANG_S,
-            lifespan="off",
-            server_header=False,
-        )
-        server = Server(config, allm, settings.shutdown_timeout)
-        _introduce(listening, settings, serving)
+    with listen(settings.host, settings.port) as listening:
+        server = make_server(model, settings, **engine)
+        _introduce(listening, settings, server.serving)
         server.run(sockets=[listening])
     return server.status
+
+
+def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any) -> Server:
+    """A server with its model loaded, which does not run yet."""
+    allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
+    names = settings.served_model_name or (str(allm.llm.folder.name if isinstance(model, LoadedModel) else model),)
+    serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template)
+    app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
+    # lifespan: nothing is to be started with the app, and what is to be ended has an end of its own.
+    config = uvicorn.Config(
+        app, log_level=settings.log_level, timeout_graceful_shutdown=HANG_S, lifespan="off", server_header=False
+    )
+    return Server(config, serving, settings.shutdown_timeout)
 
 
 class Server(uvicorn.Server):
     """uvicorn's, with an end of our own: requests that go on are finished, or told, before the socket closes."""
 
-    def __init__(self, config: uvicorn.Config, allm: AsyncLLM, shutdown_timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, serving: Serving, shutdown_timeout: float) -> None:
         super().__init__(config)
         self.status = 0
-        self._allm = allm
+        self.serving = serving
         self._shutdown_timeout = shutdown_timeout
         self._ending: asyncio.Task[None] | None = None
-        allm.on_death = self._engine_died
+        serving.allm.on_death = self._engine_died
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
@@ -79,14 +80,14 @@ class Server(uvicorn.Server):
         self.loop.call_soon_threadsafe(lambda: None)  # wakes the loop, which may be waiting for a socket
 
     async def _end(self, sig: int) -> None:
-        num_open = self._allm.num_open
+        num_open = self.serving.allm.num_open
         if num_open:
             print(
                 f"{signal.Signals(sig).name}: {num_open} requests have {self._shutdown_timeout:g} s to finish; "
                 "a second signal ends it at once",
                 file=sys.stderr,
             )
-        await self._allm.shutdown(self._shutdown_timeout)
+        await self.serving.allm.shutdown(self._shutdown_timeout)
         self.should_exit = True
 
     def _engine_died(self, error: BaseException) -> None:

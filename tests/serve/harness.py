@@ -8,18 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import httpx
-import uvicorn
 
 from minipaged.async_llm import AsyncLLM
 from minipaged.llm import LoadedModel
 from minipaged.outputs import RequestUpdate
-from minipaged.serve.app import create_app
-from minipaged.serve.server import Server, listen
-from minipaged.serve.serving import Serving
+from minipaged.serve.server import Server, listen, make_server
 from minipaged.serve.settings import ServeSettings
 
 Result = TypeVar("Result")
@@ -107,18 +104,15 @@ def wait_until(holds: Callable[[], bool]) -> None:
 @contextmanager
 def served(model: LoadedModel, settings: ServeSettings | None = None, **engine: Any) -> Iterator[Served]:
     """A server of the model, until the context ends."""
-    settings = settings or ServeSettings(port=0, shutdown_timeout=5)
+    settings = replace(
+        settings or ServeSettings(shutdown_timeout=5), port=0, served_model_name=("tiny",), log_level="critical"
+    )
     listening = listen(settings.host, settings.port)
-    allm = AsyncLLM(model, max_waiting=settings.max_waiting, **{"num_blocks": 256, "num_swap_blocks": 64} | engine)
-    names = settings.served_model_name or ("tiny",)
-    serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template)
-    app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
-    config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_graceful_shutdown=5)
-    server = Server(config, allm, settings.shutdown_timeout)
+    server = make_server(model, settings, **{"num_blocks": 256, "num_swap_blocks": 64} | engine)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
-    running = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", allm, server, thread)
+    running = Served(f"http://127.0.0.1:{listening.getsockname()[1]}", server.serving.allm, server, thread)
     try:
         yield running
     finally:

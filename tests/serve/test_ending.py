@@ -208,7 +208,7 @@ def test_terminated_it_finishes_what_runs_and_refuses_what_comes(tiny: LoadedMod
 def test_terminated_it_aborts_what_takes_too_long_and_says_so(tiny: LoadedModel) -> None:
     from minipaged.serve.settings import ServeSettings
 
-    with served(tiny, ServeSettings(port=0, shutdown_timeout=0.1)) as running, httpx.Client() as client, running.slow():
+    with served(tiny, ServeSettings(shutdown_timeout=0.1)) as running, httpx.Client() as client, running.slow():
         request = client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True})
         answer = client.send(request, stream=True)
         lines = answer.iter_lines()

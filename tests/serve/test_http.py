@@ -213,7 +213,7 @@ def test_half_a_request_does_not_keep_the_others_waiting(server: Served) -> None
 
 
 def test_the_key_is_asked_for_under_v1(tiny: LoadedModel) -> None:
-    with served(tiny, ServeSettings(port=0, api_key="secret", cors_origin=("https://a.example",))) as running:
+    with served(tiny, ServeSettings(api_key="secret", cors_origin=("https://a.example",))) as running:
         for wrong in (
             {},
             {"Authorization": "secret"},
@@ -235,7 +235,7 @@ def test_the_key_is_asked_for_under_v1(tiny: LoadedModel) -> None:
 
 def test_a_full_queue_says_when_to_ask_again(tiny: LoadedModel) -> None:
     endless = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
-    settings = ServeSettings(port=0, max_waiting=1)
+    settings = ServeSettings(max_waiting=1)
     with served(tiny, settings, max_num_seqs=1) as running, running.slow(), httpx.Client() as client:
         streams = []
         for _ in range(2):

@@ -96,7 +96,7 @@ def measure_streams(server: Server, url: str, num_streams: int, num_tokens: int,
     first = FirstTokens()
     allm = server.serving.allm
     allm.observers.append(first)
-    prompts = [f"Tell me what you know of the number {number}." for number in range(num_streams)]
+    prompts = [f"Chapter {number}. Once upon a time there was" for number in range(num_streams)]
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     lags: list[float] = []
     watching = asyncio.run_coroutine_threadsafe(watch_lag(lags), server.loop)

@@ -239,7 +239,7 @@ TWINS = {
     "attention": ("paged_attention",),
     "preemption": ("carry", "measure"),
     "beam_search": ("BeamSearch",),
-    "sampling": ("sample",),
+    "sampling": ("sample", "gather_logprobs"),
     "llama": ("Llama", "FlatBatch", "flatten", "rotary_tables", "inverse_frequencies"),
 }
 

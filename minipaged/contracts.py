@@ -17,7 +17,7 @@ The words used everywhere (Kwon et al., SOSP 2023, section 4):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -209,6 +209,8 @@ class BatchRow:
     """The sequence's block table: covers positions 0 .. first_position + num_query_tokens - 1."""
     wants_logits: bool
     """Whether the logits after the last query token are asked for."""
+    num_prompt_logits: int = 0
+    """After so many of the first query tokens, logits are needed for the log-probabilities of a prompt."""
 
     @property
     def context_len(self) -> int:
@@ -237,6 +239,10 @@ class StepResult(NamedTuple):
     chosen, its `error` says why."""
     logits: Logits
     """[rows with `num_choices` other than 0, vocab_size], for beam search."""
+    prompt_logprobs: Mapping[int, Sequence[Sampled]] = {}
+    """By sequence, where `SamplingParams.prompt_logprobs` asks for it: of each token of the prompt that follows one of
+    its row's query tokens, given where other tokens are chosen. They too may be fetched when they are first looked at.
+    """
 
 
 class Runner(ABC):
@@ -275,7 +281,7 @@ class SamplingInput:
     stream: int
     """Which of the request's `n` sequences: 0 .. n - 1."""
     forbidden_token_ids: Sequence[int] = ()
-    """Tokens that must not be chosen (those that would stop before `min_tokens`)."""
+    """Tokens that must not be chosen (those that would stop before `min_tokens`, or complete a bad word)."""
     num_pending: int = 0
     """Tokens after `output_token_ids` that are being chosen still; 0 where a penalty asks for them."""
 
@@ -284,10 +290,25 @@ class SamplingInput:
         """The position of the token to choose."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending
 
+    @property
+    def leaves_logits_alone(self) -> bool:
+        """Whether the token is chosen by the logits as they are."""
+        return not len(self.forbidden_token_ids) and not self.params.changes_logits
+
+
+class PromptInput(NamedTuple):
+    """Tokens of one prompt, to tell their log-probabilities."""
+
+    sequence: int
+    token_ids: Sequence[int]
+    """Those that follow the first query tokens of the sequence's row, one after another."""
+    num_logprobs: int
+    """How many of the likeliest tokens to tell as well."""
+
 
 @dataclass(slots=True)  # not frozen: that takes four times as long to make, and a step makes one for each sequence
 class Sampled:
-    """The token chosen for one SamplingInput, or why none can be."""
+    """The token chosen for one SamplingInput, or why none can be; or a token of a prompt, which is given."""
 
     token_id: int
     logprob: float

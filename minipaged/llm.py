@@ -106,6 +106,7 @@ class LLM:
             allocator=asked.allocator,
             policy=_policy(asked.scheduling_policy),
             decode=self.tokenizer.decode if self.tokenizer else None,
+            encode=self.tokenizer.encode if self.tokenizer else None,
             listeners=listeners,
         )
         # Python's garbage collector goes through all objects there are again and again, and there are hundreds of

@@ -13,11 +13,11 @@ itself.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ListLike
 from typing import NamedTuple
 
-from minipaged.contracts import Batch, BatchRow, Logits, Runner, Sampled, SamplingInput, StepResult
+from minipaged.contracts import Batch, BatchRow, Logits, PromptInput, Runner, Sampled, SamplingInput, StepResult
 from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
 
 
@@ -114,7 +114,9 @@ class Mirror:
         self.sequences: dict[int, Sequence] = {}
         self._choosing: list[Sequence] = []  # the sequences of the rows for which tokens are chosen
         self._first_choices: list[int] = []  # for each of them
-        self._has_penalties = False
+        self._needs_tokens = False
+        self.prompt_inputs: list[PromptInput] = []
+        """What the latest step has to tell of prompts, in the order of its rows."""
         self._unsettled: list[_Chosen] = []
         self.latest: ListLike[Sampled] = ()
         """The choices of the latest step that was run."""
@@ -132,9 +134,11 @@ class Mirror:
         self.rows.follow(step)
         self._settle(keep=0 if wait or step.told or step.forked else 1)
         self._follow_sequences(step)
+        self.prompt_inputs = []
         if not self.rows.num_steady:
             self._note_choices()
-        if self._has_penalties:  # which depend on all tokens; the engine has waited for them already
+            self._note_prompts()
+        if self._needs_tokens:  # the engine has waited for them already
             self._settle(keep=0)
 
     def chosen(self, choices: ListLike[Sampled]) -> None:
@@ -176,7 +180,7 @@ class Mirror:
 
     def _note_choices(self) -> None:
         """Which choices will be whose."""
-        self._choosing, self._first_choices, self._has_penalties = [], [], False
+        self._choosing, self._first_choices, self._needs_tokens = [], [], False
         num_choices = 0
         for row in self.rows:
             if row.num_choices > 0:
@@ -185,7 +189,16 @@ class Mirror:
                 self._choosing.append(sequence)
                 self._first_choices.append(num_choices)
                 num_choices += row.num_choices
-                self._has_penalties |= sequence.sampling is not None and sequence.sampling.params.has_penalties
+                self._needs_tokens |= sequence.sampling is not None and sequence.sampling.needs_tokens
+
+    def _note_prompts(self) -> None:
+        """Of which tokens of the prompts the log-probabilities are wanted. One sequence of a request tells them."""
+        for row in self.rows:
+            sampling = self.sequences[row.sequence].sampling
+            if sampling is None or sampling.params.prompt_logprobs is None or sampling.stream:
+                continue
+            if followers := self.sequences[row.sequence].prompt_token_ids[row.start + 1 : row.stop + 1]:
+                self.prompt_inputs.append(PromptInput(row.sequence, followers, sampling.params.prompt_logprobs))
 
     # --- What there is to run ---------------------------------------------------------------------
 
@@ -194,13 +207,15 @@ class Mirror:
         pending: dict[Sequence, int] = {}
         for chosen in self._unsettled:
             pending = dict(zip(chosen.sequences, chosen.indices, strict=True))
+        asked = {prompt.sequence: len(prompt.token_ids) for prompt in self.prompt_inputs}
         batch: list[BatchRow] = []
         for row in self.rows:
             sequence = self.sequences[row.sequence]
             tokens = sequence.token_ids(row.start, row.stop)
             if len(tokens) < row.num_tokens:
                 tokens.append(-1 - pending[sequence])
-            batch.append(BatchRow(tokens, row.start, sequence.blocks, wants_logits=row.num_choices != 0))
+            num_asked = asked.get(row.sequence, 0)
+            batch.append(BatchRow(tokens, row.start, sequence.blocks, row.num_choices != 0, num_asked))
         return batch
 
     def sampling_inputs(self) -> list[SamplingInput]:
@@ -214,7 +229,8 @@ class Mirror:
             sampling, output = sequence.sampling, sequence.output_token_ids
             assert sampling is not None
             num_pending = row.stop - sequence.num_tokens
-            early = len(output) + num_pending < sampling.params.min_tokens
+            may_forbid = sampling.forbidden_token_ids or sampling.bad_words  # hardly ever
+            forbidden = sampling.forbidden_after(output, num_pending) if may_forbid else ()
             inputs += [
                 SamplingInput(
                     row=place,
@@ -223,7 +239,7 @@ class Mirror:
                     output_token_ids=output,
                     seed=sampling.seed,
                     stream=sampling.stream + choice,
-                    forbidden_token_ids=sampling.forbidden_token_ids if early else (),
+                    forbidden_token_ids=forbidden,
                     num_pending=num_pending,
                 )
                 for choice in range(row.num_choices)
@@ -257,10 +273,17 @@ class MirroredRunner(Runner):
     def sample(self, logits: Logits, inputs: ListLike[SamplingInput]) -> ListLike[Sampled]:
         """Choose one token for each input (`contracts.SampleFunction`)."""
 
+    def prompt_logprobs(self, inputs: ListLike[PromptInput]) -> Mapping[int, ListLike[Sampled]]:
+        """The log-probabilities of prompts, by sequence, after the latest `forward` (`BatchRow.num_prompt_logits`).
+
+        Who has none to tell leaves this as it is: then requests that ask for some fail.
+        """
+        return {}
+
     def run(self, step: StepInput) -> StepResult:
         self.mirror.apply(step)
         self.move(step.moves)
         logits = self.forward(self.mirror.batch())
         choices = self.sample(logits, self.mirror.sampling_inputs())
         self.mirror.chosen(choices)
-        return StepResult(choices, logits)
+        return StepResult(choices, logits, self.prompt_logprobs(self.mirror.prompt_inputs))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
@@ -53,10 +54,25 @@ def _read_early_stopping(value: str) -> Any:
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
+def _read_logit_bias(text: str | None) -> Any:
+    """A JSON object: its keys are strings, and the tokens are numbers."""
+    try:
+        return {int(token): bias for token, bias in json.loads(text).items()} if text else ()
+    except (ValueError, AttributeError):
+        raise InvalidRequest(f'--logit-bias is {text!r}; write it as a JSON object, e.g. {{"42": -100}}') from None
+
+
 WRITTEN = {
     "stop": Written(kind=list[str] | None, note="May be repeated."),
     "stop_token_ids": Written("--stop-token-id", kind=list[int] | None, note="May be repeated."),
     "logprobs": Written(note="(With --json.)"),
+    "prompt_logprobs": Written(note="(With --json.)"),
+    "logit_bias": Written(kind=str | None, read=_read_logit_bias, metavar="JSON", note='As in {"42": -100}.'),
+    "allowed_token_ids": Written(
+        "--allowed-token-id", kind=list[int] | None, read=lambda tokens: tokens or None, note="May be repeated."
+    ),
+    "bad_words": Written("--bad-word", kind=list[str] | None, note="May be repeated."),
+    "include_stop_str_in_output": Written("--include-stop-str-in-output"),
     "beam_width": Written(note="0 samples instead."),
     "ignore_eos": Written("--ignore-eos"),
     "early_stopping": Written(kind=str, read=_read_early_stopping),

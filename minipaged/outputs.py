@@ -57,6 +57,9 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     """Why the request failed; its outputs are what it had produced until then."""
+    prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
+    """For each token of the prompt the likeliest at its place and the token itself; the first has None. None when not
+    asked for. Of a request that was cut short, as far as its prompt had been computed."""
 
 
 # Not frozen: a frozen dataclass takes four times as long to make, and a step makes two of these for each request.

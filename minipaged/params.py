@@ -10,7 +10,7 @@ Names and defaults are vLLM's wherever vLLM has one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from functools import cache
@@ -102,6 +102,46 @@ def _require(condition: bool, message: str) -> None:
         raise InvalidRequest(message)
 
 
+def _strings(name: str, given: str | Iterable[str] | None) -> tuple[str, ...]:
+    """One string or several; None is taken for none."""
+    strings = (given,) if isinstance(given, str) or not isinstance(given, Iterable | None) else tuple(given or ())
+    _require(all(isinstance(string, str) for string in strings), f"{name} is {given!r}; it must hold strings")
+    return strings
+
+
+def _tokens(name: str, given: Iterable[int] | None) -> tuple[int, ...]:
+    """Token ids of any kind of whole number; None is taken for none."""
+    tokens = tuple(given) if isinstance(given, Iterable) else () if given is None else (given,)
+    _require(
+        isinstance(given, Iterable | None) and all(map(_is_whole, tokens)),
+        f"{name} is {given!r}; token ids are whole numbers",
+    )
+    return tuple(map(int, tokens))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+MOST_BIAS = 100
+"""With a bias of so much, a token is as good as chosen, or ruled out."""
+
+
+def _biases(given: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    """(token, bias) pairs in order of the tokens, whatever they were given as."""
+    try:
+        pairs = dict(given or ())
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"logit_bias is {given!r}; it must map tokens to numbers, as in {{42: -100.0}}") from None
+    for token, bias in pairs.items():
+        _require(_is_whole(token), f"logit_bias has the key {token!r}; token ids are whole numbers")
+        _require(
+            isinstance(bias, Real) and not isinstance(bias, bool) and -MOST_BIAS <= bias <= MOST_BIAS,
+            f"logit_bias of token {token} is {bias!r}; it must be a number between -{MOST_BIAS} and {MOST_BIAS}",
+        )
+    return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the tokens of one request. Raises InvalidRequest (a ValueError) for a value out of range."""
@@ -121,6 +161,8 @@ class SamplingParams:
     None: the engine draws one, another for each request."""
     stop: str | Sequence[str] = ()
     """Strings that end a sequence; they are cut off its text."""  # None is taken for none
+    include_stop_str_in_output: bool = False
+    """Leave the stop string that ended a sequence in its text."""
     stop_token_ids: Sequence[int] = ()
     """Tokens that end a sequence; kept in its `token_ids`."""
     ignore_eos: bool = False
@@ -131,33 +173,54 @@ class SamplingParams:
     """Tokens to generate before anything may end the sequence."""
     logprobs: int | None = setting(None, at_least=0, note="None: no report")
     """How many of the likeliest tokens to report at each step, besides the chosen one; None: no report."""
+    prompt_logprobs: int | None = setting(None, at_least=0, note="None: no report")
+    """How many of the likeliest tokens to report for each token of the prompt, besides itself; None: no report. A
+    request that asks for it computes its whole prompt: nothing is taken from the prefix cache."""
     presence_penalty: float = setting(0.0, at_least=-2, at_most=2, note="0 is off")
     """Subtracted from the logit of each token already generated; -2 to 2, 0 is off."""
     frequency_penalty: float = setting(0.0, at_least=-2, at_most=2, note="0 is off")
     """Subtracted for each time the token was already generated; -2 to 2, 0 is off."""
     repetition_penalty: float = setting(1.0, above=0, note="1 is off")
     """Divides positive logits (multiplies negative ones) of tokens in the prompt or the output; 1 is off."""
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    """Added to the logits of these tokens, -100 to 100 each."""  # kept as pairs, which can be hashed
+    allowed_token_ids: Sequence[int] | None = None
+    """Choose among these tokens only; None: among all."""
+    bad_words: Sequence[str] = ()
+    """Words that must not be generated, be it at the beginning of a text or after a space."""
+    skip_special_tokens: bool = True
+    """Leave special tokens, such as the end of sequence, out of the text."""
+    truncate_prompt_tokens: int | None = setting(None, at_least=1, note="None: the whole prompt")
+    """Take only so many of the prompt's tokens, the last ones; None: all."""
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        _require(all(isinstance(string, str) for string in stop), f"stop is {self.stop!r}; it must hold strings")
-        object.__setattr__(self, "stop", stop)
-        _require(
-            all(isinstance(token, Integral) and not isinstance(token, bool) for token in self.stop_token_ids or ()),
-            f"stop_token_ids is {self.stop_token_ids}; token ids are whole numbers",
-        )
-        object.__setattr__(self, "stop_token_ids", tuple(int(token) for token in self.stop_token_ids or ()))
+        plain: dict[str, Any] = {name: _strings(name, getattr(self, name)) for name in ("stop", "bad_words")}
+        plain["stop_token_ids"] = _tokens("stop_token_ids", self.stop_token_ids)
+        plain["logit_bias"] = _biases(self.logit_bias)
+        if self.allowed_token_ids is not None:
+            plain["allowed_token_ids"] = _tokens("allowed_token_ids", self.allowed_token_ids)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
         check(self)
         _require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}",
         )
         _require("" not in self.stop, "stop holds an empty string, which would end every sequence at once; drop it")
+        _require("" not in self.bad_words, "bad_words holds an empty string; drop it")
+        _require(
+            self.allowed_token_ids != (), "allowed_token_ids is empty, which leaves nothing to choose; None allows all"
+        )
 
     @property
     def has_penalties(self) -> bool:
         """Whether the logits depend on which tokens came before."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are chosen by other logits than the model's."""
+        return self.has_penalties or self.allowed_token_ids is not None or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ of its fields, in their order there, none left out:
 | StepInput   | number, fresh, forked, ended, begun, tables, told, moves, left_out, added                            |
 | Forked      | sequence, parent, choice                                                                             |
 | Begun       | sequence, token ids, prompt length, blocks, sampling (null: the host chooses)                        |
-| Sampling    | params, seed, stream, forbidden token ids                                                            |
+| Sampling    | params, seed, stream, forbidden token ids, bad words (each an array of token ids)                    |
 | TableChange | sequence, kept, blocks                                                                               |
 | Told        | sequence, position, token id                                                                         |
 | BlockMoves  | swapped out, poisoned, swapped in, copied; a pair of blocks is an array of two                       |
@@ -167,7 +167,7 @@ class StepRecorder(Runner):
             raise
         choices = _Watched(result.choices)
         self._pending.append((step, choices))
-        return StepResult(choices, result.logits)
+        return result._replace(choices=choices)
 
     def close(self) -> None:
         """Write what is left. The file is complete then."""

@@ -16,6 +16,7 @@ All of it is plain Python and immutable; `step_files.py` has its encoding in byt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from minipaged.params import SamplingParams
@@ -50,6 +51,23 @@ class Sampling(NamedTuple):
     """Which of the request's `n` sequences: 0 .. n - 1."""
     forbidden_token_ids: tuple[int, ...] = ()
     """Tokens that must not be chosen before there are `params.min_tokens`."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """`params.bad_words` in tokens: the last of them must not be chosen where the output ends with those before it."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next token cannot be chosen before those until then are known to the host."""
+        return self.params.has_penalties or any(len(word) > 1 for word in self.bad_words)
+
+    def forbidden_after(self, output_token_ids: Sequence[int], num_pending: int = 0) -> tuple[int, ...]:
+        """The tokens that must not be chosen next. `num_pending`: so many more are being chosen, and not known."""
+        early = len(output_token_ids) + num_pending < self.params.min_tokens
+        forbidden = self.forbidden_token_ids if early else ()
+        if self.bad_words:
+            known = len(output_token_ids)
+            ends = (word for word in self.bad_words if [*word[:-1]] == [*output_token_ids[known - len(word) + 1 :]])
+            forbidden += tuple(word[-1] for word in ends)
+        return forbidden
 
 
 class Begun(NamedTuple):

@@ -9,11 +9,12 @@ import gc
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from minipaged.contracts import BlockAllocator, BlockTable, Runner, SamplingInput, Tier
+from minipaged.contracts import BlockAllocator, BlockTable, Runner, Sampled, SamplingInput, Tier
 from minipaged.devices import gpu_problem, has_nvidia_gpu
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
@@ -301,6 +302,13 @@ def reference_penalties(logits: Any, wanted: SamplingInput) -> Any:
     from minipaged.reference.sampling import penalise
 
     return penalise(logits, wanted)
+
+
+def reference_logprobs(logits: Any, token_ids: Sequence[int], num_logprobs: int) -> Sequence[Sampled]:
+    """What the reference tells of given tokens, each by a row of `logits` [tokens, vocab]."""
+    from minipaged.reference.sampling import gather_logprobs
+
+    return gather_logprobs(logits, token_ids, num_logprobs)
 
 
 def reference_draw(logits: Any, wanted: SamplingInput) -> tuple[float, Any]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minipaged.contracts import BeamStep, Sampled, SamplingInput, StepResult, Tier
+from minipaged.contracts import BeamStep, PromptInput, Sampled, SamplingInput, StepResult, Tier
 from minipaged.course.content_runner import ContentRunner, GivenRow
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.sampling import sample
@@ -84,6 +84,18 @@ class LateSamples(Sequence[Sampled]):
         return self._fetch()[index]
 
 
+class LateLogprobs(LateSamples):
+    """What is told of a prompt when the device comes to it."""
+
+    def __init__(self, told: Later, asked: PromptInput) -> None:
+        super().__init__(told, told.device.num_launched, len(asked.token_ids))
+        self._asked = asked
+
+    def _fetch(self) -> list[Sampled]:
+        told: list[Sampled] = self.later.result()[self._asked.sequence]
+        return told
+
+
 class LateRunner(ContentRunner):
     """The content oracle on a late device. What is done there asks nothing of the mirror, which is ahead of it."""
 
@@ -102,9 +114,11 @@ class LateRunner(ContentRunner):
         self.late.num_launched += 1
         self.late.log.append(("launch", self.late.num_launched))
         logits = Later(self.late, lambda: self.compute([known(row, before) for row in rows]))
+        inputs = mirror.prompt_inputs
+        told = Later(self.late, lambda: self.prompt_logprobs(inputs))
         self._chosen = self.sample(logits, mirror.sampling_inputs())
         mirror.chosen(self._chosen)
-        return StepResult(self._chosen, logits)
+        return StepResult(self._chosen, logits, {one.sequence: LateLogprobs(told, one) for one in inputs})
 
 
 def known(row: GivenRow, before: Sequence[Sampled]) -> GivenRow:

@@ -105,9 +105,13 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
         "preemption": "swap",
         "scheduling_policy": "priority",
         "max_tokens": 99,
+        "logit_bias": '{"5": 1.5}',
+        "bad_words": "b",
     }
     values |= {"tier": "reference", "device": "cpu", "dtype": "float64", "allocator": f"{__file__}:Allocator"}
     switches = {"ignore_eos": True, "debug": True, "enable_prefix_caching": False, "async_scheduling": False}
+    switches |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    repeated = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
     number, line, expected = 1, ["a prompt"], dict[str, Any](switches)
     for option in COMMANDS["generate"].params:
         if option.name in switches:
@@ -116,7 +120,8 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
             number += 1
             value = values.get(option.name, number / 1000 if isinstance(option.default, float) else number)
             line.append(f"{option.opts[0]}={value}")
-            expected[option.name] = (value,) if option.name in ("stop", "stop_token_ids") else value
+            expected[option.name] = (value,) if option.name in repeated else value
+    expected["logit_bias"] = {5: 1.5}
     given = COMMANDS["generate"].make_context("generate", line).params
     found = {name: value for kind in KINDS for name, value in given_for(kind, given).items()}
     assert found.pop("allocator").__name__ == Allocator.__name__
@@ -136,6 +141,13 @@ def test_every_field_says_what_it_is(kind: Any) -> None:
     texts = help_of(kind)
     assert texts.keys() == {*names_of(kind)}
     assert all(texts.values())
+
+
+@pytest.mark.parametrize("text", ["5", "{5: 1}", '{"five": 1}', "[[5, 1]]", '{"5": 1'])
+def test_a_logit_bias_that_is_no_json_object_of_tokens_is_refused(text: str) -> None:
+    given = COMMANDS["generate"].make_context("generate", ["a prompt", f"--logit-bias={text}"]).params
+    with pytest.raises(InvalidRequest, match=r"^--logit-bias is .*; write it as a JSON object"):
+        given_for(SamplingParams, given)
 
 
 def test_a_setting_that_there_is_not_is_refused() -> None:

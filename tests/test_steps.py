@@ -58,8 +58,13 @@ params = st.builds(
     min_tokens=st.integers(0, 9),
     logprobs=st.none() | st.integers(0, 5),
     presence_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(numbers, st.floats(-100, 100), max_size=2),
+    allowed_token_ids=st.none() | st.lists(numbers, min_size=1, max_size=3),
+    bad_words=st.lists(st.text(min_size=1, max_size=3), max_size=2),
+    prompt_logprobs=st.none() | st.integers(0, 5),
 )
-samplings = st.builds(Sampling, params, st.integers(0, 2**64 - 1), numbers, lists)
+words = st.lists(st.lists(numbers, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple)
+samplings = st.builds(Sampling, params, st.integers(0, 2**64 - 1), numbers, lists, words)
 
 
 def several(what: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:

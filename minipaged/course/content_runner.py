@@ -7,19 +7,19 @@ The logits depend on the prefix found in memory and on nothing else, so that a w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 
-from minipaged.contracts import Batch, Logits, Sampled, SampleFunction, SamplingInput, slots_of
+from minipaged.contracts import Batch, Logits, PromptInput, Sampled, SampleFunction, SamplingInput, slots_of
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.mirror import Mirror, MirroredRunner
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves, StepInput
-from minipaged.tiers import reference_tier
+from minipaged.tiers import reference_logprobs, reference_tier
 
 Prefix = int
 """A token prefix, numbered when first seen; 0 is the empty one."""
@@ -53,11 +53,13 @@ def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
 class GivenRow:
     """A row of a batch, with all that later steps change copied."""
 
+    sequence: int
     tokens_before: list[int]
     token_ids: list[int]
     slots: list[int]
     blocks: list[int]
     wants_logits: bool
+    num_prompt_logits: int
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,8 @@ class ContentRunner(MirroredRunner):
         self.prefixes = Prefixes()
         self.device: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
+        self.prompt_logits: dict[int, list[np.ndarray]] = {}
+        """By sequence, those that were computed and by which nothing was told yet."""
         self.engine: Engine | None = None
         """Set by the test: where the truth about the sequences comes from, with which the mirror is compared."""
         self.mirror = CheckedMirror(self)
@@ -155,7 +159,9 @@ class ContentRunner(MirroredRunner):
         for row, of in zip(self.mirror.rows, batch, strict=False):
             before = self.mirror.sequences[row.sequence].token_ids(0, row.start)
             slots = of.slots(self.block_size)
-            given.append(GivenRow(before, list(of.token_ids), slots, list(of.blocks), of.wants_logits))
+            blocks = list(of.blocks)
+            wanted = (of.wants_logits, of.num_prompt_logits)
+            given.append(GivenRow(row.sequence, before, list(of.token_ids), slots, blocks, *wanted))
         return given
 
     def compute(self, rows: Sequence[GivenRow]) -> np.ndarray:
@@ -173,7 +179,17 @@ class ContentRunner(MirroredRunner):
             found = self._read(row.blocks, known)
             if row.wants_logits:
                 logits.append(fake_logits(found, self.vocab_size))
+            if row.num_prompt_logits:
+                first = len(row.tokens_before) + 1
+                lengths = range(first, first + row.num_prompt_logits)
+                self.prompt_logits[row.sequence] = [fake_logits(found[:n], self.vocab_size) for n in lengths]
         return np.array(logits).reshape(len(logits), self.vocab_size)
+
+    def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> Mapping[int, Sequence[Sampled]]:
+        return {
+            sequence: reference_logprobs(self.prompt_logits.pop(sequence), token_ids, num_logprobs)
+            for sequence, token_ids, num_logprobs in inputs
+        }
 
     def sample(self, logits: Logits, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
         return self._choose(logits, inputs)

@@ -32,6 +32,7 @@ from minipaged.events import (
 )
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, RequestView
+from minipaged.steps import Sampling
 from minipaged.tiers import reference_tier
 
 NAMES = "ABCDEF"
@@ -125,7 +126,7 @@ class Scene:
             prompt=None,
             prompt_token_ids=prompt,
             params=params,
-            seed=0,
+            sampling=Sampling(params, seed=0, stream=0),
             final_token_ids=frozenset(),
             max_output_tokens=drawn.max_output_tokens,
             priority=0,

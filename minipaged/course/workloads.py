@@ -26,7 +26,7 @@ from minipaged.events import Event, Listener, PrefixReused, RequestArrived, Requ
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
-from minipaged.tiers import reference_tier
+from minipaged.tiers import reference_logprobs, reference_tier
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def random_workload(seed: int) -> Workload:
     block_size = r.choice([1, 2, 3, 4, 4, 8, 16])
     vocab_size = r.choice([5, 11, 37])
     requests = _random_requests(r, vocab_size)
+    _ask_for_more(random.Random(f"more of {seed}"), requests, vocab_size)
     config = EngineConfig(
         num_blocks=max(1, round(r.choice([0.7, 1.0, 1.0, 1.0, 1.2, 1.6]) * _largest_need(requests, block_size))),
         num_swap_blocks=(num_swap_blocks := r.choice([0, r.randint(1, 8), r.randint(8, 64)])),
@@ -69,6 +70,22 @@ def random_workload(seed: int) -> Workload:
     )
     swap_is_cheap = r.random() < 0.5
     return Workload(config, tuple(replace(one, priority=r.randint(-2, 2)) for one in requests), swap_is_cheap)
+
+
+def _ask_for_more(r: random.Random, requests: list[WorkloadRequest], vocab_size: int) -> None:
+    """Let some of the requests that sample ask for what few do."""
+    for i, request in enumerate(requests):
+        if isinstance(request.params, SamplingParams) and r.random() < 0.4:
+            some = r.sample(range(1, vocab_size), 4)  # not token 0, which no sequence ends with: something is left
+            more: dict[str, object] = {
+                "prompt_logprobs": r.choice([None, 0, 2]),
+                "logit_bias": r.choice([(), {some[0]: 5.0, some[1]: -100.0}]),
+                "allowed_token_ids": r.choice([None, None, (0, *some)]),
+                "bad_words": r.choice([(), (letters(some[:1]), letters(some[1:3]))]),
+                "include_stop_str_in_output": r.random() < 0.5,
+                "truncate_prompt_tokens": r.choice([None, None, 7]),
+            }
+            requests[i] = replace(request, params=replace(request.params, **more))  # type: ignore[arg-type]
 
 
 def _largest_need(requests: list[WorkloadRequest], block_size: int) -> int:
@@ -159,6 +176,7 @@ class Run:
             memory=self.memory,
             policy=self.policy,
             decode=self.decode or letters,
+            encode=from_letters,
             listeners=self.listeners,
         )
         self.engine.listeners.append(self._count)
@@ -231,12 +249,16 @@ class Run:
             expected = expected_tokens(request, self.workload.config)
             if output.finished:
                 assert [list(o.token_ids) for o in output.outputs] == expected, name
+                keeps_stop = isinstance(request.params, SamplingParams) and request.params.include_stop_str_in_output
                 for completion in output.outputs:
-                    stop = completion.stop_reason if isinstance(completion.stop_reason, str) else ""
+                    stop = completion.stop_reason if isinstance(completion.stop_reason, str) and not keeps_stop else ""
                     assert completion.text + stop == letters(completion.token_ids), name
             elif isinstance(request.params, SamplingParams):
                 for partial in output.outputs:
                     assert list(partial.token_ids) == expected[partial.index][: len(partial.token_ids)], name
+            told, logprobs = output.prompt_logprobs, expected_prompt_logprobs(request, self.workload.config)
+            assert told == (logprobs and logprobs[: len(told or ())]), name
+            assert len(told or ()) == len(logprobs or ()) or not output.finished, name
 
     def check_nothing_leaked(self) -> None:
         """All blocks are free or only cached, and the queues are empty."""
@@ -283,18 +305,41 @@ def letters(token_ids: Sequence[int]) -> str:
     return "".join(chr(ord("A") + token) for token in token_ids)
 
 
+def from_letters(text: str, *, add_special_tokens: bool) -> list[int]:
+    """The tokens of a text, of which nothing but letters can be generated."""
+    return [ord(letter) - ord("A") for letter in text]
+
+
+def prompt_of(request: WorkloadRequest) -> tuple[int, ...]:
+    """The tokens that are taken of it."""
+    most = request.params.truncate_prompt_tokens if isinstance(request.params, SamplingParams) else None
+    return request.prompt if most is None else request.prompt[-most:]
+
+
+def expected_prompt_logprobs(
+    request: WorkloadRequest, config: EngineConfig
+) -> tuple[dict[int, float] | None, ...] | None:
+    """By the logits after each beginning of the prompt."""
+    asked = request.params.prompt_logprobs if isinstance(request.params, SamplingParams) else None
+    if asked is None:
+        return None
+    prompt = prompt_of(request)
+    logits = [fake_logits(prompt[:length], config.vocab_size) for length in range(1, len(prompt))]
+    return (None, *(one.top_logprobs for one in reference_logprobs(logits, prompt[1:], asked)))
+
+
 def expected_tokens(request: WorkloadRequest, config: EngineConfig) -> list[list[int]]:
     """The outputs of one request, served alone by a loop without any cache."""
-    params = request.params
-    most = min(params.max_tokens or config.max_model_len, config.max_model_len - len(request.prompt))
+    params, prompt = request.params, prompt_of(request)
+    most = min(params.max_tokens or config.max_model_len, config.max_model_len - len(prompt))
     eos = () if params.ignore_eos else config.eos_token_ids
     tier = reference_tier()
 
     def logits(output: list[int]) -> np.ndarray:
-        return fake_logits([*request.prompt, *output], config.vocab_size)[None]
+        return fake_logits([*prompt, *output], config.vocab_size)[None]
 
     if isinstance(params, BeamSearchParams):
-        search = tier.beam_search(params, len(request.prompt), len(request.prompt) + most, eos)
+        search = tier.beam_search(params, len(prompt), len(prompt) + most, eos)
         beams: list[tuple[list[int], float]] = [([], 0.0)]
         ranked: list[tuple[float, list[int]]] = []
         while beams:
@@ -309,11 +354,12 @@ def expected_tokens(request: WorkloadRequest, config: EngineConfig) -> list[list
     for stream in range(params.n):
         output: list[int] = []
         while len(output) < most:
-            forbidden = (*params.stop_token_ids, *eos) if len(output) < params.min_tokens else ()
-            [chosen] = tier.sample(
-                logits(output),
-                [SamplingInput(0, params, request.prompt, output, params.seed, stream, tuple(set(forbidden)))],
-            )
+            forbidden = {*params.stop_token_ids, *eos} if len(output) < params.min_tokens else set()
+            for word in params.bad_words:
+                if letters(output).endswith(word[:-1]):
+                    forbidden.update(from_letters(word[-1], add_special_tokens=False))
+            wanted = SamplingInput(0, params, prompt, output, params.seed, stream, tuple(forbidden))
+            [chosen] = tier.sample(logits(output), [wanted])
             output.append(chosen.token_id)
             ended = chosen.token_id in (*params.stop_token_ids, *eos) or letters(output).endswith(tuple(params.stop))
             if ended and len(output) >= params.min_tokens:

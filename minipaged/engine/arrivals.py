@@ -6,15 +6,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
+from functools import partial
 from numbers import Integral
 
 from minipaged.contracts import BeamSearch
-from minipaged.engine.detokenizer import Decode, Detokenizer
+from minipaged.engine.detokenizer import Decode, Detokenizer, Encode, naming_failures
 from minipaged.engine.memory import AllocStatus, Memory
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams, final_token_ids
+from minipaged.steps import Sampling
 
 
 class Arrivals:
@@ -28,6 +30,7 @@ class Arrivals:
         blocks: Memory,
         sequence_ids: Iterator[int],
         decode: Decode | None,
+        encode: Encode | None,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -35,7 +38,9 @@ class Arrivals:
         self._scheduler = scheduler
         self._blocks = blocks
         self._sequence_ids = sequence_ids
-        self._decode = decode
+        self._decode = naming_failures(decode) if decode else None
+        self._decode_all = naming_failures(partial(decode, skip_special_tokens=False)) if decode else None
+        self._encode = encode
         self._clock = clock
         self._random = random.Random(config.seed)
 
@@ -50,6 +55,8 @@ class Arrivals:
         priority: int,
     ) -> Request:
         """Raises InvalidRequest when it could never be served."""
+        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens:
+            prompt_token_ids = prompt_token_ids[-params.truncate_prompt_tokens :]
         check_prompt(prompt_token_ids, self._config)
         check_params(params, output_kind, self._config, has_tokenizer=self._decode is not None)
         check_priority(priority)
@@ -66,32 +73,42 @@ class Arrivals:
             prompt=prompt,
             prompt_token_ids=tokens,
             params=params,
-            seed=0,
             final_token_ids=final_token_ids(params, eos),
             max_output_tokens=max_output,
             reads_along=output_kind is RequestOutputKind.DELTA,
             priority=int(priority),
-            sequences=[self._first_sequence(tokens, params, output_kind)],
+            sequences=[Sequence(next(self._sequence_ids), list(tokens), [], self._blocks.new_table())],
             beam_search=beam_search,
+            decode=self._decode,
         )
+        if isinstance(params, SamplingParams):
+            self._prepare_samples(request, params)
         check_fits(request, self._config, self._scheduler.max_sequences, self._blocks)
         self._scheduler.asked.check_fits(request)
-        if isinstance(params, SamplingParams):  # drawn only now: a refused request uses none up
-            seed = self._random.getrandbits(64) if params.seed is None else params.seed
-            request.seed = seed & (2**64 - 1)
+        if request.sampling and request.sampling.params.seed is None:  # drawn only now: a refused request uses none up
+            request.sampling = request.sampling._replace(seed=self._random.getrandbits(64))
         return request
 
-    def _first_sequence(
-        self, tokens: tuple[int, ...], params: SamplingParams | BeamSearchParams, output_kind: RequestOutputKind
-    ) -> Sequence:
-        sequence = Sequence(next(self._sequence_ids), list(tokens), [], self._blocks.new_table())
-        if isinstance(params, SamplingParams):
-            if params.logprobs is not None:
-                sequence.logprobs = []
-            # Its text is wanted as it grows.
-            if self._decode and (params.stop or output_kind is RequestOutputKind.DELTA):
-                sequence.detokenizer = Detokenizer(self._decode, params.stop)
-        return sequence
+    def _prepare_samples(self, request: Request, params: SamplingParams) -> None:
+        """What its sequences need that are sampled. Raises InvalidRequest where nothing could be chosen."""
+        final = tuple(request.final_token_ids) if params.min_tokens else ()
+        bad_words = tokens_of_words(params.bad_words, self._encode, self._config.vocab_size)
+        request.sampling = Sampling(params, (params.seed or 0) & (2**64 - 1), 0, final, bad_words)
+        if params.allowed_token_ids and {*params.allowed_token_ids} <= {*request.sampling.forbidden_after(())}:
+            raise InvalidRequest(
+                f"allowed_token_ids is {params.allowed_token_ids}, and each of these is a bad word or would end the "
+                "sequence before min_tokens; allow another"
+            )
+        [sequence] = request.sequences
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = []
+        if params.logprobs is not None:
+            sequence.logprobs = []
+        if not params.skip_special_tokens:
+            request.decode = self._decode_all
+        if request.decode and (params.stop or request.reads_along):  # its text is wanted as it grows
+            keeps_stop = params.include_stop_str_in_output
+            sequence.detokenizer = Detokenizer(request.decode, params.stop, keeps_stop=keeps_stop)
 
 
 def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:
@@ -135,11 +152,37 @@ def check_params(
         return
     if params.logprobs is not None and params.logprobs > config.vocab_size:
         raise InvalidRequest(f"logprobs is {params.logprobs}; the vocabulary has only {config.vocab_size} tokens")
-    for token in params.stop_token_ids:
-        if not 0 <= token < config.vocab_size:
-            raise InvalidRequest(f"stop token {token} is not one of this model's tokens 0 to {config.vocab_size - 1}")
+    if params.prompt_logprobs is not None and params.prompt_logprobs > config.vocab_size:
+        raise InvalidRequest(
+            f"prompt_logprobs is {params.prompt_logprobs}; the vocabulary has only {config.vocab_size} tokens"
+        )
+    named = {
+        "stop token": params.stop_token_ids,
+        "allowed token": params.allowed_token_ids or (),
+        "token with a logit_bias": dict(params.logit_bias),
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < config.vocab_size:
+                raise InvalidRequest(f"{name} {token} is not one of this model's tokens 0 to {config.vocab_size - 1}")
     if params.stop and not has_tokenizer:
         raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
+
+
+def tokens_of_words(words: ListLike[str], encode: Encode | None, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, at the beginning of a text and after a space: these may be other ones.
+
+    What has a token that the model does not know cannot be generated, and is left out. Raises InvalidRequest.
+    """
+    if words and encode is None:
+        raise InvalidRequest("bad_words need a tokenizer, and this engine has none; use logit_bias")
+    found: dict[tuple[int, ...], None] = {}  # in order, each once
+    for word in words:
+        for text in (word.lstrip(" "), " " + word.lstrip(" ")):
+            tokens = tuple(encode(text, add_special_tokens=False)) if encode else ()
+            if tokens and all(0 <= token < vocab_size for token in tokens):
+                found[tokens] = None
+    return tuple(found)
 
 
 def check_priority(priority: int) -> None:

@@ -111,8 +111,9 @@ class BlockManager(Memory):
         for i, sequence in enumerate(request.sequences):
             needed += self.blocks_for(len(sequence.tokens))
             needed -= max((self._shared_blocks(sequence, s) for s in request.sequences[:i]), default=0)
-        if self.prefix_cache:  # a cached block that nobody else holds is one of the available
+        if self.prefix_cache and request.reads_prefix_cache:
             cached = self.prefix_cache.match(request.sequences[0].tokens)
+            # A cached block that nobody else holds is one of the available.
             needed -= sum(not self.prefix_cache.is_evictable(block) for block in cached)
         return needed
 
@@ -135,7 +136,8 @@ class BlockManager(Memory):
         Siblings matter after recomputation: sequences that shared blocks before must share them again, or a request
         that fitted the pool would not fit any more.
         """
-        blocks = self.prefix_cache.match(sequence.tokens) if self.prefix_cache else []
+        may_match = self.prefix_cache and request.reads_prefix_cache
+        blocks = self.prefix_cache.match(sequence.tokens) if self.prefix_cache and may_match else []
         source: Literal["cache", "sibling"] = "cache"
         for sibling in request.sequences:
             if sibling is sequence:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from minipaged.contracts import BeamSearch, BeamStep, Sampled
 from minipaged.engine.batch import LaunchedStep, ScheduledRequest
-from minipaged.engine.detokenizer import Decode, Detokenizer
+from minipaged.engine.detokenizer import Detokenizer
 from minipaged.engine.memory import Memory
 from minipaged.engine.memory_use import slot_steps_reserved
 from minipaged.engine.results import make_output, make_update
@@ -39,7 +39,6 @@ class Committer:
         blocks: Memory,
         writer: StepWriter,
         sequence_ids: Iterator[int],
-        decode: Decode | None,
         emit: Emit,
         clock: Callable[[], float],
     ) -> None:
@@ -51,7 +50,6 @@ class Committer:
         self._blocks = blocks
         self._writer = writer
         self._sequence_ids = sequence_ids
-        self._decode = decode
         self._emit = emit
         self._clock = clock
 
@@ -114,6 +112,8 @@ class Committer:
         Raises RequestFailed; K/V that led to logits that are no numbers are offered to nobody.
         """
         request = scheduled.request
+        if request.prompt_logprobs is not None and request.state is not RequestState.FINISHED:
+            self._keep_prompt_logprobs(step, scheduled, request.prompt_logprobs)
         if not scheduled.completes or request.state is RequestState.FINISHED:
             self._publish(step, scheduled)
         elif request.beam_search is None:
@@ -130,6 +130,27 @@ class Committer:
             decided = search.step(step.result.logits, rows, [beam.cumulative_logprob for beam in request.sequences])
             self._publish(step, scheduled)
             self._commit_beams(request, search, decided)
+
+    def _keep_prompt_logprobs(
+        self, step: LaunchedStep, scheduled: ScheduledRequest, known: list[dict[int, float]]
+    ) -> None:
+        """Add to what is `known` of the prompt what the step tells: nothing new, where it computes tokens again.
+
+        Raises RequestFailed where nothing is told that should be: not every runner can.
+        """
+        request = scheduled.request
+        if request.prompt_computed:
+            return
+        [(sequence, num_tokens)] = scheduled.work
+        start = step.plan.rows[scheduled.first_row].start  # by its first token the second one is told
+        assert start <= len(known), "such a request takes nothing from the prefix cache"
+        told = step.result.prompt_logprobs.get(sequence.sequence_id, ())
+        for one in told[len(known) - start :]:
+            if one.error is not None or one.top_logprobs is None:
+                raise BadLogits(one.error)
+            known.append(one.top_logprobs)
+        if len(known) < min(start + num_tokens, len(request.prompt_token_ids) - 1):
+            raise RequestFailed("this runner tells no log-probabilities of prompts; ask for no prompt_logprobs")
 
     def _publish(self, step: LaunchedStep, scheduled: ScheduledRequest) -> None:
         """Let the prefix cache know of the tokens that have K/V by now."""
@@ -174,7 +195,7 @@ class Committer:
         if sequence.logprobs is not None and choice.top_logprobs is not None:
             sequence.logprobs.append(choice.top_logprobs)
         if reason:
-            self._finish_text(sequence)
+            self._finish_text(request, sequence)
             self._end_sequence(request, sequence, reason)
 
     def _finish_reason(
@@ -271,10 +292,10 @@ class Committer:
         request.sequences.remove(sequence)
         request.done.append(sequence)
 
-    def _finish_text(self, sequence: Sequence) -> None:
+    def _finish_text(self, request: Request, sequence: Sequence) -> None:
         """The text that was held back, or all of it where nobody read along. Raises DetokenizerFailed."""
-        if sequence.detokenizer is None and self._decode:
-            sequence.detokenizer = Detokenizer.of_all(sequence.output_token_ids, self._decode)
+        if sequence.detokenizer is None and request.decode:
+            sequence.detokenizer = Detokenizer.of_all(sequence.output_token_ids, request.decode)
         if sequence.detokenizer:
             sequence.detokenizer.finish()
 
@@ -292,7 +313,7 @@ class Committer:
         for sequence in list(request.sequences):
             try:
                 if request.beam_search is None:
-                    self._finish_text(sequence)
+                    self._finish_text(request, sequence)
             except DetokenizerFailed as failed:
                 reason, error = "error", error or str(failed)
             sequence.stop_reason = None
@@ -307,9 +328,9 @@ class Committer:
         request.state = RequestState.FINISHED
         now, finished = self._clock(), reason == "finished"
         try:
-            output = make_output(request, self._decode, now, finished=finished, error=error)
+            output = make_output(request, now, finished=finished, error=error)
         except DetokenizerFailed as failed:  # beams get their text only now
-            reason = "failed"
-            output = make_output(request, None, now, finished=False, error=error or str(failed))
+            reason, request.decode = "failed", None
+            output = make_output(request, now, finished=False, error=error or str(failed))
         self._emit(RequestFinished(request.request_id, reason))
         self.updates.append(make_update(request, output))

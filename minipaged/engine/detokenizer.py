@@ -5,7 +5,7 @@ Two things are held back until more is known, and never anything else:
 - *the beginning of a character*. A token is some bytes, and they need not be whole characters. A decoder shows those
   that are none (or none yet) as U+FFFD; at the end of the text they wait for the tokens to come;
 - *the beginning of a stop string*, which is cut off the text: after "one tw" and with stop="two", "tw" waits. Of
-  several stop strings the longest beginning counts.
+  several stop strings the longest beginning counts. (It waits also where the stop string is to stay in the text.)
 
 What was given out is never taken back, and `finish` gives the rest. So the pieces joined are the text, always.
 
@@ -19,7 +19,10 @@ from collections.abc import Callable, Sequence
 
 from minipaged.errors import DetokenizerFailed
 
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[..., str]
+"""Called with token ids; and, where special tokens are to be shown, with `skip_special_tokens=False`."""
+Encode = Callable[..., Sequence[int]]
+"""Called with a text and `add_special_tokens=False`."""
 
 NOT_WHOLE = "\ufffd"
 """What decoders show for bytes that are no character, or none yet."""
@@ -32,11 +35,12 @@ MOST_TOKENS = 64
 
 
 class Detokenizer:
-    """The growing text of one sequence's output, up to the first of its stop strings."""
+    """The growing text of one sequence's output, up to the first of its stop strings (`keeps_stop`: with it)."""
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = ()) -> None:
+    def __init__(self, decode: Decode, stop: Sequence[str] = (), *, keeps_stop: bool = False) -> None:
         self._decode = decode
         self._stop = stop
+        self._keeps_stop = keeps_stop
         self._tokens: list[int] = []  # the latest, which are decoded together
         self._known = ""  # of their text, what later tokens will not change
         self._doubtful = ""  # what comes after it: U+FFFD, which may turn out to be the beginning of a character
@@ -44,7 +48,7 @@ class Detokenizer:
         self._pieces: list[str] = []  # given out
         self._num_taken = 0  # of the pieces
         self.stopped_by: str | None = None
-        """The stop string that was found; the text ends before it."""
+        """The stop string that was found; the text ends before it, or with it."""
 
     @classmethod
     def of_all(cls, token_ids: Sequence[int], decode: Decode) -> Detokenizer:
@@ -92,7 +96,7 @@ class Detokenizer:
 
     def fork(self) -> Detokenizer:
         """One for a sequence that has the same tokens so far, and has reported none of them."""
-        child = Detokenizer(self._decode, self._stop)
+        child = Detokenizer(self._decode, self._stop, keeps_stop=self._keeps_stop)
         child._tokens, child._pieces = list(self._tokens), list(self._pieces)
         child._known, child._doubtful, child._held = self._known, self._doubtful, self._held
         return child
@@ -103,6 +107,7 @@ class Detokenizer:
         if self._stop:
             if may_stop and (found := find_stop(text, len(added), self._stop)):
                 position, self.stopped_by = found
+                position += len(self.stopped_by) if self._keeps_stop else 0
             else:
                 position = len(text) - _length_held(text, self._stop)
             self._held = text[position:]

@@ -26,7 +26,7 @@ from minipaged.engine.arrivals import Arrivals
 from minipaged.engine.batch import LaunchedStep, Plan
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.commit import Committer
-from minipaged.engine.detokenizer import Decode, naming_failures
+from minipaged.engine.detokenizer import Decode, Encode
 from minipaged.engine.event_queue import EventQueue
 from minipaged.engine.invariants import check_blocks, check_exclusive_writes
 from minipaged.engine.memory import MakeMemory
@@ -59,9 +59,10 @@ class Engine:
     `allocator` is a class (or function) that makes the pools' allocators, in place of the tier's own; `memory` one that
     makes the block manager; `policy` one that makes what decides who is served when (`scheduling.py`), in place of
     first come, first served. `decode` turns token ids into text and is needed for stop strings and for the text of
-    outputs. Listeners get every event, in order, after the step (or call) that caused it; they may call the engine's
-    methods. A listener that raises makes that call fail with its error, once all listeners have been given everything;
-    what the call did stays done. `clock`: what all times are told by, in seconds; a simulation has one of its own.
+    outputs, `encode` turns text into token ids and is needed for bad words; both are called as those of a `Tokenizer`.
+    Listeners get every event, in order, after the step (or call) that caused it; they may call the engine's methods. A
+    listener that raises makes that call fail with its error, once all listeners have been given everything; what the
+    call did stays done. `clock`: what all times are told by, in seconds; a simulation has one of its own.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Engine:
         memory: MakeMemory = BlockManager,
         policy: MakePolicy = FirstComeFirstServed,
         decode: Decode | None = None,
+        encode: Encode | None = None,
         listeners: ListLike[Listener] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -92,11 +94,12 @@ class Engine:
         self._written: Plan | None = None  # by which the latest step was written
         self.blocks = memory(config, tier, allocator, self._writer, self._emit)
         self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy)
-        decode = naming_failures(decode) if decode else None
         sequence_ids = count()
-        self._arrivals = Arrivals(config, tier.beam_search, self.scheduler, self.blocks, sequence_ids, decode, clock)
+        self._arrivals = Arrivals(
+            config, tier.beam_search, self.scheduler, self.blocks, sequence_ids, decode, encode, clock
+        )
         self._committer = Committer(
-            self._requests, self.scheduler, self.blocks, self._writer, sequence_ids, decode, self._emit, clock
+            self._requests, self.scheduler, self.blocks, self._writer, sequence_ids, self._emit, clock
         )
         self._ahead: RunAhead | None = None
         if config.async_scheduling:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from minipaged.engine.detokenizer import Decode, text_of
+from minipaged.engine.detokenizer import text_of
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestMetrics, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams
@@ -40,11 +40,9 @@ def _whole_beam(beam: CompletionOutput) -> CompletionUpdate:
     return CompletionUpdate(beam.index, beam.token_ids, beam.text, None, beam.finish_reason, None)
 
 
-def make_output(
-    request: Request, decode: Decode | None, finished_time: float, *, finished: bool, error: str | None
-) -> RequestOutput:
+def make_output(request: Request, finished_time: float, *, finished: bool, error: str | None) -> RequestOutput:
     """The output of a request all of whose sequences have ended. Raises DetokenizerFailed, for beams."""
-    outputs = tuple(_beam_outputs(request, decode) if request.beam_search else _sample_outputs(request))
+    outputs = tuple(_beam_outputs(request) if request.beam_search else _sample_outputs(request))
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt,
@@ -60,6 +58,7 @@ def make_output(
             num_preemptions=request.num_preemptions,
         ),
         error=error,
+        prompt_logprobs=None if request.prompt_logprobs is None else (None, *request.prompt_logprobs),
     )
 
 
@@ -77,14 +76,14 @@ def _sample_outputs(request: Request) -> Iterator[CompletionOutput]:
         )
 
 
-def _beam_outputs(request: Request, decode: Decode | None) -> Iterator[CompletionOutput]:
+def _beam_outputs(request: Request) -> Iterator[CompletionOutput]:
     """The best finished sequences; of a search that was cut short those that had finished."""
     assert isinstance(request.params, BeamSearchParams)
     best = sorted(request.hypotheses, key=lambda h: -h.score)[: request.params.beam_width]
     for index, hypothesis in enumerate(best):
         yield CompletionOutput(
             index=index,
-            text=text_of(hypothesis.tokens, decode) if decode else "",
+            text=text_of(hypothesis.tokens, request.decode) if request.decode else "",
             token_ids=hypothesis.tokens,
             cumulative_logprob=hypothesis.cumulative_logprob,
             logprobs=None,

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from minipaged.contracts import BeamSearch, BlockTable
-from minipaged.engine.detokenizer import Detokenizer
+from minipaged.engine.detokenizer import Decode, Detokenizer
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.steps import Sampling
 
 
 class RequestState(Enum):
@@ -98,7 +99,6 @@ class Request:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams | BeamSearchParams
-    seed: int
     final_token_ids: frozenset[int]
     """The tokens that end a sequence of it: the model's, unless they are to be ignored, and its own stop tokens."""
     max_output_tokens: int
@@ -107,6 +107,12 @@ class Request:
     """As whoever sent it wishes: the smaller, the earlier, if the policy looks at it."""
     sequences: list[Sequence]
     """The sequences that go on. Finished ones move to `done`."""
+    sampling: Sampling | None = None
+    """How the tokens of its first sequence are chosen; None for beam search."""
+    decode: Decode | None = None
+    """Makes its text of its tokens."""
+    prompt_logprobs: list[dict[int, float]] | None = None
+    """Of the prompt's tokens after the first, as far as they are known; None where nobody asks for them."""
     done: list[Sequence] = field(default_factory=list)
     num_done_reported: int = 0
     """Those of `done` whose end the request's updates have told of."""
@@ -130,13 +136,9 @@ class Request:
         return self.params.beam_width if isinstance(self.params, BeamSearchParams) else self.params.n
 
     @property
-    def forbidden_token_ids(self) -> tuple[int, ...]:
-        """What must not be chosen before there are `min_tokens`: whatever would end it."""
-        return tuple(self.final_token_ids) if self.min_tokens else ()
-
-    @property
-    def min_tokens(self) -> int:
-        return 0 if isinstance(self.params, BeamSearchParams) else self.params.min_tokens
+    def reads_prefix_cache(self) -> bool:
+        """Not where the log-probabilities of its prompt are wanted still: they come from computing it."""
+        return self.prompt_logprobs is None or self.prompt_computed
 
     @property
     def is_plain(self) -> bool:
@@ -155,11 +157,12 @@ class Request:
     def needs_tokens_on_host(self) -> bool:
         """Whether its next step takes more of the tokens now being chosen than their numbers, which the device has.
 
-        Penalties count them, beam search forks by them; and the samples of one prompt fork when it is computed.
+        Penalties count them, a bad word of several tokens goes by them, beam search forks by them; and the samples of
+        one prompt fork when it is computed.
         """
-        if isinstance(self.params, BeamSearchParams):
+        if self.sampling is None:
             return bool(self.sequences)
-        if not self.params.has_penalties and (self.params.n == 1 or self.prompt_computed):
+        if not self.sampling.needs_tokens and (self.num_sequences == 1 or self.prompt_computed):
             return False
         return not all(self.ends_by_length(sequence) for sequence in self.sequences)
 

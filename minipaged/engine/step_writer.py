@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from minipaged.engine.sequence import Request, Sequence
-from minipaged.params import SamplingParams
-from minipaged.steps import Begun, BlockMoves, Forked, Row, Sampling, StepInput, TableChange, Told
+from minipaged.steps import Begun, BlockMoves, Forked, Row, StepInput, TableChange, Told
 
 
 class StepWriter:
@@ -98,9 +97,7 @@ class StepWriter:
         )
 
     def _begin(self, request: Request, sequence: Sequence) -> Begun:
-        params, sampling = request.params, None
-        if isinstance(params, SamplingParams):
-            sampling = Sampling(params, request.seed, sequence.index, request.forbidden_token_ids)
+        sampling = request.sampling and request.sampling._replace(stream=sequence.index)
         num_prompt = len(request.prompt_token_ids)
         blocks = tuple(sequence.table.blocks)
         return Begun(sequence.sequence_id, tuple(sequence.tokens), num_prompt, blocks, sampling)

@@ -40,14 +40,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minipaged.contracts import Batch, Runner, Sampled, SamplingInput, StepResult
+from minipaged.contracts import Batch, PromptInput, Runner, Sampled, SamplingInput, StepResult
 from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.kernels import Linear, LlamaKernels
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.preemption import carry, measure
-from minipaged.fast.sampling import Samples, sample
+from minipaged.fast.sampling import Samples, gather_logprobs, joined, sample
 from minipaged.mirror import Mirror
 from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.params import SamplingParams
@@ -61,6 +61,8 @@ SMALL_LAYER = 40 << 20
 more bytes than this. The device then reads each layer twice: 10 µs for so many bytes, at 4 TB/s. In one pass the host
 starts two or three kernels more a layer, of 5 to 20 µs each. Reckoned, not measured (docs/tuning.md)."""
 
+PIECE = 2**22
+"""Logits of prompts that are held at one time."""
 PROMPT_LENGTHS = [2, 4, 8, 16, 32, 64, 128]
 """On a GPU, a prompt between two of these takes the prefill tiles of the one or of the other, a longer one those of the
 last."""
@@ -148,6 +150,7 @@ class Llama(Runner):
         self.mirror = Mirror()
         self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels)
         self._steady: FlatBatch | None = None  # the batch of the step before, if the rows may go on from it
+        self._prompt_hidden: tuple[Tensor, Tensor, Tensor] | None = None  # what `prompt_logprobs` goes on from
         self._graphs: dict[int, DecodeGraph] = {}
         first = self.weights.layers[0]
         matrices = (first.qkv, first.o, first.gate_up, first.down)
@@ -165,7 +168,7 @@ class Llama(Runner):
         logits = self._forward()
         choices = self.sample(logits, self.mirror.sampling_inputs())
         self.mirror.chosen(choices)
-        return StepResult(choices, logits)
+        return StepResult(choices, logits, self.prompt_logprobs(self.mirror.prompt_inputs))
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
@@ -185,6 +188,27 @@ class Llama(Runner):
         """One token for each input; they may still be on the device (`sampling.Samples`)."""
         return sample(logits, inputs)
 
+    def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> dict[int, Sequence[Sampled]]:
+        """The log-probabilities of prompts, by sequence, still on the device; the logits that they take are made and
+        dropped in pieces."""
+        if not inputs:
+            return {}
+        assert self._prompt_hidden is not None
+        (x, residual, rows), self._prompt_hidden = self._prompt_hidden, None
+        at_once = max(1, PIECE // self.config.vocab_size)
+        told: dict[int, Sequence[Sampled]] = {}
+        first = 0  # of the asked one's in `rows`
+        for asked in inputs:
+            parts = []
+            for i in range(0, len(asked.token_ids), at_once):
+                token_ids = asked.token_ids[i : i + at_once]
+                places = rows[first + i : first + i + len(token_ids)]
+                logits = self._logits(x[places], residual[places])  # [piece, vocab]
+                parts.append(gather_logprobs(logits, token_ids, asked.num_logprobs))
+            first += len(asked.token_ids)
+            told[asked.sequence] = joined(parts)
+        return told
+
     def _forward(self) -> Tensor:
         """The logits of the mirror's rows."""
         rows, before = self.mirror.rows, self._steady
@@ -203,7 +227,7 @@ class Llama(Runner):
         tokens = flatten(self.mirror.batch(), device_rows, self.tables.tables, chosen)
         if rows.num_steady and chosen is not None:  # from here on, each row runs the token that was chosen for it
             tokens = replace(tokens, ids=-1 - torch.arange(len(rows), dtype=torch.int32), chosen=chosen)
-        graph = self._graph_for(tokens.num_decoding) if tokens.num_decoding else None
+        graph = self._graph_for(tokens.num_decoding) if tokens.num_decoding and not tokens.asks_of_decoding else None
         if graph and tokens.num_decoding == len(rows):
             return graph.run(tokens)
         if graph and self._has_small_layers:
@@ -266,11 +290,16 @@ class Llama(Runner):
             x = layer.o(x.view(len(x), -1))  # [tokens, hidden]
             x = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
             x = layer.down(kernels.swiglu(layer.gate_up(x)))  # [tokens, hidden]
+        if tokens.prompt_rows is not None:
+            self._prompt_hidden = x, residual, tokens.prompt_rows
         if tokens.logit_rows is not None:
             x, residual = x[tokens.logit_rows], residual[tokens.logit_rows]  # [rows, hidden]
-        if not len(x):
-            return self._no_logits()
-        return weights.head(kernels.add_rms_norm(x, residual, weights.norm, eps))  # [rows, vocab]
+        return self._logits(x, residual) if len(x) else self._no_logits()
+
+    def _logits(self, x: Tensor, residual: Tensor) -> Tensor:
+        """[rows, vocab_size], from what comes out of the last layer: [rows, hidden] each. `residual` is used up."""
+        weights = self.weights
+        return weights.head(self.kernels.add_rms_norm(x, residual, weights.norm, self.config.rms_norm_eps))
 
     def warm_up(self) -> None:
         """Do in small what serving may ask for: what compiles on its first call does so now, and not in the middle of
@@ -450,6 +479,10 @@ class FlatBatch:
     """[rows that want logits], in the batch's order: their last query tokens' places in [tokens]. None: all tokens."""
     num_decoding: int
     max_query_len: int
+    prompt_rows: Tensor | None = None
+    """[prompt tokens by which the next one's log-probability is told], places too. None: there are none."""
+    asks_of_decoding: bool = False
+    """Whether some of these are among those that decode: a prompt's chunk of one token is laid out with them."""
     chosen: Tensor | None = None  # [samples] int64, on the device: what the step before chose. None: all ids are known
 
     def token_ids(self) -> Tensor:
@@ -463,9 +496,11 @@ class FlatBatch:
         if not is_gpu(device):
             return self
         parts = [self.ids, self.positions, self.token_rows, self.rows, self.context_lens, self.query_start]
-        parts += [] if self.logit_rows is None else [self.logit_rows]
+        wanted = {"logit_rows": self.logit_rows, "prompt_rows": self.prompt_rows}
+        others = {name: places for name, places in wanted.items() if places is not None}
+        parts += others.values()
         whole = to_device(torch.cat(parts), device)
-        ids, positions, token_rows, rows, lens, start, *logit_rows = torch.split(whole, list(map(len, parts)))
+        ids, positions, token_rows, rows, lens, start, *places = torch.split(whole, list(map(len, parts)))
         return replace(
             self,
             ids=ids,
@@ -474,11 +509,12 @@ class FlatBatch:
             rows=rows,
             context_lens=lens,
             query_start=start,
-            logit_rows=logit_rows[0] if logit_rows else None,
+            **dict[str, Any](zip(others, places, strict=True)),
         )
 
     def split(self) -> tuple[FlatBatch, FlatBatch]:
-        """The sequences that decode, and the others; some of each. On the host."""
+        """The sequences that decode, and the others; some of each. On the host; nothing is asked of those that decode
+        beside their logits."""
         n, last = self.num_decoding, self.logit_rows
         assert last is not None
         wanted = last[last < n]
@@ -497,8 +533,9 @@ class FlatBatch:
             )
 
         start, logit_rows = self.query_start[:1], None if len(wanted) == n else wanted
-        decoding = part(slice(n), query_start=start, logit_rows=logit_rows, max_query_len=1)
-        return decoding, part(slice(n, None), logit_rows=last[last >= n] - n, num_decoding=0)
+        decoding = part(slice(n), query_start=start, logit_rows=logit_rows, max_query_len=1, prompt_rows=None)
+        asked = None if self.prompt_rows is None else self.prompt_rows - n
+        return decoding, part(slice(n, None), logit_rows=last[last >= n] - n, num_decoding=0, prompt_rows=asked)
 
     def one_further(self, chosen: Tensor) -> FlatBatch:
         """The same sequences with the tokens that were chosen for them. This batch is used up."""
@@ -521,6 +558,9 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
     last[order] = ends - 1
     wanted = [row.wants_logits for row in batch]
     every = num_decoding == len(batch) and all(wanted)
+    firsts = (last - lens + 1).tolist()  # [seqs], in the batch's order: first query tokens
+    asked = [range(first, first + row.num_prompt_logits) for first, row in zip(firsts, batch, strict=True)]
+    prompt_rows = list(chain.from_iterable(asked))
     ids = np.fromiter(chain.from_iterable(row.token_ids for row in laid_out), np.int32, ends[-1])
     positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(first + query_lens - ends, query_lens)
     return FlatBatch(
@@ -534,6 +574,8 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
         logit_rows=None if every else torch.from_numpy(last[wanted]),
         num_decoding=num_decoding,
         max_query_len=int(query_lens.max(initial=1)),
+        prompt_rows=torch.tensor(prompt_rows, dtype=torch.int32) if prompt_rows else None,
+        asks_of_decoding=any(place < num_decoding for place in prompt_rows),
         chosen=chosen if (ids < 0).any() else None,
     )
 

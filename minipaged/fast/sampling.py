@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +62,12 @@ class Samples(Sequence[Sampled]):
         return self._on_host()[index]
 
 
+def joined(parts: Sequence[Samples]) -> Samples:
+    """Several as one."""
+    token_ids = torch.cat([part.token_ids for part in parts])
+    return Samples(token_ids, lambda: [one for part in parts for one in part])
+
+
 def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
     """One token for each input, from `logits` [rows, vocab], float32, float16, bfloat16 or float64, on any device.
 
@@ -83,8 +89,8 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
             lambda: _likeliest(inputs, *arriving.arrays()),
         )
 
-    altered = [index for index, wanted in enumerate(inputs) if not _leaves_logits_alone(wanted)]
-    plain = [index for index, wanted in enumerate(inputs) if _leaves_logits_alone(wanted)]
+    altered = [index for index, wanted in enumerate(inputs) if not wanted.leaves_logits_alone]
+    plain = [index for index, wanted in enumerate(inputs) if wanted.leaves_logits_alone]
     ranked = sorted({wanted.row for wanted in inputs if wanted.params.logprobs})  # rows whose likeliest are asked for
     rows, where_altered, ranked_rows = send(logits.device, [wanted.row for wanted in inputs], altered, ranked)
 
@@ -98,11 +104,11 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
         users = [(index, row) for row, index in enumerate(altered)]
         _draw_into(token_ids, table, altered_peaks, inputs, users, kernels)
 
-    logprobs = logits[rows, token_ids].double() - peaks[rows] - log_totals[rows]  # [inputs]
+    raw = (logits, peaks, log_totals)
+    logprobs = _logprobs(rows, token_ids, *raw)  # [inputs]
     count = max(wanted.params.logprobs or 0 for wanted in inputs)
     top = largest(logits[ranked_rows], count)  # [ranked, count]
-    top_logits = logits[ranked_rows[:, None], top].double()  # [ranked, count]
-    top_logprobs = top_logits - peaks[ranked_rows, None] - log_totals[ranked_rows, None]  # [ranked, count]
+    top_logprobs = _logprobs(ranked_rows[:, None], top, *raw)  # [ranked, count]
 
     results = (token_ids, logprobs, top, top_logprobs)
     on_the_way = Arriving(*results, likeliest[rows], peaks[rows], altered_token_ids, altered_peaks)
@@ -114,9 +120,38 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
     return Samples(token_ids, fetch)
 
 
+def _logprobs(rows: Tensor, token_ids: Tensor, logits: Tensor, peaks: Tensor, log_totals: Tensor) -> Tensor:
+    """In float64, of tokens in rows of `logits`, both of any shape."""
+    return logits[rows, token_ids].double() - peaks[rows] - log_totals[rows]
+
+
+def gather_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: int) -> Samples:
+    """What `sample` reports of tokens that it chose, for tokens that are given: token i by row i of `logits`."""
+    if not is_gpu(logits.device) and logits.dtype != torch.float64:
+        logits = logits.float()
+    likeliest, *totals = kernels_for(logits.device).argmax_logsumexp(logits)  # [tokens] each
+    [given] = send(logits.device, token_ids)
+    rows = torch.arange(len(given), device=logits.device)
+    top = largest(logits, num_logprobs)  # [tokens, num_logprobs]
+    logprobs, top_logprobs = _logprobs(rows, given, logits, *totals), _logprobs(rows[:, None], top, logits, *totals)
+    on_the_way = Arriving(logprobs, top, top_logprobs, likeliest, totals[0])
+
+    def fetch() -> list[Sampled]:
+        gathered = []
+        for row, (token_id, logprob, likely, logs, first, peak) in enumerate(
+            zip(token_ids, *(array.tolist() for array in on_the_way.arrays()), strict=True)
+        ):
+            error = why_bad(row, first, peak)
+            tops = dict(zip(likely, logs, strict=True)) | {token_id: logprob}
+            gathered.append(Sampled(0, math.nan, None, error) if error else Sampled(token_id, logprob, tops))
+        return gathered
+
+    return Samples(given, fetch)
+
+
 def _is_plainly_greedy(wanted: SamplingInput) -> bool:
     params = wanted.params
-    return params.temperature == 0 and params.logprobs is None and _leaves_logits_alone(wanted)
+    return params.temperature == 0 and params.logprobs is None and wanted.leaves_logits_alone
 
 
 def _likeliest(
@@ -145,36 +180,39 @@ def _sampled(inputs: Sequence[SamplingInput], ranked: Sequence[int], *results: N
     return sampled
 
 
-def _leaves_logits_alone(wanted: SamplingInput) -> bool:
-    params = wanted.params
-    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    return penalties == (1, 0, 0) and not len(wanted.forbidden_token_ids)
-
-
 def penalise(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
-    """A row in float64 for each input [inputs, vocab]: without its forbidden tokens and with its penalties.
+    """A row in float64 for each input [inputs, vocab]: the tokens that are allowed alone, the bias and the penalties.
 
     What is changed is listed as (place, token) pairs over all inputs, and changed in one operation a rule.
     """
-    forbidden, seen, generated = _Pairs(), _Pairs(), _Pairs()
+    limited = [number for number, wanted in enumerate(inputs) if wanted.params.allowed_token_ids is not None]
+    allowed, forbidden, biased, seen, generated = (_Pairs() for _ in range(5))
     for number, wanted in enumerate(inputs):
         params, output = wanted.params, _tokens(wanted.output_token_ids)
+        allowed.add(number, _tokens(params.allowed_token_ids or ()), 0.0)
         forbidden.add(number, _tokens(wanted.forbidden_token_ids), -math.inf)
+        bias = dict(params.logit_bias)
+        biased.add(number, _tokens(list(bias)), list(bias.values()))
         if params.repetition_penalty != 1:
             # A token may be listed twice here: both times its logit is read before either is written.
             seen.add(number, np.concatenate((_tokens(wanted.prompt_token_ids), output)), params.repetition_penalty)
         tokens, times = np.unique(output, return_counts=True)  # [generated]
         generated.add(number, tokens, params.frequency_penalty * times + params.presence_penalty)
-    sent = send(
-        logits.device, [wanted.row for wanted in inputs], *forbidden.arrays(), *seen.arrays(), *generated.arrays()
-    )
-    table = logits[sent[0]].double()  # [inputs, vocab]
-    place, token, value = sent[1:4]  # [forbidden]
+    lists = (one.arrays() for one in (allowed, forbidden, biased, seen, generated))
+    rows, only, *sent = send(logits.device, [wanted.row for wanted in inputs], limited, *chain.from_iterable(lists))
+    table = logits[rows].double()  # [inputs, vocab]
+    place, token, _ = sent[:3]  # [allowed]
+    held = table[place, token]  # [allowed]
+    table.index_fill_(0, only, -math.inf)
+    table[place, token] = held
+    place, token, value = sent[3:6]  # [forbidden]
     table[place, token] = value
-    place, token, penalty = sent[4:7]  # [seen]
+    place, token, value = sent[6:9]  # [biased]
+    table[place, token] += value
+    place, token, penalty = sent[9:12]  # [seen]
     held = table[place, token]  # [seen]
     table[place, token] = torch.where(held > 0, held / penalty, held * penalty)
-    place, token, amount = sent[7:]  # [generated]
+    place, token, amount = sent[12:]  # [generated]
     table[place, token] -= amount
     return table
 
@@ -185,7 +223,7 @@ class _Pairs:
     def __init__(self) -> None:
         self._parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
 
-    def add(self, place: int, tokens: NDArray[np.int64], value: float | NDArray[np.floating[Any]]) -> None:
+    def add(self, place: int, tokens: NDArray[np.int64], value: float | Sequence[float] | NDArray[Any]) -> None:
         self._parts.append(
             (np.full(len(tokens), place), tokens, np.broadcast_to(value, len(tokens)).astype(np.float64))
         )

@@ -21,15 +21,18 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from minipaged.contracts import Batch, Sampled, SamplingInput
+from minipaged.contracts import Batch, PromptInput, Sampled, SamplingInput
 from minipaged.mirror import MirroredRunner
 from minipaged.models.config import ModelConfig
 from minipaged.reference.attention import paged_attention
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.preemption import carry, measure, probe_cache
-from minipaged.reference.sampling import sample
+from minipaged.reference.sampling import gather_logprobs, sample
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
+
+PIECE = 64
+"""Tokens of a prompt whose logits, some 50,000 to 130,000 each, are held at one time."""
 
 
 class Llama(MirroredRunner):
@@ -54,8 +57,24 @@ class Llama(MirroredRunner):
         for layer in range(self.config.num_hidden_layers):
             x = x + self._attention(layer, self._norm(f"model.layers.{layer}.input_layernorm", x), tokens, rotation)
             x = x + self._swiglu(layer, self._norm(f"model.layers.{layer}.post_attention_layernorm", x))
-        x = self._norm("model.norm", x[tokens.logit_rows])  # [rows, hidden]
+        self.prompt_hidden = x[tokens.prompt_rows]  # [prompt tokens, hidden]: `prompt_logprobs` goes on from here
+        return self._logits(x[tokens.logit_rows])
+
+    def _logits(self, x: Array) -> Array:
+        x = self._norm("model.norm", x)  # [rows, hidden]
         return np.ascontiguousarray(linear(x, self.head))  # [rows, vocab]
+
+    def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> dict[int, list[Sampled]]:
+        """The log-probabilities of prompts, by sequence; the logits that they take are made and dropped in pieces."""
+        told: dict[int, list[Sampled]] = {asked.sequence: [] for asked in inputs}
+        first = 0  # of the asked one's in `prompt_hidden`
+        for asked in inputs:
+            for i in range(0, len(asked.token_ids), PIECE):
+                token_ids = asked.token_ids[i : i + PIECE]
+                logits = self._logits(self.prompt_hidden[first + i : first + i + len(token_ids)])  # [piece, vocab]
+                told[asked.sequence] += gather_logprobs(logits, token_ids, asked.num_logprobs)
+            first += len(asked.token_ids)
+        return told
 
     def _attention(self, layer: int, x: Array, tokens: FlatBatch, rotation: tuple[Array, Array]) -> Array:
         name = f"model.layers.{layer}.self_attn"
@@ -112,6 +131,7 @@ class FlatBatch:
     context_lens: Array  # [seqs]
     block_tables: Array  # [seqs, max_blocks], padded with -1
     logit_rows: Array  # [rows that want logits], their last query tokens' places in [tokens]
+    prompt_rows: Array  # [prompt tokens by which the next one's log-probability is told], places as well
 
 
 def flatten(batch: Batch, block_size: int) -> FlatBatch:
@@ -132,6 +152,10 @@ def flatten(batch: Batch, block_size: int) -> FlatBatch:
         context_lens=first + query_lens,
         block_tables=block_tables,
         logit_rows=query_start[1:][[row.wants_logits for row in batch]] - 1,
+        prompt_rows=np.array(
+            [at + i for at, row in zip(query_start, batch, strict=False) for i in range(row.num_prompt_logits)],
+            dtype=np.int64,
+        ),
     )
 
 

@@ -4,7 +4,8 @@ Decoding is what a serving system does between two reads of its KV cache. The se
 sampled in parallel (paper, section 4.4 and Fig. 8) differ only in what is drawn here, and everything they have in
 common before their first difference is held in the same blocks. For each token, in vLLM's order:
 
-1. forbidden tokens get the logit minus infinity;
+1. the logits of tokens that are not allowed become minus infinity: all but `allowed_token_ids`, those that complete a
+   bad word, those that would end the sequence before `min_tokens`. Then `logit_bias` is added;
 2. penalties: repetition (tokens of prompt and output), then frequency and presence (tokens of the output);
 3. temperature 0: the token with the largest logit, the lowest id on ties. Done;
 4. otherwise divide by the temperature and keep the tokens at or above a threshold: `min_p`, then `top_k`, then
@@ -61,6 +62,17 @@ def sample(logits: FloatArray, inputs: Sequence[SamplingInput]) -> list[Sampled]
     return [sampled[index] for index in range(len(inputs))]
 
 
+def gather_logprobs(logits: FloatArray, token_ids: Sequence[int], num_logprobs: int) -> list[Sampled]:
+    """What `sample` reports of tokens that it chose, for tokens that are given: token i by row i of `logits`."""
+    gathered = []
+    for row, token_id in enumerate(token_ids):
+        try:
+            gathered.append(Prediction(logits[row], row).report(token_id, num_logprobs))
+        except BadLogits as error:
+            gathered.append(Sampled(0, math.nan, None, str(error)))
+    return gathered
+
+
 class Prediction:
     """What the model predicts for one next token: one row of the logits, and what all its users need of it."""
 
@@ -77,9 +89,9 @@ class Prediction:
     def choose(self, wanted: SamplingInput) -> Sampled:
         """The token for one input, with its log-probability."""
         params = wanted.params
-        if _leaves_logits_alone(wanted):
+        if wanted.leaves_logits_alone:
             if params.temperature == 0:
-                return self._report(self.likeliest, params)
+                return self.report(self.likeliest, params.logprobs)
             if params not in self.distributions:
                 self.distributions[params] = distribution(self.logits, params)
             chances = self.distributions[params]
@@ -87,12 +99,13 @@ class Prediction:
             penalised = penalise(self.logits, wanted)  # [vocab]
             likeliest = likeliest_token(penalised, self.row)
             if params.temperature == 0:
-                return self._report(likeliest, params)
+                return self.report(likeliest, params.logprobs)
             chances = distribution(penalised, params)
-        return self._report(chances.at(uniform(wanted.seed, wanted.stream, wanted.position)), params)
+        return self.report(chances.at(uniform(wanted.seed, wanted.stream, wanted.position)), params.logprobs)
 
-    def _report(self, token_id: int, params: SamplingParams) -> Sampled:
-        top = None if params.logprobs is None else self._top_logprobs(params.logprobs, token_id)
+    def report(self, token_id: int, num_logprobs: int | None) -> Sampled:
+        """This token's log-probability and, unless None, those of so many of the likeliest."""
+        top = None if num_logprobs is None else self._top_logprobs(num_logprobs, token_id)
         return Sampled(token_id, self._logprob(token_id), top)
 
     def _logprob(self, token_id: int) -> float:
@@ -104,17 +117,15 @@ class Prediction:
         return top | {chosen: self._logprob(chosen)}
 
 
-def _leaves_logits_alone(wanted: SamplingInput) -> bool:
-    params = wanted.params
-    no_penalty = params.repetition_penalty == 1 and params.frequency_penalty == 0 and params.presence_penalty == 0
-    return no_penalty and len(wanted.forbidden_token_ids) == 0
-
-
 def penalise(logits: FloatArray, wanted: SamplingInput) -> FloatArray:
-    """A float64 copy of `logits` [vocab] without the forbidden tokens and with the penalties."""
+    """A float64 copy of `logits` [vocab] with the tokens that are allowed alone, the bias and the penalties."""
     params = wanted.params
     penalised = logits.astype(np.float64)  # [vocab]
+    if params.allowed_token_ids is not None:
+        penalised[np.isin(np.arange(len(logits)), params.allowed_token_ids, invert=True)] = -np.inf
     penalised[list(wanted.forbidden_token_ids)] = -np.inf
+    for token_id, bias in dict(params.logit_bias).items():
+        penalised[token_id] += bias
     if params.repetition_penalty != 1:
         seen = np.unique(np.array([*wanted.prompt_token_ids, *wanted.output_token_ids], dtype=np.int64))  # [seen]
         held = penalised[seen]  # [seen]

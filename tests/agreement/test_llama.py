@@ -34,7 +34,7 @@ from minipaged.reference.block_table import BlockTable
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.reference.llama import inverse_frequencies as reference_frequencies
-from minipaged.steps import LOGITS, BlockMoves, Row, StepInput
+from minipaged.steps import LOGITS, BlockMoves, Row, Sampling, StepInput
 from tests.agreement.kernels import TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
 from tests.effort import examples, thorough
 
@@ -91,6 +91,8 @@ class Twins:
         self.allocator = BlockAllocator(NUM_BLOCKS)
         self.writer = StepWriter()
         self.number = 0
+        self.prompt_logprobs: int | None = None
+        """What each sequence asks for."""
         self.chosen: list[Samples] = []
         """What was chosen, by the fast one at last."""
 
@@ -128,9 +130,9 @@ class Twins:
                 self.writer.table_changed(sequence, held - len(copied))
                 copies += copied
                 rows.append(Row(i, self.num_done[i], num_tokens, num_choices[i] if num_choices else LOGITS))
-                params = SamplingParams(temperature=0)
+                params = SamplingParams(temperature=0, prompt_logprobs=self.prompt_logprobs)
                 prompt = sequence.tokens
-                request = SimpleNamespace(params=params, seed=i, prompt_token_ids=prompt, forbidden_token_ids=())
+                request = SimpleNamespace(sampling=Sampling(params, seed=i, stream=0), prompt_token_ids=prompt)
                 owners.append((request, sequence))
                 self.num_done[i] += num_tokens
         self.number += 1
@@ -139,12 +141,18 @@ class Twins:
     def run(self, *arguments: list[int]) -> StepInput:
         """The next step, on both tiers; compares the logits."""
         step = self.next_step(*arguments)
-        expected = self.reference.run(step).logits
-        logits = self.fast.run(step).logits.float().cpu().numpy()
+        _, expected, prompts = self.reference.run(step)
+        _, logits, found = self.fast.run(step)
+        logits = logits.float().cpu().numpy()
         assert logits.shape == expected.shape
         if len(expected):
             error = np.linalg.norm(logits - expected, axis=1) / np.linalg.norm(expected, axis=1)
             assert error.max() < TOLERANCE[self.dtype], error
+        assert found.keys() == prompts.keys()
+        for sequence, tokens in prompts.items():
+            assert [one.token_id for one in found[sequence]] == [one.token_id for one in tokens]
+            logprobs = [[one.logprob for one in each] for each in (found[sequence], tokens)]
+            np.testing.assert_allclose(*logprobs, rtol=0, atol=40 * TOLERANCE[self.dtype])  # 2 x |logits|
         return step
 
 
@@ -158,6 +166,7 @@ def test_logits_agree_however_the_tokens_are_batched(
     heads, kv_heads = data.draw(st.sampled_from([(4, 2), (3, 3), (6, 1)]))
     config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=heads == 3)
     twins = Twins(kernel_set, dtype, config, data.draw(st.integers(0, 2**32)))
+    twins.prompt_logprobs = data.draw(st.sampled_from([None, 0, 2]))
     for _ in range(data.draw(st.integers(1, 3))):
         twins.begin(data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=24)))
     for _ in range(data.draw(st.integers(1, 3 if kernel_set is TRITON else 8))):
@@ -456,6 +465,28 @@ def test_logits_agree_whichever_way_a_mixed_batch_goes(way: str) -> None:
     assert any("D" in step and "P" not in step for step in mixed), "no logits of prompts"
     assert any("P" in step and "D" not in step for step in mixed), "no logits of those that decode"
     assert any(step.islower() for step in mixed), "no logits"
+
+
+@pytest.mark.usefixtures("uncaptured")
+def test_prompts_are_told_of_in_a_step_with_graphs_and_where_a_chunk_is_one_token() -> None:
+    """Which is laid out with those that decode, but does not run in their graph."""
+    twins = Twins(TRITON, torch.float32, config_of(), seed=7)
+    twins.prompt_logprobs = 2
+    for first, num_known in ((0, 4), (3, 9), (5, 6)):
+        twins.begin(DIGITS[first:], num_known)
+    captured(twins)
+    replays = Replays(twins.fast)
+    for query_lens, num_choices, sizes in (
+        ([4, 0, 0], [1, 0, 0], []),
+        ([1, 3, 0], [1, 0, 0], [1]),  # the first decodes beside a prompt
+        ([1, 1, 4], [1, 0, 0], []),  # a chunk of one token
+        ([1, 5, 1], [1, 1, 0], []),
+        ([1, 1, 1], [1, 1, 1], [4]),  # the third has its last one, which tells nothing of the prompt
+    ):
+        before = len(replays.sizes)
+        twins.run(query_lens, num_choices)
+        assert replays.sizes[before:] == sizes, query_lens
+        assert twins.chosen[-1]._fetched is None, "the host had no need to look"
 
 
 BUGS: dict[str, dict[str, Callable[[Any], object]]] = {

@@ -61,9 +61,12 @@ def both(logits: FloatArray, inputs: Sequence[SamplingInput], kernel_set: Kernel
 def assert_agreement(logits: FloatArray, inputs: Sequence[SamplingInput], kernel_set: KernelSet) -> None:
     """Of each input: the same token, or the same error in the same words."""
     expected, found = both(logits, inputs, kernel_set)
+    assert_same(found, expected, TOLERANCE[logits.dtype])
+
+
+def assert_same(found: Sequence[Sampled], expected: Sequence[Sampled], near: float) -> None:
     assert [one.error for one in found] == [one.error for one in expected]
     assert [one.token_id for one in found] == [one.token_id for one in expected]
-    near = TOLERANCE[logits.dtype]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.logprob == pytest.approx(theirs.logprob, rel=near, abs=near, nan_ok=ours.error is not None)
         assert (ours.top_logprobs is None) == (theirs.top_logprobs is None)
@@ -108,6 +111,10 @@ def sampling_params(draw: st.DrawFn, vocab: int) -> SamplingParams:
         chosen["repetition_penalty"] = draw(st.sampled_from([1.0, 1.3, 0.7]))
         chosen["presence_penalty"] = draw(st.sampled_from([0.0, 1.0, -1.0]))
         chosen["frequency_penalty"] = draw(st.sampled_from([0.0, 0.5, -0.5]))
+    if draw(st.booleans()):
+        tokens = st.integers(0, vocab - 1)
+        chosen["logit_bias"] = draw(st.dictionaries(tokens, st.sampled_from([-100.0, -1.5, 0.1, 100.0]), max_size=3))
+        chosen["allowed_token_ids"] = draw(st.none() | st.lists(tokens, min_size=1, max_size=9))
     return SamplingParams(**chosen)
 
 
@@ -169,6 +176,22 @@ def test_both_tiers_name_the_same_row_where_several_are_bad(kernel_set: KernelSe
     assert_agreement(logits, inputs, kernel_set)
 
 
+@with_fixtures
+@given(st.sampled_from([1, 2, 23, 70]), st.integers(0, 75), st.data())
+def test_both_tiers_tell_the_same_of_given_tokens(
+    kernel_set: KernelSet, vocab: int, count: int, data: st.DataObject
+) -> None:
+    """Good rows and bad ones."""
+    logits = data.draw(logit_tables(3, vocab))
+    if data.draw(st.booleans()):
+        logits[1, data.draw(st.integers(0, vocab - 1))] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+    token_ids = data.draw(st.lists(st.integers(0, vocab - 1), min_size=3, max_size=3))
+    with np.errstate(over="ignore"):
+        expected = reference.gather_logprobs(logits, token_ids, count)
+    found = fast.gather_logprobs(torch.from_numpy(logits.copy()).to(kernel_set.device), token_ids, count)
+    assert_same(list(found), expected, TOLERANCE[logits.dtype])
+
+
 @pytest.mark.parametrize(
     "params",
     [
@@ -186,6 +209,7 @@ def test_both_tiers_name_the_same_row_where_several_are_bad(kernel_set: KernelSe
         {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
         {"temperature": 2.0, "top_k": 700, "top_p": 0.9, "min_p": 0.001},
         {"temperature": 1.5, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+        {"top_p": 0.9, "logit_bias": {7: 4.0, 8: -4.0}, "allowed_token_ids": range(1500)},
     ],
     ids=str,
 )

@@ -89,6 +89,24 @@ def test_logprobs_of_a_small_model_are_those_of_transformers(serve: Serve, shape
         assert_same_logprobs(completion, logprobs(theirs, prompt, completion.token_ids), count=4)
 
 
+@quick_cases(1)
+def test_prompt_logprobs_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
+    """In one chunk and in several, the last of which has one token; of a prompt that the cache has, too."""
+    theirs = load(shape)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=3)
+    prompts = [*SMALL_PROMPTS, SMALL_PROMPTS[-1]]
+    for prompt, output in zip(prompts, serve(shape).generate(prompts, params), strict=True):
+        first, *found = output.prompt_logprobs or ()
+        with torch.inference_mode():
+            expected = theirs(torch.tensor([prompt])).logits[0, :-1].double().log_softmax(-1)  # [prompt - 1, vocab]
+        assert first is None
+        for token, told, row in zip(prompt[1:], found, expected, strict=True):
+            assert told is not None
+            assert list(told)[:3] == row.topk(3).indices.tolist()
+            assert set(told) == {*row.topk(3).indices.tolist(), token}
+            assert list(told.values()) == pytest.approx(row[list(told)].tolist(), abs=2e-4)
+
+
 @quick_cases(2)
 def test_beams_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
     theirs, params = load(shape), BeamSearchParams(beam_width=3, max_tokens=10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,23 @@ def assert_all_given_back(llm: LLM) -> None:
 
 @pytest.mark.parametrize(
     "params",
-    [LONG, SamplingParams(n=3, seed=2, max_tokens=16, stop=["e", "ab"], logprobs=1), BeamSearchParams(2, max_tokens=9)],
-    ids=["one", "samples", "beams"],
+    [
+        LONG,
+        SamplingParams(n=3, seed=2, max_tokens=16, stop=["e", "ab"], logprobs=1),
+        SamplingParams(
+            n=3,
+            seed=2,
+            max_tokens=16,
+            stop=["e", "ab"],
+            include_stop_str_in_output=True,
+            skip_special_tokens=False,
+            prompt_logprobs=1,
+            bad_words=["th", "one"],
+            logit_bias={2: 3.0},
+        ),
+        BeamSearchParams(2, max_tokens=9),
+    ],
+    ids=["one", "samples", "all that may be asked", "beams"],
 )
 def test_a_stream_joins_to_what_generate_returns(llm: LLM, params: SamplingParams | BeamSearchParams) -> None:
     updates = list(llm.stream("The one", params))
@@ -45,7 +60,37 @@ def test_a_stream_joins_to_what_generate_returns(llm: LLM, params: SamplingParam
     assert updates[-1].output is not None
     assert updates[-1].output.outputs == expected.outputs
     assert updates[-1].output.prompt == "The one"
+    assert updates[-1].output.prompt_logprobs == expected.prompt_logprobs
     assert_all_given_back(llm)
+
+
+def test_a_word_that_greedy_decoding_writes_is_not_written_where_it_is_bad(llm: LLM) -> None:
+    """Of one token and of several, which takes the tokens before it."""
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+
+    def words(token_ids: Sequence[int]) -> set[tuple[int, ...]]:
+        return {tuple(token_ids[i : i + n]) for n in (1, 2, 3) for i in range(len(token_ids))}
+
+    [plain] = llm.generate("The one", LONG)
+    lengths = set()
+    for tokens in sorted(words(plain.outputs[0].token_ids)):
+        word = tokenizer.decode(tokens)
+        if tuple(tokenizer.encode(word, add_special_tokens=False)) == tokens and len(tokens) not in lengths:
+            [output] = llm.generate("The one", replace(LONG, bad_words=[word]))
+            assert tokens not in words(output.outputs[0].token_ids)
+            assert len(output.outputs[0].token_ids) == 24
+            lengths.add(len(tokens))
+    assert lengths == {1, 2, 3}
+
+
+def test_a_special_token_is_shown_where_it_is_not_to_be_skipped(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, allowed_token_ids=[2], ignore_eos=True)
+    [hidden] = llm.generate("The one", params)
+    [shown] = llm.generate("The one", replace(params, skip_special_tokens=False))
+    assert hidden.outputs[0].text == ""
+    assert shown.outputs[0].text == "<|im_end|>" * 2
+    assert hidden.outputs[0].token_ids == shown.outputs[0].token_ids == (2, 2)
 
 
 def test_whoever_does_not_want_the_rest_of_a_stream_lets_it_go(llm: LLM) -> None:

@@ -111,12 +111,15 @@ def given_until_stopped(token_ids: Sequence[int], stop: Sequence[str]) -> tuple[
 def test_stop_strings_are_found_wherever_they_are_cut_and_only_their_beginnings_are_held_back(
     token_ids: list[int], stop: tuple[str, ...]
 ) -> None:
-    detokenizer = Detokenizer(bytes_joined, stop)
+    """With `keeps_stop` all is the same, and the stop string comes when it is found."""
+    detokenizer, keeping = Detokenizer(bytes_joined, stop), Detokenizer(bytes_joined, stop, keeps_stop=True)
     for count, one in enumerate(token_ids, start=1):
         detokenizer.add(one)
+        keeping.add(one)
         text, stopped_by, held = given_until_stopped(token_ids[:count], stop)
-        assert detokenizer.stopped_by == stopped_by
+        assert detokenizer.stopped_by == keeping.stopped_by == stopped_by
         assert detokenizer.text == text[: len(text) - len(held)]
+        assert keeping.text == detokenizer.text + (stopped_by or "")
         ended = detokenizer.fork()
         ended.stopped_by = stopped_by
         ended.finish()

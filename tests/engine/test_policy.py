@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minipaged.course.workloads import prompt_of
 from minipaged.engine.engine import Engine
 from minipaged.engine.policies import POLICIES
 from minipaged.engine.policies.priority import PriorityFirst
@@ -265,10 +266,11 @@ def test_the_engine_refuses_exactly_what_the_policy_would_refuse() -> None:
                 if "max_model_len" in str(error):
                     continue
                 refused += 1
-                room = config.max_model_len - len(request.prompt)
+                prompt_tokens = len(prompt_of(request))
+                room = config.max_model_len - prompt_tokens
                 num_sequences = getattr(request.params, "n", 0) or request.params.beam_width  # type: ignore[union-attr]
                 most = min(request.params.max_tokens or room, room)
-                assert not right.fits(RequestView("", 0, num_sequences, len(request.prompt), most))
+                assert not right.fits(RequestView("", 0, num_sequences, prompt_tokens, most))
     assert refused > 50
 
 

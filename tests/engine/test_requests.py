@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from minipaged.contracts import Logits, Sampled, SamplingInput
 from minipaged.course.content_runner import ContentRunner
-from minipaged.engine.detokenizer import Decode
+from minipaged.engine.detokenizer import Decode, Encode
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event, RequestPreempted, RequestRefused
@@ -30,14 +30,18 @@ class Bench:
     """An engine, and what went into its sampler. With `script`, stream i gets the tokens `script[i]`."""
 
     def __init__(
-        self, config: EngineConfig = CONFIG, script: Sequence[Sequence[int]] = (), decode: Decode | None = None
+        self,
+        config: EngineConfig = CONFIG,
+        script: Sequence[Sequence[int]] = (),
+        decode: Decode | None = None,
+        encode: Encode | None = None,
     ) -> None:
         self.script = script
         self.sampled: list[SamplingInput] = []
         self.events: list[Event] = []
         sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size)
         runner = ContentRunner(*sizes, choose=self.sample)
-        self.engine = Engine(config, REFERENCE, runner, decode=decode, listeners=[self.events.append])
+        self.engine = Engine(config, REFERENCE, runner, decode=decode, encode=encode, listeners=[self.events.append])
         runner.engine = self.engine
 
     def sample(self, logits: Logits, inputs: Sequence[SamplingInput]) -> list[Sampled]:
@@ -96,6 +100,17 @@ class Bench:
         ([1], SamplingParams(logprobs=21), "logprobs is 21; the vocabulary has only 20 tokens"),
         ([1], SamplingParams(stop_token_ids=[20]), "stop token 20 is not one of .*tokens 0 to 19"),
         ([1], SamplingParams(stop_token_ids=[-1]), "stop token -1 is not one of .*tokens 0 to 19"),
+        ([1], SamplingParams(prompt_logprobs=21), "prompt_logprobs is 21; the vocabulary has only 20 tokens"),
+        ([1], SamplingParams(allowed_token_ids=[3, 20]), "allowed token 20 is not one of .*tokens 0 to 19"),
+        ([1], SamplingParams(logit_bias={-1: 1}), "token with a logit_bias -1 is not one of .*tokens 0 to 19"),
+        ([1], SamplingParams(bad_words=["x"]), "bad_words need a tokenizer, and this engine has none; use logit_bias"),
+        (
+            [1],
+            SamplingParams(allowed_token_ids=[3], stop_token_ids=[3], min_tokens=1),
+            r"allowed_token_ids is \(3,\), and each of these is a bad word or would end the.*allow another",
+        ),
+        ([], SamplingParams(truncate_prompt_tokens=3), "the prompt is empty; give it at least one token"),
+        ([1] * 99, SamplingParams(truncate_prompt_tokens=40), "prompt has 40 tokens.*max_model_len is 40; shorten"),
         ([1], SamplingParams(stop="x"), "stop strings need a tokenizer, and this engine has none; use stop_token_ids"),
     ],
 )
@@ -156,6 +171,12 @@ def test_numpy_tokens_are_numbers_too_and_events_can_be_written() -> None:
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("logprobs", -1),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 1.0),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -1),
+        ("skip_special_tokens", 1),
+        ("include_stop_str_in_output", 0),
         ("presence_penalty", 2.1),
         ("presence_penalty", float("nan")),
         ("frequency_penalty", -2.1),
@@ -254,6 +275,12 @@ def test_a_stop_string_may_begin_in_one_token_and_end_in_another() -> None:
     assert (output.finish_reason, output.stop_reason) == ("stop", "lo w")
 
 
+def test_a_stop_string_may_stay_in_the_text_which_ends_with_it() -> None:
+    output = end_of([1, 2, 3, 4, 5], stop="lo", include_stop_str_in_output=True)
+    assert (output.token_ids, output.text) == ((1, 2, 3), "hello")
+    assert (output.finish_reason, output.stop_reason) == ("stop", "lo")
+
+
 def test_of_several_stop_strings_the_one_that_begins_first_is_cut_off() -> None:
     output = end_of([1, 2, 3, 4, 5], stop=["world", " w", "o w"])
     assert (output.text, output.stop_reason) == ("hell", "o w")
@@ -320,6 +347,53 @@ def test_what_would_stop_before_min_tokens_is_forbidden_to_the_sampler() -> None
     bench = Bench(replace(CONFIG, eos_token_ids=(9,)), [[1, 2, 3]])
     bench.serve([1], SamplingParams(min_tokens=2, stop_token_ids=[7], max_tokens=3, ignore_eos=True))
     assert [set(i.forbidden_token_ids) for i in bench.sampled] == [{7}, {7}, set()]
+
+
+def test_a_bad_word_forbids_its_last_token_where_the_output_ends_with_the_others() -> None:
+    """And a word of one token is forbidden always. The prompt does not count."""
+    bench = Bench(script=[[1, 2, 1, 2, 3]], decode=join, encode=encode_as({"a": [5], "b": [2, 1, 7], " b": [1, 9]}))
+    bench.serve([2, 1], SamplingParams(bad_words=["a", "b"], max_tokens=5))
+    assert [set(i.forbidden_token_ids) for i in bench.sampled] == [{5}, {5, 9}, {5}, {5, 7, 9}, {5}]
+
+
+def test_bad_words_that_the_model_cannot_generate_are_left_out() -> None:
+    """With a token beyond its vocabulary, or with none."""
+    bench = Bench(decode=join, encode=encode_as({"a": [], " a": [20], "b": [3, 20], " b": [4]}))
+    bench.serve([1], SamplingParams(bad_words=[" a", "b"], max_tokens=1))
+    assert [i.forbidden_token_ids for i in bench.sampled] == [(4,)]
+
+
+def encode_as(texts: dict[str, list[int]]) -> Encode:
+    """A tokenizer that knows these texts; all others have no tokens."""
+
+    def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return texts.get(text, [])
+
+    return encode
+
+
+def test_only_the_last_tokens_of_a_prompt_are_taken_where_it_is_to_be_truncated() -> None:
+    prompts: list[Any] = [list(range(15)), tuple(range(15)), np.arange(15)]
+    for prompt in prompts:
+        output = Bench().serve(prompt, SamplingParams(truncate_prompt_tokens=3, max_tokens=1), text="all of it")
+        assert (output.prompt_token_ids, output.prompt) == ((12, 13, 14), "all of it")
+    long = Bench().serve([1] * 99, SamplingParams(truncate_prompt_tokens=5, max_tokens=1))
+    assert long.prompt_token_ids == (1,) * 5
+    short = Bench().serve([1, 2], SamplingParams(truncate_prompt_tokens=5, max_tokens=1))
+    assert short.prompt_token_ids == (1, 2)
+
+
+def test_special_tokens_are_shown_where_they_are_not_to_be_skipped() -> None:
+    """On the way, at the end, and where nobody reads along."""
+
+    def decode(token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join("" if token == 9 and skip_special_tokens else str(token) for token in token_ids)
+
+    for stop in ((), "none"):
+        for shown, text in ((True, "129"), (False, "12")):
+            output = end_of([1, 2, 9], decode, skip_special_tokens=not shown, stop=stop)
+            assert (output.text, output.finish_reason) == (text, "stop")
 
 
 def test_a_sequence_ends_at_max_tokens_or_at_max_model_len() -> None:
@@ -472,6 +546,20 @@ def test_the_statistics_of_preemption(mode: Any) -> None:
         ("temperature", "hot", "temperature is 'hot'; it must be a number"),
         ("top_p", True, "top_p is True; it must be a number"),
         ("stop_token_ids", ["a"], r"stop_token_ids is \['a'\]; token ids are whole numbers"),
+        ("stop_token_ids", 5, "stop_token_ids is 5; token ids are whole numbers"),
+        ("stop", 5, "stop is 5; it must hold strings"),
+        ("allowed_token_ids", [1, 2.0], r"allowed_token_ids is \[1, 2.0\]; token ids are whole numbers"),
+        ("allowed_token_ids", 5, "allowed_token_ids is 5; token ids are whole numbers"),
+        ("allowed_token_ids", [], "allowed_token_ids is empty, which leaves nothing to choose; None allows all"),
+        ("bad_words", [7], r"bad_words is \[7\]; it must hold strings"),
+        ("bad_words", ["a", ""], "bad_words holds an empty string; drop it"),
+        ("logit_bias", 5, r"logit_bias is 5; it must map tokens to numbers, as in \{42: -100.0\}"),
+        ("logit_bias", [1, 2], r"logit_bias is \[1, 2\]; it must map tokens to numbers"),
+        ("logit_bias", {"5": 1}, "logit_bias has the key '5'; token ids are whole numbers"),
+        ("logit_bias", {True: 1}, "logit_bias has the key True; token ids are whole numbers"),
+        ("logit_bias", {5: 100.5}, "logit_bias of token 5 is 100.5; it must be a number between -100 and 100"),
+        ("logit_bias", {5: float("nan")}, "logit_bias of token 5 is nan; it must be a number between -100 and 100"),
+        ("logit_bias", {5: "1"}, "logit_bias of token 5 is '1'; it must be a number between -100 and 100"),
     ],
 )
 def test_sampling_params_of_the_wrong_type_are_refused_by_name_and_value(name: str, value: Any, message: str) -> None:
@@ -489,6 +577,15 @@ def test_none_and_numpys_numbers_are_taken_where_vllm_takes_them() -> None:
     assert (params.stop, params.stop_token_ids, params.seed, params.temperature) == ((), (), 5, 0.5)
     assert type(params.seed) is int
     assert type(params.temperature) is float
+
+
+def test_params_can_be_hashed_and_taken_apart_whatever_they_were_made_of() -> None:
+    """Equal ones are equal, in whichever order a mapping has them; and a copy may be made of their own values."""
+    params = SamplingParams(logit_bias={9: 1, np.int64(2): -0.5}, allowed_token_ids=range(3), bad_words=["a b"])
+    assert params.logit_bias == ((2, -0.5), (9, 1.0))
+    same = SamplingParams(logit_bias={2: -0.5, 9: 1}, allowed_token_ids=(0, 1, 2), bad_words="a b")
+    assert params == same == replace(params)
+    assert len({params, same, replace(params, logit_bias=None)}) == 2  # type: ignore[arg-type]
 
 
 @settings(max_examples=examples(150))

@@ -107,6 +107,9 @@ def calls() -> Iterator[Call]:
             top_k=drawn.choice([0, 5]),
             repetition_penalty=1.3 if number == 5 else 1.0,
             logprobs=2 if number == 6 else None,
+            prompt_logprobs=2 if number == 6 else None,
+            logit_bias={5: 3.0} if number == 8 else {},
+            allowed_token_ids=range(40) if number == 8 else None,
             max_tokens=max_tokens,
             ignore_eos=True,
         )

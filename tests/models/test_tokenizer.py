@@ -46,7 +46,9 @@ def test_a_chat_is_written_out_up_to_the_answer(folder: Path) -> None:
     ids = tokenizer.encode_chat([{"role": "user", "content": "in the"}])
     assert ids[0] == 1
     assert tokenizer.decode(ids) == "user\nin the\nassistant\n"
-    assert ids == tokenizer.encode("<|im_start|>user\nin the<|im_end|>\n<|im_start|>assistant\n")
+    written = "<|im_start|>user\nin the<|im_end|>\n<|im_start|>assistant\n"
+    assert ids == tokenizer.encode(written)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == written
 
 
 def test_bos_comes_once_where_the_template_writes_it(
@@ -55,6 +57,7 @@ def test_bos_comes_once_where_the_template_writes_it(
     convert(write_gguf(tiny_llama(), **{"tokenizer.ggml.add_bos_token": True}), tmp_path / "model")
     tokenizer = Tokenizer(tmp_path / "model")
     assert tokenizer.encode("the")[0] == 1
+    assert tokenizer.encode("the", add_special_tokens=False) == tokenizer.encode("the")[1:]
     assert tokenizer.encode_chat([{"role": "user", "content": "the"}]).count(1) == 2  # user and assistant
 
 

@@ -22,7 +22,16 @@ from transformers.generation.logits_process import (
 
 from minipaged.contracts import Sampled, SamplingInput
 from minipaged.params import SamplingParams
-from minipaged.reference.sampling import FloatArray, distribution, largest, penalise, philox, sample, uniform
+from minipaged.reference.sampling import (
+    FloatArray,
+    distribution,
+    gather_logprobs,
+    largest,
+    penalise,
+    philox,
+    sample,
+    uniform,
+)
 from tests.effort import examples
 
 VOCAB = 23
@@ -59,6 +68,9 @@ def sampling_params(draw: st.DrawFn, /, **fixed: Any) -> SamplingParams:
         chosen["repetition_penalty"] = draw(st.sampled_from([1.0, 1.3, 0.7]))
         chosen["presence_penalty"] = draw(st.sampled_from([0.0, 1.0, -1.0]))
         chosen["frequency_penalty"] = draw(st.sampled_from([0.0, 0.5, -0.5]))
+    if draw(st.booleans()):
+        chosen["logit_bias"] = draw(st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=3))
+        chosen["allowed_token_ids"] = draw(st.none() | st.sets(st.integers(0, VOCAB - 1), min_size=1))
     return SamplingParams(**(chosen | fixed))
 
 
@@ -73,6 +85,12 @@ def sampling_inputs(draw: st.DrawFn, /, rows: int, **fixed: Any) -> SamplingInpu
         stream=draw(st.integers(0, 7)),
         forbidden_token_ids=draw(st.just(()) | st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1).map(tuple)),
     )
+
+
+def may_be_chosen(wanted: SamplingInput) -> set[int]:
+    """The tokens that neither the request's parameters nor its place rule out."""
+    allowed = wanted.params.allowed_token_ids
+    return set(range(VOCAB) if allowed is None else allowed) - set(wanted.forbidden_token_ids)
 
 
 def one(logits: FloatArray, params: SamplingParams, **fields: Any) -> Sampled:
@@ -132,12 +150,12 @@ def test_penalties_are_those_of_their_definitions(logits: FloatArray, wanted: Sa
     params, prompt, output = wanted.params, list(wanted.prompt_token_ids), list(wanted.output_token_ids)
     expected = []
     for token in range(VOCAB):
-        logit = float(logits[0, token])
+        logit = float(logits[0, token]) + dict(params.logit_bias).get(token, 0)
         if token in prompt or token in output:
             logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
         logit -= params.frequency_penalty * output.count(token)
         logit -= params.presence_penalty * (token in output)
-        expected.append(-math.inf if token in wanted.forbidden_token_ids else logit)
+        expected.append(logit if token in may_be_chosen(wanted) else -math.inf)
     before = logits.copy()
     np.testing.assert_allclose(penalise(logits[0], wanted), expected, rtol=1e-12, atol=1e-12)
     np.testing.assert_array_equal(logits, before)
@@ -157,13 +175,23 @@ def test_the_repetition_penalty_is_that_of_transformers(
 @given(logit_rows(), sampling_inputs(rows=1, temperature=0.0))
 def test_greedy_takes_the_likeliest_token_after_the_penalties(logits: FloatArray, wanted: SamplingInput) -> None:
     [sampled] = sample(logits, [wanted])
-    assert sampled.token_id == int(np.argmax(penalise(logits[0], wanted)))
+    assert sampled.error or sampled.token_id == int(np.argmax(penalise(logits[0], wanted)))
 
 
 @given(logit_rows(rows=2), st.lists(sampling_inputs(rows=2), max_size=6))
-def test_a_forbidden_token_is_never_chosen(logits: FloatArray, inputs: list[SamplingInput]) -> None:
+def test_a_token_that_is_not_allowed_is_never_chosen(logits: FloatArray, inputs: list[SamplingInput]) -> None:
     for wanted, sampled in zip(inputs, sample(logits, inputs), strict=True):
-        assert sampled.token_id not in wanted.forbidden_token_ids
+        if possible := may_be_chosen(wanted):
+            assert sampled.token_id in possible
+        else:
+            assert "no token is left" in (sampled.error or "")
+
+
+def test_a_bias_is_added_before_the_penalties_and_brings_no_forbidden_token_back() -> None:
+    """The repetition penalty then divides or multiplies by the sign that the bias has left."""
+    params = SamplingParams(logit_bias={0: 3.0, 1: -3.0, 2: 100.0}, repetition_penalty=2.0)
+    wanted = SamplingInput(0, params, [0, 1], [], seed=0, stream=0, forbidden_token_ids=(2,))
+    np.testing.assert_array_equal(penalise(np.array([-1.0, 1.0, 0.0]), wanted), [1.0, -4.0, -np.inf])
 
 
 # --- Temperature and filters ------------------------------------------------------------------------
@@ -330,6 +358,8 @@ def test_logprobs_are_of_the_raw_logits_and_the_top_ones_are_ranked(
 ) -> None:
     for wanted, sampled in zip(inputs, sample(logits, inputs), strict=True):
         expected = log_softmax(logits[wanted.row])
+        if sampled.error is not None:
+            continue
         assert sampled.logprob == pytest.approx(expected[sampled.token_id], abs=2e-6)
         if wanted.params.logprobs is None:
             assert sampled.top_logprobs is None
@@ -340,6 +370,26 @@ def test_logprobs_are_of_the_raw_logits_and_the_top_ones_are_ranked(
         assert list(sampled.top_logprobs) == top + [sampled.token_id] * (sampled.token_id not in top)
         for token, logprob in sampled.top_logprobs.items():
             assert logprob == pytest.approx(expected[token], abs=2e-6)
+
+
+@given(logit_rows(rows=3), st.lists(st.integers(0, VOCAB - 1), min_size=3, max_size=3), st.integers(0, VOCAB + 1))
+def test_a_given_token_has_the_logprob_of_its_row_and_the_likeliest_are_ranked_before_it(
+    logits: FloatArray, token_ids: list[int], count: int
+) -> None:
+    for row, told in enumerate(gather_logprobs(logits, token_ids, count)):
+        expected = log_softmax(logits[row])
+        ranking = sorted(range(VOCAB), key=lambda token: (-logits[row, token], token))[:count]
+        assert (told.token_id, told.error) == (token_ids[row], None)
+        assert told.logprob == pytest.approx(expected[token_ids[row]], abs=2e-6)
+        assert told.top_logprobs is not None
+        assert list(told.top_logprobs) == list(dict.fromkeys([*ranking, token_ids[row]]))
+        assert list(told.top_logprobs.values()) == pytest.approx([expected[t] for t in told.top_logprobs], abs=2e-6)
+
+
+def test_a_row_that_is_no_numbers_is_an_error_of_the_token_that_is_given_for_it() -> None:
+    first, bad, last = gather_logprobs(np.array([[1.0, 2.0], [0.0, np.nan], [2.0, 1.0]]), [0, 0, 0], 1)
+    assert first.error is last.error is None
+    assert (bad.error or "").startswith("row 1 of the logits holds NaN")
 
 
 @given(hnp.arrays(np.float32, st.integers(1, 40), elements=st.integers(-4, 4).map(float)), st.integers(0, 45))
@@ -381,7 +431,7 @@ def test_a_token_that_the_model_rules_out_is_never_chosen(
     logits: FloatArray, wanted: SamplingInput, ruled_out: set[int]
 ) -> None:
     logits[0, list(ruled_out)] = -np.inf
-    if ruled_out | set(wanted.forbidden_token_ids) == set(range(VOCAB)):
+    if not may_be_chosen(wanted) - ruled_out:
         assert "no token is left" in (sample(logits, [wanted])[0].error or "")
     else:
         assert sample(logits, [wanted])[0].token_id not in ruled_out

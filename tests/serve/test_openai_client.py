@@ -185,10 +185,11 @@ def test_biases_and_bans(client: openai.OpenAI) -> None:
 
     assert tokens(logit_bias={"77": 100}) == [77] * 4
     assert tokens(extra_body={"allowed_token_ids": [80]}) == [80] * 4
-    first = tokens()[0]
-    assert tokens(logit_bias={str(first): -100})[0] != first
+    letters = {"allowed_token_ids": client.post("/../tokenize", body={"prompt": "ab"}, cast_to=dict)["tokens"]}
+    first = tokens(extra_body=letters)[0]
+    assert tokens(logit_bias={str(first): -100}, extra_body=letters)[0] != first
     letter = client.post("/../detokenize", body={"tokens": [first]}, cast_to=dict)["prompt"]
-    assert tokens(extra_body={"bad_words": [letter]})[0] != first
+    assert tokens(extra_body=letters | {"bad_words": [letter]})[0] != first
 
 
 def test_beam_search(client: openai.OpenAI, offline: LLM) -> None:

@@ -1,0 +1,692 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 14. A server around the engine: streaming, cancelling, measuring
+
+# %% [markdown]
+# **What you will understand.** What it takes to let many people use one engine at once: why it gets a thread of its own
+# beside an event loop, how words get to each reader while they are generated, what becomes of a reader who is slow, or
+# goes away, what is said to those who are too many, and by which figures one tells how good a service is. In the paper
+# the server is two sentences of section 5; the measuring is section 6.1.
+#
+# All of it happens in this process, without a network, so that one sees what a web server and an application say to
+# each other. It needs the extra `serve`: `pip install -e '.[serve]'`.
+#
+# ## Two loops that do not fit
+#
+# A web server is an *event loop*: thousands of conversations in one thread, each of which runs until it has to wait for
+# something (`await`), and then lets another one go on. That works as long as nobody keeps the turn for long.
+#
+# An engine is a loop too, and each of its turns is a step, which waits for nothing and computes. While it does, nobody
+# is heard: no request is accepted, nobody is sent his words, and who hangs up goes unnoticed.
+#
+# **Predict.** Six steps of SmolLM2, of some 60 milliseconds each. A coroutine beside them asks for its turn every
+# millisecond. How often does it get it when the steps are run in the event loop, and how often when they are run in a
+# thread?
+
+# %%
+import asyncio
+import threading
+from collections.abc import Coroutine
+
+from minipaged import LLM, SamplingParams
+
+loop = asyncio.new_event_loop()
+threading.Thread(target=loop.run_forever, daemon=True).start()
+
+
+def run(work: Coroutine):
+    """In an event loop that stays from cell to cell. (A notebook runs in one of its own, which is taken.)"""
+    return asyncio.run_coroutine_threadsafe(work, loop).result(timeout=100)
+
+
+async def turns_beside(work: Coroutine) -> int:
+    """How often another coroutine gets its turn until `work` is done."""
+    turns = 0
+
+    async def ask() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    asking = asyncio.create_task(ask())
+    await work
+    asking.cancel()
+    return turns
+
+
+llm = LLM("smollm2-135m-instruct", tier="reference", block_size=4, num_blocks=64)
+engine = llm.engine
+
+
+async def in_the_loop() -> None:
+    while engine.has_unfinished_requests():
+        engine.step()
+        await asyncio.sleep(0)  # whoever waits may go on now
+
+
+async def in_a_thread() -> None:
+    while engine.has_unfinished_requests():
+        await asyncio.to_thread(engine.step)
+
+
+NUM_STEPS = 6
+turns = {}
+for steps in (in_the_loop, in_a_thread):
+    engine.add_request(llm.tokenizer.encode("Once upon a time"), SamplingParams(temperature=0, max_tokens=NUM_STEPS))
+    turns[steps] = run(turns_beside(steps()))
+    print(f"{steps.__name__}: more than a turn for each step? {turns[steps] > 2 * NUM_STEPS}")
+
+assert turns[in_the_loop] <= NUM_STEPS + 1
+assert turns[in_a_thread] > 2 * NUM_STEPS
+
+# %% [markdown]
+# In the loop it is one turn a step: with prompts of thousands of tokens, one turn in seconds. In a thread there are as
+# many as one asks for, because NumPy lets go of Python's lock (the GIL) while it multiplies, as the kernels of the fast
+# tier do.
+#
+# (vLLM gives its engine a process instead. Where a step takes a few milliseconds on a GPU and hundreds of streams want
+# their words, Python code of the one would still wait for that of the other.)
+#
+# ## One thread owns the engine
+#
+# So there are two threads, and an engine is no thing for two: nothing in it is locked, and between two steps its block
+# tables have to be as a step has left them. The way out is *ownership*. [`AsyncLLM`](../minipaged/async_llm.py) has a
+# thread that alone touches the engine, and they only pass messages:
+#
+#     coroutines ──► inbox: add, abort ──► engine's thread: step, step, step …
+#          ▲                                        │
+#       streams ◄── one hand-over to the loop ◄─────┘  after each step
+#
+# What coroutines want goes into an *inbox*, and is done between two steps. What a step brings, for all requests, is
+# handed to the loop in one go: `call_soon_threadsafe` wakes the loop, which costs the same for one sequence as for 256.
+#
+# Here are two readers at once. An observer, which is told of each step where it happens, notes who runs the engine.
+
+# %%
+from minipaged.async_llm import Asked, AsyncLLM
+
+
+class Watch:
+    """Notes of each step in which thread it ran, how many requests were running after it, and the blocks they held."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int, int]] = []
+
+    def added(self, request_id, params, num_prompt_tokens, arrival_time) -> None:
+        """A request has come in: not our concern."""
+
+    def after_step(self, updates, stats, num_running, num_waiting, now) -> None:
+        self.steps.append((threading.current_thread().name, num_running, stats.blocks_used))
+
+
+watch = Watch()
+allm = AsyncLLM(
+    llm.loaded,
+    block_size=4,
+    num_blocks=64,
+    max_num_seqs=2,
+    max_waiting=3,
+    enable_prefix_caching=False,
+    observers=[watch],
+)
+heard: list[tuple[str, str]] = []
+
+
+async def read(name: str, prompt: str) -> None:
+    async for update in allm.generate(prompt, SamplingParams(temperature=0, max_tokens=6), request_id=name):
+        heard.append((name, update.completions[0].new_text))
+
+
+async def two_readers() -> None:
+    await asyncio.gather(read("A", "Once upon a time"), read("B", "The capital of France is"))
+
+
+run(two_readers())
+for name, text in heard:
+    print(f"{name}: {text!r}")
+print("the engine was run by", *{thread for thread, _, _ in watch.steps})
+
+assert {thread for thread, _, _ in watch.steps} == {"minipaged-engine"}
+assert {name for name, _ in heard} == {"A", "B"}
+
+# %% [markdown]
+# ## A slot, not a queue
+#
+# A reader may be slow: a phone in a tunnel. The engine goes on meanwhile, and his words have to be somewhere. In a
+# queue they would pile up, an entry for each step, and each entry has a price, when it is made and when it is sent. The
+# other extreme is to let the engine wait for him; but then everybody in his batch waits for the slowest of all.
+#
+# Words are easier to keep than most things, because two pieces of a text can be one piece. So each request has one
+# *slot*: if the reader has not taken what is in there, what is new is [`joined`](../minipaged/async_llm.py) to it. What
+# grows is the text that he has not read, and nothing else.
+#
+# **Predict.** A request of 24 tokens, whose reader sleeps from beginning to end. How many steps, and how many updates?
+
+# %%
+watch.steps.clear()
+
+
+async def sleep_and_read() -> list:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    stream = await allm.add([Asked("sleeper", llm.tokenizer.encode("Once upon a time"), params)])
+    while allm.num_open:
+        await asyncio.sleep(0.01)
+    return [update async for update in stream]
+
+
+updates = run(sleep_and_read())
+print(f"{len(watch.steps)} steps, {len(updates)} update, of {len(updates[0].completions[0].new_token_ids)} tokens:")
+print(updates[0].completions[0].new_text)
+
+assert len(watch.steps) == 24
+assert len(updates) == 1
+assert len(updates[0].completions[0].new_token_ids) == 24
+
+# %% [markdown]
+# ## What an application hears and says: ASGI
+#
+# Between the streams and the world stands an application. minipaged's is made with FastAPI, and like any in Python that
+# is asynchronous it is, in the end, one coroutine function: `app(scope, receive, send)`. The *scope* says what is asked
+# for. With `receive` it hears the client: first the body, and, should that happen, that he has hung up. With `send` it
+# speaks: a start (status and headers), and then the body in as many pieces as it likes. That is ASGI, and a web server
+# (uvicorn) does no more than translate it to HTTP and sockets.
+#
+# So a client can be had without either: two queues. What the client says waits in one, what he is told in the other.
+# That one has room for one message, as a socket has room for some bytes: if he does not read, `send` waits. This is
+# *backpressure*.
+
+# %%
+import json
+import time
+from collections.abc import AsyncIterator
+
+from minipaged.serve.app import create_app
+from minipaged.serve.serving import Serving
+
+app = create_app(Serving(allm, ["smollm2"]))
+
+
+class Client:
+    """Asks the application for one thing."""
+
+    def __init__(self, path: str, **body: object) -> None:
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST" if body else "GET",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        self.says: asyncio.Queue = asyncio.Queue()
+        self.is_told: asyncio.Queue = asyncio.Queue(maxsize=1)
+        self.says.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
+        self.asked = time.perf_counter()
+        self.served = asyncio.create_task(app(scope, self.says.get, self.is_told.put))
+
+    async def begin(self) -> int:
+        """The status of the answer, once it has begun."""
+        start = await self.is_told.get()
+        self.headers = dict(start["headers"])
+        return start["status"]
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """What comes then, piece by piece."""
+        while True:
+            message = await self.is_told.get()
+            if message.get("body"):
+                yield message["body"]
+            if not message.get("more_body"):
+                await self.served
+                return
+
+    async def hang_up(self) -> None:
+        self.says.put_nowait({"type": "http.disconnect"})
+        await self.served
+
+
+# %% [markdown]
+# ## Streaming
+#
+# With `"stream": true` the answer is *server-sent events*: a body that goes on, of lines `data: …` with an empty line
+# after each. In OpenAI's format each has a small JSON object with what is new, and `[DONE]` ends it. Here is all that
+# comes, as it comes:
+
+# %%
+ask = {"prompt": "The capital of France is", "temperature": 0, "stream": True}
+
+
+async def show_events() -> list[bytes]:
+    client = Client("/v1/completions", **ask, max_tokens=3, request_id="france")
+    print("status", await client.begin(), client.headers[b"content-type"].decode(), end="\n\n")
+    return [piece async for piece in client.body()]
+
+
+pieces = run(show_events())
+print(b"".join(pieces).decode())
+assert pieces[-1] == b"data: [DONE]\n\n"
+assert json.loads(pieces[0].removeprefix(b"data: "))["choices"][0]["text"] == " Paris"
+
+# %% [markdown]
+# An answer that has begun with status 200 cannot become an error any more. If the engine fails now, that is an event
+# too: `data: {"error": …}`.
+#
+# ## What is held back
+#
+# Not every token can be sent when it is there. A character of three bytes may come as three tokens, and a third of a
+# character is not text. And a *stop string* must not be in the answer, although its beginning may be one token, and its
+# end another. What has been sent cannot be taken back. So text that may be the beginning of a stop string waits in the
+# detokenizer.
+#
+# **Predict.** The story goes on ", the city of Nova Haven was a thriving metropolis". It is to stop at "Nova Scotia" or
+# at "thriving metropolis". What is sent after each token?
+
+
+# %%
+async def each_piece(**body: object) -> list[tuple[list[int], str]]:
+    """The tokens and the text of each event."""
+    client = Client("/v1/completions", **body, return_token_ids=True)
+    await client.begin()
+    events = [json.loads(piece.removeprefix(b"data: ")) async for piece in client.body() if b"[DONE]" not in piece]
+    return [(event["choices"][0]["token_ids"], event["choices"][0]["text"]) for event in events]
+
+
+stop = ["Nova Scotia", "thriving metropolis"]
+sent = run(each_piece(prompt="Once upon a time", temperature=0, stream=True, max_tokens=20, stop=stop))
+for token_ids, text in sent:
+    print(f"{llm.tokenizer.decode(token_ids)!r:>14} is chosen, {text!r} is sent")
+
+assert "".join(text for _, text in sent) == ", the city of Nova Haven was a "
+assert "Nova Haven" in [text.strip() for _, text in sent]
+
+# %% [markdown]
+# "Nova" waits, until "Haven" shows that it was nothing. "thriving" waits too, and "metropolis" shows that it was right
+# to: both are dropped. (Servers have shipped that streamed a stop string's first half. A test in which the whole of it
+# is one token does not see that.)
+#
+# ## Hanging up
+#
+# Somebody closes his browser. For the server that is one message, `http.disconnect`, and it comes while the server is
+# busy with something else: awaiting the next words. So whoever works for a client *races*: the work against
+# `receive()`, and whichever is first ends the other. If it is the client, the stream is closed, and that puts an
+# *abort* into the inbox.
+#
+# Why it matters, you know by now: what is generated for nobody holds blocks, and a place in the batch.
+#
+# **Predict.** Two clients with prompts of 4 and of 5 tokens, blocks of 4. The first one hangs up at its third word.
+# What does the engine hold after each step, when are the blocks free, and what becomes of the other request?
+
+# %%
+watch.steps.clear()
+
+
+async def one_hangs_up() -> list[bytes]:
+    leaving = Client("/v1/completions", **{**ask, "prompt": "Once upon a time"}, max_tokens=40)
+    staying = Client("/v1/completions", **ask, max_tokens=12)
+    await staying.begin()
+    await leaving.begin()
+
+    async def leave() -> None:
+        num_read = 0
+        async for _ in leaving.body():
+            num_read += 1
+            if num_read == 3:
+                await leaving.hang_up()
+                return
+
+    leaves = asyncio.create_task(leave())
+    pieces = [piece async for piece in staying.body()]
+    await leaves
+    return pieces
+
+
+pieces = run(one_hangs_up())
+for number, (_, num_running, num_blocks) in enumerate(watch.steps, 1):
+    print(f"after step {number:>2}: {num_running} running, {num_blocks} blocks held")
+
+last = max(number for number, (_, num_running, _) in enumerate(watch.steps) if num_running == 2)
+(_, _, blocks_of_two), (_, num_left, blocks_of_one) = watch.steps[last : last + 2]
+assert num_left == 1
+assert blocks_of_one < blocks_of_two
+assert watch.steps[-1][1:] == (0, 0)
+assert len(pieces) == 12 + 1  # all of its tokens, and [DONE]
+
+# %% [markdown]
+# The very next step runs without it: an abort is done between two steps, like all that is in the inbox. The promise has
+# a name, **no-orphan**: whatever ends a request, its blocks are free before the next step. It has to hold wherever a
+# client may leave: while his body is read, while his request is *being added*, while it waits, in the middle of its
+# prompt, while `send` waits for a buffer that nobody empties. (Cancelled while it was being added, a request has kept
+# its blocks for good in a server that many use.)
+#
+# (That also tells why chunks of prompts have a size. An abort waits for the step in progress; if that is a prompt of
+# 100,000 tokens at once, it waits for all of them.)
+#
+# ## Step through it
+#
+# The same without a server, as the engine's thread sees it: step, step, step, and an order from the inbox. Words are
+# made up again, and the prefix cache is off. Look at where B's blocks go, and that A notices nothing.
+
+# %%
+from minipaged.stepper import Storyteller, record
+
+model = Storyteller(["It was the best of times it was the worst", "Four score and seven years ago our fathers"])
+
+with record("B hangs up", model.decode) as hung_up:
+    small = model.engine(num_blocks=6, block_size=4)
+    for name, prompt in {"A": "It was the best", "B": "Four score and seven"}.items():
+        small.add_request(model.encode(prompt), SamplingParams(temperature=0, max_tokens=6), request_id=name)
+    for _ in range(3):
+        small.step()
+    held = small.blocks.num_used
+    small.abort("B")  # between two steps
+    left = small.blocks.num_used
+    ended = []
+    while small.has_unfinished_requests():
+        ended += [update.output for update in small.step() if update.output]
+
+print(f"{held} blocks held, and after the abort {left}")
+for output in ended:
+    print(f"{output.request_id}: {output.outputs[0].finish_reason}, … {output.outputs[0].text}")
+assert (held, left) == (4, 2)
+assert [(output.request_id, output.finished) for output in ended] == [("B", False), ("A", True)]
+hung_up
+
+# %% [markdown]
+# ## Too many
+#
+# Two requests run here at most (`max_num_seqs=2`), and others wait. Waiting costs hardly any memory, so the queue could
+# be as long as one likes. But a queue makes no server faster. It makes everybody behind it wait longer, until they hang
+# up and ask again. A server does better to say *no* at once, while somebody else can still be asked: status 503, with
+# the header `Retry-After`. This is backpressure again, one level up.
+#
+# **Predict.** Here three may wait (`max_waiting=3`). Six requests arrive, one after another. What is said to each?
+
+
+# %%
+async def six_requests() -> list[int]:
+    clients, statuses = [], []
+    for _ in range(6):
+        client = Client("/v1/completions", **ask, max_tokens=40)
+        clients.append(client)
+        statuses.append(await client.begin())
+        if len(clients) <= 2:
+            await anext(client.body())  # it runs; those that come now have to wait
+    print(statuses, "Retry-After:", clients[-1].headers[b"retry-after"].decode())
+    async for piece in clients[-1].body():
+        print(json.loads(piece)["error"]["message"])
+    for client in clients[:-1]:
+        await client.hang_up()
+    return statuses
+
+
+assert run(six_requests()) == [200, 200, 200, 200, 200, 503]
+
+
+# %% [markdown]
+# (A streamed answer begins when the request has been *taken*, not when it runs. So those that wait have their 200. Then
+# all five have hung up, three of them in the queue, and nothing is left of them.)
+#
+# ## Measuring
+#
+# How good is a service? Tokens a second is what its owner wants to know. Somebody who waits feels something else, and
+# there are names for it:
+#
+# | | what it is | what it is made of |
+# |---|---|---|
+# | **TTFT**, time to first token | how long one looks at nothing | waiting, and the prompt |
+# | **ITL**, inter-token latency | from one token to the next | the steps, with all that run in them |
+# | **TPOT**, time per output token | (latency − TTFT) ÷ (tokens − 1): the mean ITL of a request | |
+#
+# (The paper has one figure for all of it, *normalized latency*: latency ÷ tokens.) With the times at which its events
+# come, a client can reckon each of them. For this we start another server, which has nothing else to tell of.
+#
+# **Predict.** Three clients ask for 8 tokens each, at the same moment; two can run. Which of its figures tell that the
+# third had to wait?
+
+# %%
+from itertools import pairwise
+
+run(allm.shutdown())
+allm = AsyncLLM(llm.loaded, block_size=4, num_blocks=64, max_num_seqs=2)
+app = create_app(Serving(allm, ["smollm2"]))
+
+
+async def times_of(client: Client) -> list[float]:
+    """When its tokens came, in seconds after it asked."""
+    await client.begin()
+    return [time.perf_counter() - client.asked async for piece in client.body() if b"[DONE]" not in piece]
+
+
+async def three_clients() -> list[list[float]]:
+    clients = [Client("/v1/completions", **ask, max_tokens=8) for _ in range(3)]
+    return await asyncio.gather(*(times_of(client) for client in clients))
+
+
+times = run(three_clients())
+
+ttft = [of_one[0] for of_one in times]
+latency = [of_one[-1] for of_one in times]
+tpot = [(last - first) / (8 - 1) for first, last in zip(ttft, latency, strict=True)]
+itl = [[later - earlier for earlier, later in pairwise(of_one)] for of_one in times]
+for number in range(3):
+    print(
+        f"client {number + 1}: TTFT {1e3 * ttft[number]:4.0f} ms, TPOT {1e3 * tpot[number]:3.0f} ms, "
+        f"longest ITL {1e3 * max(itl[number]):3.0f} ms"
+    )
+
+assert all(len(of_one) == 8 for of_one in times)
+assert ttft[2] > latency[0]
+assert all(abs(sum(gaps) / 7 - mean) < 1e-9 for gaps, mean in zip(itl, tpot, strict=True))
+
+# %% [markdown]
+# Only TTFT does. The third gets its first token after the first client has had all of his; from then on it is as fast
+# as the others. So one figure is not enough, and neither is a mean: that of TTFT would say that everybody waits a
+# while, which is true of nobody. One gives percentiles, and for ITL too: a long prompt that is run beside those who
+# decode is one long pause in each of their streams, and TPOT hides it.
+#
+# The server reckons the same for itself, for every request, in the histograms of `/metrics`
+# ([`Metrics`](../minipaged/serve/metrics.py)). A histogram has the sum of its values and their number:
+
+# %%
+from prometheus_client.parser import text_string_to_metric_families
+
+names = {
+    "TTFT": "vllm:time_to_first_token_seconds",
+    "of that, queueing": "vllm:request_queue_time_seconds",
+    "ITL": "vllm:inter_token_latency_seconds",
+}
+
+
+async def scrape() -> str:
+    client = Client("/metrics")
+    await client.begin()
+    return b"".join([piece async for piece in client.body()]).decode()
+
+
+samples = [sample for family in text_string_to_metric_families(run(scrape())) for sample in family.samples]
+values = {sample.name: sample.value for sample in samples}
+server = {what: (values[f"{name}_count"], values[f"{name}_sum"]) for what, name in names.items()}
+for what, (count, total) in server.items():
+    print(f"{what}: {count:.0f} values, {total:.2f} seconds in all")
+print(f"as the clients have it: {sum(ttft):.2f} seconds to first tokens")
+
+assert [count for count, _ in server.values()] == [3, 3, 3 * (8 - 1)]
+assert server["of that, queueing"][1] < server["TTFT"][1] < sum(ttft)
+
+# %% [markdown]
+# A client's TTFT is a little longer: it includes what lies between him and the engine, which is here some JSON and two
+# hand-overs. If the two differ by much, it is not the engine that is slow.
+#
+# ## Closing time
+#
+# To stop a server is to drain it: take no more, let those in flight finish, abort what takes too long, and then end. So
+# a service can be replaced by its next version with nobody cut off in the middle of a sentence.
+
+
+# %%
+async def close() -> tuple[list[bytes], int]:
+    """The events of somebody who is being served when the server closes; what somebody is told who comes then."""
+    client = Client("/v1/completions", **ask, max_tokens=8)
+    await client.begin()
+    closing = asyncio.create_task(allm.shutdown(timeout=60))
+    await asyncio.sleep(0)
+    late = Client("/v1/completions", **ask)
+    status = await late.begin()
+    [refusal] = [piece async for piece in late.body()]
+    print(json.loads(refusal)["error"]["message"])
+    pieces = [piece async for piece in client.body()]
+    await closing
+    return pieces, status
+
+
+pieces, status = run(close())
+print(f"who was there got {len(pieces) - 1} tokens; who came was told {status}")
+assert (len(pieces), status) == (8 + 1, 503)
+assert allm.llm.engine.blocks.num_used == 0
+
+# %% [markdown]
+# ## How many can it serve?
+#
+# "TTFT is 200 ms" means nothing without the load under which it was measured. There are two ways to make a load.
+#
+# - A **closed loop**: so many users, each of whom asks again when he has his answer.
+# - An **open loop**: requests come when they come, so many a second on average, whatever has become of the others. (At
+#   random and independently, which is a Poisson process: so the paper's experiments are made.)
+#
+# And there is a figure that says in one what a service can promise: **goodput**, the requests a second that meet all
+# their objectives. Here these are: the first token within a second, and then 100 ms a token at most. A request that
+# misses one has cost as much as the others, and counts nothing. A server that gives each of twice as many people half
+# of the speed may have the same throughput, and no goodput at all.
+#
+# This takes many requests, so the machine is the simulated one of the paper's size: the engine is real, time is not.
+# Each request has a prompt of 128 tokens, and 64 are generated.
+#
+# **Predict.** In a closed loop the number of users doubles: 20, 40, 80, 160. In an open loop the rate does: 5, 10, 20,
+# 40 a second. The machine can serve some 21 requests a second. What becomes of the median TTFT, when there are more?
+
+# %%
+from collections import deque
+from math import inf
+from random import Random
+
+from minipaged.traces import TraceReplay
+
+
+def serve(arrivals: list[float], again: int = 0, max_waiting: float = inf) -> tuple[list[tuple[float, float]], float]:
+    """TTFT and TPOT of each request that was served, and how many seconds it took in all.
+
+    `arrivals`: when requests come. `again`: so many more come, one whenever another has ended.
+    """
+    machine = TraceReplay([])  # for its engine, and the clock
+    engine, runner = machine.engine, machine.runner
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    coming = deque(arrivals)
+    arrived: dict[str, float] = {}
+    served = []
+    while coming or engine.has_unfinished_requests():
+        if not engine.has_unfinished_requests():
+            runner.now = max(runner.now, coming[0])
+        while coming and coming[0] <= runner.now:
+            arrival = coming.popleft()
+            if len(engine.scheduler.waiting) < max_waiting:  # else: 503
+                arrived[engine.add_request(range(128), params)] = arrival
+        for output in (update.output for update in engine.step() if update.output):
+            first, last = output.metrics.first_token_time, output.metrics.finished_time
+            served.append((first - arrived[output.request_id], (last - first) / (64 - 1)))
+            if again:
+                again -= 1
+                coming.append(runner.now)
+    return served, runner.now
+
+
+def poisson(rate: float, num_requests: int = 400) -> list[float]:
+    """The arrivals of an open loop, `rate` a second on average."""
+    random, now, arrivals = Random(0), 0.0, []
+    for _ in range(num_requests):
+        now += random.expovariate(rate)
+        arrivals.append(now)
+    return arrivals
+
+
+def tell(what: str, served: list[tuple[float, float]], seconds: float) -> tuple[float, float]:
+    """The median TTFT, and the goodput."""
+    median = sorted(ttft for ttft, _ in served)[len(served) // 2]
+    goodput = sum(ttft <= 1 and tpot <= 0.1 for ttft, tpot in served) / seconds
+    print(f"{what:>16}: {len(served) / seconds:4.1f} served/s, median TTFT {median:4.2f} s, goodput {goodput:4.1f}/s")
+    return median, goodput
+
+
+closed = {users: tell(f"{users} users", *serve([0.0] * users, again=400 - users)) for users in (20, 40, 80, 160)}
+opened = {rate: tell(f"{rate} a second", *serve(poisson(rate))) for rate in (5, 10, 20, 40)}
+half = tell("40, half as long", *serve(poisson(40, num_requests=200)))
+
+assert closed[80][0] < 0.5 < 1 < closed[160][0]
+assert opened[20][0] < 0.1 < 1 < opened[40][0]
+assert opened[40][1] < opened[20][1] / 2
+assert half[0] < 0.6 * opened[40][0]
+
+# %% [markdown]
+# Up to the *knee*, at some 21 a second, waiting is short, and what is served is served in time. Beyond it the server
+# still serves as many, and few of them in time: everybody waits first, in a queue that others have made.
+#
+# The two loops differ beyond the knee. Users of a closed loop hold back when the server is slow. No more than 160 can
+# ever wait, so TTFT is what 160 users make it. In the open loop nobody holds back, and the queue grows as long as one
+# measures: half the requests, half the TTFT. Such a figure tells of the measurement, not of the server. The people who
+# use a service do not know of each other, so they are an open loop, and a test with a few users who take turns will
+# never show what happens to a service when there are more of them than it can serve.
+#
+# `python -m benchmarks.serve` puts such a load on any server with OpenAI's interface, and finds the knee
+# ([measuring a server](../docs/measuring.md)).
+#
+# ## Exercises
+#
+# 1. Forty requests a second come, and the machine can serve half of them. Save the goodput with a limit to the queue:
+#    what is it with 64, 16 and 4 who may wait, and what is the price?
+
+# %% tags=["solution"]
+limited = {most: serve(poisson(40), max_waiting=most) for most in (64, 16, 4)}
+goodputs = {most: tell(f"{most} may wait", *served)[1] for most, served in limited.items()}
+for most, (served, _) in limited.items():
+    print(f"{most} may wait: {400 - len(served)} of 400 are told to ask again later")
+
+assert goodputs[16] > 2 * opened[40][1]
+assert goodputs[16] > 0.9 * opened[20][1]
+# The price is that many are refused, and that is no price: they would have been served too late, and made everybody
+# behind them late. Who is refused at once can still ask another server.
+
+# %% [markdown]
+# 2. Backpressure reaches from the client's socket to the slot. Somebody reads the first event of an answer of 16 tokens
+#    and then nothing, until the engine has done its part. How many events does he find then? (`Client.is_told` has room
+#    for one message.) Write it. The server was closed above, so it takes another.
+
+
+# %% tags=["solution"]
+async def read_late() -> list[str]:
+    """The text of each event."""
+    client = Client("/v1/completions", **ask | {"prompt": "Once upon a time"}, max_tokens=16, ignore_eos=True)
+    await client.begin()
+    pieces = client.body()
+    events = [await anext(pieces)]
+    while allm.num_open:
+        await asyncio.sleep(0.01)
+    events += [piece async for piece in pieces]
+    return [json.loads(event.removeprefix(b"data: "))["choices"][0]["text"] for event in events[:-1]]
+
+
+allm = AsyncLLM(llm.loaded, block_size=4, num_blocks=64)
+app = create_app(Serving(allm, ["smollm2"]))
+texts = run(read_late())
+run(allm.shutdown())
+print(texts)
+assert len(texts) <= 4
+assert texts[-1].count(" ") > 5
+# The one that he read; one that was under way (in the queue); one that the server was just about to send, when `send`
+# made it wait. All that came later is one event.

@@ -492,9 +492,9 @@ assert all(abs(sum(gaps) / (NUM_TOKENS - 1) - mean) < 1e-9 for gaps, mean in zip
 
 # %% [markdown]
 # Only TTFT does. The third gets its first token after the first client has had all of his; from then on it is no
-# slower than the others. So one figure is not enough, and neither is a mean: that of TTFT would say that everybody waits a
-# while, which is true of nobody. One gives percentiles, and for ITL too: a long prompt that is run beside those who
-# decode is one long pause in each of their streams, and TPOT hides it.
+# slower than the others. So one figure is not enough, and neither is a mean: that of TTFT would say that everybody
+# waits a while, which is true of nobody. One gives percentiles, and for ITL too: a long prompt that is run beside those
+# who decode is one long pause in each of their streams, and TPOT hides it.
 #
 # The server reckons the same for itself, for every request, in the histograms of `/metrics`
 # ([`Metrics`](../minipaged/serve/metrics.py)). A histogram has the sum of its values and their number:

@@ -305,7 +305,7 @@ class AsyncLLM:
                     priority=one.priority,
                 )
                 added.append(one)
-        except (InvalidRequest, QueueFull) as refused:
+        except Exception as refused:  # whatever it is, it is these requests', and nobody else's
             error = refused
             for one in added:
                 engine.abort(one.request_id)

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from minipaged.async_llm import Asked, AsyncLLM, joined
+from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
 from minipaged.llm import LLM, LoadedModel
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.scheduling import Costs, RequestView
 from tests.effort import examples, thorough
 from tests.serve.harness import check_empty, run, wait_until
 
@@ -156,6 +158,26 @@ def test_requests_are_added_all_or_none(tiny: LoadedModel) -> None:
                 await allm.add([Asked("b", [5], LONG), Asked("b", [6], LONG)])
             assert allm.num_open == 1
             stream.close()
+
+    run(work)
+
+
+def test_what_raises_while_a_request_is_added_is_its_own_trouble(tiny: LoadedModel) -> None:
+    class Unsure(FirstComeFirstServed):
+        def fits(self, request: RequestView) -> bool:
+            raise RuntimeError("cannot decide")
+
+    async def work() -> None:
+        async with serving(tiny) as allm:
+            stream = await allm.add([Asked("before", [5], LONG)])
+            scheduler = allm.llm.engine.scheduler
+            policy = scheduler.policy
+            scheduler.policy = Unsure(64, 4, 8, 64, Costs(1.0, 1, 1, 1.0, 1.0))
+            with pytest.raises(RuntimeError, match="cannot decide"):
+                await allm.add([Asked("a", [5], LONG)])
+            scheduler.policy = policy
+            [output] = await stream.outputs()
+            assert output.finished
 
     run(work)
 

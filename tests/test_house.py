@@ -108,7 +108,7 @@ HOUSE = {
         },
     ),
     "serve": Room(
-        "async_llm engine errors llm models outputs params",
+        "async_llm engine errors events llm models outputs params replay",
         "fastapi msgspec prometheus_client pydantic starlette uvicorn",
     ),
     "options": Room("errors params serve.settings settings", "typer"),
@@ -239,7 +239,7 @@ TWINS = {
     "attention": ("paged_attention",),
     "preemption": ("carry", "measure"),
     "beam_search": ("BeamSearch",),
-    "sampling": ("sample", "gather_logprobs"),
+    "sampling": ("sample",),
     "llama": ("Llama", "FlatBatch", "flatten", "rotary_tables", "inverse_frequencies"),
 }
 

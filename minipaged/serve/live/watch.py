@@ -1,0 +1,433 @@
+"""An engine's events, folded while it runs, for pages that are sent only what they have not seen.
+
+    engine's thread:  event ──► backlog                         (a few hundred nanoseconds)
+    event loop:       backlog ──► State, ten times a second, a slice at a time
+                      each block and request remembers when it last changed ──► a frame for each page
+
+A page has no queue. All that is known of it is the version that it has seen; its next frame is what changed since, so
+one that is slow, or sleeps, gets the newest state when it reads again, and nothing grows meanwhile. While no page looks
+nothing is folded until the backlog is long; from there on the engine's thread folds two old events for each new one.
+So a watch holds no more than its backlog, one entry a block, the requests that go on and a few that have ended.
+
+A frame is JSON:
+
+    whole         whether to forget everything before; then it has `sizes` too
+    sizes         device blocks, host blocks, slots of a block, tokens of the longest sequence
+    device, host  runs of blocks that are alike: [first, how many, letter, holders, filled slots, cached]; the letter is
+                  that of the first holder, as its place in replay.LETTERS, 52 for one without a letter, -1 for nobody
+    requests      [number, id, queue or how it ended, letters, prompt tokens, tokens found in the prefix cache, the runs
+                  of blocks that they were in, TTFT in ms, generated tokens]
+    grown         [number, generated tokens]: all that is new of a request
+    figures       [seconds, step, running, waiting, swapped, generated tokens, tokens looked up in the prefix cache,
+                  of them found, blocks held, TTFT in ms], one for each time something was folded; the tokens are sums
+                  since the start
+    error         why the run cannot be followed any further, if it cannot
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import msgspec
+
+from minipaged.engine.engine import Engine
+from minipaged.events import (
+    BlockCached,
+    BlockCopied,
+    BlockDeduplicated,
+    BlockEvicted,
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    PrefixReused,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    RequestPreempted,
+    SequenceFinished,
+    SequenceForked,
+    StepFailed,
+    SwappedIn,
+    SwappedOut,
+    TokenGenerated,
+    TokensComputed,
+)
+from minipaged.replay.state import LETTERS, Pool, State
+
+INTERVAL = 0.1
+"""Seconds between two frames of a page."""
+SLICE = 0.002
+"""Seconds of folding before the event loop is let go on."""
+LONGEST_BACKLOG = 20_000
+"""Events; what comes after is paid for by the engine's thread."""
+KEPT_FIGURES = 600
+KEPT_REQUESTS = 64
+"""That have ended."""
+QUIET = 10.0
+"""Seconds without any change, after which a page is sent a sign of life: either side notices the end of the other."""
+NOBODY = -1
+PLACES = {letter: place for place, letter in enumerate(LETTERS)}
+
+
+@dataclass(eq=False, slots=True)
+class Watched:
+    """One request, as the page lists it."""
+
+    number: int
+    name: str
+    num_prompt_tokens: int
+    arrived: float
+    """When, in seconds of the watch's clock."""
+    num_generated: int = 0
+    found: tuple[int, ...] = ()
+    """Blocks of the prefix cache that its first table began with."""
+    ttft: float | None = None
+    """Seconds from its arrival to its first token."""
+    ended: str = ""
+    changed: int = 0
+    """The version in which anything of it changed last."""
+    told: int = 0
+    """The version in which something else than `num_generated` did."""
+
+
+class Watch:
+    """A listener of one engine's events, from its first on; and frames for as many pages as look.
+
+    `frames` and `close` are for one event loop; calling it is for the engine's thread. `clock`: in seconds.
+    """
+
+    def __init__(self, *, interval: float = INTERVAL, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.state = State()
+        self.error = ""
+        """Why the events cannot be followed any further."""
+        self._interval = interval
+        self._clock = clock
+        self._began = clock()
+        self._backlog: deque[tuple[float, Event]] = deque()
+        self._lock = Lock()  # whoever folds has it, and whoever reads what was folded
+        self._in_turn = asyncio.Lock()  # pages fold one after another
+        self._closed = False
+        self._next_fold = 0.0
+        self._version = 0  # of what is folded and told; what is being folded belongs to the next
+        self._dirty = False  # whether anything was folded that belongs to the next
+        self._last_frame = (0, 0, b"")
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Another run begins: nothing of the one before is left."""
+        self._whole_since = self._version + 1  # who has not seen this version is told everything
+        self._device: OrderedDict[int, int] = OrderedDict()  # block -> version of its last change, in that order
+        self._host: OrderedDict[int, int] = OrderedDict()
+        self._requests: OrderedDict[str, Watched] = OrderedDict()  # in the order of their last changes
+        self._ended: deque[Watched] = deque()
+        self._figures: deque[tuple[int, tuple[Any, ...]]] = deque(maxlen=KEPT_FIGURES)
+        self._num_requests = self._num_queried = 0
+        self._ttft: float | None = None  # the longest since the last figures
+
+    @classmethod
+    def of(cls, engine: Engine) -> Watch:
+        """One that listens to an engine that has done nothing yet; its pages show its memory at once."""
+        watch, config = cls(), engine.config
+        watch(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
+        engine.listeners.append(watch)  # which tells of its start again, with what it does first
+        return watch
+
+    # --- For the engine's thread ------------------------------------------------------------------
+
+    def __call__(self, event: Event) -> None:
+        """Take one more event."""
+        self._backlog.append((self._clock(), event))
+        over = len(self._backlog) - LONGEST_BACKLOG
+        if over > 0 and self._lock.acquire(blocking=over > LONGEST_BACKLOG):  # the event loop may be folding just now
+            try:
+                self._fold(2)
+            finally:
+                self._lock.release()
+
+    # --- For the event loop -----------------------------------------------------------------------
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """What one page is sent: everything, and from then on what has changed. Empty: only a sign of life."""
+        seen, last = 0, self._clock()
+        while not self._closed:
+            await self._catch_up()
+            if seen < self._version:
+                seen, frame = self._version, self._frame_since(seen)
+                last = self._clock()
+                yield frame
+            elif self._clock() - last >= QUIET:
+                last = self._clock()
+                yield b""
+            await asyncio.sleep(self._interval)
+
+    def close(self) -> None:
+        """End all pages' frames, within one interval."""
+        self._closed = True
+
+    async def _catch_up(self) -> None:
+        """Fold what has come, unless that was done a moment ago for another page."""
+        async with self._in_turn:
+            if self._clock() < self._next_fold:
+                return
+            remaining = len(self._backlog)  # what comes meanwhile is for the next time
+            while remaining > 0:
+                with self._lock:
+                    remaining -= self._fold(remaining, until=self._clock() + SLICE)
+                await asyncio.sleep(0)
+            with self._lock:
+                self._end_version()
+            self._next_fold = self._clock() + self._interval * 0.9  # whoever wakes next is not quite in time
+
+    def _end_version(self) -> None:
+        """What was folded is one version; nothing was, no version."""
+        if not self._dirty:
+            return
+        self._dirty = False
+        self._version += 1
+        state = self.state
+        ttft, self._ttft = self._ttft, None
+        figures = (
+            round(self._clock() - self._began, 3),
+            state.step,
+            len(state.running),
+            len(state.waiting) - state.num_swapped,
+            state.num_swapped,
+            state.num_generated,
+            self._num_queried,
+            state.counts["tokens found in cache"],
+            len(state.device.holders),
+            _milliseconds(ttft),
+        )
+        self._figures.append((self._version, figures))
+
+    # --- Folding ----------------------------------------------------------------------------------
+
+    def _fold(self, most: int, until: float = float("inf")) -> int:
+        """Follow at most so many events of the backlog, and until when; returns how many there were."""
+        for done in range(most):
+            if not self._backlog:
+                break  # the other thread was quicker
+            if done % 16 == 15 and self._clock() >= until:
+                return done
+            moment, event = self._backlog.popleft()
+            if self.error:
+                continue
+            self._dirty = True
+            try:
+                self._follow(event, moment)
+            except (LookupError, ValueError) as error:  # never the engine's trouble
+                self.error = f"{event.name} does not follow from what happened before: {error!r}"
+        return most
+
+    def _follow(self, event: Event, moment: float) -> None:
+        """One event: who changes by it, in the state before and after."""
+        state, device = self.state, self._device
+        match event:
+            case TokensComputed():
+                sequence = state.sequences[event.sequence]
+                first = sequence.num_computed // state.block_size
+                begins = not sequence.table
+                state.apply(event)
+                self._touch(device, sequence.table[first:])
+                if begins:
+                    self._tell(sequence.request.name)
+            case TokenGenerated():
+                state.apply(event)
+                self._generated(event.request, moment)
+            case BlockCopied():
+                state.apply(event)
+                self._touch(device, (event.source, event.destination))
+            case BlocksFreed():
+                sequence = state.sequences[event.sequence]
+                self._touch(self._host if sequence.swapped else device, event.blocks)
+                state.apply(event)
+                self._tell(sequence.request.name)
+            case PrefixReused():
+                state.apply(event)
+                self._touch(device, event.blocks)
+                self._reused(event)
+            case SwappedOut() | SwappedIn():
+                state.apply(event)
+                for one, other in event.pairs:
+                    on_device, on_host = (one, other) if isinstance(event, SwappedOut) else (other, one)
+                    self._touch(device, (on_device,))
+                    self._touch(self._host, (on_host,))
+                self._tell(event.request)
+            case BlockCached() | BlockEvicted():
+                state.apply(event)
+                self._touch(device, (event.block,))
+            case BlockDeduplicated():
+                state.apply(event)
+                self._touch(device, (event.own, event.cached))
+            case SequenceForked():
+                state.apply(event)
+                parent = state.sequences[event.parent]
+                self._touch(self._host if parent.swapped else device, parent.table)
+                self._tell(event.request)
+            case _:
+                state.apply(event)
+                self._follow_request(event, moment)
+
+    def _follow_request(self, event: Event, moment: float) -> None:
+        match event:
+            case EngineStarted():
+                self._forget_run()
+            case RequestArrived():
+                if earlier := self._requests.get(event.request):  # which has ended: its id is used again
+                    self._forget(earlier)
+                prompt = len(event.prompt_token_ids)
+                self._requests[event.request] = Watched(self._num_requests, event.request, prompt, moment)
+                self._num_requests += 1
+                self._tell(event.request)
+            case RequestAdmitted():
+                self._num_queried += event.num_looked_up
+                self._tell(event.request)
+            case RequestPreempted() | SequenceFinished():
+                self._tell(event.request)
+            case RequestFinished():
+                self._tell(event.request)
+                self._end(self._requests[event.request], event.reason)
+            case StepFailed():
+                for name in event.requests:
+                    self._tell(name)
+
+    def _touch(self, changed: OrderedDict[int, int], blocks: Iterable[int]) -> None:
+        """These blocks are not what they were."""
+        for block in blocks:
+            changed[block] = self._version + 1
+            changed.move_to_end(block)
+
+    def _tell(self, name: str) -> None:
+        """More of this request is not what it was than what it has generated."""
+        request = self._requests[name]
+        request.changed = request.told = self._version + 1
+        self._requests.move_to_end(name)
+
+    def _generated(self, name: str, moment: float) -> None:
+        request = self._requests[name]
+        request.num_generated += 1
+        if request.ttft is None:
+            request.ttft = moment - request.arrived
+            self._ttft = max(self._ttft or 0.0, request.ttft)
+            self._tell(name)
+        request.changed = self._version + 1
+        self._requests.move_to_end(name)
+
+    def _reused(self, event: PrefixReused) -> None:
+        name = self.state.sequences[event.sequence].request.name
+        request = self._requests[name]
+        if event.source == "cache" and request.ttft is None and not request.found:  # not when it comes back
+            request.found = event.blocks
+        self._tell(name)
+
+    def _end(self, request: Watched, reason: str) -> None:
+        request.ended = reason
+        self._ended.append(request)
+        if len(self._ended) > KEPT_REQUESTS:
+            self._forget(self._ended[0])
+
+    def _forget(self, request: Watched) -> None:
+        """Who has not seen its end is told everything."""
+        self._ended.remove(request)
+        del self._requests[request.name]
+        self._whole_since = max(self._whole_since, request.changed)
+
+    # --- Telling ----------------------------------------------------------------------------------
+
+    def _frame_since(self, seen: int) -> bytes:
+        """What has changed since a version, up to this one. Pages that are as far share it."""
+        if self._last_frame[:2] != (seen, self._version):
+            with self._lock:
+                self._last_frame = (seen, self._version, msgspec.json.encode(self._tell_since(seen)))
+        return self._last_frame[2]
+
+    def _tell_since(self, seen: int) -> dict[str, Any]:
+        state = self.state
+        frame: dict[str, Any] = {}
+        if seen < self._whole_since:
+            seen = 0
+            sizes = (state.device.num_blocks, state.host.num_blocks, state.block_size, state.max_model_len)
+            frame |= {"whole": True, "sizes": sizes}
+        if device := self._runs(state.device, _newer(self._device, seen)):
+            frame["device"] = device
+        if host := self._runs(state.host, _newer(self._host, seen)):
+            frame["host"] = host
+        changed = []
+        for request in reversed(self._requests.values()):
+            if request.changed <= seen:
+                break
+            changed.append(request)
+        if told := [self._row(request) for request in changed if request.told > seen]:
+            frame["requests"] = told
+        if grown := [(one.number, one.num_generated) for one in changed if one.told <= seen]:
+            frame["grown"] = grown
+        frame["figures"] = [figures for version, figures in self._figures if version > seen]
+        if self.error:
+            frame["error"] = self.error
+        return frame
+
+    def _runs(self, pool: Pool, blocks: list[int]) -> list[list[int]]:
+        """What is so of these blocks, those together that stand together and are alike."""
+        runs: list[list[int]] = []
+        cached = self.state.cached if pool is self.state.device else ()
+        sequences, holders_of, filled = self.state.sequences, pool.holders, pool.filled
+        end, before = -1, None
+        for block in sorted(blocks):
+            is_cached = block in cached
+            if holders := holders_of.get(block):
+                letter = PLACES.get(sequences[holders[0]].letter, len(LETTERS))
+                cell = (letter, len(holders), filled[block], int(is_cached))
+            else:
+                cell = (NOBODY, 0, self.state.block_size if is_cached else 0, int(is_cached))
+            if block == end and cell == before:
+                runs[-1][1] += 1
+            else:
+                runs.append([block, 1, *cell])
+                before = cell
+            end = block + 1
+        return runs
+
+    def _row(self, request: Watched) -> tuple[Any, ...]:
+        live = self.state.requests.get(request.name) if not request.ended else None
+        return (
+            request.number,
+            request.name,
+            live.queue if live else request.ended,
+            "".join(sequence.letter for sequence in live.sequences) if live else "",
+            request.num_prompt_tokens,
+            len(request.found) * self.state.block_size,
+            _runs_of(request.found),
+            _milliseconds(request.ttft),
+            request.num_generated,
+        )
+
+
+def _newer(changed: OrderedDict[int, int], seen: int) -> list[int]:
+    """Those that changed after a version."""
+    found = []
+    for block in reversed(changed):
+        if changed[block] <= seen:
+            break
+        found.append(block)
+    return found
+
+
+def _runs_of(blocks: Iterable[int]) -> list[list[int]]:
+    """[first, how many] of numbers in order: 7, 8, 9, 4 -> [7, 3], [4, 1]."""
+    runs: list[list[int]] = []
+    for block in blocks:
+        if runs and block == runs[-1][0] + runs[-1][1]:
+            runs[-1][1] += 1
+        else:
+            runs.append([block, 1])
+    return runs
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 1)

@@ -1,0 +1,817 @@
+"""The live page tells what the engine has, to whoever looks and however slowly; and it can be used by everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from playwright.sync_api import Browser
+
+from minipaged import SamplingParams
+from minipaged.events import (
+    BlockCached,
+    BlockEvicted,
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    PrefixReused,
+    RequestAdmitted,
+    RequestArrived,
+    RequestPreempted,
+    StepFinished,
+    TokenGenerated,
+    TokensComputed,
+)
+from minipaged.llm import LoadedModel
+from minipaged.replay.state import LETTERS, Pool, State
+from minipaged.serve.live import watch as watch_module
+from minipaged.serve.live.watch import KEPT_FIGURES, KEPT_REQUESTS, LONGEST_BACKLOG, Watch
+from minipaged.serve.settings import ServeSettings
+from tests.browser import Watched, axe_script
+from tests.serve.harness import Served, served
+from tests.serve.live_server import KEY, MODEL, SmallServer
+from tests.workloads import Run, random_workload
+
+Json = dict[str, Any]
+
+
+# --- What a watch tells ---------------------------------------------------------------------------
+
+
+@dataclass
+class Page:
+    """One page's frames, put together."""
+
+    device: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Block -> letter, holders, filled slots, cached; free ones are left out."""
+    host: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    requests: dict[int, list[Any]] = field(default_factory=dict)
+    figures: list[Any] = field(default_factory=list)
+    frames: list[bytes] = field(default_factory=list)
+
+    def take(self, frame: bytes) -> None:
+        self.frames.append(frame)
+        told: Json = json.loads(frame)
+        if told.get("whole"):
+            self.device, self.host, self.requests, self.figures = {}, {}, {}, []
+        for pool, runs in ((self.device, told.get("device", [])), (self.host, told.get("host", []))):
+            for first, number, *cell in runs:
+                for block in range(first, first + number):
+                    pool[block] = tuple(cell)
+                    if tuple(cell) == (-1, 0, 0, 0):
+                        del pool[block]
+        for row in told.get("requests", []):
+            self.requests[row[0]] = row
+        for number, generated in told.get("grown", []):
+            self.requests[number][-1] = generated
+        self.figures += told["figures"]
+
+    def check(self, state: State) -> None:
+        """The page shows what the state is."""
+        assert self.device == cells(state, state.device)
+        assert self.host == cells(state, state.host)
+        live = {row[1]: row for row in self.requests.values() if row[2] in ("waiting", "running", "swapped")}
+        assert {name: (row[2], row[3], row[4]) for name, row in live.items()} == {
+            name: (request.queue, "".join(s.letter for s in request.sequences), len(request.prompt))
+            for name, request in state.requests.items()
+        }
+        swapped = state.num_swapped
+        assert self.figures[-1][1:6] == [
+            state.step,
+            len(state.running),
+            len(state.waiting) - swapped,
+            swapped,
+            state.num_generated,
+        ]
+        assert self.figures[-1][8] == len(state.device.holders)
+
+
+def cells(state: State, pool: Pool) -> dict[int, tuple[int, ...]]:
+    cached = state.cached if pool is state.device else {}
+    found = dict.fromkeys(cached, (-1, 0, state.block_size, 1))
+    for block, holders in pool.holders.items():
+        letter = LETTERS.find(state.sequences[holders[0]].letter)
+        place = letter if letter >= 0 else len(LETTERS)
+        found[block] = (place, len(holders), pool.filled[block], int(block in cached))
+    return found
+
+
+def events_of(seed: int) -> list[Event]:
+    heard: list[Event] = []
+    Run(random_workload(seed), listeners=[heard.append]).to_the_end()
+    return heard
+
+
+def test_the_frames_of_slow_and_quick_pages_add_up_to_the_state() -> None:
+    """After any number of events, for whoever reads then: however much he has left out."""
+    seen: set[str] = set()
+    for seed in range(12):
+        seen |= follow_with_pages(events_of(seed))
+    assert seen > {"swapped_in", "prefix_reused", "sequence_forked", "block_copied", "block_deduplicated"}
+    assert seen > {"block_evicted", "request_preempted", "beam_finished"}
+
+
+def follow_with_pages(events: list[Event]) -> set[str]:
+    """Returns what kinds of events there were."""
+    state, watch = State(), Watch(interval=0)
+    readers = [(1 + 7 * place, watch.frames(), Page()) for place in range(4)]
+
+    async def follow() -> None:
+        for number, event in enumerate(events, start=1):
+            state.apply(event)
+            watch(event)
+            for pace, frames, page in readers:
+                if number % pace == 0:
+                    page.take(await anext(frames))
+                    page.check(state)
+
+    asyncio.run(follow())
+    assert not watch.error
+    return {event.name for event in events}
+
+
+def test_what_each_request_has_generated_and_found_is_told() -> None:
+    watch, page = Watch(interval=0), Page()
+    engine = MODEL.engine(num_blocks=64, block_size=4, enable_prefix_caching=True)
+    engine.listeners.append(watch)
+    for name in ("first", "second"):
+        engine.add_request(list(range(30)), SamplingParams(max_tokens=6, temperature=0), request_id=name)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    async def read() -> None:
+        page.take(await anext(watch.frames()))
+
+    asyncio.run(read())
+    first, second = page.requests[0], page.requests[1]
+    assert first[1:6] == ["first", "finished", "", 30, 0]
+    assert second[1:6] == ["second", "finished", "", 30, 28]
+    assert sum(number for _, number in second[6]) == 7
+    assert [row[-1] for row in (first, second)] == [6, 6]
+    assert page.figures[-1][6:8] == [60, 28]  # of the 60 tokens of both prompts, 28 were found
+
+
+def test_a_request_that_comes_back_is_told_by_what_it_found_first() -> None:
+    watch, page = Watch(interval=0), Page()
+    found, computed = PrefixReused(1, (0,), "cache"), TokensComputed(1, 6, (1,), 0)
+    for event in (
+        *(EngineStarted(8, 0, 4, 32), RequestArrived("a", 0, (1, 2, 3, 4), 1), RequestArrived("b", 1, (1,) * 6, 1)),
+        *(RequestAdmitted("a", 4), TokensComputed(0, 4, (0,), 0), BlockCached(0, 0, 0)),
+        *(RequestAdmitted("b", 6), found, computed, TokenGenerated("b", 1, 3, 0.0)),
+        *(
+            RequestPreempted("b", "recompute", 2, 6, 1),
+            BlocksFreed(1, (0, 1)),
+            RequestAdmitted("b", 6),
+            found,
+            computed,
+        ),
+    ):
+        watch(event)
+
+    async def read() -> None:
+        page.take(await anext(watch.frames()))
+
+    asyncio.run(read())
+    assert not watch.error
+    assert page.requests[1][5:7] == [4, [[0, 1]]]
+    assert page.figures[-1][6:8] == [16, 8]  # as the metrics have it: it was looked up twice
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_ttft_is_counted_from_arrival_to_the_first_token_and_not_to_the_next_frame() -> None:
+    clock, page = Clock(), Page()
+    watch = Watch(interval=0, clock=clock)
+    watch(EngineStarted(8, 0, 4, 32))
+    watch(RequestArrived("slow", 0, (1, 2), 1))
+    clock.now += 0.25
+    watch(TokenGenerated("slow", 0, 3, 0.0))
+    clock.now += 1
+    watch(TokenGenerated("slow", 0, 4, 0.0))
+
+    async def read() -> None:
+        page.take(await anext(watch.frames()))
+
+    asyncio.run(read())
+    assert page.requests[0][7] == 250
+    assert page.figures[-1][9] == 250
+
+
+def test_nothing_is_sent_while_nothing_changes_but_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(interval=0.001)
+    watch(EngineStarted(8, 0, 4, 32))
+
+    async def read() -> list[bytes]:
+        frames = watch.frames()
+        got = [await anext(frames)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(frames), 0.05)
+        monkeypatch.setattr(watch_module, "QUIET", 0.02)
+        frames = watch.frames()
+        return [*got, await anext(frames), await anext(frames)]
+
+    first, again, life = asyncio.run(read())
+    assert first == again != b""
+    assert life == b""
+
+
+def test_a_page_that_sleeps_makes_nothing_grow_and_then_gets_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch_module, "LONGEST_BACKLOG", 500)
+    watch, state = Watch(interval=0), State()
+    engine = MODEL.engine(num_blocks=64, block_size=4, enable_prefix_caching=True)
+    engine.listeners.append(watch)
+    engine.listeners.append(state.apply)
+    engine.add_request(list(range(9)), SamplingParams(max_tokens=5, temperature=0))
+    engine.step()
+    sleeper, awake, page = watch.frames(), watch.frames(), Page()
+
+    async def sleep() -> None:
+        page.take(await anext(sleeper))
+        for number in range(300):  # more than are remembered when they have ended
+            first = number * 11 % 3000
+            engine.add_request(list(range(first, first + 9)), SamplingParams(max_tokens=5, temperature=0))
+            while engine.has_unfinished_requests():
+                engine.step()
+            assert len(watch._backlog) <= 501
+            if number % 2:
+                await anext(awake)
+        page.take(await anext(sleeper))
+
+    asyncio.run(sleep())
+    page.check(state)
+    assert b'"whole"' in page.frames[-1]  # it has not seen how some ended that are forgotten
+    assert len(page.requests) == len(watch._requests) == KEPT_REQUESTS
+    assert len(watch._device) <= 64
+
+
+def test_with_no_page_at_all_the_backlog_is_bounded() -> None:
+    watch = Watch()
+    watch(EngineStarted(8, 0, 4, 10**9))
+    watch(RequestArrived("endless", 0, (1, 2), 1))
+    for _ in range(2 * LONGEST_BACKLOG):
+        watch(TokenGenerated("endless", 0, 3, 0.0))
+    assert len(watch._backlog) <= LONGEST_BACKLOG + 1
+    watch._fold(10**9)
+    assert watch.state.num_generated == 2 * LONGEST_BACKLOG
+
+
+def test_figures_are_bounded() -> None:
+    watch = Watch(interval=0)
+    watch(EngineStarted(8, 0, 4, 10**9))
+
+    async def read() -> None:
+        frames, page = watch.frames(), Page()
+        for step in range(KEPT_FIGURES + 50):
+            watch(StepFinished(step, 1, 1, 0.01))
+            page.take(await anext(frames))
+        assert len(page.figures) == KEPT_FIGURES + 50
+        late = Page()
+        late.take(await anext(watch.frames()))
+        assert late.figures == page.figures[-KEPT_FIGURES:]
+
+    asyncio.run(read())
+
+
+def test_many_pages_share_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, watch = events_of(3), Watch(interval=0.001)
+    told: list[int] = []
+    tell_since = Watch._tell_since
+    monkeypatch.setattr(Watch, "_tell_since", lambda self, seen: told.append(seen) or tell_since(self, seen))
+
+    async def read(page: Page) -> Page:
+        async for frame in watch.frames():
+            page.take(frame)
+        return page
+
+    async def look() -> list[Page]:
+        pages = [asyncio.create_task(read(Page())) for _ in range(20)]
+        for event in events:
+            watch(event)
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.2)
+        watch.close()
+        return await asyncio.gather(*pages)
+
+    pages = asyncio.run(asyncio.wait_for(look(), 30))
+    state = State()
+    for event in events:
+        state.apply(event)
+    for page in pages:
+        page.check(state)
+    assert len(told) < sum(len(page.frames) for page in pages) / 4
+
+
+def test_events_that_do_not_follow_end_the_telling_and_not_the_engine() -> None:
+    watch = Watch(interval=0)
+    watch(EngineStarted(8, 0, 4, 32))
+    watch(BlockEvicted(3))
+    watch(EngineStarted(8, 0, 4, 32))
+
+    async def read() -> Json:
+        told: Json = json.loads(await anext(watch.frames()))
+        return told
+
+    assert "block_evicted does not follow" in asyncio.run(read())["error"]
+
+
+def test_a_busy_engine_of_10_000_blocks_is_told_in_few_bytes() -> None:
+    watch, page = Watch(interval=0), Page()
+    engine = MODEL.engine(num_blocks=10_000, block_size=16, max_model_len=4000)
+    engine.listeners.append(watch)
+    for number in range(32):
+        prompt = list(range(number, number + 2000))
+        engine.add_request(prompt, SamplingParams(max_tokens=60, temperature=0), request_id=f"chatcmpl-{number:032x}")
+    while len(watch.state.running) < 32 or watch.state.waiting:
+        engine.step()
+        watch._fold(10**9)
+
+    async def read() -> None:
+        frames = watch.frames()
+        for _ in range(8):
+            engine.step()
+            engine.step()
+            page.take(await anext(frames))
+
+    asyncio.run(read())
+    whole, *later = [len(frame) for frame in page.frames]
+    assert whole < 100_000
+    assert max(later) < 2_500  # 25 kB a second
+    assert sum(map(bool, page.device)) > 4000
+
+
+class CountingWatch(Watch):
+    """Knows how many look."""
+
+    looking = 0
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        self.looking += 1
+        try:
+            async for frame in super().frames():
+                yield frame
+        finally:
+            self.looking -= 1
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_stream_ends_when_the_client_leaves_and_when_the_server_does() -> None:
+    class Server(SmallServer):
+        watch_kind = CountingWatch
+
+    server = Server()
+    watch = server.watch
+    assert isinstance(watch, CountingWatch)
+    with server.served() as url, httpx.Client() as client:
+        with client.stream("GET", f"{url}/live/events") as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            lines = answer.iter_lines()  # which ends the stream when it is let go
+            assert next(lines).startswith('data: {"whole":true')
+            assert watch.looking == 1
+        eventually(lambda: watch.looking == 0)
+        read_until_the_end: list[str] = []
+
+        def read() -> None:
+            with client.stream("GET", f"{url}/live/events") as answer:
+                read_until_the_end.extend(answer.iter_lines())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        eventually(lambda: watch.looking == 1)
+        watch.close()
+        reader.join(5)
+        assert not reader.is_alive()
+        assert read_until_the_end
+
+
+def test_the_page_is_open_and_what_it_shows_is_behind_the_key() -> None:
+    with SmallServer(key=KEY).served() as url:
+        for path in ("/", "/assets/live.js", "/assets/live.css"):
+            answer = httpx.get(url + path)
+            assert answer.status_code == 200
+            assert "script-src 'self'" in answer.headers["content-security-policy"]
+        assert httpx.get(f"{url}/live/events").status_code == 401
+
+
+# --- In a browser ---------------------------------------------------------------------------------
+
+
+def until(page: Any, condition: str) -> None:
+    """Wait until something holds on the page. (Playwright's own waiting is forbidden by the page's policy.)"""
+    eventually(lambda: bool(page.evaluate(condition)))
+
+
+@dataclass
+class Opened:
+    server: SmallServer
+    url: str
+    watched: Watched
+
+    @property
+    def page(self) -> Any:
+        return self.watched.page
+
+    def until(self, condition: str) -> None:
+        """Wait until something holds of `shown`, the state on the page."""
+        until(self.page, f"(() => {{ const shown = minipaged.shown(); return {condition}; }})()")
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Callable[..., Opened]]:
+    """Opens the page of a small server; at the end, it has complained of nothing and asked for nothing elsewhere."""
+    with contextlib.ExitStack() as stack:
+        opened: list[Opened] = []
+
+        def open_page(server: SmallServer | None = None, **settings: Any) -> Opened:
+            server = server or SmallServer()
+            url = stack.enter_context(server.served())
+            found = Opened(server, url, Watched(browser, **settings))
+            stack.callback(found.page.close)
+            found.page.goto(url)
+            found.until("shown.sizes[0] > 0")
+            opened.append(found)
+            return found
+
+        yield open_page
+        for one in opened:
+            one.watched.check()
+            assert {urlsplit(asked).netloc for asked in one.watched.asked} == {urlsplit(one.url).netloc}
+
+
+def folded(opened: Opened) -> State:
+    """What the engine's events come to."""
+    state: State = opened.server.watch.state
+    return state
+
+
+SHOWN = """() => {
+  const {device, requests, figures} = minipaged.shown();
+  const cells = {};
+  for (let i = 0; i < device.length; i++) {
+    const cell = [device.letter[i], device.holders[i], device.filled[i], device.cached[i]];
+    if (cell.join() !== "-1,0,0,0") cells[i] = cell;
+  }
+  return {cells, step: figures[1], names: [...requests.values()].map((r) => [r.id, r.queue, r.generated]).sort()};
+}"""
+
+
+def test_the_page_shows_what_the_engine_has(open_page: Callable[..., Opened]) -> None:
+    opened = open_page(SmallServer(step_seconds=0.02))
+    opened.server.add(100, 30, "first", n=3)
+    opened.server.add(70, 10, "second")
+    opened.until("[...shown.requests.values()].some((r) => r.queue === 'running' && r.letters.length === 3)")
+    page = opened.page
+    assert "shared)" in page.locator("#counts").text_content()
+    assert page.locator("#rows .swatch").count() >= 3
+    opened.until("[...shown.requests.values()].every((r) => r.queue === 'finished') && shown.requests.size === 2")
+    shown, state = page.evaluate(SHOWN), folded(opened)
+    assert {int(block): tuple(cell) for block, cell in shown["cells"].items()} == cells(state, state.device)
+    assert shown["step"] == state.step
+    assert shown["names"] == [["first", "finished", 90], ["second", "finished", 10]]
+    assert page.locator("#model").text_content() == "a model that tells words"
+    captions = " ".join(page.locator("figcaption").all_text_contents())
+    assert "running, waiting (dashed), swapped (dotted): 0, 0, 0" in captions
+    assert "tokens a second: 0" in captions
+    assert re.search(r"time to first token: [\d,]+ ms", captions)
+    assert re.search(r"prompt tokens found in the cache: \d+ %", captions)
+
+
+def test_one_can_step_back_and_on_again(open_page: Callable[..., Opened]) -> None:
+    opened = open_page(SmallServer(step_seconds=0.02))
+    page = opened.page
+    page.evaluate(
+        """() => {  // remember each state as it was when it was the newest
+          const {history} = minipaged;
+          globalThis.were = [];
+          const push = history.push.bind(history);
+          history.push = (frame) => { push(frame); were[history.last] = history.latest.copy(); };
+        }"""
+    )
+    opened.server.add(100, 120, "first", n=2)
+    opened.server.add(50, 60, "second")
+    opened.until("[...shown.requests.values()].every((r) => r.queue === 'finished') && shown.requests.size === 2")
+    same = page.evaluate(
+        """() => Object.keys(were).reverse().map((n) => [
+          JSON.stringify([...minipaged.history.at(Number(n)).requests, minipaged.history.at(Number(n))]),
+          JSON.stringify([...were[n].requests, were[n]])])"""
+    )
+    assert len(same) > 10
+    assert len({then for _, then in same}) == len(same)
+    assert all(back == then for back, then in same)
+    page.get_by_role("button", name="Pause").click()
+    newest = page.evaluate("minipaged.history.last")
+    page.get_by_role("button", name="One change back").click()
+    page.get_by_role("button", name="One change back").click()
+    until(page, f"document.querySelector('#when').value === '{newest - 2}'")
+    assert "s before the newest" in page.locator("#moment").text_content()
+    page.get_by_role("button", name="One change on").click()
+    page.get_by_role("slider", name="Change").press("Home")
+    until(page, "minipaged.shown().figures[1] === 0")
+    assert page.get_by_role("button", name="One change back").is_disabled()
+    opened.server.add(50, 5, "third")  # what comes meanwhile does not disturb who looks at the past
+    until(page, f"minipaged.history.last > {newest}")
+    assert page.evaluate("minipaged.shown().figures[1]") == 0
+    page.get_by_role("button", name="Live").click()
+    opened.until("shown === minipaged.history.latest && [...shown.requests.values()].some((r) => r.id === 'third')")
+
+
+def test_the_history_is_bounded_and_says_so(open_page: Callable[..., Opened]) -> None:
+    opened = open_page()
+    sizes = opened.page.evaluate(
+        """() => {
+          const {history} = minipaged;
+          for (let i = 1; i <= 1500; i++) {
+            history.push({device: [[i % 64, 1, i % 50, 1, 3, 0]], figures: [[i, i, 0, 0, 0, 0, 0, 0, 0, null]]});
+          }
+          const {frames, copies, first, last} = history;
+          const [oldest, newest] = [first, last].map((n) => history.at(n).figures[0]);
+          return [frames.length, copies.length, last - first + 1, oldest, newest];
+        }"""
+    )
+    frames, copies, length, oldest, newest = sizes
+    assert 600 <= frames == length <= 650
+    assert copies <= 13
+    assert newest == 1500
+    assert oldest == 1500 - frames + 1
+    assert "The last 600 changes are kept" in opened.page.locator("#moment").text_content()
+
+
+def ask(page: Any, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.get_by_label("Message").press("Enter")
+
+
+def test_the_chat_says_which_blocks_each_turn_shared(open_page: Callable[..., Opened]) -> None:
+    opened = open_page()
+    page = opened.page
+    ask(page, "three words here")  # 120 tokens
+    notes = page.locator("#turns .note")
+    until(page, "/ 20 tokens.*usage/.test(document.querySelector('#turns .note').textContent)")
+    note = notes.first.text_content()
+    assert "Shared no block: all 120 prompt tokens were computed. 20 tokens generated. (usage: 0 cached)" in note
+    assert "word120" in page.locator("#turns .text").nth(1).text_content()
+    ask(page, "and more")
+    until(page, "document.querySelectorAll('#turns .note')[1]?.textContent.includes('usage')")
+    found = int(re.findall(r"usage: (\d+) cached", notes.nth(1).text_content())[0])
+    assert found >= 128
+    assert f"Shared {found // 16} blocks with what was there before: {found} of 1000" in notes.nth(1).text_content()
+    show = page.get_by_role("button", name="Show them")
+    show.click()
+    assert show.get_attribute("aria-pressed") == "true"
+    show.click()
+    assert show.get_attribute("aria-pressed") == "false"
+    page.get_by_role("button", name="New conversation").click()
+    assert page.locator("#turns li").count() == 0
+
+
+def test_the_chat_can_be_stopped_and_then_nothing_goes_on(open_page: Callable[..., Opened]) -> None:
+    opened = open_page(SmallServer(num_blocks=200, step_seconds=0.02))
+    page = opened.page
+    ask(page, "a long story")
+    until(page, "document.querySelector('#turns li:last-child .text').textContent.includes('word12')")
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_text("Stopped.").wait_for()
+    opened.until("[...shown.requests.values()].every((r) => r.queue === 'aborted')")
+    assert len(opened.server.aborted) == 1
+    assert not opened.server.engine.has_unfinished_requests()
+    assert page.get_by_role("button", name="Send").is_enabled()
+    assert page.get_by_role("button", name="Stop").is_disabled()
+
+
+@pytest.mark.thorough
+def test_the_chat_says_what_went_wrong_and_goes_on(open_page: Callable[..., Opened]) -> None:
+    opened = open_page()
+    page = opened.page
+    ask(page, "fail")
+    page.get_by_role("alert").get_by_text("nothing will come of it").wait_for()
+    assert any("400" in said for said in opened.watched.complaints)  # the browser's own word for it
+    opened.watched.complaints.clear()
+    ask(page, "better now")
+    until(page, "document.querySelectorAll('#turns .note').length === 2")
+    until(page, "document.querySelectorAll('#turns .note')[1].textContent.includes('all 80 prompt tokens')")
+
+
+@pytest.mark.thorough
+def test_what_the_model_says_is_only_text(open_page: Callable[..., Opened]) -> None:
+    opened = open_page()
+    evil = "<img src=x onerror=alert(1)>"
+    ask(opened.page, evil)
+    opened.server.add(20, 3, evil)
+    opened.until("shown.requests.size === 2")
+    assert evil in opened.page.locator("#turns").text_content()
+    assert opened.page.locator("img").count() == 0
+
+
+@pytest.mark.thorough
+def test_a_page_whose_server_is_started_again_shows_the_new_one(
+    open_page: Callable[..., Opened], browser: Browser
+) -> None:
+    first, second = SmallServer(), SmallServer(num_blocks=32)
+    page = browser.new_page()
+    with first.served() as url:
+        first.add(40, 5, "before")
+        page.goto(url)
+        until(page, "minipaged.shown().requests.size === 1")
+    page.get_by_text("not connected, trying again").wait_for()
+    with second.served(port=urlsplit(url).port or 0):
+        until(page, "minipaged.shown().device.length === 32 && minipaged.shown().requests.size === 0")
+        assert page.locator("#status").text_content() == "connected"
+    page.close()
+
+
+def test_with_a_key_the_page_asks_for_it_until_it_is_right(browser: Browser) -> None:
+    with SmallServer(key=KEY).served() as url:
+        page = browser.new_page()
+        page.goto(url)
+        for wrong_or_right in ("wrong", KEY):
+            page.get_by_label("This server wants its API key").fill(wrong_or_right)
+            page.keyboard.press("Enter")
+            if wrong_or_right == "wrong":
+                page.get_by_text("this key is not the server's").wait_for()
+        until(page, "minipaged.shown().device.length === 64")
+        assert page.locator("form#key").is_hidden()
+        ask(page, "hello")
+        until(page, "document.querySelector('#turns .note')?.textContent.includes('40 prompt tokens')")
+        page.reload()
+        until(page, "minipaged.shown().device.length === 64")  # it is known as long as the tab is open
+        page.close()
+
+
+def busy(num_blocks: int, num_requests: int, num_words: int) -> SmallServer:
+    """A server that goes on for long, with free, held, shared and cached blocks."""
+    server = SmallServer(num_blocks=num_blocks, num_swap_blocks=8, step_seconds=0.05)
+    for number in range(num_requests):
+        prompt, first = num_words, 300 * number % 3000
+        params = SamplingParams(max_tokens=1 if number == 0 else 150, temperature=0, n=2 if number == 1 else 1)
+        server.engine.add_request(list(range(first, first + prompt)), params, request_id=f"chatcmpl-{number:032x}")
+    return server
+
+
+GREY = """() => {
+  const canvas = document.querySelector("#device"), pen = canvas.getContext("2d"), {device} = minipaged.shown();
+  const box = canvas.getBoundingClientRect(), scale = canvas.width / box.width;
+  const {pitch, columns} = minipaged.maps.device;
+  const {data} = pen.getImageData(0, 0, canvas.width, canvas.height);
+  const grey = {};
+  for (let i = 0; i < device.length; i++) {
+    const holders = device.holders[i];
+    const kind = holders > 1 ? "shared" : holders ? "held" : device.cached[i] ? "cached" : "free";
+    const place = [(i % columns) * pitch, Math.floor(i / columns) * pitch, pitch];
+    const [x, y, side] = place.map((v) => Math.round(v * scale));
+    let sum = 0;
+    for (let row = y; row < y + side; row++) {
+      for (let column = x; column < x + side; column++) {
+        const [r, g, b, a] = data.subarray(4 * (row * canvas.width + column));
+        sum += (a / 255) * (255 - (0.2126 * r + 0.7152 * g + 0.0722 * b)) / 255;
+      }
+    }
+    (grey[kind] ??= []).push(sum / side ** 2);
+  }
+  return grey;
+}"""
+"""How much darker than the (white) page each kind of block is drawn, from 0 to 1."""
+
+
+@pytest.mark.parametrize(("num_blocks", "words"), [(64, 160), pytest.param(10_000, 900, marks=pytest.mark.thorough)])
+def test_free_cached_and_held_blocks_differ_without_colour(
+    open_page: Callable[..., Opened], num_blocks: int, words: int
+) -> None:
+    opened = open_page(busy(num_blocks, 4 if num_blocks == 64 else 8, words), viewport={"width": 1280, "height": 900})
+    opened.until("shown.figures[2] >= 2 && shown.device.counts().cached > 3 && shown.device.counts().shared > 3")
+    opened.page.get_by_role("button", name="Pause").click()
+    opened.page.wait_for_timeout(100)
+    grey = opened.page.evaluate(GREY)
+    assert set(grey) == {"free", "cached", "held", "shared"}
+    lightest = {kind: min(found) for kind, found in grey.items()}
+    darkest = {kind: max(found) for kind, found in grey.items()}
+    assert darkest["free"] + 0.03 < lightest["cached"], (lightest, darkest)
+    assert darkest["cached"] + 0.03 < lightest["held"], (lightest, darkest)
+    height = opened.page.locator("#device").bounding_box()["height"]
+    assert height < 700
+
+
+def test_each_block_tells_of_itself_by_key_and_by_pointer(open_page: Callable[..., Opened]) -> None:
+    opened = open_page(busy(64, 4, 160))
+    opened.until("shown.figures[2] >= 2 && shown.device.counts().cached > 3 && shown.device.counts().shared > 3")
+    page = opened.page
+    page.get_by_role("button", name="Pause").click()
+    page.wait_for_timeout(100)
+    shared = page.evaluate("minipaged.shown().device.holders.findIndex((n) => n > 1)")
+    blocks = page.get_by_role("slider", name="Device blocks")
+    blocks.focus()
+    blocks.press("Home")
+    for _ in range(shared):
+        blocks.press("ArrowRight")
+    tip = page.locator("#tip")
+    assert re.fullmatch(
+        rf"block {shared}: held by [A-Z] of chatcmpl-0+1 and 1 other sequence.*; 16 of 16 slots filled",
+        tip.text_content(),
+    )
+    assert blocks.get_attribute("aria-valuetext") == tip.text_content()
+    blocks.press("End")
+    assert tip.text_content() == "block 63: free"
+    blocks.hover(position={"x": 3, "y": 3})
+    assert tip.text_content().startswith("block 0: ")
+    maps = page.evaluate("[minipaged.maps.device.pitch, minipaged.maps.device.columns]")
+    blocks.press("ArrowDown")
+    assert tip.text_content().startswith(f"block {maps[1]}: ")
+
+
+SCREENS = {"desktop": {"width": 1280, "height": 900}, "phone": {"width": 390, "height": 844}}
+
+
+@pytest.mark.parametrize(
+    ("screen", "colors"),
+    [
+        ("desktop", "light"),
+        ("phone", "dark"),
+        pytest.param("desktop", "dark", marks=pytest.mark.thorough),
+        pytest.param("phone", "light", marks=pytest.mark.thorough),
+    ],
+)
+def test_the_page_is_for_everybody(open_page: Callable[..., Opened], screen: str, colors: str) -> None:
+    opened = open_page(busy(200, 20, 100), viewport=SCREENS[screen], color_scheme=colors, reduced_motion="reduce")
+    page = opened.page
+    opened.until("new Set([...shown.requests.values()].flatMap((r) => [...r.letters])).size > 12")
+    ask(page, "fail")
+    page.get_by_role("alert").wait_for()
+    opened.watched.complaints.clear()
+    page.get_by_role("button", name="Pause").click()
+    page.evaluate("document.querySelector('#key').hidden = false")
+    script = axe_script()
+    page.evaluate(script)
+    found = page.evaluate("axe.run()")
+    assert [(wrong["id"], [node["html"] for node in wrong["nodes"]]) for wrong in found["violations"]] == []
+    wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert wide <= 0
+    buttons = [button.bounding_box() for button in page.get_by_role("button").all()]
+    assert min(box["height"] for box in buttons) >= 40
+    assert page.evaluate("document.getAnimations().length") == 0
+
+
+# --- In the server --------------------------------------------------------------------------------
+
+
+def frames_of(url: str) -> Iterator[Json]:
+    with httpx.stream("GET", f"{url}/live/events") as answer:
+        for line in answer.iter_lines():
+            if line:
+                yield json.loads(line.removeprefix("data: "))
+
+
+def test_the_server_has_the_page_and_an_answer_names_its_request(server: Served) -> None:
+    config = server.allm.llm.config
+    assert "minipaged, live" in server.get("/").text
+    assert next(frames_of(server.url))["sizes"][:3] == [config.num_blocks, config.num_swap_blocks, config.block_size]
+    prompt = [1 + place % 7 for place in range(3 * config.block_size)]
+    for num_found in (0, 2 * config.block_size):  # the last token is always computed
+        answer = server.post("/v1/completions", {"prompt": prompt, "max_tokens": 3}).json()
+        rows = (row for frame in frames_of(server.url) for row in frame.get("requests", []))
+        row = next(row for row in rows if row[1:3] == [answer["id"], "finished"])
+        assert row[5] == num_found == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert (row[4], row[-1]) == (len(prompt), answer["usage"]["completion_tokens"])
+
+
+def test_without_the_page_nobody_listens(tiny: LoadedModel) -> None:
+    with served(tiny, ServeSettings(port=0, page=False)) as running:
+        assert running.get("/").status_code == running.get("/live/events").status_code == 404
+        assert not running.allm.llm.engine.listeners
+
+
+def test_a_page_that_looks_does_not_keep_the_server_from_ending(tiny: LoadedModel) -> None:
+    with served(tiny) as running, httpx.stream("GET", f"{running.url}/live/events") as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        start = time.monotonic()
+        running.terminate()
+        assert list(lines)[-1:] == [""]
+        running.thread.join(4)
+        assert not running.thread.is_alive()
+        assert time.monotonic() - start < 3
+
+
+def test_the_server_s_key_is_asked_for_by_the_page(tiny: LoadedModel) -> None:
+    with served(tiny, ServeSettings(port=0, api_key=KEY)) as running:
+        assert running.get("/").status_code == 200
+        assert running.get("/live/events").status_code == 401

@@ -31,6 +31,7 @@ from minipaged.async_llm import Stream
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, ModelError, QueueFull, ShuttingDown
 from minipaged.serve.answers import DONE, Answer, Json, event
 from minipaged.serve.guards import KeyGuard, Load, LoadGuard
+from minipaged.serve.live.routes import live_routes
 from minipaged.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from minipaged.serve.serving import Serving, UnknownModel
 
@@ -66,6 +67,8 @@ def create_app(serving: Serving, *, key: str | None = None, cors_origins: Sequen
     load = Load()
     app.include_router(_generating(serving))
     app.include_router(_telling(serving, load))
+    if serving.watch:
+        app.include_router(live_routes(serving.watch))
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(MinipagedError, _known_error)

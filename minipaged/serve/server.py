@@ -48,7 +48,7 @@ def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any
     """A server with its model loaded, which does not run yet."""
     allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
     names = settings.served_model_name or (str(allm.llm.folder.name if isinstance(model, LoadedModel) else model),)
-    serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template)
+    serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template, page=settings.page)
     app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
     # lifespan: nothing is to be started with the app, and what is to be ended has an end of its own.
     config = uvicorn.Config(
@@ -71,6 +71,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """All is said; a page that looks would stay for ever."""
+        if self.serving.watch:
+            self.serving.watch.close()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come, at any moment."""

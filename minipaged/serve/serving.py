@@ -11,6 +11,7 @@ from minipaged.async_llm import LONG_TEXT, AsyncLLM
 from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
+from minipaged.serve.live.watch import Watch
 from minipaged.serve.metrics import Metrics
 from minipaged.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, SamplingBody, TokenizeBody
 
@@ -22,16 +23,20 @@ class UnknownModel(MinipagedError):
 class Serving:
     """One model, under the names by which clients call it; answers have the first.
 
-    `trust_chat_templates`: whether a request may bring a chat template of its own, which is a program.
+    `trust_chat_templates`: whether a request may bring a chat template of its own, which is a program. `page`: whether
+    there is a page that shows what the engine does (it must not have done anything yet).
     """
 
-    def __init__(self, allm: AsyncLLM, names: Sequence[str], *, trust_chat_templates: bool = False) -> None:
+    def __init__(
+        self, allm: AsyncLLM, names: Sequence[str], *, trust_chat_templates: bool = False, page: bool = False
+    ) -> None:
         self.allm = allm
         self.names = names
         self._trust_chat_templates = trust_chat_templates
         self._config = allm.llm.config
         self.metrics = Metrics(names[0], self._config)
         allm.observers.append(self.metrics)
+        self.watch = Watch.of(allm.llm.engine) if page else None
         self._text_of = lru_cache(self._config.vocab_size)(self._token_text)
 
     async def completion(self, body: CompletionBody, answer_id: str) -> CompletionAnswer:

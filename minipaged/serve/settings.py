@@ -26,6 +26,8 @@ class ServeSettings:
     """How clients call the model; if left open, as it is named here."""
     max_waiting: int = setting(1024, at_least=1)
     """Requests that may wait for their first turn; more are refused with 503."""
+    page: bool = True
+    """Show the blocks at / while they are used."""
     shutdown_timeout: float = setting(30.0, at_least=0)
     """Seconds that running requests get to finish after a first SIGTERM or Ctrl-C."""
     cors_origin: Sequence[str] = ()

@@ -140,9 +140,11 @@ const PITCHES = [56, 44, 32, 24, 18, 14, 11, 9, 7, 6, 5]; // CSS pixels from one
 const MOST_HEIGHT = 460;
 
 class MemoryMap {
-  constructor(canvas, describe) {
+  /** `beside`: a map whose cells are as large as these may be. */
+  constructor(canvas, describe, beside) {
     this.canvas = canvas;
     this.describe = describe;
+    this.beside = beside;
     this.blocks = new Blocks(0);
     this.marked = new Set();
     this.cursor = 0;
@@ -181,7 +183,7 @@ class MemoryMap {
     const width = this.canvas.clientWidth;
     const number = Math.max(1, this.blocks.length);
     const fits = (pitch) => Math.ceil(number / Math.max(1, Math.floor(width / pitch))) * pitch <= MOST_HEIGHT;
-    this.pitch = PITCHES.find(fits) ?? PITCHES.at(-1);
+    this.pitch = PITCHES.find((pitch) => pitch <= (this.beside?.pitch ?? pitch) && fits(pitch)) ?? PITCHES.at(-1);
     this.columns = Math.max(1, Math.floor(width / this.pitch));
     const height = Math.ceil(number / this.columns) * this.pitch;
     const scale = devicePixelRatio || 1;
@@ -377,7 +379,7 @@ const describe = (blocks, host) => (block) => {
 const maps = {};
 let told = null; // the map whose block the line below tells of
 for (const [name, host] of [["device", false], ["host", true]]) {
-  maps[name] = new MemoryMap(find(name), describe(() => state[name], host));
+  maps[name] = new MemoryMap(find(name), describe(() => state[name], host), maps.device);
   for (const kind of ["pointermove", "pointerdown", "focus", "keydown"]) {
     find(name).addEventListener(kind, () => { told = maps[name]; say(find("tip"), told.tell()); });
   }
@@ -580,7 +582,8 @@ const noteTurns = () => {
 const readAnswer = async (turn, signal) => {
   const response = await fetch("/v1/chat/completions", {
     method: "POST", signal, headers: {"Content-Type": "application/json", ...headers()},
-    body: JSON.stringify({messages, stream: true, stream_options: {include_usage: true}}),
+    // Small models ramble at temperature 1; these are what `minipaged chat` has.
+    body: JSON.stringify({messages, temperature: 0.2, top_p: 0.9, stream: true, stream_options: {include_usage: true}}),
   });
   if (!response.ok) {
     const {error} = await response.json().catch(() => ({error: `the server answered ${response.status}`}));

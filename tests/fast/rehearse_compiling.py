@@ -214,11 +214,11 @@ def params(rng: random.Random) -> SamplingParams | BeamSearchParams:
         repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
         frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
         logprobs=rng.choice([None, None, 0, 3]),
-        prompt_logprobs=rng.choice([None, None, 2]),
-        logit_bias=rng.choice([{}, {1: 2.0}]),
-        allowed_token_ids=rng.choice([None, (0, 1, 2)]),
         min_tokens=rng.choice([0, 0, 1]),
         max_tokens=rng.randint(1, 40),
+        prompt_logprobs=rng.choice([None, None, None, 2]),
+        logit_bias=rng.choice([{}, {1: 2.0}]),
+        allowed_token_ids=rng.choice([None, None, None, (5, 6, 7)]),
     )
 
 

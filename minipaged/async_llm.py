@@ -106,7 +106,7 @@ class Stream:
 
     def close(self) -> None:
         """Nobody reads any more: what goes on is aborted."""
-        self._llm._leave(self._open)
+        self._llm._leave(self, self._open)
         self._open = set()
 
     # --- From the engine, by way of the loop ------------------------------------------------------
@@ -133,7 +133,10 @@ class Stream:
 
 
 class AsyncLLM:
-    """An `LLM` whose requests come from an event loop, as many at a time as there are.
+    """An `LLM` whose requests come from one event loop, as many at a time as there are.
+
+    What a step raises is the end of it: every reader is told (EngineDead). What is one request's trouble (bad logits,
+    tokens without a text) is in its output, as everywhere.
 
     `max_waiting`: so many requests may wait for their first turn; further ones are refused (QueueFull). `observers`
     are told what happens, on the engine's thread. The rest is as for `LLM`.
@@ -156,6 +159,7 @@ class AsyncLLM:
         """What the engine's thread died of, if it has."""
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: stop
         self._streams: dict[str, Stream] = {}  # of the requests that go on
+        self._left: set[str] = set()  # whose readers have left, and of which the engine has yet to tell the end
         self._all_ended = asyncio.Event()
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -222,9 +226,10 @@ class AsyncLLM:
 
     async def _read_prompt(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
         text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(text, str) and len(text) > LONG_TEXT:
-            return await asyncio.to_thread(self.llm.read_prompt, prompt)
-        return self.llm.read_prompt(prompt)
+        if not isinstance(text, str) or len(text) <= LONG_TEXT or "prompt_token_ids" in prompt:
+            return self.llm.read_prompt(prompt)
+        [tokens] = await asyncio.to_thread(self.llm.need_tokenizer().encode_all, [text])
+        return tokens, text
 
     @property
     def num_open(self) -> int:
@@ -234,11 +239,13 @@ class AsyncLLM:
     def _check_open(self, asked: Iterable[Asked]) -> None:
         if self.error is not None:
             raise EngineDead(f"the engine has stopped: {self.error!r}; start it again")
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise InvalidRequest("this AsyncLLM is another event loop's; make another one, of the same LoadedModel")
         if self._closing:
             raise ShuttingDown("the engine is shutting down and takes no more requests; ask another, or later")
         names: set[str] = set()
         for one in asked:
-            if one.request_id in self._streams or one.request_id in names:
+            if one.request_id in self._streams or one.request_id in self._left or one.request_id in names:
                 raise InvalidRequest(
                     f"request id {one.request_id!r} is in use; wait for that request or choose another id"
                 )
@@ -249,10 +256,12 @@ class AsyncLLM:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
 
-    def _leave(self, request_ids: Iterable[str]) -> None:
-        """Nobody reads these any more."""
+    def _leave(self, stream: Stream, request_ids: Iterable[str]) -> None:
+        """The reader of this stream does not read these any more."""
         for request_id in request_ids:
-            if self._streams.pop(request_id, None):
+            if self._streams.get(request_id) is stream:  # and not another, which has the id now
+                del self._streams[request_id]
+                self._left.add(request_id)
                 self._inbox.put(lambda name=request_id: self.llm.engine.abort(name))  # type: ignore[misc]
         self._note_ends()
 
@@ -293,10 +302,11 @@ class AsyncLLM:
     def _add(self, asked: Sequence[Asked], stream: Stream, arrival_time: float) -> None:
         engine, added = self.llm.engine, []
         error: Exception | None = None
+        new = sum(request.first_scheduled_time is None for request in engine.scheduler.waiting)
         try:
+            if self.max_waiting is not None and new >= self.max_waiting:
+                raise QueueFull(f"{self.max_waiting} requests wait already; ask again later, or another server")
             for one in asked:
-                if self.max_waiting is not None and len(engine.scheduler.waiting) >= self.max_waiting:
-                    raise QueueFull(f"{self.max_waiting} requests wait already; ask again later, or another server")
                 engine.add_request(
                     one.prompt_token_ids,
                     one.params,
@@ -312,8 +322,8 @@ class AsyncLLM:
         else:
             for observer in self.observers:
                 for one in added:
-                    observer.added(one.request_id, one.params, len(one.prompt_token_ids), arrival_time)
-        self._in_loop(stream._settle, error)
+                    observer.added(one.request_id, one.params, _prompt_length(one), arrival_time)
+        self._in_loop(self._settle, stream, error, {one.request_id for one in added})
 
     def _tell(self, updates: list[RequestUpdate]) -> None:
         engine, now = self.llm.engine, time.perf_counter()
@@ -329,14 +339,24 @@ class AsyncLLM:
 
     # --- In the loop ------------------------------------------------------------------------------
 
+    def _settle(self, stream: Stream, error: Exception | None, added: set[str]) -> None:
+        """The engine has `added` these of the stream's requests; all, unless there is an error."""
+        if error:
+            for request_id in stream.request_ids:
+                self._left.discard(request_id)
+                self._streams.pop(request_id, None)
+            self._left |= added  # of which it has yet to tell the end
+            self._note_ends()
+        stream._settle(error)
+
     def _hand_over(self, updates: list[RequestUpdate]) -> None:
         for update in updates:
             stream = self._streams.get(update.request_id)
-            if stream is None:
-                continue  # its reader has left
             if update.output:
-                del self._streams[update.request_id]
-            stream._put(update)
+                self._left.discard(update.request_id)
+                self._streams.pop(update.request_id, None)
+            if stream:
+                stream._put(update)
         self._note_ends()
 
     def _fail_all(self, error: BaseException) -> None:
@@ -346,6 +366,12 @@ class AsyncLLM:
         self._note_ends()
         if self.on_death:
             self.on_death(error)
+
+
+def _prompt_length(asked: Asked) -> int:
+    """Tokens that the engine takes of the prompt."""
+    most = asked.params.truncate_prompt_tokens if isinstance(asked.params, SamplingParams) else None
+    return min(len(asked.prompt_token_ids), most or len(asked.prompt_token_ids))
 
 
 def joined(earlier: RequestUpdate, later: RequestUpdate) -> RequestUpdate:

@@ -78,6 +78,7 @@ class LLM:
     ) -> None:
         own = [each.name for each in fields(Settings)]
         asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
+        policy = _policy(asked.scheduling_policy)  # what is wrong with it is said before anything is loaded
         if isinstance(model, LoadedModel):
             for name in ("tier", "device", "dtype"):
                 if (value := getattr(asked, name)) != "auto":
@@ -104,7 +105,7 @@ class LLM:
             loaded.tier,
             runner,
             allocator=asked.allocator,
-            policy=_policy(asked.scheduling_policy),
+            policy=policy,
             decode=self.tokenizer.decode if self.tokenizer else None,
             encode=self.tokenizer.encode if self.tokenizer else None,
             listeners=listeners,

@@ -152,7 +152,7 @@ class SamplingParams:
     """0 is greedy: the likeliest token, always."""
     top_p: float = setting(1.0, above=0, at_most=1, note="1 keeps all tokens")
     """Keep the smallest set of likeliest tokens whose probabilities reach this sum; 1 keeps all."""
-    top_k: int = setting(0, at_least=-1, note="0 and -1 keep all tokens")
+    top_k: int = setting(0, at_least=-1, at_most=2**31 - 1, note="0 and -1 keep all tokens")
     """Keep the k likeliest tokens; 0 or -1 keeps all."""
     min_p: float = setting(0.0, at_least=0, at_most=1, note="0 keeps all tokens")
     """Keep tokens at least this fraction as likely as the likeliest; 0 keeps all."""

@@ -150,9 +150,8 @@ def find_stop(text: str, num_added: int, stop: Sequence[str]) -> tuple[int, str]
 
 def _length_held(text: str, stop: Sequence[str]) -> int:
     """The length of the longest end of `text` with which a stop string begins, but does not end."""
-    return max(
-        (length for string in stop for length in range(1, len(string)) if text.endswith(string[:length])), default=0
-    )
+    lengths = ((string, length) for string in stop for length in range(1, min(len(string), len(text) + 1)))
+    return max((length for string, length in lengths if text.endswith(string[:length])), default=0)
 
 
 def naming_failures(decode: Decode) -> Decode:

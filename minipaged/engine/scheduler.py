@@ -225,7 +225,7 @@ class Scheduler:
                     self._blocks.swap_in(request)
                 else:
                     num_tokens = sum(len(sequence.tokens) for sequence in request.sequences)
-                    num_looked_up = num_tokens if self._blocks.prefix_cache else 0
+                    num_looked_up = num_tokens if self._blocks.prefix_cache and request.reads_prefix_cache else 0
                     self._emit(RequestAdmitted(request.request_id, num_looked_up))
                 self._run(request)
                 scheduled = self._part(self._whole(request), tokens_left)

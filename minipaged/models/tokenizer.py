@@ -56,6 +56,19 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
 
+    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """The ids of each text. Other threads go on meanwhile, which they do not while one text is encoded."""
+        try:
+            found = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        except TypeError:
+            return [self._encode(text, add_special_tokens=add_special_tokens) for text in texts]  # says which
+        return [each.ids for each in found]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more bytes of a text than this."""
+        return max(map(len, self._backend.get_vocab()))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; the model's beginning-of-text token comes first where the model is used to one, unless
         no special tokens are to be added."""

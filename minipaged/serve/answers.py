@@ -39,6 +39,8 @@ class Tokens:
     """How single tokens are written in an answer."""
 
     text_of: Callable[[int], str]
+    decode: Callable[[Sequence[int]], str]
+    """All of them together: a character may be spread over several."""
     as_ids: bool
     """As "token_id:17", which is exact where a token is no whole character."""
 
@@ -69,6 +71,8 @@ class Answer(ABC):
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
     id: str
+    engine_id: str
+    """What the engine calls it, of which there is no other."""
     model: str
     body: SamplingBody
     prompts: Sequence[Prompt]
@@ -81,8 +85,9 @@ class Answer(ABC):
 
     @cached_property
     def request_ids(self) -> list[str]:
-        """The engine's requests: one has the answer's id, several are numbered."""
-        return [self.id] if len(self.prompts) == 1 else [f"{self.id}-{place}" for place in range(len(self.prompts))]
+        """The engine's requests: several are numbered."""
+        number = len(self.prompts)
+        return [self.engine_id] if number == 1 else [f"{self.engine_id}-{place}" for place in range(number)]
 
     def asked(self) -> list[Asked]:
         """What is asked of the engine."""
@@ -176,7 +181,9 @@ class Answer(ABC):
         and the rank null where it is beyond those that were asked for."""
         if self.body.prompt_logprobs is None or output.prompt_logprobs is None:
             return None
-        return [None if one is None else self._ranked(one, self.body.prompt_logprobs) for one in output.prompt_logprobs]
+        number = self.body.prompt_logprobs
+        both = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+        return [None if of is None else self._ranked(only(number, token, of), number) for token, of in both]
 
     def _ranked(self, logprobs: Mapping[int, float], num_ranked: int) -> Json:
         return {
@@ -205,16 +212,20 @@ class CompletionAnswer(Answer):
             text = self._prompt_text(prompt) + text
             token_ids = (*output.prompt_token_ids, *token_ids)
             if logprobs is not None:
-                logprobs = (*(output.prompt_logprobs or ()), *logprobs)  # type: ignore[arg-type]
+                both = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
+                asked = self.body.logprobs or 0
+                of_prompt = (None if of is None else only(asked, token, of) for token, of in both)
+                logprobs = (*of_prompt, *logprobs)  # type: ignore[arg-type]
         choice: Json = {
             "index": number,
             "text": text,
             "logprobs": None if logprobs is None else self._logprobs(token_ids, logprobs, 0),
             "finish_reason": "length" if self._only_echo else one.finish_reason,
-            "stop_reason": one.stop_reason,
+            "stop_reason": None if self._only_echo else one.stop_reason,
         }
         if self.body.return_token_ids:
-            choice |= {"token_ids": list(one.token_ids), "prompt_token_ids": list(output.prompt_token_ids)}
+            generated = [] if self._only_echo else list(one.token_ids)
+            choice |= {"token_ids": generated, "prompt_token_ids": list(output.prompt_token_ids)}
         return choice
 
     def _num_generated(self, one: CompletionOutput) -> int:
@@ -252,7 +263,7 @@ class CompletionAnswer(Answer):
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
             return prompt.text
-        return "".join(self.tokens.text_of(token_id) for token_id in prompt.token_ids)
+        return self.tokens.decode(prompt.token_ids)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, float] | None], offset: int) -> Json:
         texts = [self.tokens(token_id) for token_id in token_ids]
@@ -293,7 +304,8 @@ class ChatAnswer(Answer):
     @property
     def _echoes(self) -> bool:
         """The message that is continued comes back in front of what continues it."""
-        return bool(self.body.echo and isinstance(self.body.messages[-1].get("content"), str))
+        last = self.body.messages[-1]
+        return bool(self.body.echo and last.get("role") == self._role and isinstance(last.get("content"), str))
 
     @property
     def _role(self) -> str:
@@ -333,3 +345,8 @@ class ChatAnswer(Answer):
     def _entry(self, token_id: int, logprob: float) -> Json:
         text = self.tokens(token_id)
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}
+
+
+def only(number: int, token_id: int, logprobs: Mapping[int, float]) -> dict[int, float]:
+    """Of these log-probabilities, which are in order, those of the `number` likeliest, and the token's own."""
+    return dict(list(logprobs.items())[:number]) | {token_id: logprobs[token_id]}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -111,11 +112,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         400: "Something is wrong with the request; the message says what.",
         401: "The key is wrong.",
         404: "There is no such model.",
-        413: "The body is too long.",
         500: "The engine failed.",
         503: "The queue is full, or the server is shutting down, or its engine is dead.",
     }.items()
 }
+
+ERRORS[413] = {"description": "The body is too long.", "content": {"text/plain": {}}}
 
 
 def _generating(serving: Serving) -> APIRouter:
@@ -125,12 +127,12 @@ def _generating(serving: Serving) -> APIRouter:
 
     @router.post("/v1/completions", summary="Continue prompts", responses=told)
     async def completions(body: CompletionBody, request: Request) -> Response:
-        answer = await unless_gone(request, serving.completion(body, _answer_id(request, body.request_id, "cmpl")))
+        answer = await unless_gone(request, serving.completion(body, *_names(request, body.request_id, "cmpl")))
         return await _respond(serving, answer, request)
 
     @router.post("/v1/chat/completions", summary="Answer a conversation", responses=told)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
-        answer = await unless_gone(request, serving.chat(body, _answer_id(request, body.request_id, "chatcmpl")))
+        answer = await unless_gone(request, serving.chat(body, *_names(request, body.request_id, "chatcmpl")))
         return await _respond(serving, answer, request)
 
     @router.post("/tokenize", summary="The tokens of a prompt or of a conversation")
@@ -139,15 +141,21 @@ def _generating(serving: Serving) -> APIRouter:
 
     @router.post("/detokenize", summary="The text of tokens")
     async def detokenize(body: DetokenizeBody, request: Request) -> Response:
-        return answered(serving.detokenize(body))
+        return answered(await unless_gone(request, serving.detokenize(body)))
 
     return router
 
 
-def _answer_id(request: Request, given: str | None, prefix: str) -> str:
-    """From the body, or the header X-Request-Id, or made up."""
+def _names(request: Request, given: str | None, prefix: str) -> tuple[str, str]:
+    """The id of an answer, and what the engine is to call it. The id is from the body, or the header X-Request-Id, or
+    made up. A client may use one twice (a second attempt, say), while the engine is not done with the first."""
+    if given and not ID.fullmatch(given):
+        raise InvalidRequest("request_id may have letters, digits, and _ . : - only, 128 at most")
     name = given or request.headers.get("x-request-id", "")
-    return f"{prefix}-{name if ID.fullmatch(name) else uuid4().hex}"
+    own = uuid4().hex
+    if not ID.fullmatch(name):
+        return f"{prefix}-{own}", f"{prefix}-{own}"
+    return f"{prefix}-{name}", f"{prefix}-{name}-{own}"
 
 
 async def _respond(serving: Serving, answer: Answer | None, request: Request) -> Response:
@@ -207,6 +215,9 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": self._answer.usage_piece(), "more_body": True})
         except EngineDead as dead:
             error = str(dead)
+        except Exception as failed:
+            logging.getLogger("uvicorn.error").exception("an answer could not be written")
+            error = f"{type(failed).__name__}: {failed}"
         end = (event(_error(error, "InternalServerError", 500)) if error else b"") + DONE
         await send({"type": "http.response.body", "body": end})
 
@@ -286,7 +297,7 @@ def _error(message: str, kind: str, status: int, param: str | None = None) -> Js
 
 async def _invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    faults = error.errors()
+    faults = error.errors()  # few: lists end with the first
     told = [_fault(fault) for fault in faults[:MOST_FAULTS]]
     if len(faults) > MOST_FAULTS:
         told.append(f"and {len(faults) - MOST_FAULTS} more")
@@ -298,6 +309,8 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
 def _fault(fault: Json) -> str:
     if fault["type"] == "json_invalid":
         return f"the body is not JSON: {fault['ctx']['error']}"
+    if isinstance(fault.get("input"), bytes):
+        return "the body was not taken for JSON; send it with the header Content-Type: application/json"
     where = ".".join(str(part) for part in fault["loc"] if part != "body") or "the body"
     given = repr(fault.get("input"))
     given = given if len(given) <= MOST_CHARACTERS else given[:MOST_CHARACTERS] + "…"
@@ -315,7 +328,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _known_error(request: Request, error: Exception) -> Response:
     status, kind = next((STATUS[each] for each in type(error).__mro__ if each in STATUS), (500, "InternalServerError"))
-    headers = {"Retry-After": RETRY_AFTER} if isinstance(error, QueueFull | ShuttingDown) else None
+    headers = {"Retry-After": RETRY_AFTER} if isinstance(error, QueueFull) else None
     param = "model" if isinstance(error, UnknownModel) else None
     return answered(_error(str(error), kind, status, param), status, headers)
 

@@ -18,6 +18,8 @@ from minipaged.params import BeamSearchParams, SamplingParams
 MOST_PROMPTS = 1024
 MOST_STOP_STRINGS = 4
 MOST_LOGPROBS = 20
+MOST_CHARACTERS_TO_LOOK_FOR = 1000
+"""Of a stop string or a bad word, which each new token is compared with."""
 COMPLETION_TOKENS = 16
 """What OpenAI generates where a completion does not say how much."""
 
@@ -28,10 +30,14 @@ def _whole(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-TokenIds = list[Whole]
+# Of a list with a fault the first one is told: of a million, all would be found before ten are told.
+TokenIds = Annotated[list[Whole], Field(fail_fast=True, max_length=2**18)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Word = Annotated[str, Field(max_length=MOST_CHARACTERS_TO_LOOK_FOR)]
+Words = Annotated[list[Word], Field(fail_fast=True, max_length=256)]
 Count = Annotated[Whole, Field(ge=0)]
 Seed = Annotated[Whole, Field(ge=-(2**63), lt=2**64)]
-LogitBias = dict[str, float]
+LogitBias = Annotated[dict[str, float], Field(max_length=1024)]
 
 
 _TOOLS = "minipaged calls no tools; leave it out, and describe them in a message"
@@ -49,7 +55,11 @@ REFUSED = {
     "prompt_embeds": "minipaged takes prompts as text or token ids",
 }
 """Fields that are known and not there, and what to do instead."""
-ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, [], {}, "", "none", "auto", ["text"], {"type": "text"})
+NOT_WITH_BEAMS = (
+    *("logprobs", "prompt_logprobs", "stop", "stop_token_ids", "min_tokens", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, [], "", "none", "auto", ["text"], {"type": "text"})
 
 
 class _Body(BaseModel):
@@ -70,20 +80,20 @@ class SamplingBody(_Body):
     n: Annotated[Whole, Field(ge=1)] | None = 1
     temperature: Annotated[float, Field(ge=0)] | None = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[Whole, Field(ge=-1)] | None = 0
+    top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     seed: Seed | None = None
-    stop: str | list[str] | None = None
+    stop: Word | Words | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     min_tokens: Count | None = 0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = 1.0
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
-    bad_words: list[str] | None = None
+    bad_words: Words | None = None
     skip_special_tokens: bool | None = True
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1)] | None = None
     prompt_logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -108,6 +118,11 @@ class SamplingBody(_Body):
             raise InvalidRequest("prompt_logprobs cannot be streamed; leave out stream")
         if self.stream and self.use_beam_search:
             raise InvalidRequest("beam search has nothing that stays before its end; leave out stream")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens is 0; it must be 1 or more, or -1 for as many as fit")
+        for name in NOT_WITH_BEAMS if self.use_beam_search else ():
+            if getattr(self, name, None) not in (None, False, [], {}, type(self).model_fields[name].default):
+                raise InvalidRequest(f"{name} has no meaning with use_beam_search, which does not sample; leave it out")
         stop = self.stop if isinstance(self.stop, list) else []
         if len(stop) > MOST_STOP_STRINGS:
             raise InvalidRequest(f"stop has {len(stop)} strings; at most {MOST_STOP_STRINGS} are taken")
@@ -160,7 +175,7 @@ def _token(key: str) -> int:
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds] | None = None
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     max_tokens: Count | None = COMPLETION_TOKENS
     logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = False
@@ -184,7 +199,7 @@ Message = dict[str, Any]
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = False
@@ -192,7 +207,6 @@ class ChatBody(SamplingBody):
     echo: bool | None = False
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
-    add_special_tokens: bool | None = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -200,6 +214,8 @@ class ChatBody(SamplingBody):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs has a meaning only with logprobs=true; set that, or leave it out")
+        if (self.model_extra or {}).get("add_special_tokens"):
+            raise InvalidRequest("add_special_tokens is not supported: the chat template writes them; leave it out")
         if self.echo and self.stream:
             raise InvalidRequest("echo cannot be streamed; leave out stream")
 

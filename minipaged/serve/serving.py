@@ -13,7 +13,15 @@ from minipaged.models.tokenizer import Tokenizer
 from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
 from minipaged.serve.live.watch import Watch
 from minipaged.serve.metrics import Metrics
-from minipaged.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, Message, SamplingBody, TokenizeBody
+from minipaged.serve.protocol import (
+    COMPLETION_TOKENS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    SamplingBody,
+    TokenizeBody,
+)
 
 
 class UnknownModel(MinipagedError):
@@ -21,7 +29,7 @@ class UnknownModel(MinipagedError):
 
 
 class Serving:
-    """One model, under the names by which clients call it; answers have the first.
+    """One model, under the names by which clients call it.
 
     `trust_chat_templates`: whether a request may bring a chat template of its own, which is a program. `page`: whether
     there is a page that shows what the engine does (it must not have done anything yet).
@@ -39,35 +47,35 @@ class Serving:
         self.watch = Watch.of(allm.llm.engine) if page else None
         self._text_of = lru_cache(self._config.vocab_size)(self._token_text)
 
-    async def completion(self, body: CompletionBody, answer_id: str) -> CompletionAnswer:
+    async def completion(self, body: CompletionBody, answer_id: str, engine_id: str) -> CompletionAnswer:
         """What is to be answered, and asked of the engine. Raises InvalidRequest, UnknownModel."""
         self.check_model(body.model)
         body.check()
-        prompts = [await self._prompt(prompt, body) for prompt in body.prompts()]
-        max_tokens = 16 if body.max_tokens is None else body.max_tokens
+        max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        prompts = await self._prompts(body, max_tokens)
         prompt_logprobs = body.prompt_logprobs
+        if body.echo and body.stream and (body.logprobs is not None or max_tokens == 0):
+            raise InvalidRequest("echo with logprobs, or with max_tokens 0, cannot be streamed; leave out stream")
         if body.echo and body.logprobs is not None:
-            if body.stream:
-                raise InvalidRequest("echo with logprobs cannot be streamed; leave out stream")
             prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
         if max_tokens == 0 and not body.echo:
             raise InvalidRequest("max_tokens is 0, which asks for nothing; only with echo=true it asks for the prompt")
-        answer = CompletionAnswer(answer_id, self._name(body.model), body, prompts, self._tokens(body))
+        answer = CompletionAnswer(answer_id, engine_id, self._name(body.model), body, prompts, self._tokens(body))
         answer.params = [
             body.params(max(1, max_tokens), body.logprobs, prompt_logprobs, self._room(prompt, max_tokens))
             for prompt in prompts
         ]
         return answer
 
-    async def chat(self, body: ChatBody, answer_id: str) -> ChatAnswer:
+    async def chat(self, body: ChatBody, answer_id: str, engine_id: str) -> ChatAnswer:
         """The same for a conversation."""
         self.check_model(body.model)
         body.check()
         token_ids = await self._encode_chat(body.messages, body)
-        prompts = [Prompt(None, self._truncated(token_ids, body))]
         max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        prompts = [self._prompt(None, token_ids, body, max_tokens)]
         logprobs = body.top_logprobs or 0 if body.logprobs else None
-        answer = ChatAnswer(answer_id, self._name(body.model), body, prompts, self._tokens(body))
+        answer = ChatAnswer(answer_id, engine_id, self._name(body.model), body, prompts, self._tokens(body))
         room = self._room(prompts[0], max_tokens)
         answer.params = [body.params(max_tokens, logprobs, body.prompt_logprobs, room)]
         return answer
@@ -78,7 +86,7 @@ class Serving:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages")
         if body.prompt is not None:
-            tokens = await self._encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+            [tokens] = await self._encode([body.prompt], add_special_tokens=body.add_special_tokens is not False)
         else:
             assert body.messages is not None
             tokens = await self._encode_chat(body.messages, body)
@@ -86,11 +94,11 @@ class Serving:
         length = self._config.max_model_len
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
 
-    def detokenize(self, body: DetokenizeBody) -> Json:
+    async def detokenize(self, body: DetokenizeBody) -> Json:
         """The text of tokens."""
         self.check_model(body.model)
         self._check_tokens(body.tokens)
-        return {"prompt": self._tokenizer.decode(body.tokens)}
+        return {"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens)}
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModel for one that is not served; no name will do."""
@@ -119,16 +127,38 @@ class Serving:
     def _tokenizer(self) -> Tokenizer:
         return self.allm.llm.need_tokenizer()
 
-    async def _prompt(self, given: str | Sequence[int], body: CompletionBody) -> Prompt:
-        if isinstance(given, str):
-            tokens = await self._encode(given, add_special_tokens=body.add_special_tokens is not False)
-            return Prompt(given, self._truncated(tokens, body))
-        return Prompt(None, self._truncated(given, body))
+    async def _prompts(self, body: CompletionBody, max_tokens: int) -> list[Prompt]:
+        given = body.prompts()
+        if isinstance(given[0], str):
+            texts: list[str] = given
+            if body.truncate_prompt_tokens is None:
+                self._check_length(max(map(len, texts)))
+            encoded = await self._encode(texts, add_special_tokens=body.add_special_tokens is not False)
+            return [self._prompt(*both, body, max_tokens) for both in zip(texts, encoded, strict=True)]
+        return [self._prompt(None, tokens, body, max_tokens) for tokens in given]
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if len(text) > LONG_TEXT:  # in a thread: the loop has others to serve
-            return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    def _prompt(self, text: str | None, tokens: Sequence[int], body: SamplingBody, max_tokens: int | None) -> Prompt:
+        """The prompt, or its last tokens where it is to be truncated: so many, or (-1) as many as there is room for."""
+        most = body.truncate_prompt_tokens
+        if most == -1:
+            most = self._config.max_model_len - max(1, max_tokens or 1)
+        if most is None or len(tokens) <= most:
+            return Prompt(text, tokens)
+        return Prompt(None, tokens[-most:])
+
+    def _check_length(self, num_characters: int) -> None:
+        """Refuse at once what will be too long as tokens, which would take seconds to find out."""
+        least = num_characters // self._tokenizer.longest_token
+        if least > self._config.max_model_len:
+            raise InvalidRequest(
+                f"this model takes at most {self._config.max_model_len} tokens, and the prompt has {num_characters:,} "
+                "characters; shorten it"
+            )
+
+    async def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        if sum(map(len, texts)) > LONG_TEXT:  # in a thread: the loop has others to serve
+            return await asyncio.to_thread(self._tokenizer.encode_all, texts, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
 
     async def _encode_chat(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> list[int]:
         if body.chat_template is not None and not self._trust_chat_templates:
@@ -143,13 +173,6 @@ class Serving:
             "chat_template_kwargs": body.chat_template_kwargs,
         }
         return await asyncio.to_thread(self._tokenizer.encode_chat, messages, **options)
-
-    def _truncated(self, tokens: Sequence[int], body: SamplingBody) -> Sequence[int]:
-        """The last `truncate_prompt_tokens` of them; -1: as many as there is room for."""
-        most = body.truncate_prompt_tokens
-        if most is None:
-            return tokens
-        return tokens[-(most if most > 0 else self._config.max_model_len - 1) :]
 
     def _room(self, prompt: Prompt, max_tokens: int | None) -> int:
         """How many tokens max_model_len leaves. Raises InvalidRequest where more are asked for."""
@@ -170,7 +193,7 @@ class Serving:
                 raise InvalidRequest(f"{token} is no token; they are the numbers 0 to {self._config.vocab_size - 1}")
 
     def _tokens(self, body: SamplingBody) -> Tokens:
-        return Tokens(self._text_of, bool(body.return_tokens_as_token_ids))
+        return Tokens(self._text_of, self._tokenizer.decode, bool(body.return_tokens_as_token_ids))
 
     def _token_text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)

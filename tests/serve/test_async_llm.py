@@ -17,6 +17,7 @@ from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
 from minipaged.llm import LLM, LoadedModel
+from minipaged.models.tokenizer import Tokenizer
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.scheduling import Costs, RequestView
@@ -182,6 +183,45 @@ def test_what_raises_while_a_request_is_added_is_its_own_trouble(tiny: LoadedMod
     run(work)
 
 
+def test_a_stream_that_is_closed_late_ends_nobody_elses_request(tiny: LoadedModel) -> None:
+    async def work() -> None:
+        async with serving(tiny) as allm:
+            short = SamplingParams(max_tokens=1)
+            first = await allm.add([Asked("name", [5], short)])
+            while allm.num_open:
+                await asyncio.sleep(0.001)
+            second = await allm.add([Asked("name", [6], SamplingParams(max_tokens=20, ignore_eos=True))])
+            first.close()  # unread
+            [output] = await second.outputs()
+            assert output.prompt_token_ids == (6,)
+            assert len(output.outputs[0].token_ids) == 20
+            third = await allm.add([Asked("name", [7], LONG)])
+            third.close()
+            with pytest.raises(InvalidRequest, match="in use"):  # the engine has yet to tell of its end
+                await allm.add([Asked("name", [8], short)])
+            while allm._left:
+                await asyncio.sleep(0.001)
+            [output] = await (await allm.add([Asked("name", [8], short)])).outputs()
+            assert output.prompt_token_ids == (8,)
+            with pytest.raises(InvalidRequest):
+                await allm.add([Asked("good", [8], LONG), Asked("bad", [10**6], short)])
+            while allm._left:
+                await asyncio.sleep(0.001)
+
+    run(work)
+
+
+def test_it_belongs_to_one_event_loop(tiny: LoadedModel) -> None:
+    allm = AsyncLLM(tiny, **SIZES)
+
+    async def work() -> None:
+        await collect(allm.generate([5], SamplingParams(max_tokens=1)))
+
+    run(work)
+    with pytest.raises(InvalidRequest, match="another event loop"):
+        run(work)
+
+
 def test_a_full_queue_refuses(tiny: LoadedModel) -> None:
     async def work() -> None:
         async with serving(tiny, max_num_seqs=1, max_waiting=2) as allm:
@@ -288,13 +328,13 @@ def test_beams_come_at_once_at_the_end(tiny: LoadedModel) -> None:
 
 def test_long_texts_are_tokenized_beside_the_loop(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    read_prompt = LLM.read_prompt
+    encode_all = Tokenizer.encode_all
 
-    def noting(llm: LLM, prompt: Any) -> Any:
+    def noting(tokenizer: Tokenizer, texts: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return read_prompt(llm, prompt)
+        return encode_all(tokenizer, texts)
 
-    monkeypatch.setattr(LLM, "read_prompt", noting)
+    monkeypatch.setattr(Tokenizer, "encode_all", noting)
 
     async def work() -> None:
         async with serving(tiny) as allm:
@@ -303,8 +343,8 @@ def test_long_texts_are_tokenized_beside_the_loop(tiny: LoadedModel, monkeypatch
                 await anext(allm.generate("long" * 1000))
 
     run(work)
-    assert threads[0] == "MainThread"
-    assert threads[1] != "MainThread"
+    [thread] = threads  # of the long one, and it lets the loop go on (test_http.py)
+    assert thread != "MainThread"
 
 
 @thorough

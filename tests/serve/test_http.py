@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -77,7 +81,40 @@ def test_the_id_may_be_given(server: Served) -> None:
     assert server.post("/v1/completions", COMPLETE | {"request_id": "mine"}).json()["id"] == "cmpl-mine"
     answer = server.post("/v1/completions", COMPLETE, headers={"X-Request-Id": "header.1"})
     assert answer.json()["id"] == "cmpl-header.1"
-    assert server.post("/v1/completions", COMPLETE | {"request_id": 'a"\n'}).json()["id"] != 'cmpl-a"\n'
+    assert server.post("/v1/completions", COMPLETE, headers={"X-Request-Id": "a b"}).json()["id"] != "cmpl-a b"
+
+
+def test_an_id_may_come_again_while_the_engine_has_the_first(server: Served) -> None:
+    """As from a client that has given up waiting, and tries again: each gets its own answer."""
+    again = {"X-Request-Id": "again"}
+    with server.slow(0.05):
+        for _ in range(3):
+            body = {"prompt": "the first", "max_tokens": 500, "ignore_eos": True}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(server.url + "/v1/completions", json=body, headers=again, timeout=0.2)
+            answer = server.post("/v1/completions", COMPLETE | {"return_token_ids": True}, headers=again).json()
+            assert answer["id"] == "cmpl-again"
+            assert answer["choices"][0]["prompt_token_ids"] == server.allm.llm.need_tokenizer().encode("x")
+            assert answer["choices"][0]["finish_reason"] == "length"
+    server.check_nothing_is_left()
+
+
+def test_a_long_prompt_keeps_nobody_waiting(server: Served) -> None:
+    """Tokenizing lets the event loop go on: it is asked for something else all the while."""
+    lags: list[float] = []
+
+    async def watch() -> None:
+        while True:
+            moment = time.perf_counter()
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - moment)
+
+    watching = asyncio.run_coroutine_threadsafe(watch(), server.server.loop)
+    began = time.perf_counter()
+    assert server.post("/tokenize", {"prompt": "many words of a prompt " * 100_000}).json()["count"] > 1_000_000
+    took = time.perf_counter() - began
+    watching.cancel()
+    assert max(lags) < took / 2
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -141,6 +178,21 @@ HOSTILE: list[tuple[bytes, int]] = [
     (b'{"prompt": "x", "seed": 1' + b"0" * 40 + b"}", 400),
     (b'{"prompt": "x", "top_p": 0}', 400),
     (b'{"prompt": "x", "top_k": -2}', 400),
+    (b'{"prompt": "x", "top_k": 9223372036854775808}', 400),
+    (b'{"prompt": "x", "top_k": 2147483647, "max_tokens": 2}', 200),
+    (b'{"prompt": "x", "priority": 1' + b"0" * 60 + b', "max_tokens": 1}', 200),
+    (b'{"prompt": "x", "min_tokens": 1' + b"0" * 60 + b"}", 400),
+    (b'{"prompt": "x", "repetition_penalty": 1e-320}', 400),
+    (b'{"prompt": "x", "temperature": 1e-320, "max_tokens": 2}', 200),
+    (b'{"prompt": "x", "temperature": 1e308, "max_tokens": 2}', 200),
+    (b'{"prompt": "x", "min_p": 1e-320, "top_p": 1e-320, "max_tokens": 2}', 200),
+    (b'{"prompt": "x", "stop": "' + b"x" * 1_000_000 + b'"}', 400),
+    (b'{"prompt": "x", "bad_words": ' + json.dumps(["x"] * 100_000).encode() + b"}", 400),
+    (b'{"prompt": ' + json.dumps([None] * 200_000).encode() + b"}", 400),
+    (b'{"prompt": "x", "request_id": "a b"}', 400),
+    (b'{"prompt": "x", "use_beam_search": true, "logprobs": 2}', 400),
+    (b'{"prompt": "x", "truncate_prompt_tokens": 0}', 400),
+    (b'{"prompt": "' + b"x" * 1100 + b'", "truncate_prompt_tokens": -1, "max_tokens": 3}', 200),
     (b'{"prompt": "x", "min_p": 2}', 400),
     (b'{"prompt": "x", "logprobs": 21}', 400),
     (b'{"prompt": "x", "logprobs": -1}', 400),
@@ -159,8 +211,20 @@ HOSTILE: list[tuple[bytes, int]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def fast_server(tiny_folder: Path) -> Iterator[Served]:
+    """The same model on the fast tier, whose numbers are those of the machine."""
+    with served(LoadedModel.load(tiny_folder, tier="fast", device="cpu", dtype="float32")) as running:
+        yield running
+        running.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("tier", ["reference", "fast"])
 @pytest.mark.parametrize(("body", "status"), HOSTILE, ids=lambda value: repr(value)[:40])
-def test_hostile_bodies_are_refused_and_the_server_lives(server: Served, body: bytes, status: int) -> None:
+def test_hostile_bodies_are_refused_and_the_server_lives(
+    tier: str, body: bytes, status: int, request: pytest.FixtureRequest
+) -> None:
+    server: Served = request.getfixturevalue("server" if tier == "reference" else "fast_server")
     answer = httpx.post(
         server.url + "/v1/completions", content=body, headers={"Content-Type": "application/json"}, timeout=60
     )
@@ -172,7 +236,8 @@ def test_hostile_bodies_are_refused_and_the_server_lives(server: Served, body: b
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_another_content_type_is_refused(server: Served, content_type: str) -> None:
     headers = {"Content-Type": content_type} if content_type else {}
-    error_of(httpx.post(server.url + "/v1/completions", content=b'{"prompt": "x"}', headers=headers), 400)
+    error = error_of(httpx.post(server.url + "/v1/completions", content=b'{"prompt": "x"}', headers=headers), 400)
+    assert "application/json" in error["message"]
 
 
 def test_another_method_is_refused(server: Served) -> None:
@@ -261,8 +326,7 @@ def test_one_requests_failure_is_told_and_is_its_own(tiny: LoadedModel) -> None:
         def failing(*arguments: Any, **options: Any) -> str:
             raise ValueError("no text")
 
-        for part in (running.allm.llm.engine._arrivals, running.allm.llm.engine._committer):
-            part._decode = naming_failures(failing)
+        running.allm.llm.engine._arrivals._decode = naming_failures(failing)
         error = error_of(running.post("/v1/completions", COMPLETE), 500)
         assert "no text" in error["message"]
         events = running.post("/v1/completions", COMPLETE | {"stream": True}).text.strip().split("\n\n")

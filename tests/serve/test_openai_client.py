@@ -144,6 +144,23 @@ def test_echo_of_nothing_but_the_prompt(client: openai.OpenAI) -> None:
     assert text_of(stream).startswith(PROMPT)
 
 
+def test_an_echo_is_what_was_given(client: openai.OpenAI) -> None:
+    """Also as tokens of which several are one character, and where only the end of it is taken."""
+    text = "é🎉ü"
+    ids = client.post("/../tokenize", body={"prompt": text}, cast_to=dict)["tokens"]
+    given: dict[str, Any] = {"model": "tiny", "max_tokens": 0, "echo": True, "logprobs": 1}
+    by_id = {"return_tokens_as_token_ids": True}  # the texts of two tokens may be the same
+    assert client.completions.create(prompt=ids, **given).choices[0].text == text
+    cut = client.completions.create(prompt="hello world", **given, extra_body={"truncate_prompt_tokens": 2})
+    assert cut.choices[0].text == "ld"
+    [choice] = client.completions.create(prompt="hello", **given, extra_body={"prompt_logprobs": 3, **by_id}).choices
+    assert choice.model_extra is not None
+    assert all(1 <= len(one) <= 2 for one in choice.logprobs.top_logprobs[1:])  # type: ignore[union-attr, index]
+    assert all(3 <= len(one) <= 4 for one in choice.model_extra["prompt_logprobs"][1:])
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, extra_body={"echo": True})
+    assert not (answer.choices[0].message.content or "").startswith("What is")
+
+
 def test_a_completion_of_16_tokens_if_it_does_not_say(client: openai.OpenAI) -> None:
     for given in ({}, {"max_tokens": None}):
         answer = client.completions.create(model="tiny", prompt=PROMPT, extra_body={"ignore_eos": True, **given})

@@ -557,10 +557,11 @@ def flatten(batch: Batch, rows: Sequence[int], tables: Tensor, chosen: Tensor | 
     last = np.empty_like(ends)  # [seqs], in the batch's order: last query tokens
     last[order] = ends - 1
     wanted = [row.wants_logits for row in batch]
-    every = num_decoding == len(batch) and all(wanted)
     firsts = (last - lens + 1).tolist()  # [seqs], in the batch's order: first query tokens
     asked = [range(first, first + row.num_prompt_logits) for first, row in zip(firsts, batch, strict=True)]
     prompt_rows = list(chain.from_iterable(asked))
+    # Taken as they are, they are used up by what makes logits of them; so not where a prompt asks of them too.
+    every = num_decoding == len(batch) and all(wanted) and not prompt_rows
     ids = np.fromiter(chain.from_iterable(row.token_ids for row in laid_out), np.int32, ends[-1])
     positions = np.arange(ends[-1], dtype=np.int32) + np.repeat(first + query_lens - ends, query_lens)
     return FlatBatch(

@@ -489,6 +489,15 @@ def test_prompts_are_told_of_in_a_step_with_graphs_and_where_a_chunk_is_one_toke
         assert twins.chosen[-1]._fetched is None, "the host had no need to look"
 
 
+@every_kernel_set
+def test_a_prompt_is_told_of_beside_the_logits_of_all_rows(kernel_set: KernelSet) -> None:
+    twins = Twins(kernel_set, torch.float32, config_of(), seed=0)
+    twins.prompt_logprobs = 0
+    twins.begin([3, 1, 4])
+    twins.run([1])  # which wants its logits here, though it is a chunk of a prompt
+    twins.run([2])
+
+
 BUGS: dict[str, dict[str, Callable[[Any], object]]] = {
     "logits in the order in which rows are laid out": {"logit_rows": lambda tokens: tokens.logit_rows.sort().values},
     "tokens that are being chosen unknown to the graph": {"chosen": lambda tokens: None},

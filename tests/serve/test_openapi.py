@@ -10,14 +10,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.effort import examples
+import pytest
+
+from tests.effort import examples, thorough
 from tests.serve.harness import Served
 
 
-def test_schemathesis_finds_no_failure(server: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("phase", ["fuzzing", pytest.param("coverage", marks=thorough)])
+def test_schemathesis_finds_no_failure(server: Served, tmp_path: Path, phase: str) -> None:
     # It keeps what it found in the folder where it runs.
     command = [sys.executable, "-m", "schemathesis.cli", "run", server.url + "/openapi.json"]
-    options = ["--phases", "examples,coverage,fuzzing", "--exclude-checks", "positive_data_acceptance"]
+    options = ["--phases", phase, "--exclude-checks", "positive_data_acceptance"]
     options += ["--max-examples", str(examples(60)), "--generation-deterministic", "--warnings", "off"]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=500, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]

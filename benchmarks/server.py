@@ -34,6 +34,8 @@ from minipaged.serve.server import Server, listen, make_server
 from minipaged.serve.settings import ServeSettings
 
 LAG_PERIOD_S = 0.005
+CROWD_BLOCKS = 256
+"""So few that all are soon in use (the system gives memory only when it is first written to), and some preempted."""
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
     if given.client:
         asyncio.run(be_clients(json.load(sys.stdin)))
         return
-    with running(given.model, given.tier) as (server, url):
+    with running(given.model, given.tier, CROWD_BLOCKS if given.crowd else 1024) as (server, url):
         print(f"{given.model} on the {server.serving.allm.llm.loaded.tier.description}")
         if given.crowd:
             measure_crowd(server, url, given.crowd)
@@ -58,9 +60,11 @@ def main() -> None:
 
 
 @contextmanager
-def running(model: str, tier: str) -> Iterator[tuple[Server, str]]:
+def running(model: str, tier: str, num_blocks: int) -> Iterator[tuple[Server, str]]:
     with listen("127.0.0.1", 0) as listening:
-        server = make_server(model, ServeSettings(log_level="error", max_waiting=100_000), tier=tier, num_blocks=1024)
+        server = make_server(
+            model, ServeSettings(log_level="error", max_waiting=100_000), tier=tier, num_blocks=num_blocks
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
         thread.start()
         while not server.started:

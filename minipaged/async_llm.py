@@ -22,8 +22,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, Unpack
@@ -37,10 +38,6 @@ from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams
 from minipaged.prompts import Prompt
 from minipaged.settings import GivenSettings, takes_settings
-
-LONG_TEXT = 2_000
-"""Characters; a longer text is tokenized in a thread, since that takes longer than the event loop should stand still.
-"""
 
 
 class Asked(NamedTuple):
@@ -183,7 +180,7 @@ class AsyncLLM:
         Raises what `add` raises.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        tokens, text = await self._read_prompt(prompt)
+        tokens, text = await asyncio.to_thread(self.llm.read_prompt, prompt)  # a long text takes long
         stream = await self.add([Asked(request_id or uuid4().hex, tokens, params, text, priority)])
         try:
             async for update in stream:
@@ -218,18 +215,11 @@ class AsyncLLM:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wait_for_all(), timeout)
         for request_id in list(self._streams):
-            self._inbox.put(lambda name=request_id: self.llm.engine.abort(name))  # type: ignore[misc]
+            self._inbox.put(partial(self.llm.engine.abort, request_id))
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wait_for_all(), timeout=60)  # the step in progress may be long
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
-
-    async def _read_prompt(self, prompt: Prompt) -> tuple[Sequence[int], str | None]:
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if not isinstance(text, str) or len(text) <= LONG_TEXT or "prompt_token_ids" in prompt:
-            return self.llm.read_prompt(prompt)
-        [tokens] = await asyncio.to_thread(self.llm.need_tokenizer().encode_all, [text])
-        return tokens, text
 
     @property
     def num_open(self) -> int:
@@ -262,7 +252,7 @@ class AsyncLLM:
             if self._streams.get(request_id) is stream:  # and not another, which has the id now
                 del self._streams[request_id]
                 self._left.add(request_id)
-                self._inbox.put(lambda name=request_id: self.llm.engine.abort(name))  # type: ignore[misc]
+                self._inbox.put(partial(self.llm.engine.abort, request_id))
         self._note_ends()
 
     async def _wait_for_all(self) -> None:
@@ -327,9 +317,10 @@ class AsyncLLM:
 
     def _tell(self, updates: list[RequestUpdate]) -> None:
         engine, now = self.llm.engine, time.perf_counter()
-        for observer in self.observers:
-            scheduler = engine.scheduler
-            observer.after_step(updates, engine.current_stats(), len(scheduler.running), len(scheduler.waiting), now)
+        if self.observers:
+            stats, scheduler = engine.current_stats(), engine.scheduler
+            for observer in self.observers:
+                observer.after_step(updates, stats, len(scheduler.running), len(scheduler.waiting), now)
         if updates:
             self._in_loop(self._hand_over, updates)
 

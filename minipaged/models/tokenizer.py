@@ -56,14 +56,6 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
 
-    def encode_all(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The ids of each text. Other threads go on meanwhile, which they do not while one text is encoded."""
-        try:
-            found = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        except TypeError:
-            return [self._encode(text, add_special_tokens=add_special_tokens) for text in texts]  # says which
-        return [each.ids for each in found]
-
     @cached_property
     def longest_token(self) -> int:
         """No token stands for more bytes of a text than this."""
@@ -142,10 +134,12 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch of one: the library lets other threads go on meanwhile, which its `encode` does not.
+            [found] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         except TypeError:
             # A lone surrogate (half a character, as a broken escape leaves behind) has no UTF-8 form.
             raise InvalidRequest(f"a prompt must be text that can be written as UTF-8; got {text!r}") from None
+        ids: list[int] = found.ids
         return ids
 
     @cached_property

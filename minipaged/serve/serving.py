@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
-from minipaged.async_llm import LONG_TEXT, AsyncLLM
+from minipaged.async_llm import AsyncLLM
 from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
@@ -86,7 +86,7 @@ class Serving:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages")
         if body.prompt is not None:
-            [tokens] = await self._encode([body.prompt], add_special_tokens=body.add_special_tokens is not False)
+            [tokens] = await self._encode([body.prompt], body.add_special_tokens)
         else:
             assert body.messages is not None
             tokens = await self._encode_chat(body.messages, body)
@@ -133,7 +133,7 @@ class Serving:
             texts: list[str] = given
             if body.truncate_prompt_tokens is None:
                 self._check_length(max(map(len, texts)))
-            encoded = await self._encode(texts, add_special_tokens=body.add_special_tokens is not False)
+            encoded = await self._encode(texts, body.add_special_tokens)
             return [self._prompt(*both, body, max_tokens) for both in zip(texts, encoded, strict=True)]
         return [self._prompt(None, tokens, body, max_tokens) for tokens in given]
 
@@ -155,10 +155,9 @@ class Serving:
                 "characters; shorten it"
             )
 
-    async def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        if sum(map(len, texts)) > LONG_TEXT:  # in a thread: the loop has others to serve
-            return await asyncio.to_thread(self._tokenizer.encode_all, texts, add_special_tokens=add_special_tokens)
-        return self._tokenizer.encode_all(texts, add_special_tokens=add_special_tokens)
+    async def _encode(self, texts: Sequence[str], add_special_tokens: bool | None) -> list[list[int]]:
+        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens is not False)
+        return await asyncio.to_thread(lambda: list(map(encode, texts)))  # the loop has others to serve
 
     async def _encode_chat(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> list[int]:
         if body.chat_template is not None and not self._trust_chat_templates:

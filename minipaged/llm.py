@@ -133,7 +133,8 @@ class LLM:
 
         A prompt is a text, a list of token ids, a `TextPrompt` or a `TokensPrompt`. `sampling_params`: one for all, or
         one for each prompt. `use_tqdm`: show a bar on stderr, if that is a terminal. `priority`: one for all, or one
-        for each prompt; the smaller, the earlier, where the policy goes by it. `not_here`: what vLLM takes besides.
+        for each prompt; the smaller, the earlier, for a `scheduling_policy` that looks at it, and 0 for any other.
+        `not_here`: what vLLM takes besides.
         Raises InvalidRequest for a prompt that cannot be served; then, and on Ctrl-C, every block is given back. A
         request that fails on the way (`RequestOutput.error` says why) does not keep the others from their end.
         """

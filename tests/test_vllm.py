@@ -262,6 +262,13 @@ def test_one_priority_is_for_all(loaded: LoadedModel) -> None:
         llm.generate(["a", "b"], GREEDY, priority=[3])
 
 
+def test_a_priority_that_would_change_nothing_is_refused(llm: LLM) -> None:
+    assert len(llm.generate(["a", "b"], GREEDY, priority=0)) == 2
+    with pytest.raises(InvalidRequest, match=r"^priority is 1, and this engine's policy, .*scheduling_policy='priority'"):
+        llm.generate(["a", "b"], GREEDY, priority=[0, 1])
+    assert not llm.engine.has_unfinished_requests()
+
+
 def test_what_a_script_reads_of_outputs_is_there(llm: LLM) -> None:
     params = SamplingParams(n=2, temperature=0.8, top_p=0.95, max_tokens=6, seed=1, logprobs=2)
     [output] = llm.generate(prompts=["The president of the"], sampling_params=params)

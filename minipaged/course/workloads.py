@@ -20,6 +20,7 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import MakeMemory
+from minipaged.engine.policies import looks_at_priority
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.errors import BadLogits, InvalidRequest
 from minipaged.events import Event, Listener, PrefixReused, RequestArrived, RequestPreempted, TokensComputed
@@ -200,7 +201,7 @@ class Run:
                         request.params,
                         request_id=name,
                         output_kind=list(RequestOutputKind)[len(request.prompt) % 2],
-                        priority=request.priority,
+                        priority=request.priority if looks_at_priority(self.engine.scheduler.policy) else 0,
                     )
                 except InvalidRequest:
                     self.refused.add(name)

@@ -12,10 +12,12 @@ from numbers import Integral
 from minipaged.contracts import BeamSearch
 from minipaged.engine.detokenizer import Decode, Detokenizer, Encode, naming_failures
 from minipaged.engine.memory import AllocStatus, Memory
+from minipaged.engine.policies import looks_at_priority
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams, final_token_ids
+from minipaged.scheduling import Policy
 from minipaged.steps import Sampling
 
 
@@ -59,7 +61,7 @@ class Arrivals:
             prompt_token_ids = prompt_token_ids[-params.truncate_prompt_tokens :]
         check_prompt(prompt_token_ids, self._config)
         check_params(params, output_kind, self._config, has_tokenizer=self._decode is not None)
-        check_priority(priority)
+        check_priority(priority, self._scheduler.policy)
         tokens = tuple(map(int, prompt_token_ids))  # NumPy's integers, for one, are not JSON
         room = self._config.max_model_len - len(tokens)
         max_output = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -185,10 +187,15 @@ def tokens_of_words(words: ListLike[str], encode: Encode | None, vocab_size: int
     return tuple(found)
 
 
-def check_priority(priority: int) -> None:
-    """Raise InvalidRequest unless it is a whole number."""
+def check_priority(priority: int, policy: Policy) -> None:
+    """Raise InvalidRequest unless it is a whole number, and one that the policy looks at; 0 is what all have."""
     if isinstance(priority, bool) or not isinstance(priority, Integral):
         raise InvalidRequest(f"priority is {priority!r}; it must be a whole number, and the smaller, the earlier")
+    if priority and not looks_at_priority(policy):
+        raise InvalidRequest(
+            f"priority is {priority}, and this engine's policy, {type(policy).__name__}, does not look at it: leave it "
+            "out, or start the engine with scheduling_policy='priority' (--scheduling-policy priority)"
+        )
 
 
 def check_fits(request: Request, config: EngineConfig, max_sequences: int, blocks: Memory) -> None:

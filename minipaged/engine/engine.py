@@ -121,7 +121,7 @@ class Engine:
         """Let a request wait for its turn; returns its id. Raises InvalidRequest when it could never be served.
 
         `prompt`: the text that the tokens came from, for its output. `output_kind`: when it is told of. `priority`: the
-        smaller, the earlier, where the policy goes by it.
+        smaller, the earlier; 0 unless the policy looks at it.
         """
         order = next(self._orders)
         if request_id is None:

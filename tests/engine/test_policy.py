@@ -446,6 +446,21 @@ def test_a_priority_is_a_whole_number(priority: Any) -> None:
     assert not engine.has_unfinished_requests()
 
 
+class Mine(FirstComeFirstServed):
+    """Nobody knows what it looks at."""
+
+
+@pytest.mark.parametrize("policy", [FirstComeFirstServed, ShortestFirst, PriorityFirst, Mine])
+def test_a_priority_that_would_change_nothing_is_refused(policy: MakePolicy) -> None:
+    engine = simulated(policy)
+    engine.add_request([1], params(2), priority=0)
+    if policy in (FirstComeFirstServed, ShortestFirst):
+        with pytest.raises(InvalidRequest, match=r"priority is -3, and .* not look at it: .*scheduling_policy='priority'"):
+            engine.add_request([1], params(2), priority=-3)
+    else:
+        engine.add_request([1], params(2), priority=-3)
+
+
 # --- Policies that raise --------------------------------------------------------------------------
 
 

@@ -180,7 +180,7 @@ HOSTILE: list[tuple[bytes, int]] = [
     (b'{"prompt": "x", "top_k": -2}', 400),
     (b'{"prompt": "x", "top_k": 9223372036854775808}', 400),
     (b'{"prompt": "x", "top_k": 2147483647, "max_tokens": 2}', 200),
-    (b'{"prompt": "x", "priority": 1' + b"0" * 60 + b', "max_tokens": 1}', 200),
+    (b'{"prompt": "x", "priority": 1' + b"0" * 60 + b', "max_tokens": 1}', 400),
     (b'{"prompt": "x", "min_tokens": 1' + b"0" * 60 + b"}", 400),
     (b'{"prompt": "x", "repetition_penalty": 1e-320}', 400),
     (b'{"prompt": "x", "temperature": 1e-320, "max_tokens": 2}', 200),
@@ -275,6 +275,16 @@ def test_half_a_request_does_not_keep_the_others_waiting(server: Served) -> None
     with socket.create_connection((host, int(port))) as half:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         assert server.post("/v1/completions", COMPLETE).status_code == 200
+
+
+def test_a_priority_is_taken_where_it_makes_a_difference(server: Served, tiny: LoadedModel) -> None:
+    error = error_of(server.post("/v1/completions", COMPLETE | {"priority": 1}), 400)
+    assert error["param"] == "priority"
+    assert "--scheduling-policy priority" in error["message"]
+    assert server.post("/v1/completions", COMPLETE | {"priority": 0}).status_code == 200
+    with served(tiny, scheduling_policy="priority") as running:
+        for priority in (-3, 10**60):
+            assert running.post("/v1/completions", COMPLETE | {"priority": priority}).status_code == 200
 
 
 def test_the_key_is_asked_for_under_v1(tiny: LoadedModel) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from minipaged.engine.policies.priority import PriorityFirst
 from minipaged.engine.policies.shortest_first import ShortestFirst
 from minipaged.engine.policy import FirstComeFirstServed
-from minipaged.scheduling import MakePolicy
+from minipaged.scheduling import MakePolicy, Policy
 
 POLICIES: dict[str, MakePolicy] = {
     "fcfs": FirstComeFirstServed,
@@ -21,3 +21,8 @@ POLICIES: dict[str, MakePolicy] = {
     "shortest-first": ShortestFirst,
 }
 """By the names that `LLM` and the command line know them by."""
+
+
+def looks_at_priority(policy: Policy) -> bool:
+    """Whether it may make a difference to this policy: to one of somebody's own, for all that is known."""
+    return type(policy) not in (FirstComeFirstServed, ShortestFirst)

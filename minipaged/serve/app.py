@@ -31,13 +31,14 @@ from starlette.types import Receive, Scope, Send
 from minipaged.async_llm import Stream
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, ModelError, QueueFull, ShuttingDown
 from minipaged.serve.answers import DONE, Answer, Json, event
-from minipaged.serve.guards import KeyGuard, Load, LoadGuard
+from minipaged.serve.guards import KeyGuard, LengthGuard, Load, LoadGuard
 from minipaged.serve.live.routes import live_routes
-from minipaged.serve.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from minipaged.serve.protocol import FIELDS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from minipaged.serve.serving import Serving, UnknownModel
 
 Result = TypeVar("Result")
 MOST_BODY_BYTES = 8 * 2**20
+TOO_LONG = f"the body is longer than {MOST_BODY_BYTES:,} bytes, which are the most that is taken; send less at a time"
 MOST_FAULTS = 10
 MOST_CHARACTERS = 200
 """Of what was sent, in the message about it."""
@@ -75,7 +76,9 @@ def create_app(serving: Serving, *, key: str | None = None, cors_origins: Sequen
     app.add_exception_handler(MinipagedError, _known_error)
     app.add_exception_handler(Exception, _unknown_error)
     app.add_middleware(LoadGuard, load=load)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BODY_BYTES)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BODY_BYTES)  # of one that does not say how long
+    too_long = answered(_error(TOO_LONG, "BadRequestError", 413), 413)
+    app.add_middleware(LengthGuard, most=MOST_BODY_BYTES, refusal=too_long)
     if key:
         app.add_middleware(KeyGuard, key=key)
     if cors_origins:
@@ -112,12 +115,11 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         400: "Something is wrong with the request; the message says what.",
         401: "The key is wrong.",
         404: "There is no such model.",
+        413: "The body is too long.",
         500: "The engine failed.",
         503: "The queue is full, or the server is shutting down, or its engine is dead.",
     }.items()
 }
-
-ERRORS[413] = {"description": "The body is too long.", "content": {"text/plain": {}}}
 
 
 def _generating(serving: Serving) -> APIRouter:
@@ -322,15 +324,26 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message, kind = str(error.detail), "BadRequestError" if error.status_code < 500 else "InternalServerError"
     if error.status_code == 404:
         kind = "NotFoundError"
-        message = f"there is no {request.url.path}; see /openapi.json for what there is"
+        paths = ", ".join(request.app.openapi()["paths"])
+        message = f"there is no {request.url.path[:MOST_CHARACTERS]} here; there is {paths} (see /openapi.json)"
+    elif error.status_code == 405:
+        allowed = (error.headers or {})["Allow"]
+        message = f"{request.url.path[:MOST_CHARACTERS]} is not to be asked by {request.method}, but by {allowed}"
+    elif error.status_code == 413:
+        message = TOO_LONG
     return answered(_error(message, kind, error.status_code), error.status_code, dict(error.headers or {}))
 
 
 async def _known_error(request: Request, error: Exception) -> Response:
     status, kind = next((STATUS[each] for each in type(error).__mro__ if each in STATUS), (500, "InternalServerError"))
     headers = {"Retry-After": RETRY_AFTER} if isinstance(error, QueueFull) else None
-    param = "model" if isinstance(error, UnknownModel) else None
-    return answered(_error(str(error), kind, status, param), status, headers)
+    return answered(_error(str(error), kind, status, _param(error)), status, headers)
+
+
+def _param(error: Exception) -> str | None:
+    """The field that an error is about: what is said of one begins with its name."""
+    [first] = re.findall(r"^\w*", str(error))
+    return "model" if isinstance(error, UnknownModel) else first if first in FIELDS else None
 
 
 async def _unknown_error(request: Request, error: Exception) -> Response:

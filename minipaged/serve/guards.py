@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 BEHIND_KEY = ("/v1", "/live")
@@ -34,6 +34,20 @@ class KeyGuard:
                 await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class LengthGuard:
+    """Answers with `refusal` where a body is to be longer than `most` bytes, before any of it is read."""
+
+    def __init__(self, app: ASGIApp, most: int, refusal: Response) -> None:
+        self._app = app
+        self._most = most
+        self._refusal = refusal
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = dict(scope["headers"]).get(b"content-length", b"0") if scope["type"] == "http" else b"0"
+        app = self._refusal if int(length) > self._most else self._app  # the server has seen that it is a number
+        await app(scope, receive, send)
 
 
 class LoadGuard:

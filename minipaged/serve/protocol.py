@@ -110,7 +110,7 @@ class SamplingBody(_Body):
     def check(self) -> None:
         """Raise InvalidRequest for what goes against something else that is asked for."""
         for name, value in (self.model_extra or {}).items():
-            if name in REFUSED and value not in ASKS_FOR_NOTHING:
+            if name in REFUSED and value not in ASKS_FOR_NOTHING and (name, value) != ("best_of", 1):
                 raise InvalidRequest(f"{name} is not supported: {REFUSED[name]}")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options has a meaning only with stream=true; set that, or leave it out")
@@ -187,9 +187,9 @@ class CompletionBody(SamplingBody):
         one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))  # type: ignore[index]
         prompts = [prompt] if one else prompt
         if not prompts or not all(prompts):
-            raise InvalidRequest("the prompt is empty; give it at least one token")
+            raise InvalidRequest("prompt is empty; give it at least one token")
         if len(prompts) > MOST_PROMPTS:
-            raise InvalidRequest(f"there are {len(prompts)} prompts; at most {MOST_PROMPTS} are taken at a time")
+            raise InvalidRequest(f"prompt holds {len(prompts)} prompts; at most {MOST_PROMPTS} are taken at a time")
         return prompts  # type: ignore[return-value]
 
 
@@ -239,3 +239,8 @@ class DetokenizeBody(_Body):
 
     model: str | None = None
     tokens: list[Count]
+
+
+FIELDS = {name for body in (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody) for name in body.model_fields}
+FIELDS |= REFUSED.keys()
+"""All that a body may have and somebody knows."""

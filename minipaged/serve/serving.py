@@ -72,11 +72,12 @@ class Serving:
         self.check_model(body.model)
         body.check()
         token_ids = await self._encode_chat(body.messages, body)
-        max_tokens = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        max_tokens: int | None = getattr(body, name)
         prompts = [self._prompt(None, token_ids, body, max_tokens)]
         logprobs = body.top_logprobs or 0 if body.logprobs else None
         answer = ChatAnswer(answer_id, engine_id, self._name(body.model), body, prompts, self._tokens(body))
-        room = self._room(prompts[0], max_tokens)
+        room = self._room(prompts[0], max_tokens, name)
         answer.params = [body.params(max_tokens, logprobs, body.prompt_logprobs, room)]
         return answer
 
@@ -173,13 +174,13 @@ class Serving:
         }
         return await asyncio.to_thread(self._tokenizer.encode_chat, messages, **options)
 
-    def _room(self, prompt: Prompt, max_tokens: int | None) -> int:
-        """How many tokens max_model_len leaves. Raises InvalidRequest where more are asked for."""
+    def _room(self, prompt: Prompt, max_tokens: int | None, name: str = "max_tokens") -> int:
+        """How many tokens max_model_len leaves. Raises InvalidRequest where more are asked for, in the field `name`."""
         length, room = len(prompt.token_ids), self._config.max_model_len - len(prompt.token_ids)
         if room < (max_tokens or 1):
             raise InvalidRequest(
-                f"this model takes at most {self._config.max_model_len} tokens; the prompt has {length}, and "
-                f"max_tokens is {max_tokens}: shorten the prompt, or lower max_tokens to {max(room, 0)}"
+                f"{name} is {max_tokens} and the prompt has {length}; this model takes at most "
+                f"{self._config.max_model_len} in all: shorten the prompt, or lower {name} to {room}"
                 if max_tokens and room > 0
                 else f"this model takes at most {self._config.max_model_len} tokens, and the prompt has {length}; "
                 "shorten it, or give truncate_prompt_tokens"
@@ -189,7 +190,7 @@ class Serving:
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if token >= self._config.vocab_size:
-                raise InvalidRequest(f"{token} is no token; they are the numbers 0 to {self._config.vocab_size - 1}")
+                raise InvalidRequest(f"tokens holds {token}; tokens are the numbers 0 to {self._config.vocab_size - 1}")
 
     def _tokens(self, body: SamplingBody) -> Tokens:
         return Tokens(self._text_of, self._tokenizer.decode, bool(body.return_tokens_as_token_ids))

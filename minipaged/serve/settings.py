@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 from minipaged.errors import InvalidRequest
 from minipaged.params import check, setting
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*A-Z]+|\*")
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 
@@ -41,3 +43,12 @@ class ServeSettings:
         check(self)
         if self.api_key == "":
             raise InvalidRequest("api_key is empty; leave it out, or make one with: openssl rand -hex 16")
+        for name in self.served_model_name:
+            if not name.strip():
+                raise InvalidRequest(f"served_model_name is {name!r}, by which nobody can ask for it; give it a name")
+        for origin in self.cors_origin:
+            if not ORIGIN.fullmatch(origin):
+                raise InvalidRequest(
+                    f"cors_origin is {origin!r}; write it as browsers send it, as in https://example.org:8080 (the "
+                    "scheme, the host, perhaps a port; small letters, and no path behind it), or * for all"
+                )

@@ -240,8 +240,59 @@ def test_another_content_type_is_refused(server: Served, content_type: str) -> N
     assert "application/json" in error["message"]
 
 
-def test_another_method_is_refused(server: Served) -> None:
-    error_of(server.get("/v1/completions"), 405)
+def test_another_method_is_refused_and_the_right_one_named(server: Served) -> None:
+    error = error_of(server.get("/v1/completions"), 405)
+    assert error["message"] == "/v1/completions is not to be asked by GET, but by POST"
+
+
+@pytest.mark.parametrize("path", ["/v1/nonsense", "/v1/audio/speech", "/v1/embeddings"])
+def test_who_asks_for_what_there_is_not_is_told_what_there_is(server: Served, path: str) -> None:
+    error = error_of(server.post(path, {}), 404)
+    assert error["message"].startswith(f"there is no {path} here; there is /v1/completions, /v1/chat/completions, ")
+    assert error["type"] == "NotFoundError"
+
+
+@pytest.mark.parametrize("content", [b" " * (8 * 2**20 + 1), [b" " * 2**20] * 9], ids=["told", "not told"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_body_that_is_too_long_is_told_so(server: Served, path: str, content: Any) -> None:
+    """Whether its length is in a header or not."""
+    headers = {"Content-Type": "application/json"}
+    error = error_of(httpx.post(server.url + path, content=content, headers=headers), 413)
+    assert "8,388,608 bytes" in error["message"]
+
+
+ABOUT: list[tuple[str, dict[str, Any], str | None]] = [
+    ("completions", {"prompt": "x", "max_tokens": 5000}, "max_tokens"),
+    ("completions", {"prompt": "x", "max_tokens": 3, "min_tokens": 4}, "min_tokens"),
+    ("completions", {"prompt": [10**9]}, "prompt"),
+    ("completions", {"prompt": []}, "prompt"),
+    ("completions", {"prompt": ["x"] * 1025}, "prompt"),
+    ("completions", {"prompt": "x", "n": 1000}, "n"),
+    ("completions", {"prompt": "x", "stop": ["a"] * 5}, "stop"),
+    ("completions", {"prompt": "x", "stream_options": {}}, "stream_options"),
+    ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+    ("completions", {"prompt": "x", "best_of": 2}, "best_of"),
+    ("completions", {"prompt": "x", "request_id": "a b"}, "request_id"),
+    ("completions", {"prompt": "x" * 2000}, None),
+    ("chat/completions", {"tools": [{}]}, "tools"),
+    ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+    ("chat/completions", {"max_completion_tokens": 5000}, "max_completion_tokens"),
+    ("chat/completions", {"chat_template": "x"}, "chat_template"),
+    ("chat/completions", {"messages": [{"role": 3}]}, None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), ABOUT, ids=lambda value: repr(value)[:40])
+def test_an_error_names_the_field_that_it_is_about(
+    server: Served, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **body} if path.startswith("chat") else body
+    assert error_of(server.post(f"/v1/{path}", body), 400)["param"] == param
+
+
+def test_best_of_one_asks_for_nothing(server: Served) -> None:
+    for value, status in ((1, 200), (None, 200), (2, 400), (0.5, 400)):
+        assert server.post("/v1/completions", COMPLETE | {"best_of": value}).status_code == status
 
 
 def test_a_body_without_a_length_is_not_read_without_end(server: Served) -> None:

@@ -150,6 +150,32 @@ def test_a_logit_bias_that_is_no_json_object_of_tokens_is_refused(text: str) -> 
         given_for(SamplingParams, given)
 
 
+@pytest.mark.parametrize("name", ["", " ", "\t\n"])
+def test_a_name_by_which_nobody_can_ask_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^served_model_name is .*; give it a name"):
+        ServeSettings(served_model_name=("right", name))
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "https://example.org", "http://127.0.0.1:8080", "http://[::1]:80", "chrome-extension://abc"]
+)
+def test_an_origin_is_a_scheme_and_a_host(origin: str) -> None:
+    assert ServeSettings(cors_origin=(origin,)).cors_origin == (origin,)
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        *("", "example.org", "example.org:80", "https://", "https://example.org/", "https://example.org/page"),
+        *("https://example.org?a", "https://example.org#a", "https://a@example.org", "https://exam ple.org"),
+        *("https://Example.org", "HTTPS://example.org", "https://*.example.org", "**", "https://a.org,https://b.org/"),
+    ],
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^cors_origin is .*; write it as browsers send it, as in https://"):
+        ServeSettings(cors_origin=("*", origin))
+
+
 def test_a_setting_that_there_is_not_is_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'swap_spaces'"):
         LLM(swap_spaces=4)  # type: ignore[call-arg]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -46,6 +47,11 @@ class Serving:
         allm.observers.append(self.metrics)
         self.watch = Watch.of(allm.llm.engine) if page else None
         self._text_of = lru_cache(self._config.vocab_size)(self._token_text)
+
+    def warm_up(self) -> None:
+        """Write out a first conversation, which imports a library for that: the first client would wait for it."""
+        with suppress(Exception):  # where it cannot be done, whoever asks for it is told
+            self.allm.llm.encode_chat([{"role": "user", "content": ""}])
 
     async def completion(self, body: CompletionBody, answer_id: str, engine_id: str) -> CompletionAnswer:
         """What is to be answered, and asked of the engine. Raises InvalidRequest, UnknownModel."""

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from starlette.types import Message
 from minipaged.async_llm import AsyncLLM
 from minipaged.llm import LoadedModel
 from minipaged.serve.app import create_app
+from minipaged.serve.server import Server, make_server, serve
 from minipaged.serve.serving import Serving
+from minipaged.serve.settings import ServeSettings
 from tests.effort import examples, thorough
 from tests.serve.harness import Served, check_empty, run, served, wait_until
 
@@ -305,6 +308,30 @@ def test_a_second_signal_ends_it_at_once(tiny_folder: Path) -> None:
                 program.send_signal(signal.SIGINT)
                 time.sleep(0.05)
             assert program.returncode == 128 + signal.SIGINT
+
+
+def test_it_says_what_it_does_and_is_ready_for_a_chat(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It loads, listens, and meanwhile imports what writes a conversation out."""
+    servers: list[Server] = []
+    monkeypatch.setattr(Server, "run", lambda self, sockets: servers.append(self))
+    said: list[str] = []
+
+    def make(*arguments: Any, **engine: Any) -> Server:
+        said.append(capsys.readouterr().err)
+        return make_server(*arguments, **engine)
+
+    monkeypatch.setattr("minipaged.serve.server.make_server", make)
+    assert serve(str(tiny_folder), ServeSettings(port=0), tier="reference", num_blocks=64) == 0
+    assert said == [f"loading {tiny_folder} on the reference tier on cpu: NumPy, float32\n"]
+    assert "listening on http://127.0.0.1:" in capsys.readouterr().err
+    wait_until(lambda: "in_transformers" in vars(servers[0].serving.allm.llm.need_tokenizer()))
+
+
+def test_a_model_without_a_tokenizer_is_served_all_the_same(tiny: LoadedModel) -> None:
+    serving = Serving(AsyncLLM(replace(tiny, tokenizer=None), num_blocks=64), ["tiny"])
+    serving.warm_up()
 
 
 def test_what_is_wrong_with_the_command_line_is_said_before_anything_is_loaded(tiny_folder: Path) -> None:

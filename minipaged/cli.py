@@ -20,7 +20,7 @@ import typer
 
 from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.events import Event
-from minipaged.options import given_for, names_of, place_in_users_file, takes
+from minipaged.options import Command, given_for, names_of, place_in_users_file, takes
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.serve.settings import ServeSettings
@@ -69,7 +69,7 @@ TRACE_OPTIONS = ("trace", "requests", "pace")
 # --- generate -------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(SamplingParams, BeamSearchParams, Settings, beam_width=0, max_tokens=64, seed=0)
 def generate(
     context: typer.Context,
@@ -189,7 +189,7 @@ def _print_outputs(outputs: list[RequestOutput]) -> None:
             print(completion.text)
 
 
-@app.command(name="replay-steps")
+@app.command(name="replay-steps", cls=Command)
 @takes(Settings, only=("tier", "device"))
 def replay_steps(
     recording: Annotated[Path, typer.Argument(help="What `generate --record-steps` wrote.", show_default=False)],
@@ -242,7 +242,7 @@ def _open_for_writing(path: Path, mode: str = "w") -> Any:
 CHAT_OPTIONS = ("temperature", "top_p", "max_tokens", "seed", "tier", "block_size", "num_blocks")
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(SamplingParams, Settings, only=CHAT_OPTIONS, temperature=0.2, top_p=0.9, max_tokens=512, seed=0)
 def chat(
     model: ModelOption = "smollm2-135m-instruct",
@@ -262,7 +262,7 @@ def chat(
 # --- serve ----------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(ServeSettings, Settings)
 def serve(
     model: Annotated[str, typer.Argument(help="A known name, a folder, a .gguf file, or a hub id.")] = (
@@ -284,7 +284,7 @@ def serve(
 # --- doctor ---------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor() -> None:
     """What there is here to compute with, what would be chosen, and why."""
     from minipaged.doctor import report
@@ -296,7 +296,7 @@ def doctor() -> None:
 # --- demo -----------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(Settings, only=("tier", "allocator"))
 def demo(
     context: typer.Context,
@@ -410,7 +410,7 @@ def _decoder(model: str) -> Callable[[Sequence[int]], str]:
 # --- page -----------------------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(cls=Command)
 def page(
     events: Annotated[Path, typer.Argument(help="What `minipaged generate --events` wrote.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.", show_default=False)],
@@ -436,7 +436,7 @@ def page(
 # --- model ----------------------------------------------------------------------------------------
 
 
-@model_app.command("list")
+@model_app.command("list", cls=Command)
 def model_list() -> None:
     """The known models, and whether each has been fetched."""
     from minipaged.models import hub
@@ -446,7 +446,7 @@ def model_list() -> None:
         print(f"{name}  {folder if folder else 'not fetched'}")
 
 
-@model_app.command("fetch")
+@model_app.command("fetch", cls=Command)
 def model_fetch(
     name: Annotated[str, typer.Argument(help="A known model.")] = "smollm2-135m-instruct",
     again: Annotated[bool, typer.Option("--again", help="Throw away what is there and fetch it anew.")] = False,
@@ -457,7 +457,7 @@ def model_fetch(
     print(hub.fetch(name, again=again))
 
 
-@model_app.command("where")
+@model_app.command("where", cls=Command)
 def model_where(name: Annotated[str, typer.Argument(help="A known model.")] = "smollm2-135m-instruct") -> None:
     """Print the folder of a known model; exit status 1 if it has not been fetched."""
     from minipaged.models import hub
@@ -479,7 +479,7 @@ OutputOption = Annotated[
 ]
 
 
-@app.command("grade")
+@app.command("grade", cls=Command)
 def grade_command(
     assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
     submission: Annotated[str, typer.Argument(metavar="FILE.py[:Class]", show_default=False)],
@@ -520,7 +520,7 @@ def grade_command(
     )
 
 
-@app.command("grade-tests")
+@app.command("grade-tests", cls=Command)
 def grade_tests_command(
     assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
     tests: Annotated[str, typer.Argument(metavar="TEST_FILE.py", show_default=False)],
@@ -538,7 +538,7 @@ def grade_tests_command(
     raise typer.Exit(run_grade_tests(assignment, tests, report))
 
 
-@course_app.command("autograder")
+@course_app.command("autograder", cls=Command)
 def course_autograder(
     assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The zip to write.")] = Path("autograder.zip"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams, SamplingParams
@@ -143,6 +144,24 @@ def help_of(kind: type) -> dict[str, str]:
 def _source_of(module: str) -> list[ast.ClassDef]:
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return [node for node in tree.body if isinstance(node, ast.ClassDef)]
+
+
+class Command(TyperCommand):
+    """Writes its help as plain lists: in a narrow terminal, typer's tables cut the names of options."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super(TyperCommand, self).format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """A list for each panel."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for each in self.get_params(ctx):
+            if record := each.get_help_record(ctx):
+                kind = "Arguments" if each.param_type_name == "argument" else "Options"
+                panels.setdefault(getattr(each, "rich_help_panel", None) or kind, []).append(record)
+        for title, records in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 # --- A user's own parts ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import typer.main
 
 import minipaged
 from minipaged import LLM, BeamSearchParams, EngineConfig, InvalidRequest, SamplingParams
-from minipaged.cli import app
+from minipaged.cli import app, main
 from minipaged.options import WRITTEN, given_for, help_of, names_of
 from minipaged.params import EngineSettings
 from minipaged.serve.settings import ServeSettings
@@ -79,6 +79,24 @@ def test_an_option_has_the_default_and_the_help_of_its_field(command: str) -> No
         assert option.default == (expected[option.name] if expected[option.name] != () else None), option.name
         text = next(help_of(kind)[option.name] for kind in KINDS if option.name in names_of(kind))
         assert option.help.startswith(text), option.name
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_has_every_name_whole(
+    command: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However narrow the terminal; below the headings of what they are about."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert not end.value.code
+    text = capsys.readouterr().out
+    options = [option for option in getattr(COMMANDS[command], "params", []) if option.opts[0].startswith("-")]
+    for option in options:
+        assert not {*option.opts, *option.secondary_opts} - {*re.split(r"[\s,│]+", text)}, option.name
+        assert (option.rich_help_panel or "Options") in text
+    assert all(len(line) <= columns for line in text.splitlines())
 
 
 def test_what_is_written_in_another_way_is_a_field() -> None:

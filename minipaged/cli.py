@@ -77,9 +77,8 @@ def generate(
     model: ModelOption = "smollm2-135m-instruct",
     chat: Annotated[bool, typer.Option("--chat", help="Take each prompt as a user's message to a chat model.")] = False,
     priority: Annotated[
-        list[int] | None, typer.Option(
-            help="With --scheduling-policy: the smaller, the earlier (one for each prompt: may be repeated)."
-        )
+        list[int] | None,
+        typer.Option(help="With --scheduling-policy: the smaller, the earlier (one for each prompt: may be repeated)."),
     ] = None,
     events: Annotated[Path | None, typer.Option(help="Write what happened to this file, as JSON Lines.")] = None,
     record_steps: Annotated[

@@ -373,6 +373,7 @@ class LoadedModel:
     @classmethod
     def load(cls, model: str | Path, tier: str = "auto", device: str = "auto", dtype: str = "auto") -> LoadedModel:
         """Find (or fetch) `model` and load it. Raises ModelError and InvalidRequest."""
+        dtype = {"half": "float16", "float": "float32"}[dtype] if dtype in ("half", "float") else dtype  # vLLM's names
         chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)

@@ -13,12 +13,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
-from functools import cache
+from functools import cache, wraps
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from minipaged.errors import InvalidRequest
+from minipaged.vllm_arguments import SAMPLING_ARGUMENTS, take_own
 
 PreemptionMode = Literal["swap", "recompute", "auto"]
 
@@ -221,6 +222,20 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether tokens are chosen by other logits than the model's."""
         return self.has_penalties or self.allowed_token_ids is not None or bool(self.logit_bias)
+
+
+def _take_vllms_arguments() -> None:
+    """Let `SamplingParams` refuse what vLLM's takes besides with the reason, or let it through."""
+    make, own = SamplingParams.__init__, [each.name for each in fields(SamplingParams)]
+
+    @wraps(make)
+    def init(self: SamplingParams, *values: Any, **given: Any) -> None:
+        make(self, *values, **take_own("SamplingParams()", given, SAMPLING_ARGUMENTS, own))
+
+    SamplingParams.__init__ = init  # type: ignore[method-assign]
+
+
+_take_vllms_arguments()
 
 
 @dataclass(frozen=True, slots=True)

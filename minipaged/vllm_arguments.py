@@ -1,4 +1,5 @@
-"""What vLLM takes and minipaged does not: why, and what to do instead. Read by `LLM` and by docs/vllm.md.
+"""What vLLM takes and minipaged does not: why, and what to do instead. Read by `LLM`, by
+`SamplingParams` and by docs/vllm.md.
 
 Code written for vLLM should run with its import changed, as far as there is the same here. So an argument that asks for
 what is done here anyway (`tensor_parallel_size=1`) is let through, and one that asks for something else is refused with
@@ -79,6 +80,32 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
     "disable_log_stats": NotHere("nothing is logged while it runs; ask LLM.stats()", (True,)),
 }
 """Of `LLM`."""
+
+_NO_STRUCTURE = "there is no grammar that tokens could be held to; leave it out"
+_NOTHING_BETWEEN = "nothing stands between logits and sampling but what SamplingParams names; leave it out"
+_AS_TOKENIZED = "text is always made, and as the tokenizer makes it; leave it out"
+_WHEN_TOLD = "generate() gives outputs when all have ended; LLM.stream() gives what is new after each step"
+_LIKELIEST = "log-probabilities are of the likeliest tokens, as dicts; give logprobs"
+
+SAMPLING_ARGUMENTS: dict[str, NotHere] = {
+    "structured_outputs": NotHere(_NO_STRUCTURE),
+    "guided_decoding": NotHere(_NO_STRUCTURE),
+    "logits_processors": NotHere(_NOTHING_BETWEEN),
+    "watermarking": NotHere(_NOTHING_BETWEEN),
+    "thinking_token_budget": NotHere(_NOTHING_BETWEEN),
+    "repetition_detection": NotHere(_NOTHING_BETWEEN),
+    "best_of": NotHere("sample n with logprobs, and choose", (None, 1)),
+    "use_beam_search": NotHere("give LLM.beam_search() a BeamSearchParams", (False,)),
+    "detokenize": NotHere(_AS_TOKENIZED, (True,)),
+    "spaces_between_special_tokens": NotHere(_AS_TOKENIZED, (True,)),
+    "output_kind": NotHere(_WHEN_TOLD),
+    "stream_interval": NotHere(_WHEN_TOLD, (None, 1)),
+    "logprob_token_ids": NotHere(_LIKELIEST),
+    "flat_logprobs": NotHere(_LIKELIEST, (False,)),
+    "extra_args": NotHere("there is nobody here to read them; leave it out"),
+    "skip_reading_prefix_cache": NotHere("it is for all requests: enable_prefix_caching=False", (None, False)),
+}
+"""Of `SamplingParams`."""
 
 GENERATE_ARGUMENTS: dict[str, NotHere] = {
     "lora_request": NotHere(_NO_LORA),

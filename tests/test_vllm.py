@@ -25,7 +25,14 @@ from minipaged import (
     vllm_arguments,
 )
 from minipaged.llm import LoadedModel
-from minipaged.vllm_arguments import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, LLM_ARGUMENTS, PROMPT_KEYS, NotHere
+from minipaged.vllm_arguments import (
+    CHAT_ARGUMENTS,
+    GENERATE_ARGUMENTS,
+    LLM_ARGUMENTS,
+    PROMPT_KEYS,
+    SAMPLING_ARGUMENTS,
+    NotHere,
+)
 
 PAGE = (Path(minipaged.__file__).parent.parent / "docs" / "vllm.md").read_text()
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -87,7 +94,7 @@ def test_the_page_has_every_argument_that_there_is_not_and_why(name: str) -> Non
 def test_the_page_has_all_tables() -> None:
     tables = {name for name, value in vars(vllm_arguments).items() if isinstance(value, dict) and name.isupper()}
     assert {*re.findall(r"^<!-- not here: (\w+) -->$", PAGE, re.MULTILINE)} == tables
-    assert len(tables) == 5
+    assert len(tables) == 6
 
 
 def test_what_the_page_says_is_no_parameter_is_none() -> None:
@@ -146,6 +153,20 @@ def test_a_call_refuses_what_there_is_not(llm: LLM, call: str, known: dict[str, 
         with pytest.raises(InvalidRequest, match=re.escape(f"{name} is [{{'a': 1}}]; {each.why}")):
             getattr(llm, call)(asked, GREEDY, **{name: [{"a": 1}]})
     assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("name", SAMPLING_ARGUMENTS)
+def test_parameters_refuse_what_there_is_not(name: str) -> None:
+    for value in SAMPLING_ARGUMENTS[name].let_through:
+        assert SamplingParams(n=2, **{name: value}) == SamplingParams(n=2)
+    with pytest.raises(InvalidRequest, match=f"^{name} is 77; {re.escape(SAMPLING_ARGUMENTS[name].why)}"):
+        SamplingParams(n=2, **{name: 77})
+
+
+def test_a_parameter_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^SamplingParams\(\) got an unexpected keyword argument 'temprature'"):
+        SamplingParams(temprature=0)  # type: ignore[call-arg]
+    assert [*inspect.signature(SamplingParams).parameters] == [each.name for each in fields(SamplingParams)]
 
 
 class Tensor:
@@ -218,6 +239,22 @@ def test_swap_space_is_num_swap_blocks_in_gib(loaded: LoadedModel) -> None:
         LLM(loaded, swap_space=2**20, **sizes)
 
 
+@pytest.mark.parametrize(("name", "ours"), [("half", "float16"), ("float", "float32")])
+def test_a_dtype_may_have_vllms_name(tiny_model: Path, name: str, ours: str) -> None:
+    if ours == "float32":
+        assert LoadedModel.load(tiny_model, "reference", dtype=name).tier.dtype == ours
+    else:
+        with pytest.raises(InvalidRequest, match=f"dtype is '{ours}'"):  # no CPU computes in it
+            LLM(tiny_model, tier="reference", dtype=name)
+
+
+@pytest.mark.parametrize("given", [-1, "auto", None])
+def test_the_longest_sequence_may_be_left_open_in_vllms_ways(loaded: LoadedModel, given: Any) -> None:
+    assert LLM(loaded, num_blocks=8, block_size=4, max_model_len=given).config.max_model_len == 32
+    with pytest.raises(InvalidRequest, match="max_model_len is -2; it must be 1 or more"):
+        LLM(loaded, max_model_len=-2)
+
+
 # --- Scripts --------------------------------------------------------------------------------------
 
 
@@ -264,7 +301,7 @@ def test_one_priority_is_for_all(loaded: LoadedModel) -> None:
 
 def test_a_priority_that_would_change_nothing_is_refused(llm: LLM) -> None:
     assert len(llm.generate(["a", "b"], GREEDY, priority=0)) == 2
-    with pytest.raises(InvalidRequest, match=r"^priority is 1, and this engine's policy, .*scheduling_policy='priority'"):
+    with pytest.raises(InvalidRequest, match=r"^priority is 1, and this engine's .*scheduling_policy='priority'"):
         llm.generate(["a", "b"], GREEDY, priority=[0, 1])
     assert not llm.engine.has_unfinished_requests()
 

@@ -26,7 +26,7 @@ from minipaged.llm import LoadedModel
 from minipaged.serve.app import create_app
 from minipaged.serve.serving import Serving
 from minipaged.serve.settings import ServeSettings
-from minipaged.tiers import FastTier, choose_tier
+from minipaged.tiers import missing_for_fast
 
 LAST_WORDS_S = 2
 """Seconds in which a server whose engine has died still says so."""
@@ -40,9 +40,9 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
     Raises InvalidRequest for an address that cannot be had, before the model is loaded, and what `LLM` raises.
     """
     with listen(settings.host, settings.port) as listening:
-        tier = choose_tier(*(engine.get(name, "auto") for name in ("tier", "device", "dtype")))
-        compiles = "; its first time here takes half a minute more, to compile" if isinstance(tier, FastTier) else ""
-        print(f"loading {model} on the {tier.description}{compiles}", file=sys.stderr, flush=True)
+        compiles = engine.get("tier") != "reference" and not missing_for_fast()
+        hint = "; the fast tier's first time here takes half a minute more, to compile" if compiles else ""
+        print(f"loading {model}{hint} ...", file=sys.stderr, flush=True)
         server = make_server(model, settings, **engine)
         _introduce(listening, settings, server.serving)
         threading.Thread(target=server.serving.warm_up).start()

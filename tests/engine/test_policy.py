@@ -455,7 +455,7 @@ def test_a_priority_that_would_change_nothing_is_refused(policy: MakePolicy) -> 
     engine = simulated(policy)
     engine.add_request([1], params(2), priority=0)
     if policy in (FirstComeFirstServed, ShortestFirst):
-        with pytest.raises(InvalidRequest, match=r"priority is -3, and .* not look at it: .*scheduling_policy='priority'"):
+        with pytest.raises(InvalidRequest, match=r"priority is -3, and .* not look at it: .*policy='priority'"):
             engine.add_request([1], params(2), priority=-3)
     else:
         engine.add_request([1], params(2), priority=-3)

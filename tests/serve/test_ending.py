@@ -324,7 +324,7 @@ def test_it_says_what_it_does_and_is_ready_for_a_chat(
 
     monkeypatch.setattr("minipaged.serve.server.make_server", make)
     assert serve(str(tiny_folder), ServeSettings(port=0), tier="reference", num_blocks=64) == 0
-    assert said == [f"loading {tiny_folder} on the reference tier on cpu: NumPy, float32\n"]
+    assert said == [f"loading {tiny_folder} ...\n"]
     assert "listening on http://127.0.0.1:" in capsys.readouterr().err
     wait_until(lambda: "in_transformers" in vars(servers[0].serving.allm.llm.need_tokenizer()))
 

@@ -36,7 +36,7 @@ from benchmarks.serve.client import RequestFailed, Server, ask, refusal
 from benchmarks.serve.engine import EngineProcess
 from benchmarks.serve.figures import Figures, Spread, late_because, meets, parse_objective, share_delivered
 from benchmarks.serve.load import WORDS, PromptWriter, Request, from_trace, parse_lengths, poisson
-from benchmarks.serve.report import Measurement, knee_in_words, knees
+from benchmarks.serve.report import Measurement, knee_in_words, knees, lines
 from benchmarks.serve.run import Answer, Record, Run, Target, run
 from minipaged.traces import TraceRequest
 from tests.effort import thorough
@@ -296,6 +296,22 @@ def test_a_server_keeps_up_when_tokens_come_as_fast_as_they_are_asked_for() -> N
     assert figures([made(0.0, [1, 2])] * 9).keeps_up is None  # all at once: there is no rate to keep up with
 
 
+def test_a_server_that_does_not_keep_up_is_told_why() -> None:
+    steady = [made(t, [t + 5 + i for i in range(4)]) for t in range(100)]
+    half = [made(t, [2 * t + i / 2 for i in range(4)]) for t in range(100)]
+    failed = [made(50, [], error="timeout")] * 2
+    slow = "0.0% of the requests met the objectives, not 90%"
+    assert figures(steady).behind_because == []
+    assert figures([*steady, *failed]).behind_because == ["2 requests failed"]
+    assert figures(steady, {"latency": 1.0}).behind_because == [slow]
+    [late, *others] = figures([*half, *failed], {"latency": 0.1}).behind_because
+    assert re.fullmatch(r"(4\d|50)\.\d% of the tokens came while they were asked for, not 90%", late)
+    assert others == ["2 requests failed", slow]
+    assert figures([made(0.0, [], error="timeout")] * 9).behind_because == []
+    assert "the server does not keep up: 49.8% of" in "\n".join(lines(measured("ours", 1.0, 0.5)))
+    assert "the server keeps up: 100% of the tokens came" in "\n".join(lines(measured("ours", 1.0, 1.0)))
+
+
 def test_the_tool_says_when_it_was_late_itself() -> None:
     good, bad = Spread(0, 0, 0, 0.009, 0.5), Spread(0, 0, 0, 0.011, 0.5)
     assert late_because(good, good, 0.5) == []
@@ -324,8 +340,8 @@ def test_the_knee_is_the_highest_rate_that_was_kept_up_with_in_every_round() -> 
     assert (found["theirs"]["rate"], found["theirs"]["not_at"]) == (None, 1.0)
     assert (found["third"]["rate"], found["third"]["not_at"]) == (8.0, None)
     said = [knee_in_words(knee, found["ours"]) for knee in found.values()]
-    assert "keeps up with 1 requests/s, and not with 2" in said[0]
-    assert "does not keep up with 1 requests/s" in said[1]
+    assert "keeps up with 1 requests/s, and not with 2 (49.8% of" in said[0]
+    assert re.search(r"does not keep up with 1 requests/s, the lowest .* \(49\.8% of the tokens came while", said[1])
     assert "the knee lies above it" in said[2]
     assert "1.00 × and 1.00 × those of the first" in said[2]
 

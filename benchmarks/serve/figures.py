@@ -79,6 +79,8 @@ class Figures:
     """Tokens that arrived, of those asked for, in the last three quarters of the arrivals. None: all came at once."""
     keeps_up: bool | None
     """Whether the server delivered 90 % of them, with no error, and 90 % of the requests met the objectives."""
+    behind_because: list[str]
+    """Which of these it did not, in words."""
     prompt_tokens: tuple[float, float]
     """The mean that was asked for, and what the server counted (0 where it does not tell), of those completed."""
     output_tokens: tuple[float, float]
@@ -105,8 +107,8 @@ class Figures:
         errors = Counter(record.error for record in records if record.error)
         delivered = share_delivered(records)
         counted = sum(record.prompt_tokens or 0 for record in done)
-        asked = max(1, len(records))
-        keeps_up = None if delivered is None else delivered >= KEPT_UP and not errors and met / asked >= KEPT_UP
+        share_met = met / max(1, len(records)) if objectives else None
+        behind = [] if delivered is None else behind_because(delivered, errors.total(), share_met)
         delays = Spread.of(record.sent - record.intended for record in records if record.sent is not None)
         lags, share = Spread.of(run.loop_lags), run.cpu_seconds / run.seconds
         at_once = delivered is None
@@ -122,9 +124,10 @@ class Figures:
             itl=Spread.of(gap for record in done for gap in record.itl),
             latency=Spread.of(record.latency for record in done if record.latency is not None),
             goodput=met / seconds if objectives else None,
-            share_met=met / asked if objectives else None,
+            share_met=share_met,
             share_delivered=delivered,
-            keeps_up=keeps_up,
+            keeps_up=None if delivered is None else not behind,
+            behind_because=behind,
             prompt_tokens=(_mean([r.prompt_tokens_asked for r in done]), _mean([r.prompt_tokens or 0 for r in done])),
             output_tokens=(_mean([r.output_tokens_asked for r in done]), _mean([r.output_tokens or 0 for r in done])),
             share_cached=sum(record.cached_tokens for record in done) / max(1, counted),
@@ -156,6 +159,18 @@ def share_delivered(records: list[Record]) -> float | None:
             tokens = (record.output_tokens or len(record.chunks)) / len(record.chunks)
             delivered += tokens * sum(begin <= chunk <= end for chunk in record.chunks)
     return delivered / asked
+
+
+def behind_because(delivered: float, num_failed: int, share_met: float | None) -> list[str]:
+    """What keeping up asks for and this run did not have. `share_met`: None without objectives."""
+    found = []
+    if delivered < KEPT_UP:
+        found.append(f"{delivered:.1%} of the tokens came while they were asked for, not {KEPT_UP:.0%}")
+    if num_failed:
+        found.append(f"{num_failed} requests failed")
+    if share_met is not None and share_met < KEPT_UP:
+        found.append(f"{share_met:.1%} of the requests met the objectives, not {KEPT_UP:.0%}")
+    return found
 
 
 def late_because(delays: Spread | None, lags: Spread | None, cpu_share: float) -> list[str]:

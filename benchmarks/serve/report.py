@@ -94,9 +94,10 @@ def lines(measurement: Measurement) -> list[str]:
             f"{measurement.share_of_engine:.1%} of the engine's own {measurement.engine_tokens_per_second:.1f} tokens/s"
         )
     if figures.share_delivered is not None:
-        keeps = "keeps up" if figures.keeps_up else "does not keep up"
         found.append(
-            f"the server {keeps}: {figures.share_delivered:.0%} of the tokens asked for came while it was asked"
+            f"the server does not keep up: {'; '.join(figures.behind_because)}"
+            if figures.behind_because
+            else f"the server keeps up: {figures.share_delivered:.0%} of the tokens came while they were asked for"
         )
     examples = {record.error: record.message for record in reversed(measurement.run.records) if record.error}
     found += [f"failed: {count} × {kind}: {examples[kind]}" for kind, count in figures.errors.items()]
@@ -122,7 +123,8 @@ def knees(measured: list[Measurement]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(m.target for m in measured):
         runs = [m for m in measured if m.target == name and m.rate is not None and m.figures.keeps_up is not None]
-        failed = {m.rate for m in runs if not m.figures.keeps_up}
+        behind = [m for m in runs if not m.figures.keeps_up]
+        failed = {m.rate for m in behind}
         kept = {m.rate for m in runs} - failed
         below = [rate for rate in kept if rate < min(failed, default=math.inf)]
         if not runs:
@@ -131,6 +133,7 @@ def knees(measured: list[Measurement]) -> dict[str, dict[str, Any]]:
         found[name] = {
             "rate": max(below, default=None),
             "not_at": min(failed, default=None),
+            "not_because": next((m.figures.behind_because for m in behind if m.rate == min(failed)), []),
             "output_tokens_per_second": _median([f.output_tokens_per_second for f in at]),
             "ttft_p95": _median([f.ttft.p95 for f in at if f.ttft]),
         }
@@ -144,9 +147,12 @@ def in_words(rate: float | None) -> str:
 
 
 def knee_in_words(knee: dict[str, Any], first: dict[str, Any]) -> str:
+    because = "; ".join(knee["not_because"])
     if knee["rate"] is None:
-        return f"does not keep up with {knee['not_at']:g} requests/s, the lowest rate here"
-    beyond = f"and not with {knee['not_at']:g}" if knee["not_at"] else "the highest rate here; the knee lies above it"
+        return f"does not keep up with {knee['not_at']:g} requests/s, the lowest rate here ({because})"
+    beyond = "the highest rate here; the knee lies above it"
+    if knee["not_at"]:
+        beyond = f"and not with {knee['not_at']:g} ({because})"
     said = (
         f"keeps up with {knee['rate']:g} requests/s, {beyond}: {knee['output_tokens_per_second']:.1f} output tokens/s, "
         f"TTFT p95 {knee['ttft_p95'] * 1e3:.0f} ms"

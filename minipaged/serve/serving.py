@@ -185,8 +185,8 @@ class Serving:
         length, room = len(prompt.token_ids), self._config.max_model_len - len(prompt.token_ids)
         if room < (max_tokens or 1):
             raise InvalidRequest(
-                f"{name} is {max_tokens}; this model takes at most {self._config.max_model_len} tokens, and the prompt has "
-                f"{length}: shorten it, or lower {name} to {room}"
+                f"{name} is {max_tokens}; this model takes at most {self._config.max_model_len} tokens, and the prompt "
+                f"has {length}: shorten it, or lower {name} to {room}"
                 if max_tokens and room > 0
                 else f"this model takes at most {self._config.max_model_len} tokens, and the prompt has {length}; "
                 "shorten it, or give truncate_prompt_tokens"

@@ -582,7 +582,7 @@ def test_nobody_is_passed_by_more_than_its_length_costs(arrivals: list[Arrival])
     [
         (Patient, Arrival(0, 1, 4), 5),
         (Brief, Arrival(0, 0, 12), 2 * (12 - 4)),
-        (FirstComeFirstServed, Arrival(0, 7, 40), 0),
+        (FirstComeFirstServed, Arrival(0, 0, 40), 0),
     ],
 )
 def test_under_a_stream_that_never_ends_it_comes_in_after_as_many_as_were_stated(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.util
 import os
@@ -158,3 +159,16 @@ def browser() -> Iterator[Browser]:
 
     with chromium() as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def the_loop_of_the_browser_is_not_everybodys(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Once a test has asked for a browser, Playwright's loop counts as running in the main thread, and no other one
+    could run there."""
+    loop = None if "browser" in request.fixturenames else asyncio._get_running_loop()
+    if loop is None:
+        yield
+        return
+    asyncio._set_running_loop(None)
+    yield
+    asyncio._set_running_loop(loop)

@@ -9,12 +9,14 @@ is 1.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import ipaddress
 import os
 import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -32,6 +34,8 @@ LAST_WORDS_S = 2
 """Seconds in which a server whose engine has died still says so."""
 HANG_S = 5
 """Seconds that connections get to close when all is said."""
+M_ARENA_MAX = -8
+"""glibc's name for how many heaps there may be (malloc.h)."""
 
 
 def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
@@ -52,6 +56,7 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
 
 def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any) -> Server:
     """A server with its model loaded, which does not run yet."""
+    use_one_heap()
     allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
     names = settings.served_model_name or (str(allm.llm.folder.name if isinstance(model, LoadedModel) else model),)
     serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template, page=settings.page)
@@ -106,6 +111,15 @@ class Server(uvicorn.Server):
         self.status = 1
         print(f"error: the engine has stopped: {error!r}", file=sys.stderr)
         self.loop.call_later(LAST_WORDS_S, setattr, self, "should_exit", True)
+
+
+def use_one_heap() -> None:
+    """Let all threads take memory from one heap; glibc gives each its own, and what is free in one helps no other.
+
+    SmolLM2 takes 37 MiB more after 5,000 requests than after 500, and 167 MiB with a heap for each thread.
+    """
+    with suppress(OSError, AttributeError, TypeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -529,6 +530,15 @@ def test_the_page_shows_what_the_engine_has(open_page: Callable[..., Opened]) ->
     assert "tokens a second: 0" in captions
     assert re.search(r"time to first token: [\d,]+ ms", captions)
     assert re.search(r"prompt tokens found in the cache: \d+ %", captions)
+    with opened.server.slow(0.5):  # one long time to first token leaves the others to be seen
+        opened.add("late", 20, 1)
+        opened.until("shown.requests.size === 3 && shown.figures[2] + shown.figures[3] === 0")
+    plot = page.locator("figure", has_text="time to first token")
+    until(page, "document.querySelector('#plots').textContent.includes('cut at')")
+    most, cut = map(int, re.search(r"ms \(most (\d+), cut at (\d+)\)", plot.text_content()).groups())
+    assert cut < 500 <= most
+    ends = [float(bar.get_attribute("points").rpartition(",")[2]) for bar in plot.locator("polyline").all()]
+    assert sorted(ends)[:3] == [0, 12, pytest.approx(30)]  # both parts of the broken bar; the longest of the others
 
 
 def test_one_can_step_back_and_on_again(open_page: Callable[..., Opened]) -> None:
@@ -542,7 +552,7 @@ def test_one_can_step_back_and_on_again(open_page: Callable[..., Opened]) -> Non
           history.push = (frame) => { push(frame); were[history.last] = history.latest.copy(); };
         }"""
     )
-    opened.add("first", 100, 120, n=2)
+    opened.add("first", 100, 80, n=2)
     opened.add("second", 50, 60)
     opened.until("[...shown.requests.values()].every((r) => r.queue === 'finished') && shown.requests.size === 2")
     same = page.evaluate(
@@ -618,6 +628,12 @@ def test_the_chat_says_which_blocks_each_turn_shared(open_page: Callable[..., Op
     assert f"Shared {found // 16} blocks with what was there before: {found} of {length} prompt tokens" in note
     assert f"(usage: {found} cached)" in note
     show = page.get_by_role("button", name="Show them")
+    page.locator("#send").scroll_into_view_if_needed()
+    at = show.bounding_box()
+    assert 24 <= at["height"] < 30  # it is among text, and can be reached from 40 px
+    for y in (-7, at["height"] + 7):
+        reached = page.evaluate("([x, y]) => document.elementFromPoint(x, y).textContent", [at["x"] + 9, at["y"] + y])
+        assert reached == "Show them"
     show.click()
     assert show.get_attribute("aria-pressed") == "true"
     show.click()
@@ -630,14 +646,24 @@ def test_the_chat_can_be_stopped_and_then_nothing_goes_on(open_page: Callable[..
     opened = open_page(step_seconds=0.1)
     page = opened.page
     send, stop = (page.get_by_role("button", name=name) for name in ("Send", "Stop"))
+    wait = page.locator("#wait")
+    assert wait.text_content() == ""
     ask(page, "a long story")
     until(page, "document.querySelector('#turns li:last-child .text').textContent.includes('b>T')")
+    assert not send.is_enabled()
+    assert wait.text_content() == "Send waits for the answer to end; Stop ends it."
+    ask(page, "another one")
+    assert "stays here" in wait.text_content()
+    send.click(force=True)
+    assert page.get_by_label("Message").input_value() == "another one"
     stop.click()
     page.get_by_text("Stopped.").wait_for()
     opened.until("[...shown.requests.values()].map((r) => r.queue).join() === 'aborted'")
     opened.server.check_nothing_is_left()
     assert send.is_enabled()
     assert stop.is_disabled()
+    assert wait.text_content() == ""
+    assert page.locator("#turns li").count() == 2  # the one answer, of the one question
 
 
 TOO_LONG = "x" * 5000
@@ -809,6 +835,13 @@ def test_the_page_is_for_everybody(open_page: Callable[..., Opened], screen: str
     buttons = [button.bounding_box() for button in page.get_by_role("button").all()]
     assert min(box["height"] for box in buttons) >= 40
     assert page.evaluate("document.getAnimations().length") == 0
+    sections = page.evaluate("[...document.querySelectorAll('main > section')].map((s) => [s.offsetTop, s.className])")
+    assert [name for _, name in sections] == ["history", "memory", "plots", "chat", "requests"]
+    assert screen == "desktop" or sections == sorted(sections)
+    for part in ("span:first-child", "b", "svg"):  # of the plots: they stand in rows
+        boxes = [one.bounding_box() for one in page.locator(f"figure {part}").all()]
+        xs, ys = ({round(box[side]) for box in boxes} for side in "xy")
+        assert len(ys) == math.ceil(len(boxes) / len(xs))
 
 
 # --- In the server --------------------------------------------------------------------------------

@@ -98,14 +98,16 @@ def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
+        time.sleep(0.01)
 
 
 @contextmanager
-def served(model: LoadedModel, settings: ServeSettings | None = None, **engine: Any) -> Iterator[Served]:
-    """A server of the model, until the context ends."""
+def served(
+    model: LoadedModel, settings: ServeSettings | None = None, *, port: int = 0, **engine: Any
+) -> Iterator[Served]:
+    """A server of the model, until the context ends; on a free port, if none is named."""
     settings = replace(
-        settings or ServeSettings(shutdown_timeout=5), port=0, served_model_name=("tiny",), log_level="critical"
+        settings or ServeSettings(shutdown_timeout=5), port=port, served_model_name=("tiny",), log_level="critical"
     )
     listening = listen(settings.host, settings.port)
     server = make_server(model, settings, **{"num_blocks": 256, "num_swap_blocks": 64} | engine)

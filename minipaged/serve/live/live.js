@@ -240,7 +240,7 @@ class MemoryMap {
     }
     const name = LETTERS[letter];
     const text = holders === 1 ? name : side >= 28 ? `${name}×${holders}` : holders > 9 ? "+" : `${holders}`;
-    pen.font = `700 ${Math.min(16, Math.round(side * 0.62))}px system-ui, sans-serif`;
+    pen.font = `700 ${Math.min(16, Math.round(side * (text.length > 2 ? 0.42 : 0.62)))}px system-ui, sans-serif`;
     pen.textAlign = "center";
     pen.textBaseline = "middle";
     pen.fillText(text, x + side / 2, y + side / 2, side);
@@ -302,6 +302,8 @@ const hits = (series) => series.flatMap((now, i) => {
 });
 const plain = (column) => (series) => series.map((figures) => [figures[T], figures[column]]);
 const lastOf = (points) => points.at(-1)?.[1];
+/** Twice what three quarters of the values stay below: one that took very long does not flatten the others. */
+const fence = (values) => Math.max(1, 2 * values.toSorted((a, b) => a - b)[Math.floor(0.75 * (values.length - 1))]);
 const rounded = (value, unit) => (value === undefined ? "–" : `${Math.round(value).toLocaleString("en")} ${unit}`.trim());
 
 const PLOTS = [
@@ -329,24 +331,31 @@ class Plot {
     this.svg = shape("svg", {viewBox: "0 0 300 60", preserveAspectRatio: "none", role: "img"});
     this.value = make("b");
     this.top = make("span");
-    this.figure = make("figure", {}, make("figcaption", {}, `${plot.title}: `, this.value, this.top), this.svg);
+    const caption = make("figcaption", {}, make("span", {}, `${plot.title}: `), make("span", {}, this.value, this.top));
+    this.figure = make("figure", {}, caption, this.svg);
   }
   /** `series`: all figures; `shown`: the place of those that the page shows, the last if it is live. */
   draw(series, shown, live) {
     const {lines, bars, most, text, title} = this.plot;
     const end = series.at(-1)[T];
     const drawn = lines.map((line) => line(series).filter(([t]) => t >= end - SECONDS));
-    const top = most ?? Math.max(1, ...drawn.flat().map(([, value]) => value));
+    const values = drawn.flat().map(([, value]) => value);
+    const highest = most ?? Math.max(1, ...values);
+    const top = bars && values.length ? Math.min(highest, fence(values)) : highest;
     const x = (t) => (300 * (t - end + SECONDS)) / SECONDS;
     const y = (value) => 57 - (54 * value) / top;
+    const bar = (t, value) => (value <= top
+      ? [shape("polyline", {points: `${x(t)},57 ${x(t)},${y(value)}`})]
+      : [[57, 12], [6, 0]].map(([from, to]) => shape("polyline", {points: `${x(t)},${from} ${x(t)},${to}`})));
     const children = drawn.flatMap((points, i) => (bars
-      ? points.map(([t, value]) => shape("polyline", {points: `${x(t)},57 ${x(t)},${y(value)}`}))
+      ? points.flatMap(([t, value]) => bar(t, value))
       : [shape("polyline", {class: `dash${i}`, points: points.map(([t, value]) => `${x(t)},${y(value)}`).join(" ")})]));
     if (!live) children.push(shape("line", {x1: x(series[shown][T]), x2: x(series[shown][T]), y1: 0, y2: 60}));
     this.svg.replaceChildren(...children);
     const until = series.slice(0, shown + 1);
     say(this.value, text(lines.map((line) => line(until)), until.at(-1)));
-    say(this.top, most ? "" : ` (most ${Math.round(top).toLocaleString("en")})`);
+    const cut = highest > top ? `, cut at ${rounded(top, "")}` : "";
+    say(this.top, most ? "" : ` (most ${rounded(highest, "")}${cut})`);
     this.svg.setAttribute("aria-label", `${title}, the last minute: ${this.value.textContent} now${this.top.textContent}`);
   }
 }
@@ -548,7 +557,7 @@ class Turn {
   constructor() {
     this.text = make("p", {class: "text"});
     this.note = make("span");
-    this.button = make("button", {type: "button", "aria-pressed": "false", hidden: ""}, "Show them");
+    this.button = make("button", {type: "button", class: "quiet", "aria-pressed": "false", hidden: ""}, "Show them");
     this.button.addEventListener("click", () => {
       highlighted = highlighted === this ? null : this;
       for (const turn of turns) turn.button.setAttribute("aria-pressed", turn === highlighted);
@@ -597,8 +606,13 @@ const readAnswer = async (turn, signal) => {
     turn.text.append(chunk.choices[0]?.delta.content ?? "");
     const cached = chunk.usage?.prompt_tokens_details?.cached_tokens;
     if (cached !== undefined) turn.usage = ` (usage: ${cached} cached)`;
-    find("turns").scrollTop = find("turns").scrollHeight;
   }
+};
+
+const setAnswering = (is) => {
+  find("send").setAttribute("aria-disabled", is); // and not `disabled`, which would take its focus
+  find("stop").disabled = !is;
+  say(find("wait"), is ? "Send waits for the answer to end; Stop ends it." : "");
 };
 
 const answer = async (question) => {
@@ -607,8 +621,7 @@ const answer = async (question) => {
   turns.push(turn);
   find("turns").append(make("li", {}, make("b", {}, "you"), make("p", {class: "text"}, question)), turn.item);
   answering = new AbortController();
-  find("send").disabled = true;
-  find("stop").disabled = false;
+  setAnswering(true);
   const mine = messages;
   try {
     await readAnswer(turn, answering.signal);
@@ -619,15 +632,19 @@ const answer = async (question) => {
   if (turn.text.textContent) mine.push({role: "assistant", content: turn.text.textContent});
   else mine.pop(); // a question without an answer would be asked again with the next one
   if (find("stop") === document.activeElement) find("question").focus(); // it would lose the focus
-  find("send").disabled = false;
-  find("stop").disabled = true;
+  answering = null;
+  setAnswering(false);
   draw();
 };
 
 find("ask").addEventListener("submit", (submitted) => {
   submitted.preventDefault();
   const question = find("question").value.trim();
-  if (!question || find("send").disabled) return;
+  if (!question) return;
+  if (answering) {
+    say(find("wait"), "Your message stays here: send it when the answer has ended, or Stop that first.");
+    return;
+  }
   find("question").value = "";
   answer(question);
 });

@@ -288,11 +288,15 @@ class LLM:
 
     def _fill_in(self, asked: Settings) -> EngineConfig:
         """The sizes that were asked for, and for those left open what suits the model and the memory."""
-        context = self.model_config.max_position_embeddings
+        context, made_for = self.model_config.context_length, self.model_config.max_position_embeddings
         if asked.max_model_len is not None and asked.max_model_len > context:
-            raise InvalidRequest(
-                f"max_model_len is {asked.max_model_len}; this model was made for at most {context} tokens"
-            )
+            why = f"this model was made for at most {context} tokens"
+            if context < made_for:
+                why = (
+                    f"this model sees no further back than {context} tokens (its sliding window), and attention here "
+                    f"has no such limit; up to max_model_len={context} it makes no difference"
+                )
+            raise InvalidRequest(f"max_model_len is {asked.max_model_len}; {why}")
         on_cpu = self.loaded.tier.device == "cpu"
         num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
         if num_blocks is None:
@@ -328,7 +332,7 @@ class LLM:
                 f"a block of {asked.block_size} tokens takes {size:,} bytes, and only {int(free):,} may be used; lower "
                 "block_size, raise gpu_memory_utilization, or free some memory"
             )
-        return min(num_blocks, asked.max_num_seqs * -(-self.model_config.max_position_embeddings // asked.block_size))
+        return min(num_blocks, asked.max_num_seqs * -(-self.model_config.context_length // asked.block_size))
 
     @contextmanager
     def _progress_bar(self, num_requests: int, use_tqdm: bool) -> Iterator[None]:

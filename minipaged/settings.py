@@ -46,8 +46,8 @@ class Settings(EngineSettings):
     swap_space: float | None = setting(None, at_least=0, at_most=2**20)
     """The same in GiB, as vLLM had it: give one of them."""
     max_model_len: int | None = left_open("max_model_len")
-    """Longest sequence, prompt and output together, in tokens; if left open (or -1), the model's, or the pool's where
-    that is smaller."""
+    """Longest sequence, prompt and output together, in tokens; if left open (or -1), the model's (as far as its sliding
+    window reaches, where it has one), or the pool's where that is smaller."""
     async_scheduling: bool | None = left_open("async_scheduling")
     """Launch a step before the tokens of the one before are known; it changes no token. If left open, where there is a
     GPU, which then need not wait for the host."""

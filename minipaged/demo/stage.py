@@ -117,7 +117,7 @@ class Stage:
 
     @property
     def max_model_len(self) -> int:
-        return min(MAX_MODEL_LEN, self.model.config.max_position_embeddings)
+        return min(MAX_MODEL_LEN, self.model.config.context_length)
 
     @property
     def tokenizer(self) -> Tokenizer:

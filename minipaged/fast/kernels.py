@@ -121,13 +121,16 @@ class KVCacheKernels(Protocol):
         keys: Tensor,
         values: Tensor,
         num_heads: int,
+        qk_norm: Tensor | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
         """Rotate the query and key of each token by its position; store key and value into its slot.
 
         qkv: [tokens, (num_heads + 2 * kv_heads) * head_dim]: query, key, value of each token, as one matrix product
         makes them. cos, sin: [max_positions, head_dim / 2] float32. positions, slots: [tokens] int32; slot -1 is
-        padding: nothing is written, and the position may be negative. Returns the rotated queries [tokens, num_heads,
-        head_dim].
+        padding: nothing is written, and the position may be negative. qk_norm: [2, head_dim], weights with which each
+        query head and each key head is normalised first, as by `LlamaKernels.rms_norm`, perhaps in place: `qkv` is used
+        up. None: they are not. Returns the rotated queries [tokens, num_heads, head_dim].
         """
 
     def write(self, slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -148,13 +151,13 @@ class KVCacheKernels(Protocol):
 
 
 class Linear(Protocol):
-    """A matrix [out, in] of the model's type, ready to be multiplied by."""
+    """A matrix [out, in] of the model's type, ready to be multiplied by, and a bias [out] that it may have."""
 
     weight: Tensor
     """[out, in]"""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, in] times the matrix's transpose: [tokens, out]."""
+        """x [tokens, in] times the matrix's transpose, plus the bias: [tokens, out]."""
 
 
 class LlamaKernels(Protocol):
@@ -164,8 +167,11 @@ class LlamaKernels(Protocol):
     def use_threads(self) -> None:
         """Prepare this thread of Python for a step."""
 
-    def linears(self, sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list[Linear]:
+    def linears(
+        self, sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Linear]:
         """All matrices of a model, ready to be multiplied by. `sizes`: (out, in) of each of `weights`, in their order.
+        `biases`: [out] each, None for a matrix without one.
 
         Each of `weights` is taken when the one before it is done, so that they need not all be in memory.
         """

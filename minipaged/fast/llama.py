@@ -1,11 +1,11 @@
-"""A Llama on the device, with its keys and values in the paged cache.
+"""A Llama or a cousin of it on the device, with its keys and values in the paged cache.
 
 The twin of `reference/llama.py`: the same steps in, the same tokens out. Between the matrix products, which are the
 library's, everything is fused, because each pass over memory and each start of a kernel costs:
 
     residual += the layer before it; x = norm of the residual        one kernel
     q, k, v = x through one matrix                                    (three matrices, laid one under another)
-    rotate q and k, write k and v into their slots                    one kernel
+    (normalise,) rotate q and k, write k and v into their slots       one kernel
     attention through the block tables                                one kernel
     x through o_proj; again residual += x; x = norm of the residual   one kernel
     gate, up = x through one matrix; silu(gate) × up                  one kernel
@@ -74,6 +74,7 @@ class Layer:
 
     input_norm: Tensor  # [hidden]
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qk_norm: Tensor | None  # [2, head_dim]
     o: Linear  # [hidden, heads * head_dim]
     post_norm: Tensor  # [hidden]
     gate_up: Linear  # [2 * intermediate, hidden]
@@ -100,22 +101,27 @@ class Weights:
             name = f"{name}.weight"
             return weights.pop(name) if isinstance(weights, dict) else weights[name]
 
-        shapes, norms, groups = weight_shapes(config), [], []
+        shapes, norms, qk_norms, groups = weight_shapes(config), [], [], []
         for i in range(config.num_hidden_layers):
             layer, attention, mlp = (f"model.layers.{i}{part}" for part in ("", ".self_attn", ".mlp"))
             norms.append((take(f"{layer}.input_layernorm"), take(f"{layer}.post_attention_layernorm")))
+            both = [f"{attention}.q_norm", f"{attention}.k_norm"]
+            qk_norms.append(torch.stack([take(name) for name in both]) if config.qk_norm else None)
             groups.append([f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"])
             groups += [[f"{attention}.o_proj"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [f"{mlp}.down_proj"]]
         groups.append(["model.embed_tokens" if config.tie_word_embeddings else "lm_head"])
-        sizes = []
+        sizes, biases = [], []
         for names in groups:
             stacked = [shapes[f"{name}.weight"] for name in names]
             sizes.append((sum(rows for rows, _ in stacked), stacked[0][1]))
-        *matrices, head = kernels.linears(sizes, (torch.cat([take(name) for name in names]) for names in groups))
+            added = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in shapes]  # all, or none
+            biases.append(torch.cat(added) if added else None)
+        laid_out = (torch.cat([take(name) for name in names]) for names in groups)
+        *matrices, head = kernels.linears(sizes, laid_out, biases)
         layers = [
-            Layer(input_norm, qkv, o, post_norm, gate_up, down)
-            for (input_norm, post_norm), qkv, o, gate_up, down in zip(
-                norms, matrices[0::4], matrices[1::4], matrices[2::4], matrices[3::4], strict=True
+            Layer(input_norm, qkv, qk_norm, o, post_norm, gate_up, down)
+            for (input_norm, post_norm), qk_norm, qkv, o, gate_up, down in zip(
+                norms, qk_norms, matrices[0::4], matrices[1::4], matrices[2::4], matrices[3::4], strict=True
             )
         ]
         embedding = head.weight if config.tie_word_embeddings else take("model.embed_tokens")
@@ -123,7 +129,10 @@ class Weights:
 
 
 class Llama(Runner):
-    """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens by them."""
+    """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens by them.
+
+    Runs Llama's cousins too: Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys). See `models/config.py`.
+    """
 
     def __init__(
         self,
@@ -144,7 +153,7 @@ class Llama(Runner):
         self.kernels = kv_cache.kernels
         self.weights = weights if isinstance(weights, Weights) else Weights.of(config, weights, self.kernels)
         self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
-        longest = config.max_position_embeddings if max_model_len is None else max_model_len
+        longest = config.context_length if max_model_len is None else max_model_len
         self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
         max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
         self.mirror = Mirror()
@@ -273,7 +282,7 @@ class Llama(Runner):
             qkv = layer.qkv(x)  # [tokens, (heads + 2 * kv_heads) * head_dim]
             keys, values = self.kv_cache.layer(i)
             q = kernels.rope_and_write(
-                qkv, self.cos, self.sin, tokens.positions, slots, keys, values, heads
+                qkv, self.cos, self.sin, tokens.positions, slots, keys, values, heads, layer.qk_norm, eps
             )  # [tokens, heads, head_dim]
             x = attend(
                 q,

@@ -1,16 +1,22 @@
-"""The shape of a Llama: what `config.json` says, checked and named as transformers names it.
+"""The shape of a Llama or a cousin of it: what `config.json` says, checked and named as transformers names it.
 
 A decoder of `num_hidden_layers` equal layers. Each layer has an attention, where `num_attention_heads` query
 heads share `num_key_value_heads` key/value heads (grouped-query attention), and a gated MLP. What the KV cache
 has to hold for one token follows from here: 2 (K and V) * layers * KV heads * head_dim numbers.
+
+The cousins are Llamas but for one thing each:
+
+    Mistral   a token may see no further back than `sliding_window` tokens (later ones: as far as it likes, as Llama)
+    Qwen2     the query, key and value projections add a bias
+    Qwen3     the query and the key of each head are normalised before they are rotated
 
 transformers has written the rotary settings in two ways, and both are read:
 
     v4    "rope_theta": 10000.0, "rope_scaling": null or {"rope_type": ..., "factor": ...}   (older: "type")
     v5    "rope_parameters": {"rope_theta": 10000.0, "rope_type": ..., "factor": ...}
 
-Anything that would make the result wrong if it were ignored (another architecture, biases, another activation,
-quantized weights) is refused here, before a single weight is read.
+Anything that would make the result wrong if it were ignored (another architecture, another activation, quantized
+weights) is refused here, before a single weight is read.
 """
 
 from __future__ import annotations
@@ -38,7 +44,8 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One Llama architecture. Field names are those of transformers' `LlamaConfig`."""
+    """One architecture, of a Llama or a cousin. Field names are those of transformers' `LlamaConfig`, where it has
+    them."""
 
     vocab_size: int
     hidden_size: int
@@ -54,11 +61,28 @@ class ModelConfig:
     tie_word_embeddings: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    qkv_bias: bool = False
+    """The projections of q, k and v add a bias."""
+    o_bias: bool = False
+    """So does the attention's output projection."""
+    mlp_bias: bool = False
+    """So do the three projections of the MLP."""
+    qk_norm: bool = False
+    """An RMS norm of each head's query and key, over head_dim, before they are rotated."""
+    sliding_window: int | None = None
+    """In some layers a token sees itself and the sliding_window - 1 tokens before it, no more. None: in no layer."""
+
+    @property
+    def context_length(self) -> int:
+        """The longest sequence that runs here: as long as no window hides a token, which attention here does not do."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> ModelConfig:
         """What a `config.json` says. Raises ModelError for a key that is missing or a model that cannot run here."""
+        model_type = _model_type(d)
         _check_supported(d)
+        d = {**ARCHITECTURES[model_type][1], **d}
         hidden_size = _size(d, "hidden_size")
         num_heads = _size(d, "num_attention_heads")
         num_kv_heads = _size(d, "num_key_value_heads", default=num_heads)
@@ -77,6 +101,7 @@ class ModelConfig:
             raise ModelError(f"config.json: head_dim = {head_dim} is odd; rotary embeddings turn pairs of dimensions")
         rope = _rope_parameters(d)
         bos = d.get("bos_token_id")
+        attention_bias = model_type in ("llama", "qwen3") and bool(d.get("attention_bias"))  # the others do not heed it
         return cls(
             vocab_size=_size(d, "vocab_size"),
             hidden_size=hidden_size,
@@ -92,7 +117,23 @@ class ModelConfig:
             tie_word_embeddings=bool(d.get("tie_word_embeddings", False)),
             bos_token_id=None if bos is None else token_ids(bos, "bos_token_id")[0],
             eos_token_ids=token_ids(d.get("eos_token_id"), "eos_token_id"),
+            qkv_bias=model_type == "qwen2" or attention_bias,
+            o_bias=attention_bias,
+            mlp_bias=model_type == "llama" and bool(d.get("mlp_bias")),
+            qk_norm=model_type == "qwen3",
+            sliding_window=_sliding_window(d, model_type),
         )
+
+
+QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "mistral": ("MistralForCausalLM", MISTRAL),
+    "qwen2": ("Qwen2ForCausalLM", QWEN),
+    "qwen3": ("Qwen3ForCausalLM", QWEN | {"head_dim": 128}),
+}
+"""By model_type: the class in transformers, and what it takes for keys that are not written, where that is its own."""
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -117,6 +158,12 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             f"{layer}.mlp.up_proj.weight": (mlp, hidden),
             f"{layer}.mlp.down_proj.weight": (hidden, mlp),
         }
+        biased = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] if config.qkv_bias else []
+        biased += ["self_attn.o_proj"] if config.o_bias else []
+        biased += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if config.mlp_bias else []
+        shapes |= {f"{layer}.{name}.bias": shapes[f"{layer}.{name}.weight"][:1] for name in biased}
+        if config.qk_norm:
+            shapes |= {f"{layer}.self_attn.{name}.weight": (config.head_dim,) for name in ("q_norm", "k_norm")}
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
@@ -131,25 +178,41 @@ def token_ids(value: object, key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
+def _model_type(d: Mapping[str, Any]) -> str:
+    """Which of ARCHITECTURES it is, by `architectures`, `model_type` or both."""
+    written, model_type = d.get("architectures") or [], d.get("model_type")
+    for kind, (name, _) in ARCHITECTURES.items():
+        if model_type in (None, kind) and all(each == name for each in written) and (written or model_type):
+            return kind
+    known = ", ".join(f"{name} (model_type '{kind}')" for kind, (name, _) in ARCHITECTURES.items())
+    raise ModelError(
+        f"config.json: architectures = {written}, model_type = {model_type!r}; "
+        f"only Llama and its cousins run here: {known}"
+    )
+
+
 def _check_supported(d: Mapping[str, Any]) -> None:
-    architectures, model_type = d.get("architectures") or [], d.get("model_type")
-    is_llama = model_type in (None, "llama") and all(name == "LlamaForCausalLM" for name in architectures)
-    if not is_llama or not (architectures or model_type):
-        raise ModelError(
-            f"config.json: architectures = {architectures}, model_type = {model_type!r}; "
-            "only Llama architectures run here (LlamaForCausalLM, model_type 'llama')"
-        )
     if (activation := d.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"config.json: hidden_act = {activation!r} is not supported; a Llama uses 'silu'")
-    for key in ("attention_bias", "mlp_bias"):
-        if d.get(key):
-            raise ModelError(f"config.json: {key} = {d[key]} is not supported; use a model without biases")
     if d.get("quantization_config"):
         method = d["quantization_config"].get("quant_method", "unknown method")
         raise ModelError(
             f"config.json: quantized weights ({method}) are not supported; use the fp32, fp16 or bf16 checkpoint "
             "of this model, or a .gguf file"
         )
+
+
+def _sliding_window(d: Mapping[str, Any], model_type: str) -> int | None:
+    """Qwen writes a window down even where it has none, and may have it in the last layers only."""
+    if model_type == "llama" or d["sliding_window"] is None:
+        return None
+    if model_type != "mistral":
+        layers = d.get("layer_types")  # what transformers v5 makes of max_window_layers
+        first = _present(d, "max_window_layers", 0)
+        slides = first < _size(d, "num_hidden_layers") if layers is None else "sliding_attention" in layers
+        if not (slides and d.get("use_sliding_window")):
+            return None
+    return _size(d, "sliding_window")
 
 
 def _rope_parameters(d: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A Llama, as transformers computes it, with its keys and values in the paged cache.
+"""A Llama or a cousin of it, as transformers computes it, with its keys and values in the paged cache.
 
 One forward pass runs a batch of sequences, each with any number of query tokens: a whole prompt, a chunk of one,
 or one new token. The tokens of all sequences lie one after another in a single array [tokens, hidden]; only
@@ -36,7 +36,10 @@ PIECE = 64
 
 
 class Llama(MirroredRunner):
-    """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens by them."""
+    """Runs steps: moves blocks in `kv_cache`, computes logits, and chooses tokens by them.
+
+    Runs Llama's cousins too: Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys). See `models/config.py`.
+    """
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, Array], kv_cache: KVCache) -> None:
         """`weights`: arrays of one floating type, by transformers' names. The cache should have the same type."""
@@ -78,8 +81,11 @@ class Llama(MirroredRunner):
 
     def _attention(self, layer: int, x: Array, tokens: FlatBatch, rotation: tuple[Array, Array]) -> Array:
         name = f"model.layers.{layer}.self_attn"
-        q = rotate(self._heads(f"{name}.q_proj", x), rotation)  # [tokens, heads, head_dim]
-        k = rotate(self._heads(f"{name}.k_proj", x), rotation)  # [tokens, kv_heads, head_dim]
+        q = self._heads(f"{name}.q_proj", x)  # [tokens, heads, head_dim]
+        k = self._heads(f"{name}.k_proj", x)  # [tokens, kv_heads, head_dim]
+        if self.config.qk_norm:
+            q, k = self._norm(f"{name}.q_norm", q), self._norm(f"{name}.k_norm", k)  # each head by itself
+        q, k = rotate(q, rotation), rotate(k, rotation)
         v = self._heads(f"{name}.v_proj", x)  # [tokens, kv_heads, head_dim]
         self.kv_cache.write(layer, tokens.slots, k, v)
         tables, starts, lens = tokens.block_tables, tokens.query_start, tokens.context_lens
@@ -97,10 +103,12 @@ class Llama(MirroredRunner):
         return y.reshape(len(x), y.shape[1] // self.config.head_dim, self.config.head_dim)  # [tokens, heads, head_dim]
 
     def _linear(self, name: str, x: Array) -> Array:
-        return linear(x, self.weights[f"{name}.weight"])  # [tokens, out]
+        y = linear(x, self.weights[f"{name}.weight"])  # [tokens, out]
+        bias = self.weights.get(f"{name}.bias")  # [out]
+        return y if bias is None else y + bias
 
     def _norm(self, name: str, x: Array) -> Array:
-        return rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)  # [tokens, hidden]
+        return rms_norm(x, self.weights[f"{name}.weight"], self.config.rms_norm_eps)  # of the shape of x
 
     def move(self, moves: BlockMoves) -> None:
         """Swap out, poison, swap in, copy."""
@@ -168,9 +176,9 @@ def linear(x: Array, weight: Array) -> Array:
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Each token's x divided by its root mean square, times a weight for each dimension."""
-    mean_square = np.vecdot(x, x)[:, None] / x.shape[1]  # [tokens, 1]
-    normed: Array = x / np.sqrt(mean_square + eps) * weight  # [tokens, hidden]
+    """Each row of x [..., size] divided by its root mean square, times a weight for each dimension."""
+    mean_square = np.vecdot(x, x)[..., None] / x.shape[-1]  # [..., 1]
+    normed: Array = x / np.sqrt(mean_square + eps) * weight  # [..., size]
     return normed
 
 

@@ -156,6 +156,15 @@ class Twins:
         return step
 
 
+COUSINS: list[dict[str, bool]] = [
+    {},
+    {"qkv_bias": True},
+    {"qk_norm": True},
+    {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": True},
+]
+"""Of ModelConfig: Llama and Mistral, Qwen2, Qwen3, and all at once."""
+
+
 @every_kernel_set_and_dtype
 @given(data=st.data())
 @settings(max_examples=examples(6))
@@ -165,6 +174,7 @@ def test_logits_agree_however_the_tokens_are_batched(
     """Prompts in chunks, decoding, mixed batches, forks with copy-on-write."""
     heads, kv_heads = data.draw(st.sampled_from([(4, 2), (3, 3), (6, 1)]))
     config = config_of(num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=heads == 3)
+    config = replace(config, **data.draw(st.sampled_from(COUSINS)))
     twins = Twins(kernel_set, dtype, config, data.draw(st.integers(0, 2**32)))
     twins.prompt_logprobs = data.draw(st.sampled_from([None, 0, 2]))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -174,6 +184,15 @@ def test_logits_agree_however_the_tokens_are_batched(
             twins.fork(data.draw(st.integers(0, len(twins.sequences) - 1)))
         query_len = st.just(1) if data.draw(st.booleans()) else st.integers(0, 8)
         twins.run([data.draw(query_len) for _ in twins.sequences])
+
+
+@every_kernel_set_and_dtype
+def test_biases_and_norms_agree_for_one_token_and_for_many(kernel_set: KernelSet, dtype: torch.dtype) -> None:
+    twins = Twins(kernel_set, dtype, replace(config_of(num_hidden_layers=1), **COUSINS[-1]), seed=0)
+    for first in range(2):
+        twins.begin(DIGITS[first:])
+    for query_lens in ([1, 0], [1, 0], [5, 6], [1, 1]):
+        twins.run(query_lens)
 
 
 @every_kernel_set

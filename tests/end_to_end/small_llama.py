@@ -1,4 +1,4 @@
-"""Small random Llamas, written as transformers writes a checkpoint, with a tokenizer of their own.
+"""Small random Llamas and cousins, written as transformers writes a checkpoint, with a tokenizer of their own.
 
 Their weights are scaled so that the logits spread over a few units and attention counts for as much as the token
 itself: greedy text wanders, and a key or value read from the wrong slot changes it within a few tokens.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tiny_model import CHAT_TEMPLATE, CONTROL_TOKENS
 
@@ -39,19 +39,22 @@ CONFIG = {
 def make_small_llama(
     folder: Path,
     *,
+    model_type: str = "llama",
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     shard_size: str = "5GB",
     chat_template: str | None = CHAT_TEMPLATE,
     **config: Any,
 ) -> Path:
-    """Write a model to `folder` and return it. `config`: fields of LlamaConfig that differ from CONFIG."""
+    """Write a model to `folder` and return it. `config`: fields of its configuration that differ from CONFIG."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(CONFIG | config)))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(CONFIG | config)))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name:
                 weight.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                weight.normal_(0, 0.5)
             elif "embed_tokens" in name or "lm_head" in name:
                 weight.normal_(0, 2.5 / math.sqrt(weight.shape[1]))
             else:

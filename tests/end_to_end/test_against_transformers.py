@@ -1,7 +1,7 @@
 """minipaged serves what transformers computes: greedy tokens, logits, logprobs and beams.
 
-The yardstick is transformers' `LlamaForCausalLM` on the same checkpoint folder (`yardstick.py`). The whole of minipaged
-runs: scheduler, chunked prefill, paged cache, sampling. Small random models stand for the shapes that a Llama can have;
+The yardstick is transformers' own model on the same checkpoint folder (`yardstick.py`). The whole of minipaged runs:
+scheduler, chunked prefill, paged cache, sampling. Small random models stand for the shapes that a Llama can have;
 `test_smollm2.py` has the real one. Greedy tokens may differ only at a proven tie (`ties.py`).
 """
 
@@ -48,6 +48,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "five layers, another epsilon": {"num_hidden_layers": 5, "rms_norm_eps": 1e-2},
     "linear RoPE scaling": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "Llama 3 RoPE scaling": {"rope_parameters": LLAMA3_ROPE},
+    "biases everywhere": {"attention_bias": True, "mlp_bias": True},
+    "Mistral": {"model_type": "mistral", "sliding_window": None},
+    "Qwen2": {"model_type": "qwen2"},
+    "Qwen3, tied": {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True},
+    "Qwen3 with biases": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
     "stored in bf16": {"dtype": torch.bfloat16},
     "stored in fp16, in several files": {"dtype": torch.float16, "shard_size": "50KB"},
 }

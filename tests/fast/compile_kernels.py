@@ -166,6 +166,7 @@ def dtypes(arch: int) -> tuple[torch.dtype, ...]:
 
 def cache_entries(arch: int) -> Iterator[Entry]:
     cache_strides = ("block_stride", "head_stride", "slot_stride")
+    norms = ("query_norm", "key_norm")
     shapes = [(32, 8, 128, 16)]  # heads, kv heads, head dim, block size
     if arch == 90:
         shapes += [(9, 3, 64, 16), (32, 32, 80, 16), (4, 2, 36, 7)]  # the last ones: padded to 128; odd in every way
@@ -178,15 +179,29 @@ def cache_entries(arch: int) -> Iterator[Entry]:
             sizes = {"NUM_KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": block_size, "num_warps": 2}
             angles, places = {"cos": "*fp32", "sin": "*fp32"}, {"positions": "*i32", "slots": "*i32"}
             cache = dict.fromkeys(("keys", "values"), POINTER[dtype])
+            rotated = (
+                {"qkv": POINTER[dtype], **angles, **places, "query": POINTER[dtype], **cache}
+                | dict.fromkeys(("qkv_stride", *cache_strides), "i32")
+                | {"eps": "fp32"}
+            )
+            options = sizes | {"NUM_HEADS": heads, "HEADS": max(1, kv_cache.TILE // half), "HALF": half}
+            options |= {"enable_fp_fusion": False}
             yield Entry(
                 f"rope-and-write-{shape}",
                 kv_cache._rope_and_write,
-                {"qkv": POINTER[dtype], **angles, **places, "query": POINTER[dtype], **cache}
-                | dict.fromkeys(("qkv_stride", *cache_strides), "i32"),
-                sizes
-                | {"NUM_HEADS": heads, "HEADS": max(1, kv_cache.TILE // half), "HALF": half, "enable_fp_fusion": False},
+                rotated,
+                options | dict.fromkeys(norms),
                 odd=odd,
                 wide=wide,
+            )
+            yield Entry(
+                f"rope-and-write-normed-{shape}",  # Qwen3
+                kv_cache._rope_and_write,
+                rotated | dict.fromkeys(norms, POINTER[dtype]),
+                options,
+                odd=odd | frozenset(norms if head_dim == 36 else ()),
+                wide=wide
+                & {"stores"},  # the weights, which all heads share, are loaded a number a thread, like cos and sin
             )
             yield Entry(
                 f"write-{shape}",

@@ -43,6 +43,7 @@ device.is_gpu = lambda _: True  # before anything of the wing is loaded that ask
 class Case:
     """A model, and how it is served."""
 
+    model_type: str = "llama"
     head_dim: int = 64
     kv_heads: int = 2
     group: int = 3
@@ -180,10 +181,10 @@ from tests.fast.compile_kernels import read_back  # noqa: E402
 
 
 def model(case: Case) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
-    """A Llama of one layer, all zeros."""
+    """A Llama of one layer, or a cousin, all zeros."""
     config = ModelConfig.from_dict(
         {
-            "model_type": "llama",
+            "model_type": case.model_type,
             "vocab_size": case.vocab,
             "hidden_size": 64,
             "intermediate_size": 96,

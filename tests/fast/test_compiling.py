@@ -47,6 +47,9 @@ MODELS: list[dict[str, Any]] = [
     {"head_dim": 256, "group": 2, "capability": 89, "sms": 20},
     {"head_dim": 256, "group": 71, "kv_heads": 1},
     {"small_layers": False},
+    {"model_type": "qwen2"},
+    {"model_type": "qwen3", "head_dim": 128},
+    {"model_type": "qwen3", "head_dim": 36, "kv_heads": 3, "dtype": "float16"},  # the second norm at an odd address
     {"head_dim": 36, "group": 1, "kv_heads": 1, "dtype": "float16", "small_layers": False},  # 72 bytes a query token
 ]
 SIZES: list[dict[str, Any]] = [

@@ -71,23 +71,32 @@ def indices(values: list[int], dtype: torch.dtype) -> torch.Tensor:
     dtype=st.sampled_from(DTYPES),
     index_dtype=st.sampled_from([torch.int32, torch.int64]),
     strided=st.booleans(),
+    normed=st.booleans(),
     data=st.data(),
 )
 def test_rope_and_write_rotates_as_the_reference_and_writes_only_the_slots(
-    shape: Shape, group: int, dtype: torch.dtype, index_dtype: torch.dtype, strided: bool, data: st.DataObject
+    shape: Shape,
+    group: int,
+    dtype: torch.dtype,
+    index_dtype: torch.dtype,
+    strided: bool,
+    normed: bool,
+    data: st.DataObject,
 ) -> None:
     blocks, layers, _, block_size, _ = shape
     slots = data.draw(slot_lists(blocks * block_size))
     positions = [data.draw(st.sampled_from([0, 1, 500, 8191])) for _ in slots]
     layer = data.draw(st.integers(0, layers - 1))
-    check_rope_and_write(shape, group, dtype, index_dtype, strided, slots, positions, layer)
+    check_rope_and_write(shape, group, dtype, index_dtype, strided, slots, positions, layer, normed)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("head_dim", [80, 256])
-def test_rope_and_write_reaches_heads_past_those_of_one_program(head_dim: int) -> None:
+def test_rope_and_write_reaches_heads_past_those_of_one_program(head_dim: int, normed: bool) -> None:
     kv_heads = 17
     assert kv_heads * head_dim // 2 > TILE
-    check_rope_and_write((2, 1, kv_heads, 4, head_dim), 2, torch.float16, torch.int32, False, [7, -1, 0], [3, 2, 9], 0)
+    shape, places = (2, 1, kv_heads, 4, head_dim), ([7, -1, 0], [3, 2, 9])
+    check_rope_and_write(shape, 2, torch.float16, torch.int32, False, *places, 0, normed)
 
 
 def check_rope_and_write(
@@ -99,6 +108,7 @@ def check_rope_and_write(
     slots: list[int],
     positions: list[int],
     layer: int,
+    normed: bool,
 ) -> None:
     _, _, kv_heads, block_size, head_dim = shape
     heads = kv_heads * group
@@ -110,14 +120,20 @@ def check_rope_and_write(
     memory = filled_memory(shape, dtype)
     cache, expected = memory[1:-1], memory.clone()
     where = (indices(positions, index_dtype), indices(slots, index_dtype))
+    norms = numbers(2, head_dim, dtype=dtype, seed=6)
 
     with GuardedMemory():
-        query = rope_and_write(qkv, cos, sin, *where, cache[:, layer, 0], cache[:, layer, 1], heads)
+        norm = (norms, 1e-2) if normed else ()
+        query = rope_and_write(qkv, cos, sin, *where, cache[:, layer, 0], cache[:, layer, 1], heads, *norm)
 
     wide = qkv.double().cpu().numpy().reshape(n, heads + 2 * kv_heads, head_dim)
+    if normed:
+        weights = norms.double().cpu().numpy().repeat((heads, kv_heads), axis=0)  # [heads + kv_heads, head_dim]
+        wide[:, : heads + kv_heads] = llama.rms_norm(wide[:, : heads + kv_heads], weights, 1e-2)
     turn = tuple(table.cpu().double().numpy()[positions][:, None] for table in (cos, sin))  # [n, 1, head_dim / 2] each
     rotated = torch.from_numpy(llama.rotate(wide[:, : heads + kv_heads], turn))  # [n, heads + kv_heads, head_dim]
-    tolerance = {"rtol": ROUNDING[dtype], "atol": ROUNDING[dtype]}
+    roundings = 8 if normed else 1  # two more, and of products with weights of up to 3
+    tolerance = {"rtol": roundings * ROUNDING[dtype], "atol": roundings * ROUNDING[dtype]}
     torch.testing.assert_close(query.cpu().double(), rotated[:, :heads], **tolerance)
     for token, slot in enumerate(slots):
         if slot != -1:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from minipaged.errors import ModelError
 from minipaged.models.config import ModelConfig, RopeScaling, weight_shapes
@@ -71,14 +71,18 @@ def test_both_formats_of_transformers_say_the_same(wanted: dict[str, Any]) -> No
     assert config.rope_theta == wanted["rope_parameters"]["rope_theta"]
 
 
-@settings(max_examples=examples(20))
-@given(llama_settings())
-def test_weight_shapes_are_those_of_transformers(wanted: dict[str, Any]) -> None:
+@pytest.mark.parametrize("bias", ["attention_bias", "mlp_bias", "no_bias"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@settings(max_examples=examples(10))
+@given(wanted=llama_settings())
+def test_weight_shapes_are_those_of_transformers(wanted: dict[str, Any], model_type: str, bias: str) -> None:
+    """Biases included, also where an architecture does not heed what is written of them."""
+    theirs = AutoConfig.for_model(model_type, **wanted, **{bias: True})
     with torch.device("meta"):
-        state = LlamaForCausalLM(LlamaConfig(**wanted)).state_dict()
+        state = AutoModelForCausalLM.from_config(theirs).state_dict()
     if wanted["tie_word_embeddings"]:
         del state["lm_head.weight"]
-    config = ModelConfig.from_dict(LlamaConfig(**wanted).to_dict())
+    config = ModelConfig.from_dict(theirs.to_dict())
     assert weight_shapes(config) == {name: tuple(weight.shape) for name, weight in state.items()}
 
 
@@ -102,16 +106,42 @@ def test_what_is_not_written_is_as_in_transformers(valid: dict[str, Any]) -> Non
     assert (config.tie_word_embeddings, config.rms_norm_eps) == (False, 1e-6)
 
 
+@pytest.mark.parametrize("written", [{}, {"sliding_window": None}, {"sliding_window": 7}])
+@pytest.mark.parametrize(
+    "uses", [{}, {"use_sliding_window": True}, {"use_sliding_window": True, "max_window_layers": 1}]
+)
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_window_is_read_as_transformers_reads_it(
+    valid: dict[str, Any], model_type: str, uses: dict[str, Any], written: dict[str, Any]
+) -> None:
+    """Which is what its masks are made by: of Mistral the window, of Qwen that of layers that slide."""
+    d = valid | {"num_hidden_layers": 2, "model_type": model_type} | uses | written
+    theirs = AutoConfig.for_model(**d)
+    slides = model_type == "mistral" or "sliding_attention" in (getattr(theirs, "layer_types", None) or ())
+    window = theirs.sliding_window if slides else None
+    for read in (d, theirs.to_dict()):
+        config = ModelConfig.from_dict(read)
+        assert config.sliding_window == window
+        assert config.context_length == min(config.max_position_embeddings, window or 10**9)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_what_a_cousin_leaves_out_is_as_in_transformers(model_type: str) -> None:
+    d: dict[str, Any] = {"vocab_size": 32, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1}
+    d |= {"num_attention_heads": 32, "model_type": model_type, "bos_token_id": 1, "eos_token_id": 2}
+    assert ModelConfig.from_dict(d) == ModelConfig.from_dict(AutoConfig.for_model(**d).to_dict())
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, ["MistralForCausalLM", "only Llama"]),
+        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, ["MixtralForCausalLM", "only Llama"]),
         ({"architectures": ["LlamaForSequenceClassification"]}, ["LlamaForSequenceClassification", "only Llama"]),
-        ({"model_type": "qwen2"}, ["'qwen2'", "only Llama"]),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "qwen2"}, ["LlamaForCausalLM", "'qwen2'", "only Llama"]),
+        ({"model_type": "qwen2_moe"}, ["'qwen2_moe'", "only Llama", "Qwen3ForCausalLM (model_type 'qwen3')"]),
         ({"model_type": None}, ["None", "only Llama"]),
+        ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window = 0", "1 or more"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
-        ({"attention_bias": True}, ["attention_bias", "not supported"]),
-        ({"mlp_bias": True}, ["mlp_bias", "not supported"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "fp16", ".gguf"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "'llama3'"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["'factor' is missing"]),

@@ -1,4 +1,5 @@
-"""The reference Llama computes what transformers' LlamaForCausalLM computes, however the tokens are batched.
+"""The reference Llama computes what transformers' own models compute, however the tokens are batched: Llama's, and its
+cousins'.
 
 "Within 1e-4" is norm-wise: |ours - theirs| / |theirs| over the vocabulary, for each row of logits.
 """
@@ -8,14 +9,15 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from minipaged.contracts import BatchRow
 from minipaged.engine.policy import recompute_seconds, swap_seconds
@@ -48,12 +50,27 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+COUSINS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True}),
+    ("mistral", {"sliding_window": None}),
+    ("mistral", {"sliding_window": 60}),  # as long as the longest text here
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("qwen3", {"attention_bias": True}),
+]
+
+
 @st.composite
-def llama_configs(draw: st.DrawFn) -> LlamaConfig:
-    """A small Llama of any shape."""
+def llama_configs(draw: st.DrawFn) -> PreTrainedConfig:
+    """A small Llama of any shape, or a cousin."""
+    model_type, own = draw(st.sampled_from(COUSINS))
     kv_heads = draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 4))
-    return LlamaConfig(
+    return AutoConfig.for_model(
+        model_type,
+        **own,
         vocab_size=draw(st.integers(11, 99)),
         hidden_size=heads * draw(st.integers(2, 9)),  # seldom heads * head_dim
         intermediate_size=draw(st.integers(8, 100)),
@@ -69,20 +86,22 @@ def llama_configs(draw: st.DrawFn) -> LlamaConfig:
     )
 
 
-def transformers_llama(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
-    """transformers' model with random weights, norms included."""
+def transformers_llama(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+    """transformers' model with random weights, norms and biases included."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).eval()
-    for module in model.modules():
-        if isinstance(module, LlamaRMSNorm):
-            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(weight, 0, 0.5)
     return model
 
 
-def in_float64(model: LlamaForCausalLM, frequencies: Array) -> LlamaForCausalLM:
+def in_float64(model: PreTrainedModel, frequencies: Array) -> PreTrainedModel:
     """The same model, all of it in float64: transformers' own norms and rotary tables are float32 in any case."""
 
-    def norm(self: LlamaRMSNorm, x: torch.Tensor) -> torch.Tensor:
+    def norm(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
     def tables(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,18 +112,18 @@ def in_float64(model: LlamaForCausalLM, frequencies: Array) -> LlamaForCausalLM:
     for weight in model.parameters():
         weight.data *= 1 + 1e-9  # none of them is a float32 now
     for module in model.modules():
-        if isinstance(module, LlamaRMSNorm):
+        if type(module).__name__.endswith("RMSNorm"):
             module.forward = norm.__get__(module)
     model.model.rotary_emb.forward = tables
     return model
 
 
 @torch.no_grad()
-def expected_logits(model: LlamaForCausalLM, token_ids: list[int]) -> Array:
+def expected_logits(model: PreTrainedModel, token_ids: list[int]) -> Array:
     return model(torch.tensor([token_ids])).logits[0].numpy()  # [tokens, vocab]
 
 
-def weights_of(model: LlamaForCausalLM) -> dict[str, Array]:
+def weights_of(model: PreTrainedModel) -> dict[str, Array]:
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
@@ -130,7 +149,7 @@ def relative_error(actual: Array, expected: Array) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
-def check_agreement(model: LlamaForCausalLM, data: st.DataObject, tolerance: float) -> None:
+def check_agreement(model: PreTrainedModel, data: st.DataObject, tolerance: float) -> None:
     """Run some sequences in random chunks, in random company, and compare every row of logits."""
     config = ModelConfig.from_dict(model.config.to_dict())
     dtype = weights_of(model)["model.embed_tokens.weight"].dtype
@@ -172,7 +191,7 @@ def check_agreement(model: LlamaForCausalLM, data: st.DataObject, tolerance: flo
 @settings(max_examples=examples(50))
 @given(config=llama_configs(), seed=st.integers(0, 2**32), data=st.data())
 def test_logits_are_those_of_transformers_in_float32_for_any_batching(
-    config: LlamaConfig, seed: int, data: st.DataObject
+    config: PreTrainedConfig, seed: int, data: st.DataObject
 ) -> None:
     check_agreement(transformers_llama(config, seed), data, tolerance=1e-4)
 
@@ -180,7 +199,7 @@ def test_logits_are_those_of_transformers_in_float32_for_any_batching(
 @settings(max_examples=examples(25))
 @given(config=llama_configs(), seed=st.integers(0, 2**32), data=st.data())
 def test_logits_are_those_of_transformers_in_float64_for_any_batching(
-    config: LlamaConfig, seed: int, data: st.DataObject
+    config: PreTrainedConfig, seed: int, data: st.DataObject
 ) -> None:
     frequencies = inverse_frequencies(ModelConfig.from_dict(config.to_dict()))
     check_agreement(in_float64(transformers_llama(config, seed), frequencies), data, tolerance=1e-10)

@@ -15,9 +15,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
-
-FEW_ROWS = 4
-"""Up to so many tokens one thread is done sooner than a second one has been woken."""
+from minipaged.fast.cpu.llama import FEW_ROWS, normalize
 
 
 def rope_and_write(
@@ -29,6 +27,8 @@ def rope_and_write(
     keys: Tensor,
     values: Tensor,
     num_heads: int,
+    qk_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """See `minipaged.fast.kernels`."""
     query = torch.empty(len(qkv), num_heads, keys.shape[3], dtype=qkv.dtype)
@@ -43,6 +43,8 @@ def rope_and_write(
         keys.stride(0) * keys.itemsize,
         keys.shape[1],
         keys.shape[2],
+        0 if qk_norm is None else qk_norm.data_ptr(),
+        eps,
         as_array(query),
     )
     return query
@@ -68,22 +70,26 @@ def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
 
 
 @njit(parallel=True, nogil=True, cache=True)
-def _rope_and_write(qkv, cos, sin, positions, slots, keys, values, block_stride, kv_heads, block_size, query):
-    """`keys` and `values` are addresses, and `block_stride` counts bytes."""
+def _rope_and_write(
+    qkv, cos, sin, positions, slots, keys, values, block_stride, kv_heads, block_size, norms, eps, query
+):
+    """`keys`, `values` and `norms` are addresses (`norms` may be 0: none), and `block_stride` counts bytes."""
     if len(qkv) <= FEW_ROWS:
         for t in range(len(qkv)):
             c, s = cos[positions[t]], sin[positions[t]]  # [head_dim / 2]
-            _one_token(qkv[t], c, s, slots[t], keys, values, block_stride, kv_heads, block_size, query[t])
+            _one_token(qkv[t], c, s, slots[t], keys, values, block_stride, kv_heads, block_size, norms, eps, query[t])
     else:
         for t in prange(len(qkv)):
             c, s = cos[positions[t]], sin[positions[t]]
-            _one_token(qkv[t], c, s, slots[t], keys, values, block_stride, kv_heads, block_size, query[t])
+            _one_token(qkv[t], c, s, slots[t], keys, values, block_stride, kv_heads, block_size, norms, eps, query[t])
 
 
 @njit(cache=True)
-def _one_token(qkv, cos, sin, slot, keys, values, block_stride, kv_heads, block_size, query):
+def _one_token(qkv, cos, sin, slot, keys, values, block_stride, kv_heads, block_size, norms, eps, query):
     """qkv: [(heads + 2 * kv_heads) * head_dim]; query: [heads, head_dim]."""
     heads, head_dim = query.shape
+    if norms:
+        _normalize_heads(qkv, norms, np.float32(eps), heads, kv_heads, head_dim)
     for h in range(heads):
         _rotate(qkv[h * head_dim : (h + 1) * head_dim], cos, sin, query[h])
     if slot < 0:
@@ -97,6 +103,15 @@ def _one_token(qkv, cos, sin, slot, keys, values, block_stride, kv_heads, block_
         value, to = qkv[first : first + head_dim], array_at(values + row, head_dim, qkv[0])
         for i in range(head_dim):
             to[i] = value[i]
+
+
+@njit(cache=True)
+def _normalize_heads(qkv, norms, eps, heads, kv_heads, head_dim):
+    """One token's queries and keys, in place."""
+    for h in range(heads + kv_heads):
+        head = qkv[h * head_dim : (h + 1) * head_dim]
+        weight = array_at(norms + (h >= heads) * head_dim * qkv.itemsize, head_dim, qkv[0])
+        normalize(head, weight, eps, head)
 
 
 @njit(cache=True)

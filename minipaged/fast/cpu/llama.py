@@ -27,11 +27,12 @@ from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, narrow, widen
-from minipaged.fast.cpu.kv_cache import FEW_ROWS
 from minipaged.fast.kernels import Linear
 
 FEW = 1
 """Up to so many tokens the compiled loop is the faster one."""
+FEW_ROWS = 4
+"""Up to so many tokens one thread is done sooner than a second one has been woken."""
 
 # oneDNN makes a program of its own for each matrix shape and number of tokens, in 0.8 ms. Two caches (PyTorch's, and
 # oneDNN's behind it) keep 1024 of them each, of 0.35 MiB: 700 MiB after a few thousand requests. Room in the first of
@@ -59,7 +60,9 @@ def use_threads() -> None:
         torch.set_num_threads(count)
 
 
-def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list[Linear]:
+def linears(
+    sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor], biases: Sequence[Tensor | None]
+) -> list[Linear]:
     """See `minipaged.fast.kernels`.
 
     Their rows lie in one piece of memory. Large pieces get large pages from the system, small ones do not; and with
@@ -68,21 +71,22 @@ def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list
     """
     prepared: list[Linear] = []
     room: Array | None = None
-    for (rows, columns), weight in zip(sizes, weights, strict=True):
+    for (rows, columns), weight, bias in zip(sizes, weights, biases, strict=True):
         if room is None:
             room = np.empty(sum(size[0] * size[1] for size in sizes), as_array(weight).dtype)
         part, room = room[: rows * columns].reshape(rows, columns), room[rows * columns :]
         part[:] = as_array(weight)
-        prepared.append(Matrix(torch.from_numpy(part).view(weight.dtype)))
+        prepared.append(Matrix(torch.from_numpy(part).view(weight.dtype), bias))
     return prepared
 
 
 class Matrix(Linear):
-    """A matrix [out, in], ready to be multiplied by."""
+    """A matrix [out, in], ready to be multiplied by, and the bias [out] that it may have."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight`: [out, in], float32 or bfloat16."""
         self.weight = weight
+        self._bias = bias
         self._rows = as_array(weight)
         has_onednn = torch.backends.mkldnn.is_available()  # not in every build for ARM
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None) if has_onednn else None
@@ -90,12 +94,12 @@ class Matrix(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) > FEW:
             if self._packed is None:
-                return torch.nn.functional.linear(x, self.weight)
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+                return torch.nn.functional.linear(x, self.weight, self._bias)
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
             return product
         out = torch.empty(len(x), len(self.weight), dtype=x.dtype)
         _multiply(x.data_ptr(), len(x), self._rows, numba.get_num_threads(), out.data_ptr())
-        return out
+        return out if self._bias is None else out.add_(self._bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -138,8 +142,8 @@ def _multiply(x_address, tokens, weight, num_threads, out_address):
 
 
 @njit(cache=True, fastmath=FASTMATH, error_model="numpy")
-def _normalize(x, weight, eps, out):
-    """One token's x [hidden]. Rounded where transformers rounds: before the weight and after it."""
+def normalize(x, weight, eps, out):
+    """One row x [hidden]. Rounded where transformers rounds: before the weight and after it."""
     total = np.float32(0)
     for i in range(len(x)):
         total += widen(x[i]) * widen(x[i])
@@ -152,10 +156,10 @@ def _normalize(x, weight, eps, out):
 def _rms_norm(x, weight, eps, out):
     if len(x) <= FEW_ROWS:
         for token in range(len(x)):
-            _normalize(x[token], weight, eps, out[token])
+            normalize(x[token], weight, eps, out[token])
     else:
         for token in prange(len(x)):
-            _normalize(x[token], weight, eps, out[token])
+            normalize(x[token], weight, eps, out[token])
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -163,11 +167,11 @@ def _add_rms_norm(x, residual, weight, eps, out):
     if len(x) <= FEW_ROWS:
         for token in range(len(x)):
             _add(x[token], residual[token])
-            _normalize(residual[token], weight, eps, out[token])
+            normalize(residual[token], weight, eps, out[token])
     else:
         for token in prange(len(x)):
             _add(x[token], residual[token])
-            _normalize(residual[token], weight, eps, out[token])
+            normalize(residual[token], weight, eps, out[token])
 
 
 @njit(cache=True)

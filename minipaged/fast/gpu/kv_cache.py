@@ -6,7 +6,8 @@ a layer, the keys of one head in one block are a dense tile [block_size, head_di
 layer's keys are the strided view `cache[:, layer, 0]` and its values `cache[:, layer, 1]`; a token's slot is
 `block * block_size + offset`.
 
-    rope_and_write   once a layer: rotate the query and the key of each token, store key and value into its slot
+    rope_and_write   once a layer: rotate the query and the key of each token, store key and value into its slot; where
+                     the model has norms of queries and keys, they come first and in the same registers
     write            the same without rotation, for keys that are rotated already
     copy_blocks      copy-on-write: all pairs, all layers, keys and values in one launch (section 5.1, third kernel)
     poison_blocks    NaN into blocks that are nobody's (debugging only)
@@ -43,6 +44,8 @@ def rope_and_write(
     keys: Tensor,
     values: Tensor,
     num_heads: int,
+    qk_norm: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
     """See `minipaged.fast.kernels`. Rows of `qkv` may be strided, `head_dim` is even; positions and slots may be int64,
     and a negative position turns as position 0 does."""
@@ -51,8 +54,10 @@ def rope_and_write(
     half = triton.next_power_of_2(head_dim // 2)
     heads = max(1, TILE // half)  # of one program
     programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)  # of one token
+    query_norm, key_norm = (None, None) if qk_norm is None else qk_norm.unbind()  # [head_dim] each
     _rope_and_write[len(qkv), programs](
-        qkv, cos, sin, positions, slots, query, keys, values, qkv.stride(0), *keys.stride()[:3],
+        qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values,
+        qkv.stride(0), *keys.stride()[:3], eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         HEADS=heads, HALF=half, num_warps=2, enable_fp_fusion=False,  # rounded between * and +, as the reference does
     )  # fmt: skip
@@ -63,7 +68,8 @@ def rope_and_write(
 # kernel anew for each choice of those that 16 divides, and could make no use of it: they are read one by one.
 @triton.jit(do_not_specialize=["positions", "slots"])
 def _rope_and_write(
-    qkv, cos, sin, positions, slots, query, keys, values, qkv_stride, block_stride, head_stride, slot_stride,
+    qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values,
+    qkv_stride, block_stride, head_stride, slot_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +93,7 @@ def _rope_and_write(
     if group < query_groups:
         head = group * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
         mask = (head < NUM_HEADS) & in_head  # [HEADS, HALF]
-        first, second = _rotated(row + head * HEAD_DIM + d, turn_cos, turn_sin, mask, half_dim)
+        first, second = _rotated(row + head * HEAD_DIM, d, query_norm, eps, turn_cos, turn_sin, mask, half_dim)
         to = query + token * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + d
         tl.store(to, first, mask=mask)
         tl.store(to + half_dim, second, mask=mask)
@@ -96,9 +102,9 @@ def _rope_and_write(
         if slot >= 0:
             head = (group - query_groups) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
             mask = (head < NUM_KV_HEADS) & in_head  # [HEADS, HALF]
-            key = row + (NUM_HEADS + head) * HEAD_DIM + d
-            first, second = _rotated(key, turn_cos, turn_sin, mask, half_dim)
-            value = key + NUM_KV_HEADS * HEAD_DIM
+            key = row + (NUM_HEADS + head) * HEAD_DIM
+            first, second = _rotated(key, d, key_norm, eps, turn_cos, turn_sin, mask, half_dim)
+            value = key + NUM_KV_HEADS * HEAD_DIM + d
             value_first = tl.load(value, mask=mask)
             value_second = tl.load(value + half_dim, mask=mask)
             to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + head * head_stride + d
@@ -109,13 +115,21 @@ def _rope_and_write(
 
 
 @triton.jit
-def _rotated(pointers, turn_cos, turn_sin, mask, half_dim: tl.constexpr):
+def _rotated(heads, d, norm, eps, turn_cos, turn_sin, mask, half_dim: tl.constexpr):
     """Both halves of some heads, each pair (i, i + half_dim) turned by its angle: in float32, rounded once when stored.
 
     A program holds whole pairs, so a head is two tiles of half_dim, each read once: nothing has to be shuffled.
     """
-    a = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)  # [HEADS, HALF]
-    b = tl.load(pointers + half_dim, mask=mask, other=0.0).to(tl.float32)  # [HEADS, HALF]
+    a = tl.load(heads + d, mask=mask, other=0.0)  # [HEADS, HALF]
+    b = tl.load(heads + d + half_dim, mask=mask, other=0.0)  # [HEADS, HALF]
+    dtype = a.dtype
+    a = a.to(tl.float32)
+    b = b.to(tl.float32)
+    if norm is not None:  # rounded as in `llama._normed`
+        scale = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1))[:, None] / (2 * half_dim) + eps)  # [HEADS, 1]
+        in_head = d < half_dim
+        a = ((a * scale).to(dtype) * tl.load(norm + d, mask=in_head, other=0.0)).to(tl.float32)
+        b = ((b * scale).to(dtype) * tl.load(norm + d + half_dim, mask=in_head, other=0.0)).to(tl.float32)
     return a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin
 
 

@@ -120,16 +120,19 @@ def use_threads() -> None:
     """Nothing to prepare: a GPU's threads are the kernels'."""
 
 
-def linears(sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor]) -> list[Linear]:
+def linears(
+    sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor], biases: Sequence[Tensor | None]
+) -> list[Linear]:
     """See `minipaged.fast.kernels`."""
-    return [Matrix(weight) for _, weight in zip(sizes, weights, strict=True)]
+    return [Matrix(weight, bias) for _, weight, bias in zip(sizes, weights, biases, strict=True)]
 
 
 class Matrix(Linear):
     """A matrix [out, in], ready to be multiplied by: cuBLAS wants no other layout, so it is kept as it is."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight)
+        return torch.nn.functional.linear(x, self.weight, self._bias)

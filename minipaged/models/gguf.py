@@ -1,4 +1,4 @@
-"""Turns a GGUF file (llama.cpp's format) of a Llama into a folder as transformers writes them.
+"""Turns a GGUF file (llama.cpp's format) of a Llama, Mistral, Qwen2 or Qwen3 into a folder as transformers writes them.
 
 A GGUF file holds everything in one: metadata (the shape of the model, its tokenizer, its chat template) and the
 weights, usually quantized. Here they are converted once, so that every later start just reads safetensors:
@@ -7,7 +7,7 @@ weights, usually quantized. Here they are converted once, so that every later st
 - the tensors get the names of transformers' checkpoints;
 - the rows of q_proj and k_proj go back to transformers' order. Rotary embedding turns pairs of dimensions: llama.cpp
   pairs neighbours (0, 1), (2, 3), ...; transformers pairs the halves (0, d/2), (1, d/2 + 1), ...; and llama.cpp's
-  converter has moved the rows so that each finds its pairs.
+  converter has moved the rows so that each finds its pairs. (Not those of Qwen, for which llama.cpp pairs halves too.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minipaged.errors import ModelError
-from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.models.config import ARCHITECTURES, ModelConfig, weight_shapes
 from minipaged.models.gguf_tokenizer import build_tokenizer, tokenizer_config
 
 if TYPE_CHECKING:
@@ -33,13 +33,15 @@ LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""`blk.{i}.<key>.weight` in GGUF is `model.layers.{i}.<value>.weight` in transformers."""
+"""`blk.{i}.<key>.weight` in GGUF is `model.layers.{i}.<value>.weight` in transformers; and so with `.bias`."""
 
 ROPE_FREQS = "rope_freqs.weight"
 """[head_dim / 2]: what each rotary frequency is divided by; there only for Llama 3.1 and its like."""
@@ -60,7 +62,8 @@ def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None] 
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / "generation_config.json", ids)
         _write_tokenizer(folder, gguf_path, metadata)
-        _write_weights(folder / "model.safetensors", ModelConfig.from_dict(config), tensors, progress)
+        model_config, rows_are_moved = ModelConfig.from_dict(config), config["model_type"] == "llama"
+        _write_weights(folder / "model.safetensors", model_config, tensors, rows_are_moved, progress)
     except ModelError as error:
         raise ModelError(f"{gguf_path}: {error}") from None
     except OSError:  # says which file; the disk may be full
@@ -105,37 +108,36 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
 def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) -> dict[str, Any]:
     """A `config.json` as transformers v4 wrote it (v5 reads it too)."""
     architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        raise ModelError(f"general.architecture is {architecture!r}; only 'llama' runs here")
-    if metadata.get("llama.expert_count"):
-        raise ModelError(
-            f"the model is a mixture of {metadata['llama.expert_count']} experts; only dense Llamas run here"
-        )
+    if architecture not in ("llama", "qwen2", "qwen3"):  # to GGUF, Mistral is a 'llama'
+        raise ModelError(f"general.architecture is {architecture!r}; only 'llama', 'qwen2' and 'qwen3' run here")
+    if experts := metadata.get(f"{architecture}.expert_count"):
+        raise ModelError(f"the model is a mixture of {experts} experts; only dense Llamas run here")
     if metadata.get("split.count", 1) > 1:
         raise ModelError(f"the model is split into {metadata['split.count']} files; merge them with llama-gguf-split")
-    num_heads, hidden_size = metadata["llama.attention.head_count"], metadata["llama.embedding_length"]
-    head_dim = metadata.get("llama.attention.key_length", hidden_size // num_heads)
-    rotary_dim = metadata.get("llama.rope.dimension_count", head_dim)
+    hidden_size = metadata[f"{architecture}.embedding_length"]
+    num_heads = metadata[f"{architecture}.attention.head_count"]
+    head_dim = metadata.get(f"{architecture}.attention.key_length", hidden_size // num_heads)
+    rotary_dim = metadata.get(f"{architecture}.rope.dimension_count", head_dim)
     if rotary_dim != head_dim:
         raise ModelError(f"only {rotary_dim} of {head_dim} dimensions of a head are rotary; a Llama turns them all")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[architecture][0]],
+        "model_type": architecture,
         "torch_dtype": "float32",
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden_size,
-        "intermediate_size": metadata["llama.feed_forward_length"],
-        "num_hidden_layers": metadata["llama.block_count"],
+        "intermediate_size": metadata[f"{architecture}.feed_forward_length"],
+        "num_hidden_layers": metadata[f"{architecture}.block_count"],
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.get("llama.attention.head_count_kv", num_heads),
+        "num_key_value_heads": metadata.get(f"{architecture}.attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rms_norm_eps": _shortest(metadata["llama.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _shortest(metadata.get("llama.rope.freq_base", 10000.0)),
+        "attention_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+        "rms_norm_eps": _shortest(metadata[f"{architecture}.attention.layer_norm_rms_epsilon"]),
+        "rope_theta": _shortest(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(metadata, tensors, head_dim),
-        "max_position_embeddings": metadata["llama.context_length"],
+        "max_position_embeddings": metadata[f"{architecture}.context_length"],
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
@@ -146,11 +148,12 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
 def _rope_scaling(
     metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], head_dim: int
 ) -> dict[str, Any] | None:
-    kind = metadata.get("llama.rope.scaling.type", "none")
+    own = f"{metadata['general.architecture']}.rope"
+    kind = metadata.get(f"{own}.scaling.type", "none")
     if kind == "linear":
-        return {"rope_type": "linear", "factor": _shortest(metadata["llama.rope.scaling.factor"])}
+        return {"rope_type": "linear", "factor": _shortest(metadata[f"{own}.scaling.factor"])}
     if kind != "none":
-        raise ModelError(f"llama.rope.scaling.type is {kind!r}; supported are 'none' and 'linear'")
+        raise ModelError(f"{own}.scaling.type is {kind!r}; supported are 'none' and 'linear'")
     if ROPE_FREQS not in tensors:
         return None
     # The file keeps what Llama 3's scaling came to, not its parameters. All of Meta's models share them, except for
@@ -163,7 +166,7 @@ def _rope_scaling(
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    expected = _llama3_divisors(scaling, metadata.get("llama.rope.freq_base", 10000.0), head_dim)
+    expected = _llama3_divisors(scaling, metadata.get(f"{own}.freq_base", 10000.0), head_dim)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4, atol=0):
         raise ModelError(
             f"{ROPE_FREQS} does not hold the frequencies of Llama 3.1 to 3.3 with factor {scaling['factor']}; "
@@ -197,6 +200,7 @@ def _write_weights(
     path: Path,
     config: ModelConfig,
     tensors: Mapping[str, ReaderTensor],
+    rows_are_moved: bool,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """A safetensors file (see loading.py), written tensor by tensor: the weights are never all in memory."""
@@ -218,12 +222,12 @@ def _write_weights(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in shapes:
-            file.write(_values(name, sources[name], config).data)
+            file.write(_values(name, sources[name], config, rows_are_moved).data)
             if progress is not None:
                 progress(header[name]["data_offsets"][1], end)
 
 
-def _values(name: str, tensor: ReaderTensor, config: ModelConfig) -> npt.NDArray[np.float32]:
+def _values(name: str, tensor: ReaderTensor, config: ModelConfig, rows_are_moved: bool) -> npt.NDArray[np.float32]:
     """The tensor in fp32, with its rows in transformers' order."""
     from gguf.quants import dequantize
 
@@ -231,16 +235,16 @@ def _values(name: str, tensor: ReaderTensor, config: ModelConfig) -> npt.NDArray
         values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
         raise ModelError(f"tensor '{name}' has type {tensor.tensor_type.name}, which cannot be dequantized") from None
-    if name.endswith("q_proj.weight"):
+    if name.endswith(("q_proj.weight", "q_proj.bias")) and rows_are_moved:
         values = _split_halves(values, config.num_attention_heads)
-    elif name.endswith("k_proj.weight"):
+    elif name.endswith(("k_proj.weight", "k_proj.bias")) and rows_are_moved:
         values = _split_halves(values, config.num_key_value_heads)
     return np.ascontiguousarray(values, dtype="<f4")
 
 
 def _split_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Each head's rows from llama.cpp's order (0, d/2, 1, d/2 + 1, ...) to transformers' (0, 1, ..., d - 1)."""
-    pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])  # [heads, head_dim / 2, 2, inputs]
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])  # [heads, head_dim / 2, 2, inputs]; no inputs in a bias
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -254,8 +258,8 @@ def _name(gguf_name: str) -> str:
     if gguf_name in whole:
         return whole[gguf_name]
     match gguf_name.split("."):
-        case ["blk", layer, part, "weight"] if part in LAYER_NAMES:
-            return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
+        case ["blk", layer, part, ("weight" | "bias") as kind] if part in LAYER_NAMES:
+            return f"model.layers.{layer}.{LAYER_NAMES[part]}.{kind}"
     return gguf_name
 
 

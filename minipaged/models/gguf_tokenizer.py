@@ -23,7 +23,9 @@ LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Llama 3 cuts contractions, words, numbers of up to three digits, punctuation and white space apart."""
+QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+"""Llama 3 cuts contractions, words, numbers of up to three digits, punctuation and white space apart;
+Qwen every digit by itself."""
 
 
 class TokenType(IntEnum):
@@ -37,7 +39,7 @@ class TokenType(IntEnum):
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer that the `tokenizer.ggml.*` entries describe. Raises ModelError for a kind not known here."""
-    from tokenizers import AddedToken, Tokenizer, decoders, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, normalizers, processors
     from tokenizers.models import BPE
 
     kind = metadata.get("tokenizer.ggml.model")
@@ -55,6 +57,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         )
     )
     tokenizer.pre_tokenizer = _word_splitter(rule)
+    if rule == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata.get("tokenizer.ggml.token_type", [])
     for token, token_type in zip(tokens, types, strict=False):
@@ -77,7 +81,7 @@ def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
             config[f"{role}_token"] = metadata["tokenizer.ggml.tokens"][token_id]
-    if (length := metadata.get("llama.context_length")) is not None:
+    if (length := metadata.get(f"{metadata.get('general.architecture')}.context_length")) is not None:
         config["model_max_length"] = length
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         config["chat_template"] = template
@@ -93,11 +97,11 @@ def _word_splitter(rule: str) -> PreTokenizer:
             return ByteLevel(add_prefix_space=False, use_regex=True)
         case "smollm":
             return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)])
-        case "llama-bpe":
-            words = Split(Regex(LLAMA3_WORDS), behavior="isolated")
+        case "llama-bpe" | "qwen2":
+            words = Split(Regex(LLAMA3_WORDS if rule == "llama-bpe" else QWEN2_WORDS), behavior="isolated")
             return Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
         case _:
             raise ModelError(
-                f"the GGUF file's tokenizer cuts words by the rule {rule!r}; known here are 'gpt-2', 'smollm' and "
-                f"'llama-bpe': {WAY_OUT}"
+                f"the GGUF file's tokenizer cuts words by the rule {rule!r}; known here are 'gpt-2', 'smollm', "
+                f"'llama-bpe' and 'qwen2': {WAY_OUT}"
             )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from minipaged.models import hub
 from tests.end_to_end import yardstick
@@ -37,11 +37,11 @@ TINY = {
 
 @pytest.fixture
 def tiny_llama() -> Callable[..., LlamaForCausalLM]:
-    """Makes a Llama with random weights, all of them (norms too)."""
+    """Makes a Llama, or a cousin by its `model_type`, with random weights, all of them (norms too)."""
 
-    def make(**settings: Any) -> LlamaForCausalLM:
+    def make(model_type: str = "llama", **settings: Any) -> PreTrainedModel:
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**(TINY | settings)))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(TINY | settings)))
         with torch.no_grad():
             for weight in model.parameters():
                 weight.normal_()
@@ -57,7 +57,7 @@ def write_gguf(tmp_path: Path) -> Callable[..., Path]:
     def write(model: LlamaForCausalLM, name: str = "tiny.gguf", **changes: Any) -> Path:
         """`changes`: metadata to replace or (None) leave out, with underscores for dots; `extra_tensors` to add."""
         path = tmp_path / name
-        writer = gguf.GGUFWriter(str(path), "llama")
+        writer = gguf.GGUFWriter(str(path), gguf_architecture(model.config))
         extra_tensors = changes.pop("extra_tensors", {})
         quantization = changes.pop("quantization", gguf.GGMLQuantizationType.F32)
         architecture = changes.pop("architecture", None)
@@ -94,21 +94,27 @@ def gguf_metadata() -> dict[str, Any]:
     return metadata_of(LlamaConfig(**TINY))
 
 
+def gguf_architecture(config: LlamaConfig) -> str:
+    return "llama" if config.model_type == "mistral" else config.model_type
+
+
 def metadata_of(config: LlamaConfig) -> dict[str, Any]:
+    own = gguf_architecture(config)
     alphabet = sorted(ByteLevel.alphabet())
     tokens = CONTROL_TOKENS + alphabet + [merge.replace(" ", "") for merge in MERGES]
     unused = [f"[PAD{i}]" for i in range(config.vocab_size - len(tokens))]
     types = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(tokens) - 3)
     return {
-        "llama.block_count": config.num_hidden_layers,
-        "llama.context_length": config.max_position_embeddings,
-        "llama.embedding_length": config.hidden_size,
-        "llama.feed_forward_length": config.intermediate_size,
-        "llama.attention.head_count": config.num_attention_heads,
-        "llama.attention.head_count_kv": config.num_key_value_heads,
-        "llama.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "llama.rope.freq_base": float(config.rope_parameters["rope_theta"]),
-        "llama.rope.dimension_count": config.head_dim,
+        f"{own}.block_count": config.num_hidden_layers,
+        f"{own}.context_length": config.max_position_embeddings,
+        f"{own}.embedding_length": config.hidden_size,
+        f"{own}.feed_forward_length": config.intermediate_size,
+        f"{own}.attention.head_count": config.num_attention_heads,
+        f"{own}.attention.head_count_kv": config.num_key_value_heads,
+        f"{own}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        f"{own}.rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        f"{own}.rope.dimension_count": getattr(config, "head_dim", None),  # Qwen2 has none
+        f"{own}.attention.key_length": getattr(config, "head_dim", None),
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens + unused,
@@ -133,6 +139,8 @@ def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
         "post_attention_layernorm": "ffn_norm",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
@@ -143,15 +151,15 @@ def gguf_tensors(model: LlamaForCausalLM) -> dict[str, np.ndarray]:
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        values, stem = weight.numpy(), name.removesuffix(".weight")
+        values, (stem, kind) = weight.numpy(), name.rsplit(".", 1)
         prefix = ""
         if stem.startswith("model.layers."):
             _, _, layer, stem = stem.split(".", 3)
             prefix = f"blk.{layer}."
-        if names[stem] in heads:  # halves (i, i + d/2) become neighbours
+        if names[stem] in heads and gguf_architecture(model.config) == "llama":  # halves (i, i + d/2) become neighbours
             num_heads = heads[names[stem]]
-            values = values.reshape(num_heads, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        tensors[f"{prefix}{names[stem]}.weight"] = np.ascontiguousarray(values)
+            values = values.reshape(num_heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        tensors[f"{prefix}{names[stem]}.{kind}"] = np.ascontiguousarray(values)
     return tensors
 
 

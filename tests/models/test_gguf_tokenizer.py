@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import Qwen2Tokenizer
 
 from minipaged.errors import ModelError
 from minipaged.models.gguf_tokenizer import build_tokenizer, tokenizer_config
@@ -18,12 +19,21 @@ Metadata = dict[str, Any]
         ("gpt-2", ["I", "'ll", "Ġpay", "Ġ12345", "!!", "ĊĊ", "Ġnow"]),
         ("smollm", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "!!", "ĊĊ", "Ġnow"]),
         ("llama-bpe", ["I", "'ll", "Ġpay", "Ġ", "123", "45", "!!ĊĊ", "Ġnow"]),
+        ("qwen2", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "3", "4", "5", "!!ĊĊ", "Ġnow"]),
     ],
 )
 def test_each_rule_cuts_words_its_own_way(gguf_metadata: Metadata, rule: str, words: list[str]) -> None:
     tokenizer = build_tokenizer(gguf_metadata | {"tokenizer.ggml.pre": rule})
     cut = tokenizer.pre_tokenizer.pre_tokenize_str("I'll pay 12345!!\n\n now")
     assert [word for word, _ in cut] == words
+
+
+def test_qwens_rule_is_that_of_transformers(gguf_metadata: Metadata) -> None:
+    ours = build_tokenizer(gguf_metadata | {"tokenizer.ggml.pre": "qwen2"})
+    theirs = Qwen2Tokenizer(vocab={"a": 0}, merges=[]).backend_tokenizer
+    text = "Cafe\u0301 I'LL pay 12345!!\n\n  now\tx\r\n"
+    assert ours.normalizer.normalize_str(text) == theirs.normalizer.normalize_str(text) != text
+    assert ours.pre_tokenizer.pre_tokenize_str(text) == theirs.pre_tokenizer.pre_tokenize_str(text)
 
 
 def test_a_rule_that_is_missing_is_not_guessed(gguf_metadata: Metadata) -> None:

@@ -30,7 +30,7 @@ import psutil
 from minipaged import SamplingParams
 from minipaged.engine.stats import Stats
 from minipaged.outputs import RequestUpdate
-from minipaged.serve.server import Server, listen, make_server
+from minipaged.serve.server import Server, listen, make_server, use_one_heap
 from minipaged.serve.settings import ServeSettings
 
 LAG_PERIOD_S = 0.005
@@ -61,6 +61,7 @@ def main() -> None:
 
 @contextmanager
 def running(model: str, tier: str, num_blocks: int) -> Iterator[tuple[Server, str]]:
+    use_one_heap()
     with listen("127.0.0.1", 0) as listening:
         server = make_server(
             model, ServeSettings(log_level="error", max_waiting=100_000), tier=tier, num_blocks=num_blocks

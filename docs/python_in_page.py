@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 PYODIDE = "pyodide@314.0.7"
 PYODIDE_SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
-PARTS = ("*.py", "engine/*.py", "models/*.py", "reference/*.py", "replay/*.py", "stepper/*.py")
+PARTS = ("*.py", "engine/**/*.py", "models/*.py", "reference/*.py", "replay/*.py", "stepper/*.py")
 """Of minipaged. A few of them need NumPy (attention, say), and importing them fails; the engine needs none of those."""
 NOTICE = (
     f"/*! {PYODIDE}, https://pyodide.org, under the Mozilla Public License 2.0; its source: "

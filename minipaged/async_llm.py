@@ -22,12 +22,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, Protocol, Unpack
+from typing import NamedTuple, Protocol, TypeVar, Unpack
 from uuid import uuid4
 
 from minipaged.engine.stats import Stats
@@ -38,6 +39,11 @@ from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams
 from minipaged.prompts import Prompt
 from minipaged.settings import GivenSettings, takes_settings
+
+Result = TypeVar("Result")
+LONG_TEXT = 2_000
+"""Characters; a longer text is tokenized in a thread, since that takes longer than the event loop should stand still.
+"""
 
 
 class Asked(NamedTuple):
@@ -161,6 +167,7 @@ class AsyncLLM:
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="minipaged-engine", daemon=True)
+        self._tokenizer = ThreadPoolExecutor(1, "minipaged-tokenizer")
         self.on_death: Callable[[BaseException], None] | None = None
         """Called in the loop when the engine's thread has died, after all readers were told."""
 
@@ -180,7 +187,9 @@ class AsyncLLM:
         Raises what `add` raises.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
-        tokens, text = await asyncio.to_thread(self.llm.read_prompt, prompt)  # a long text takes long
+        given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        length = len(given) if isinstance(given, str) else 0
+        tokens, text = await self.tokenizing(length, partial(self.llm.read_prompt, prompt))
         stream = await self.add([Asked(request_id or uuid4().hex, tokens, params, text, priority)])
         try:
             async for update in stream:
@@ -210,6 +219,7 @@ class AsyncLLM:
         """Take no more requests, let those that go on finish for `timeout` seconds, abort the rest; then the engine's
         thread ends. Readers get what was generated until then."""
         self._closing = True
+        self._tokenizer.shutdown(wait=False, cancel_futures=True)
         if not self._thread.is_alive():
             return
         with suppress(TimeoutError):
@@ -220,6 +230,19 @@ class AsyncLLM:
             await asyncio.wait_for(self._wait_for_all(), timeout=60)  # the step in progress may be long
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
+
+    async def tokenizing(self, num_characters: int, call: Callable[[], Result]) -> Result:
+        """What `call` returns, which tokenizes so many characters. Long texts have a thread, in which they wait for
+        each other and for nobody else; short ones do not lose their turn to it. Raises ShuttingDown and what it raises.
+        """
+        if num_characters <= LONG_TEXT:
+            return call()
+        self._check_open(())
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizer, call)
+        except asyncio.CancelledError:
+            self._check_open(())  # `shutdown` may have cancelled it, and not the caller
+            raise
 
     @property
     def num_open(self) -> int:

@@ -1,5 +1,4 @@
-"""What vLLM takes and minipaged does not: why, and what to do instead. Read by `LLM`, by
-`SamplingParams` and by docs/vllm.md.
+"""What vLLM takes and minipaged does not: why, and what to do instead. Read by `LLM`, `SamplingParams`, docs/vllm.md.
 
 Code written for vLLM should run with its import changed, as far as there is the same here. So an argument that asks for
 what is done here anyway (`tensor_parallel_size=1`) is let through, and one that asks for something else is refused with

@@ -108,7 +108,7 @@ HOUSE = {
         },
     ),
     "serve": Room(
-        "async_llm engine errors events llm models outputs params replay tiers",
+        "async_llm engine errors events llm models outputs params replay",
         "fastapi msgspec prometheus_client pydantic starlette uvicorn",
     ),
     "options": Room("errors params serve.settings settings", "typer"),

@@ -159,14 +159,16 @@ def check_params(
             f"prompt_logprobs is {params.prompt_logprobs}; the vocabulary has only {config.vocab_size} tokens"
         )
     named = {
-        "stop token": params.stop_token_ids,
-        "allowed token": params.allowed_token_ids or (),
-        "token with a logit_bias": dict(params.logit_bias),
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": dict(params.logit_bias),
     }
     for name, tokens in named.items():
         for token in tokens:
             if not 0 <= token < config.vocab_size:
-                raise InvalidRequest(f"{name} {token} is not one of this model's tokens 0 to {config.vocab_size - 1}")
+                raise InvalidRequest(
+                    f"{name} has {token}, which is none of this model's tokens 0 to {config.vocab_size - 1}"
+                )
     if params.stop and not has_tokenizer:
         raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
 

@@ -67,8 +67,11 @@ def create_app(serving: Serving, *, key: str | None = None, cors_origins: Sequen
         redoc_url=None,
     )
     load = Load()
-    app.include_router(_generating(serving))
-    app.include_router(_telling(serving, load))
+    routers = [_generating(serving), _telling(serving, load)]
+    for router in routers:
+        app.include_router(router)
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    app.state.endpoints = ", ".join(route.path for route in routes)
     if serving.watch:
         app.include_router(live_routes(serving.watch))
     app.add_exception_handler(RequestValidationError, _invalid_body)
@@ -324,11 +327,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message, kind = str(error.detail), "BadRequestError" if error.status_code < 500 else "InternalServerError"
     if error.status_code == 404:
         kind = "NotFoundError"
-        paths = ", ".join(request.app.openapi()["paths"])
-        message = f"there is no {request.url.path[:MOST_CHARACTERS]} here; there is {paths} (see /openapi.json)"
+        message = f"there is no {request.url.path[:MOST_CHARACTERS]} here; there is {request.app.state.endpoints}"
     elif error.status_code == 405:
         allowed = (error.headers or {})["Allow"]
-        message = f"{request.url.path[:MOST_CHARACTERS]} is not to be asked by {request.method}, but by {allowed}"
+        message = f"{request.url.path[:MOST_CHARACTERS]} takes {allowed}, not {request.method}"
     elif error.status_code == 413:
         message = TOO_LONG
     return answered(_error(message, kind, error.status_code), error.status_code, dict(error.headers or {}))

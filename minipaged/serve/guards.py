@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-BEHIND_KEY = ("/v1", "/live")
+BEHIND_KEY = ("/v1", "/live", "/tokenize", "/detokenize")
 
 
 @dataclass(slots=True)

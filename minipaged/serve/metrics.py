@@ -132,7 +132,7 @@ class Metrics:
     def added(
         self, request_id: str, params: SamplingParams | BeamSearchParams, num_prompt_tokens: int, arrival_time: float
     ) -> None:
-        """The engine has taken this request. `arrival_time`: when the server got it, on the engine's clock."""
+        """The engine has taken this request. `arrival_time`: when it was added, on the engine's clock."""
         n = params.beam_width if isinstance(params, BeamSearchParams) else params.n
         max_tokens = params.max_tokens or self._config.max_model_len - num_prompt_tokens
         self._open[request_id] = _Open(arrival_time, num_prompt_tokens, n, max_tokens)

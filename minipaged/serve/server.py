@@ -28,7 +28,6 @@ from minipaged.llm import LoadedModel
 from minipaged.serve.app import create_app
 from minipaged.serve.serving import Serving
 from minipaged.serve.settings import ServeSettings
-from minipaged.tiers import missing_for_fast
 
 LAST_WORDS_S = 2
 """Seconds in which a server whose engine has died still says so."""
@@ -44,9 +43,8 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
     Raises InvalidRequest for an address that cannot be had, before the model is loaded, and what `LLM` raises.
     """
     with listen(settings.host, settings.port) as listening:
-        compiles = engine.get("tier") != "reference" and not missing_for_fast()
-        hint = "; the fast tier's first time here takes half a minute more, to compile" if compiles else ""
-        print(f"loading {model}{hint} ...", file=sys.stderr, flush=True)
+        print(f"loading {model} ...", file=sys.stderr, flush=True)
+        use_one_heap()
         server = make_server(model, settings, **engine)
         _introduce(listening, settings, server.serving)
         threading.Thread(target=server.serving.warm_up).start()
@@ -56,7 +54,6 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
 
 def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any) -> Server:
     """A server with its model loaded, which does not run yet."""
-    use_one_heap()
     allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
     names = settings.served_model_name or (str(allm.llm.folder.name if isinstance(model, LoadedModel) else model),)
     serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template, page=settings.page)
@@ -116,8 +113,11 @@ class Server(uvicorn.Server):
 def use_one_heap() -> None:
     """Let all threads take memory from one heap; glibc gives each its own, and what is free in one helps no other.
 
-    SmolLM2 takes 37 MiB more after 5,000 requests than after 500, and 167 MiB with a heap for each thread.
+    SmolLM2 takes 37 MiB more after 5,000 requests than after 500, and 167 MiB with a heap for each thread. It is for
+    the whole process, and not done where the environment asks for something else.
     """
+    if os.environ.keys() & {"MALLOC_ARENA_MAX", "GLIBC_TUNABLES"}:
+        return
     with suppress(OSError, AttributeError, TypeError):  # another C library than glibc
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 

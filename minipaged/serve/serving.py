@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
-from minipaged.async_llm import AsyncLLM
+from minipaged.async_llm import LONG_TEXT, AsyncLLM
 from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
@@ -164,7 +164,7 @@ class Serving:
 
     async def _encode(self, texts: Sequence[str], add_special_tokens: bool | None) -> list[list[int]]:
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens is not False)
-        return await asyncio.to_thread(lambda: list(map(encode, texts)))  # the loop has others to serve
+        return await self.allm.tokenizing(sum(map(len, texts)), lambda: list(map(encode, texts)))
 
     async def _encode_chat(self, messages: Sequence[Message], body: ChatBody | TokenizeBody) -> list[int]:
         if body.chat_template is not None and not self._trust_chat_templates:
@@ -178,7 +178,12 @@ class Serving:
             "continue_final_message": bool(body.continue_final_message),
             "chat_template_kwargs": body.chat_template_kwargs,
         }
-        return await asyncio.to_thread(self._tokenizer.encode_chat, messages, **options)
+        length = sum(len(str(message.get("content"))) for message in messages)
+        self._check_length(length)
+        encode = partial(self._tokenizer.encode_chat, messages, **options)
+        if length <= LONG_TEXT:
+            return await asyncio.to_thread(encode)  # the first one imports a library
+        return await self.allm.tokenizing(length, encode)
 
     def _room(self, prompt: Prompt, max_tokens: int | None, name: str = "max_tokens") -> int:
         """How many tokens max_model_len leaves. Raises InvalidRequest where more are asked for, in the field `name`."""

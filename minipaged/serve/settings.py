@@ -10,7 +10,7 @@ from typing import Literal
 from minipaged.errors import InvalidRequest
 from minipaged.params import check, setting
 
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*A-Z]+|\*")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*A-Z]+|\*|null")
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 
 

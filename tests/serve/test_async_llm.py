@@ -22,7 +22,7 @@ from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.scheduling import Costs, RequestView
 from tests.effort import examples, thorough
-from tests.serve.harness import check_empty, run, wait_until
+from tests.serve.harness import PATIENCE_S, check_empty, run, wait_until
 
 SIZES: dict[str, Any] = {"num_blocks": 64, "num_swap_blocks": 16, "block_size": 4, "max_num_batched_tokens": 64}
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -326,7 +326,7 @@ def test_beams_come_at_once_at_the_end(tiny: LoadedModel) -> None:
     assert run(work).outputs == expected.outputs
 
 
-def test_texts_are_tokenized_beside_the_loop(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_are_tokenized_beside_the_loop(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
     encode = Tokenizer.encode
 
@@ -338,10 +338,64 @@ def test_texts_are_tokenized_beside_the_loop(tiny: LoadedModel, monkeypatch: pyt
 
     async def work() -> None:
         async with serving(tiny) as allm:
+            await anext(allm.generate("short"))
+            assert threads == [threading.current_thread().name]  # where it takes no turn of anybody's
             with pytest.raises(InvalidRequest, match="no room"):
                 await anext(allm.generate({"prompt": "long" * 1000}))
-        [thread] = threads  # and it lets the loop go on (test_http.py)
-        assert thread not in (threading.current_thread().name, "minipaged-engine")
+            assert threads[1].startswith("minipaged-tokenizer")  # and it lets the loop go on (test_http.py)
+
+    run(work)
+
+
+def test_short_texts_wait_for_no_long_one_and_come_in_order(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    encode = Tokenizer.encode
+    order: list[str] = []
+
+    def slowly(tokenizer: Tokenizer, text: str) -> list[int]:
+        if len(text) > 100:
+            assert go_on.wait(PATIENCE_S)
+        return encode(tokenizer, text[:100])
+
+    monkeypatch.setattr(Tokenizer, "encode", slowly)
+
+    async def ask(allm: AsyncLLM, text: str, name: str) -> None:
+        await collect(allm.generate(text, SamplingParams(max_tokens=1), name))
+        order.append(name)
+
+    async def work() -> None:
+        async with serving(tiny, max_num_seqs=1) as allm:
+            long = [asyncio.create_task(ask(allm, "long" * 1000, f"long {i}")) for i in range(40)]
+            await asyncio.gather(*(ask(allm, f"short {i}", str(i)) for i in range(20)))
+            assert order == [str(i) for i in range(20)]
+            go_on.set()
+            await asyncio.gather(*long)
+
+    run(work)
+
+
+def test_a_long_text_that_waits_when_the_engine_shuts_down_is_told(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def slowly(tokenizer: Tokenizer, text: str) -> list[int]:
+        began.set()
+        assert go_on.wait(PATIENCE_S)
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", slowly)
+
+    async def work() -> None:
+        allm = AsyncLLM(tiny, **SIZES)
+        first, second = (asyncio.create_task(collect(allm.generate("long" * 1000))) for _ in range(2))
+        await asyncio.to_thread(began.wait)
+        await asyncio.wait_for(allm.shutdown(), 5)  # it does not wait for what it cannot end
+        with pytest.raises(ShuttingDown):
+            await second
+        go_on.set()
+        with pytest.raises(ShuttingDown):
+            await first
 
     run(work)
 

@@ -242,7 +242,7 @@ def test_another_content_type_is_refused(server: Served, content_type: str) -> N
 
 def test_another_method_is_refused_and_the_right_one_named(server: Served) -> None:
     error = error_of(server.get("/v1/completions"), 405)
-    assert error["message"] == "/v1/completions is not to be asked by GET, but by POST"
+    assert error["message"] == "/v1/completions takes POST, not GET"
 
 
 @pytest.mark.parametrize("path", ["/v1/nonsense", "/v1/audio/speech", "/v1/embeddings"])
@@ -273,6 +273,9 @@ ABOUT: list[tuple[str, dict[str, Any], str | None]] = [
     ("completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
     ("completions", {"prompt": "x", "best_of": 2}, "best_of"),
     ("completions", {"prompt": "x", "request_id": "a b"}, "request_id"),
+    ("completions", {"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids"),
+    ("completions", {"prompt": "x", "allowed_token_ids": [10**6]}, "allowed_token_ids"),
+    ("completions", {"prompt": "x", "logit_bias": {"1000000": 1}}, "logit_bias"),
     ("completions", {"prompt": "x" * 2000}, None),
     ("chat/completions", {"tools": [{}]}, "tools"),
     ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),

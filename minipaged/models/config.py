@@ -9,8 +9,8 @@ transformers has written the rotary settings in two ways, and both are read:
     v4    "rope_theta": 10000.0, "rope_scaling": null or {"rope_type": ..., "factor": ...}   (older: "type")
     v5    "rope_parameters": {"rope_theta": 10000.0, "rope_type": ..., "factor": ...}
 
-Anything that would make the result wrong if it were ignored (another architecture, biases, another activation,
-quantized weights) is refused here, before a single weight is read.
+Anything that would make the result wrong if it were ignored (another architecture, biases, another activation) is
+refused here, before a single weight is read; quantized weights that are not read, by `quantized/`.
 """
 
 from __future__ import annotations
@@ -144,12 +144,6 @@ def _check_supported(d: Mapping[str, Any]) -> None:
     for key in ("attention_bias", "mlp_bias"):
         if d.get(key):
             raise ModelError(f"config.json: {key} = {d[key]} is not supported; use a model without biases")
-    if d.get("quantization_config"):
-        method = d["quantization_config"].get("quant_method", "unknown method")
-        raise ModelError(
-            f"config.json: quantized weights ({method}) are not supported; use the fp32, fp16 or bf16 checkpoint "
-            "of this model, or a .gguf file"
-        )
 
 
 def _rope_parameters(d: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,7 +112,6 @@ def test_what_is_not_written_is_as_in_transformers(valid: dict[str, Any]) -> Non
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
         ({"attention_bias": True}, ["attention_bias", "not supported"]),
         ({"mlp_bias": True}, ["mlp_bias", "not supported"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "fp16", ".gguf"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "'llama3'"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["'factor' is missing"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads = 4", "num_key_value_heads = 3"]),

@@ -179,13 +179,15 @@ class QuantizingLinear(Linear):
     def applied(self, x: Tensor) -> Tensor:
         """x [tokens, in], rounded. Computed in float32, as the scales are."""
         how = self.activations
-        groups = x.float().view(len(x), -1, how.group_size or x.shape[1])  # [tokens, groups, size]
+        size = how.group_size or x.shape[1]
+        whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))  # 0 is in each group's range anyway
+        groups = whole.view(len(x), -1, size)  # [tokens, groups, size]
         scale, zero = self._found(groups) if how.scale is None else (how.scale, how.zero)
         if how.kind == "float8":
             codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
         else:
             codes = (groups / scale + zero).clamp(-128, 127).round() - zero
-        return (codes * scale).view(x.shape).to(x.dtype)
+        return (codes * scale).view(whole.shape)[:, : x.shape[1]].to(x.dtype)
 
     def _found(self, groups: Tensor) -> tuple[Tensor, Tensor | int]:
         """Scale and zero [tokens, groups, 1] of each group's own range, which includes 0."""

@@ -22,8 +22,8 @@ from minipaged.errors import ModelError
 from minipaged.models.config import RopeScaling
 from minipaged.models.gguf import convert
 from minipaged.models.loading import load_config, load_weights
-from minipaged.models.tokenizer import Tokenizer
 from minipaged.models.quantized.stored import StoredMatrix
+from minipaged.models.tokenizer import Tokenizer
 from tests.effort import examples, thorough
 from tests.end_to_end import yardstick
 

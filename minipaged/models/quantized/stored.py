@@ -51,13 +51,16 @@ class Activations:
         The arithmetic is compressed-tensors': the range of int8, -128 to 127, is taken to be symmetric, 127.5 to either
         side. (vLLM's kernels take 127.)
         """
-        groups = x.reshape(len(x), -1, self.group_size or x.shape[1])  # [tokens, groups, size]
+        size = self.group_size or x.shape[1]
+        whole = np.pad(x, ((0, 0), (0, -x.shape[1] % size)))  # 0 is in each group's range anyway
+        groups = whole.reshape(len(x), -1, size)  # [tokens, groups, size]
         scale, zero = self._found(groups) if self.scale is None else (x.dtype.type(self.scale), self.zero)
         if self.kind == "float8":
-            return (round_to_e4m3(groups / scale) * scale).reshape(x.shape)
-        codes = np.rint(np.clip(groups / scale + zero, -128, 127))  # [tokens, groups, size]
-        coded: Array = ((codes - zero) * scale).reshape(x.shape)
-        return coded
+            coded = round_to_e4m3(groups / scale) * scale
+        else:
+            coded = (np.rint(np.clip(groups / scale + zero, -128, 127)) - zero) * scale
+        given: Array = coded.reshape(whole.shape)[:, : x.shape[1]]
+        return given
 
     def _found(self, groups: Array) -> tuple[Array, Array | int]:
         """Scale and zero [tokens, groups, 1] of each group's own range, which includes 0."""
@@ -183,7 +186,8 @@ def _expanded(values: Array, supers: Array | None, which: slice | Array) -> Arra
     """Scales or minima of some rows as they are meant: [rows, groups] float32."""
     expanded: Array = values[which].astype(np.float32)
     if supers is not None:
-        parts = expanded.reshape(len(expanded), supers.shape[1], -1)  # [rows, super, groups of one]
+        num_supers = supers.shape[1]
+        parts = expanded.reshape(len(expanded), num_supers, expanded.shape[1] // num_supers)  # [rows, super, groups]
         parts *= supers[which].astype(np.float32)[:, :, None]
     return expanded
 
@@ -195,7 +199,7 @@ def unpack(packed: Array, bits: int, count: int) -> Array:
     if 8 % bits == 0:
         shifts = np.arange(0, 8, bits, dtype=np.uint8)
         codes = packed[:, :, None] >> shifts & np.uint8(2**bits - 1)  # [rows, bytes, codes of a byte]
-        return codes.reshape(len(packed), -1)[:, :count]
+        return codes.reshape(len(packed), packed.shape[1] * len(shifts))[:, :count]
     each = np.unpackbits(packed, axis=1, count=bits * count, bitorder="little").reshape(len(packed), count, bits)
     unpacked: Array = np.packbits(each, axis=2, bitorder="little")[:, :, 0]
     return unpacked
@@ -222,7 +226,7 @@ def pack(codes: Array, bits: int) -> Array:
         halves: Array = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
         return halves
     each = np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little")  # [rows, count, bits]
-    packed: Array = np.packbits(each.reshape(len(codes), -1), axis=1, bitorder="little")
+    packed: Array = np.packbits(each.reshape(len(codes), codes.shape[1] * bits), axis=1, bitorder="little")
     return packed
 
 

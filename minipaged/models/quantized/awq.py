@@ -84,8 +84,9 @@ class AWQ(Format):
 
 def _field(words: Array, output: int) -> Array:
     """[rows, out / 8] int32 -> the codes of each eighth output: [out / 8, rows] uint8."""
-    shifted = words.view(np.uint32) >> np.uint32(4 * PLACES[output])
-    return np.ascontiguousarray((shifted & np.uint32(15)).astype(np.uint8).T)
+    byte, is_upper = divmod(PLACES[output], 2)
+    pairs = words.view(np.uint8)[:, byte::4]  # [rows, out / 8]: one byte of each word
+    return np.ascontiguousarray((pairs >> np.uint8(4) if is_upper else pairs & np.uint8(15)).T)
 
 
 class AWQFormats(Formats):

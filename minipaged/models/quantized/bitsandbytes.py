@@ -98,7 +98,9 @@ class NF4(Format):
 
 def _swapped(codes: Array) -> Array:
     """Bytes with their halves exchanged."""
-    return codes << np.uint8(4) | codes >> np.uint8(4)
+    swapped: Array = codes << np.uint8(4)
+    swapped |= codes >> np.uint8(4)
+    return swapped
 
 
 class BitsAndBytesFormats(Formats):

@@ -118,5 +118,6 @@ def check_finite(tensors: Mapping[str, Tensor], *names: str) -> None:
 
 def check_float8(tensors: Mapping[str, Tensor], name: str) -> None:
     """The same for floats of 8 bits, of which two codes are no numbers."""
-    if (tensors[name].values & 0x7F == 0x7F).any():
+    codes = tensors[name].values
+    if (codes == 0x7F).any() or (codes == 0xFF).any():
         raise ModelError(f"{name} holds numbers that are infinite or none at all")

@@ -69,12 +69,15 @@ class GGUFBlocks(Format):
         weights, size = BLOCKS[self.kind]
         blocks = tensors[".weight"].values.reshape(outputs, inputs // weights, size)
         step = max(1, ROWS // inputs)
-        read = READERS[self.kind]
-        parts = [read(blocks[first : first + step]) for first in range(0, outputs, step)]
-        fields: dict[str, Any] = {
-            name: value if isinstance(value, int) else np.concatenate([part[name] for part in parts])
-            for name, value in parts[0].items()
-        }
+        fields: dict[str, Any] = {}
+        for first in range(0, outputs, step):
+            for name, value in READERS[self.kind](blocks[first : first + step]).items():
+                if isinstance(value, int):
+                    fields[name] = value
+                    continue
+                if name not in fields:
+                    fields[name] = np.empty((outputs, value.shape[1]), value.dtype)
+                fields[name][first : first + step] = value
         for name in ("scales", "super_scales", "minima", "super_minima"):
             if name in fields and fields[name].dtype == np.float16 and not np.isfinite(fields[name]).all():
                 raise ModelError(".weight holds scales that are infinite or none at all")

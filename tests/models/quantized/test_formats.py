@@ -204,14 +204,16 @@ def test_gptq_modules_may_have_settings_of_their_own() -> None:
     ]
 
 
-def test_compressed_tensors_finds_a_module_by_its_name_before_its_class() -> None:
-    def group(bits: int, *targets: str) -> dict[str, object]:
-        weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel"}
-        return {"targets": list(targets), "weights": weights, "format": "pack-quantized"}
+def compressed_group(bits: int, *targets: str) -> dict[str, object]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "channel"}
+    return {"targets": list(targets), "weights": weights, "format": "pack-quantized"}
 
+
+def test_compressed_tensors_finds_a_module_by_its_name_before_its_class() -> None:
+    groups = [compressed_group(4, "Linear"), compressed_group(8, "re:.*o_proj$"), compressed_group(3, MODULE)]
     config = {
         "quant_method": "compressed-tensors",
-        "config_groups": {"a": group(4, "Linear"), "b": group(8, "re:.*o_proj$"), "c": group(3, MODULE)},
+        "config_groups": dict(zip("abc", groups, strict=True)),
         "ignore": ["lm_head", r"re:.*layers\.1\..*"],
         "format": "mixed-precision",
     }

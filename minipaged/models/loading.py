@@ -128,7 +128,7 @@ def load_weights(
             weights[each.name] = convert(values) if convert else values.astype(dtype, copy=False)
         if progress is not None:
             progress(len(weights), len(wanted))
-    return weights | _kv_scales(folder, config, stored)
+    return weights | _kv_scales(config, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ def _check(folder: Path, config: ModelConfig, wanted: list[Wanted], stored: Mapp
             f"{folder}: tensor '{missing[0]}' is missing ({len(missing)} of {len(required)} are); "
             f"{_asking(each)} asks for it{_with_shape(part)}"
         )
-    others = _kv_parts(folder, config)
+    others = _kv_names(config)
     surplus = sorted(name for name in stored.keys() - parts.keys() - others.keys() if not _is_redundant(name, config))
     if surplus:
         raise ModelError(
@@ -219,28 +219,34 @@ def _read_matrix(wanted: Wanted, format_: Format, stored: Mapping[str, StoredTen
         raise ModelError(f"{file}: tensor '{wanted.module}{part}'{str(error).removeprefix(part)}") from None
 
 
-def _kv_parts(folder: Path, config: ModelConfig) -> Mapping[str, Part]:
-    formats = load_formats(folder)
-    return formats.kv_scales(config.num_hidden_layers) if formats else {}
+def _kv_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The names that tools have given to scales for keys and values, and for which of ours each stands."""
+    names: dict[str, tuple[str, ...]] = {}
+    for i in range(config.num_hidden_layers):
+        attention = f"model.layers.{i}.self_attn"
+        for part in "kv":
+            for name in (f"{part}_scale", f"{part}_proj.{part}_scale", f"{part}_proj.output_scale"):
+                names[f"{attention}.{name}"] = (f"{attention}.{part}_scale",)
+        names[f"{attention}.kv_scale"] = (f"{attention}.k_scale", f"{attention}.v_scale")
+    return names
 
 
-def _kv_scales(
-    folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]
-) -> dict[str, npt.NDArray[np.float32]]:
+def _kv_scales(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, npt.NDArray[np.float32]]:
     """The scales for keys and values that the checkpoint brings, one for a layer or one for each of its KV heads."""
-    scales = {}
-    for name, part in _kv_parts(folder, config).items():
+    scales: dict[str, npt.NDArray[np.float32]] = {}
+    for name, ours in _kv_names(config).items():
         if name not in stored:
             continue
         tensor = stored[name]
-        if tensor.dtype not in part.dtypes or math.prod(tensor.shape) not in (1, config.num_key_value_heads):
+        if tensor.dtype not in FLOATS or math.prod(tensor.shape) not in (1, config.num_key_value_heads):
             raise ModelError(
                 f"{tensor.file}: tensor '{name}' has dtype {tensor.dtype} and shape {tensor.shape}; expected a float, "
                 f"or one for each of {config.num_key_value_heads} heads"
             )
-        scales[name] = _read_tensor(tensor).astype(np.float32).reshape(-1)
-        if not (np.isfinite(scales[name]) & (scales[name] > 0)).all():
+        values = _read_tensor(tensor).astype(np.float32).reshape(-1)
+        if not (np.isfinite(values) & (values > 0)).all():
             raise ModelError(f"{tensor.file}: tensor '{name}' holds scales that are not positive numbers")
+        scales |= dict.fromkeys(ours, values)
     return scales
 
 
@@ -330,7 +336,7 @@ def _read_tensor(stored: StoredTensor) -> npt.NDArray[Any]:
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Tensors that some checkpoints carry although they follow from the rest."""
-    return name.endswith("rotary_emb.inv_freq") or (name.startswith("lm_head.") and config.tie_word_embeddings)
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 
 
 def read_json(path: Path) -> dict[str, Any]:

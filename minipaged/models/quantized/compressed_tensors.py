@@ -289,11 +289,11 @@ class CompressedTensorsFormats(Formats):
                 raise ModelError(f"{WEIGHTS}: {name} quantizes no weights, and is not read; use the original model")
             layout = str(config.get("format", "dense"))
             self.groups.append((_names(group, "targets"), CompressedTensors(group, layout)))
-        self.kv_cache = config.get("kv_cache_scheme")
-        if self.kv_cache:
-            setting(self.kv_cache, "num_bits", (8,))
-            setting(self.kv_cache, "strategy", ("tensor", "attn_head"))
-            setting(self.kv_cache, "symmetric", (True,), True)
+        # A cache of floats needs none of what this says, and is the more exact one; but scales have to be positive.
+        if kv_cache := config.get("kv_cache_scheme"):
+            setting(kv_cache, "num_bits", (8,))
+            setting(kv_cache, "strategy", ("tensor", "attn_head"))
+            setting(kv_cache, "symmetric", (True,), True)
 
     def of(self, module: str, dtypes: Mapping[str, str]) -> Format | None:
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
@@ -304,14 +304,6 @@ class CompressedTensorsFormats(Formats):
                 if any(_matches(target, meant) for target in targets):
                     return format_
         return None
-
-    def kv_scales(self, num_layers: int) -> Mapping[str, Part]:
-        """One for a layer, or one for each of its heads. They are for whoever keeps keys and values in 8 bits; a cache
-        of floats needs none, and is the more exact one."""
-        if not self.kv_cache:
-            return {}
-        names = (f"model.layers.{i}.self_attn.{part}_scale" for i in range(num_layers) for part in "kv")
-        return {name: Part(FLOATS, ()) for name in names}
 
 
 def _names(config: Mapping[str, Any], key: str) -> list[str]:

@@ -76,10 +76,6 @@ class Formats(ABC):
         `dtypes`: of all tensors in the checkpoint, by name.
         """
 
-    def kv_scales(self, num_layers: int) -> Mapping[str, Part]:
-        """Tensors that are no module's: the scales for keys and values. None of them has to be there."""
-        return {}
-
 
 Value = TypeVar("Value")
 

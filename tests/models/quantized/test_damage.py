@@ -168,20 +168,53 @@ def test_a_quant_state_that_is_none_is_told(tmp_path: Path, text: bytes) -> None
         load(folder)
 
 
-def test_scales_for_keys_and_values_come_with_the_weights(tmp_path: Path) -> None:
+ATTENTION = "model.layers.0.self_attn"
+KV_NAMES = [
+    ("k_scale", "v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),
+    ("kv_scale",),
+]
+
+
+@pytest.mark.parametrize("names", KV_NAMES, ids=str)
+def test_scales_for_keys_and_values_come_with_the_weights(names: tuple[str, ...], tmp_path: Path) -> None:
     folder = write_sample("ct_fp8_kv_tensor", tmp_path)
+    tensors = read(folder / "model.safetensors")
+    scales = [tensors.pop(f"{ATTENTION}.{part}_scale") for part in "kv"]
+    tensors |= {f"{ATTENTION}.{name}": scale for name, scale in zip(names, scales, strict=False)}
+    write(folder / "model.safetensors", tensors)
     weights = load_weights(folder, load_config(folder))
-    for part in "kv":
-        scale = weights[f"model.layers.0.self_attn.{part}_scale"]
+    for part, expected in zip("kv", scales if len(names) == 2 else [scales[0]] * 2, strict=True):
+        scale = weights[f"{ATTENTION}.{part}_scale"]
         assert scale.dtype == np.float32
-        assert scale.shape == (1,)
+        np.testing.assert_array_equal(scale, np.frombuffer(expected.data, "<f2"))
         assert scale > 0
-    for values, shape in ((np.zeros(1, "<f2"), [1]), (np.ones(3, "<f2"), [3])):
-        tensors = read(folder / "model.safetensors")
-        tensors["model.layers.0.self_attn.k_scale"] = Raw("F16", shape, values.tobytes())
-        write(folder / "model.safetensors", tensors)
-        with pytest.raises(ModelError, match=r"'model\.layers\.0\.self_attn\.k_scale'"):
-            load(folder)
+
+
+@pytest.mark.parametrize(
+    "values", [np.zeros(1, "<f2"), np.ones(3, "<f2"), np.full(2, np.nan, "<f2"), np.ones(1, "<i2")]
+)
+def test_scales_for_keys_and_values_that_cannot_be_are_told(values: np.ndarray, tmp_path: Path) -> None:
+    folder = write_sample("ct_fp8_kv_tensor", tmp_path)
+    tensors = read(folder / "model.safetensors")
+    dtype = "F16" if values.dtype == np.float16 else "I16"
+    tensors[f"{ATTENTION}.k_scale"] = Raw(dtype, [len(values)], values.tobytes())
+    write(folder / "model.safetensors", tensors)
+    with pytest.raises(ModelError, match=r"'model\.layers\.0\.self_attn\.k_scale'"):
+        load(folder)
+
+
+def test_a_quantized_head_is_not_taken_for_one_that_is_tied(tmp_path: Path) -> None:
+    folder = write_sample("gptq_int4_g32_asym", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    load(folder)
+    tensors = read(folder / "model.safetensors")
+    tensors["lm_head.qweight"] = tensors.pop("lm_head.weight")
+    write(folder / "model.safetensors", tensors)
+    with pytest.raises(ModelError, match=r"'lm_head\.qweight' has no place"):
+        load(folder)
 
 
 # --- What is not read -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minipaged.fast import kernels_for
 from minipaged.fast import llama as fast
 from minipaged.fast.llama import QuantizingLinear, expanded
+from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.models.quantized.stored import (
     Activations,
     Grouped,
@@ -24,6 +27,7 @@ from minipaged.models.quantized.stored import (
     unpack,
 )
 from minipaged.reference import llama as reference
+from tests.models.quantized.samples import CONFIG
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -177,3 +181,22 @@ def test_a_product_never_holds_the_matrix_in_floats() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 8_000_000
+
+
+def test_matrices_that_become_one_keep_their_own_way_to_round_inputs() -> None:
+    """q, k and v are one product, unless the checkpoint rounds the inputs of each by another scale."""
+    config = ModelConfig.from_dict(CONFIG | {"num_hidden_layers": 1})
+    kinds = {"q_proj": Activations("int8", scale=0.03), "k_proj": Activations("int8", scale=0.3), "v_proj": None}
+    weights: dict[str, Any] = {}
+    for name, shape in weight_shapes(config).items():
+        part = name.split(".")[-2]
+        how = kinds.get(part, Activations("float8"))
+        dense = torch.ones(shape)
+        weights[name] = random_grouped((shape[0], shape[1]), how) if "layers" in name and len(shape) == 2 else dense
+    x = np.random.default_rng(2).standard_normal((3, 128)).astype(np.float32)
+    attention = "model.layers.0.self_attn"
+    expected = [reference.linear(x, weights[f"{attention}.{part}.weight"]) for part in kinds]
+    layer = fast.Weights.of(config, weights, kernels_for(torch.device("cpu"))).layers[0]
+    found = layer.qkv(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(found, np.concatenate(expected, axis=1), rtol=1e-4, atol=1e-4)
+    assert layer.qkv.weight.shape == (256, 128)

@@ -132,7 +132,7 @@ class Weights:
         laid_out = (torch.cat([take(name) for name in names]) for names in chain.from_iterable(parts))
         ready = iter(kernels.linears(sizes, laid_out))
         *matrices, head = (
-            joined_linear([quantizing(next(ready), how) for how, _ in zip(each, part, strict=False)])
+            joined_linear([quantizing(next(ready), how) for how in each[: len(part)]])
             for each, part in zip(inputs, parts, strict=True)
         )
         layers = [
@@ -181,7 +181,7 @@ class QuantizingLinear(Linear):
         how = self.activations
         size = how.group_size or x.shape[1]
         whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))  # 0 is in each group's range anyway
-        groups = whole.view(len(x), -1, size)  # [tokens, groups, size]
+        groups = whole.view(len(x), whole.shape[1] // size, size)  # [tokens, groups, size]
         scale, zero = self._found(groups) if how.scale is None else (how.scale, how.zero)
         if how.kind == "float8":
             codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()

@@ -40,9 +40,9 @@ class AWQ(Format):
     """The settings, which are the same for all modules."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        version = str(config.get("version", "gemm")).lower()
-        if version != "gemm" or config.get("backend", "autoawq") not in ("autoawq", "auto", "auto_trainable"):
-            layout = f"version {version!r}" if version != "gemm" else f"backend {config['backend']!r}"
+        version = str(config.get("version", config.get("checkpoint_format", "gemm"))).lower()
+        if version != "gemm" or config.get("backend") == "llm-awq":  # other backends are kernels for the same layout
+            layout = f"version {version!r}" if version != "gemm" else "backend 'llm-awq'"
             raise ModelError(
                 f"quantization_config: AWQ of {layout} packs its numbers in another order and is not read; "
                 "use a checkpoint of version 'gemm', which most are"

@@ -53,7 +53,7 @@ class Activations:
         """
         size = self.group_size or x.shape[1]
         whole = np.pad(x, ((0, 0), (0, -x.shape[1] % size)))  # 0 is in each group's range anyway
-        groups = whole.reshape(len(x), -1, size)  # [tokens, groups, size]
+        groups = whole.reshape(len(x), whole.shape[1] // size, size)  # [tokens, groups, size]
         scale, zero = self._found(groups) if self.scale is None else (x.dtype.type(self.scale), self.zero)
         if self.kind == "float8":
             coded = round_to_e4m3(groups / scale) * scale

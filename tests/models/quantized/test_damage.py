@@ -79,7 +79,7 @@ DAMAGES: list[Callable[[dict[str, Raw], str], str]] = [drop, shorten, turn, misl
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-@settings(max_examples=examples(80), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_wrong_with_a_tensor_is_told_by_its_name(name: str, tmp_path: Path, data: st.DataObject) -> None:
     folder = write_sample(name, tmp_path)

@@ -19,6 +19,7 @@ from minipaged.models.loading import load_config, load_weights
 from minipaged.models.quantized.stored import StoredMatrix, round_to
 from minipaged.reference.kv_cache import KVCache
 from minipaged.reference.llama import Llama
+from tests.effort import quick_cases
 from tests.models.quantized.samples import CONFIG, HERE, SAMPLES, WHOLE, write_sample
 
 IDS = np.load(HERE / "input_ids.npy")
@@ -87,6 +88,7 @@ def test_logits_of_a_gguf_file_are_those_of_transformers(tmp_path: Path, monkeyp
     check_close(logits_of(tmp_path, weights), np.load(HERE / "gguf_q4_1.npz")["logits_fp32"])
 
 
+@quick_cases(5)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_both_tiers_generate_what_transformers_does_with_these_weights(name: str, tmp_path: Path) -> None:
     folder = write_sample(name, tmp_path)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from minipaged import LLM, SamplingParams
@@ -143,3 +145,21 @@ def logits_of(folder: Path, weights: dict[str, Any]) -> np.ndarray:
 
 def check_close(ours: np.ndarray, theirs: np.ndarray) -> None:
     assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_both_tiers_generate_from_gguf_blocks(
+    tied: bool, tiny_llama: Callable[..., LlamaForCausalLM], write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Embedding and head are packed too, and may be one matrix."""
+    path = write_gguf(tiny_llama(tie_word_embeddings=tied), quantization=GGMLQuantizationType.Q8_0)
+    gguf.convert(path, tmp_path / "packed")
+    gguf.convert(path, tmp_path / "expanded", packed=False)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "expanded")
+    prompt = [5, 6, 7, 300]
+    tokens = torch.tensor([prompt])
+    expected = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=6)
+    for tier in ("reference", "fast"):
+        llm = LLM(tmp_path / "packed", tier=tier, device="cpu", dtype="float32", num_blocks=8)  # type: ignore[arg-type]
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=6))
+        assert list(output.outputs[0].token_ids) == expected[0, len(prompt) :].tolist(), tier

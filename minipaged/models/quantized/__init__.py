@@ -28,6 +28,13 @@ def formats_of(config: Mapping[str, Any]) -> Formats:
 
     Raises ModelError for a method, or a variant of one, that is not read.
     """
+    try:
+        return _formats_of(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a value of another kind than it has to be
+        raise ModelError(f"quantization_config is damaged ({type(error).__name__}: {error}); {WAY_OUT}") from None
+
+
+def _formats_of(config: Mapping[str, Any]) -> Formats:
     method = config.get("quant_method")
     if method is None and "w_bit" in config:  # AutoAWQ's own file
         method = "awq"

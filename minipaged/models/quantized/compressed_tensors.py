@@ -33,6 +33,7 @@ from minipaged.models.quantized.format import (
     check_float8,
     divided,
     group_size_of,
+    pattern_of,
     setting,
 )
 from minipaged.models.quantized.fp8 import float_scales
@@ -280,15 +281,15 @@ class CompressedTensorsFormats(Formats):
         for key in ("transform_config", "sparsity_config"):
             if (config.get(key) or {}).get("format", config.get(key) or "dense") != "dense":
                 raise ModelError(f"quantization_config: {key} is not read; use a checkpoint without it")
-        self.ignore = _names(config, "ignore")
-        self.groups: list[tuple[list[str], Format | None]] = []
+        self.ignore = _patterns(config, "ignore")
+        self.groups: list[tuple[list[re.Pattern[str]], Format]] = []
         for name, group in (config.get("config_groups") or {}).items():
             if not isinstance(group, dict):
                 raise ModelError(f"{WEIGHTS}: {name} reads {group!r}")
             if not group.get("weights"):
                 raise ModelError(f"{WEIGHTS}: {name} quantizes no weights, and is not read; use the original model")
             layout = str(config.get("format", "dense"))
-            self.groups.append((_names(group, "targets"), CompressedTensors(group, layout)))
+            self.groups.append((_patterns(group, "targets"), CompressedTensors(group, layout)))
         # A cache of floats needs none of what this says, and is the more exact one; but scales have to be positive.
         if kv_cache := config.get("kv_cache_scheme"):
             setting(kv_cache, "num_bits", (8,))
@@ -297,23 +298,20 @@ class CompressedTensorsFormats(Formats):
 
     def of(self, module: str, dtypes: Mapping[str, str]) -> Format | None:
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
-        if any(_matches(target, module) or target == kind for target in self.ignore):
+        if any(pattern.match(module) or pattern.match(kind) for pattern in self.ignore):
             return None
         for meant in (module, kind):  # a name comes before a class
-            for targets, format_ in self.groups:
-                if any(_matches(target, meant) for target in targets):
+            for patterns, format_ in self.groups:
+                if any(pattern.match(meant) for pattern in patterns):
                     return format_
         return None
 
 
-def _names(config: Mapping[str, Any], key: str) -> list[str]:
+def _patterns(config: Mapping[str, Any], key: str) -> list[re.Pattern[str]]:
+    """Names, or regular expressions behind "re:", as expressions that match them."""
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelError(f"quantization_config: {key} = {names!r}; expected a list of names")
-    return names
-
-
-def _matches(target: str, name: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), name) is not None
-    return target == name
+    return [
+        pattern_of(name.removeprefix("re:") if name.startswith("re:") else rf"{re.escape(name)}\Z") for name in names
+    ]

@@ -6,6 +6,7 @@ So each format's file has its own arithmetic in it, and no reading.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,6 +99,14 @@ def group_size_of(config: Mapping[str, Any], key: str = "group_size", default: i
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"quantization_config: {key} = {value!r}; expected a whole number, 1 or more, or -1")
     return value
+
+
+def pattern_of(text: str) -> re.Pattern[str]:
+    """A regular expression, which has to be one."""
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ModelError(f"quantization_config: {text!r} is no regular expression ({error})") from None
 
 
 def divided(count: int, size: int) -> int:

@@ -14,7 +14,6 @@ added to the whole word again. And with `sym` z is half the range whatever the f
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +29,7 @@ from minipaged.models.quantized.format import (
     check_finite,
     divided,
     group_size_of,
+    pattern_of,
     setting,
 )
 from minipaged.models.quantized.stored import Array, Grouped, StoredMatrix, unpack
@@ -121,14 +121,20 @@ class GPTQFormats(Formats):
     """Settings for all modules, and others for those whose names match a regular expression (`dynamic`)."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
         self.plain = GPTQ(config)
-        self.dynamic: Mapping[str, Any] = config.get("dynamic") or {}
+        self.dynamic = [
+            (pattern_of(pattern.removeprefix("-:").removeprefix("+:")), self._meant(config, pattern, overrides))
+            for pattern, overrides in (config.get("dynamic") or {}).items()
+        ]
+
+    @staticmethod
+    def _meant(config: Mapping[str, Any], pattern: str, overrides: Mapping[str, Any]) -> GPTQ | None:
+        return None if pattern.startswith("-:") else GPTQ({**config, **overrides})
 
     def of(self, module: str, dtypes: Mapping[str, str]) -> Format | None:
-        for pattern, overrides in self.dynamic.items():
-            if re.match(pattern.removeprefix("-:").removeprefix("+:"), module):
-                return None if pattern.startswith("-:") else GPTQ({**self.config, **overrides})
+        for pattern, format_ in self.dynamic:
+            if pattern.match(module):
+                return format_
         # The head, and modules that were left out, are stored as they are; not every file says so.
         is_plain = f"{module}.weight" in dtypes and f"{module}.qweight" not in dtypes
         return None if is_plain else self.plain

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +279,34 @@ def test_what_is_not_read_is_refused_by_name_before_anything_is_read(case: str, 
     with pytest.raises(ModelError) as raised:
         load_config(folder)
     assert all(word in str(raised.value) for word in ("quantization_config", str(folder), *words)), raised.value
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The ways to all values within."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield (*way, key)
+        yield from places(value[key], (*way, key))
+
+
+VALUES = st.sampled_from(
+    [None, True, -1, 0, 3, 8, 1.5, "", "(", "re:(", "group", [], ["re:("], [1, 2], {}, {"(": 1}, {"a": {}}]
+)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_config_with_any_other_value_is_read_or_a_model_error(name: str, tmp_path: Path, data: st.DataObject) -> None:
+    folder = write_sample(name, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    settings = config["quantization_config"]
+    *way, last = data.draw(st.sampled_from(list(places(settings))), label="place")
+    for key in way:
+        settings = settings[key]
+    settings[last] = data.draw(VALUES, label="value")
+    (folder / "config.json").write_text(json.dumps(config))
+    with contextlib.suppress(ModelError):
+        load(folder)
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ HOUSE = {
         },
     ),
     # The two wings know neither each other nor the engine.
-    "reference": Room("contracts errors mirror models.config params scheduling steps", "numpy"),
+    "reference": Room("contracts errors mirror models.config models.quantized.stored params scheduling steps", "numpy"),
     "fast": Room(
-        "contracts errors mirror models.config params scheduling steps",
+        "contracts errors mirror models.config models.quantized.stored params scheduling steps",
         "llvmlite numba numpy torch triton",
         late={
             "the device decides which kernels are needed": "fast.cpu fast.device fast.gpu",

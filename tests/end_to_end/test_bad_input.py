@@ -110,7 +110,7 @@ TOO_MUCH: dict[str, tuple[Any, str]] = {
     "an output that cannot fit": (Sampling(max_tokens=90), "23 blocks of 4 .* pool has 10; .*max_tokens .90."),
     "siblings that cannot fit": (Sampling(n=4, max_tokens=12), "16 blocks of 4 .* pool has 10; .* n .4."),
     "more siblings than run at once": (Sampling(n=257), "n is 257, but at most 256 .*max_num_seqs"),
-    "a stop token past the vocabulary": (Sampling(stop_token_ids=[128]), "stop token 128 .* 0 to 127"),
+    "a stop token past the vocabulary": (Sampling(stop_token_ids=[128]), "stop_token_ids has 128, .* 0 to 127"),
     "more logprobs than tokens": (Sampling(logprobs=129), "logprobs is 129; .* 128 tokens"),
 }
 

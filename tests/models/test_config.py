@@ -142,7 +142,6 @@ def test_what_a_cousin_leaves_out_is_as_in_transformers(model_type: str) -> None
         ({"model_type": None}, ["None", "only Llama"]),
         ({"model_type": "mistral", "sliding_window": 0}, ["sliding_window = 0", "1 or more"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["gptq", "fp16", ".gguf"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "'llama3'"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["'factor' is missing"]),
         ({"num_key_value_heads": 3}, ["num_attention_heads = 4", "num_key_value_heads = 3"]),

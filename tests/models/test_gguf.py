@@ -22,6 +22,7 @@ from minipaged.errors import ModelError
 from minipaged.models.config import RopeScaling
 from minipaged.models.gguf import convert
 from minipaged.models.loading import load_config, load_weights
+from minipaged.models.quantized.stored import StoredMatrix
 from minipaged.models.tokenizer import Tokenizer
 from tests.effort import examples, thorough
 from tests.end_to_end import yardstick
@@ -85,17 +86,19 @@ def test_the_weights_are_those_that_transformers_reads_from_the_same_file(
         np.testing.assert_array_equal(values, theirs[name].numpy(), err_msg=name)
 
 
-def test_quantized_weights_are_expanded_as_gguf_expands_them(
-    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
+@pytest.mark.parametrize("packed", [True, False])
+def test_quantized_weights_are_those_that_gguf_expands_them_to(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, packed: bool
 ) -> None:
     model, q8 = tiny_llama(), gguf.GGMLQuantizationType.Q8_0
-    convert(write_gguf(model, quantization=q8), tmp_path / "out")
+    convert(write_gguf(model, quantization=q8), tmp_path / "out", packed=packed)
     weights = load(tmp_path / "out")
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"):
         exact = model.state_dict()[name].numpy()
         expected = gguf.quants.dequantize(gguf.quants.quantize(exact, q8), q8)  # by rows, so the order is no matter
         assert not np.array_equal(expected, exact)
-        np.testing.assert_array_equal(weights[name], expected)
+        assert isinstance(weights[name], StoredMatrix) == packed
+        np.testing.assert_array_equal(weights[name].rows() if packed else weights[name], expected)
 
 
 def test_transformers_reads_the_converted_folder_and_computes_the_same(

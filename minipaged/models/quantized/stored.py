@@ -1,0 +1,264 @@
+"""A matrix as a checkpoint stores it: small codes, and what turns them into weights. Three forms, whatever the tool.
+
+    Grouped      w = (q - z) * s + m    q: whole numbers of 2 to 8 bits; z, s, m: one for each group of inputs
+    Float8       w = value of q * s     q: floats of 8 bits (e4m3); s: one for each rectangular block
+    Codebook4    w = table[q] * s       q: 4 bits, the place in a table of 16 values; s: one for each group of inputs
+
+| form | checkpoints |
+|---|---|
+| Grouped | GPTQ, AWQ, compressed-tensors' integers, GGUF's Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K |
+| Float8 | compressed-tensors' and DeepSeek's FP8 |
+| Codebook4 | bitsandbytes' NF4 and FP4, compressed-tensors' nvfp4 and mxfp4 |
+
+A matrix is [out, in], as transformers has it: y = x @ w.T. Codes are packed along the inputs, each output's row for
+itself, so that a matrix can be cut between any two rows: what computes with one takes the weights of a few rows at a
+time (`rows`), and a full matrix of floats is never there. Where the inputs are quantized too, the matrix says how
+(`activations`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+Rounding = Literal["float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """How the inputs of a matrix are quantized before the product, and given back as the floats that they stand for."""
+
+    kind: Literal["int8", "float8"]
+    group_size: int | None = None
+    """Inputs of one token that share a scale; None: all of them."""
+    symmetric: bool = True
+    """No zero point. (int8 only; float8 has none.)"""
+    scale: float | None = None
+    """One for all tokens, from calibration. None: found anew for each token, or each group of its inputs."""
+    zero: int = 0
+    """Of a scale from calibration that is not symmetric: the code of 0."""
+
+    def applied(self, x: Array) -> Array:
+        """x [tokens, in], each number replaced by the nearest one that has a code.
+
+        The arithmetic is compressed-tensors': the range of int8, -128 to 127, is taken to be symmetric, 127.5 to either
+        side. (vLLM's kernels take 127.)
+        """
+        size = self.group_size or x.shape[1]
+        whole = np.pad(x, ((0, 0), (0, -x.shape[1] % size)))  # 0 is in each group's range anyway
+        groups = whole.reshape(len(x), whole.shape[1] // size, size)  # [tokens, groups, size]
+        scale, zero = self._found(groups) if self.scale is None else (x.dtype.type(self.scale), self.zero)
+        if self.kind == "float8":
+            coded = round_to_e4m3(groups / scale) * scale
+        else:
+            coded = (np.rint(np.clip(groups / scale + zero, -128, 127)) - zero) * scale
+        given: Array = coded.reshape(whole.shape)[:, : x.shape[1]]
+        return given
+
+    def _found(self, groups: Array) -> tuple[Array, Array | int]:
+        """Scale and zero [tokens, groups, 1] of each group's own range, which includes 0."""
+        low, high = groups.min(2, keepdims=True, initial=0), groups.max(2, keepdims=True, initial=0)
+        largest = np.maximum(-low, high)  # [tokens, groups, 1]
+        smallest_scale = np.finfo(np.float32).eps
+        if self.kind == "float8":
+            return np.maximum(largest / groups.dtype.type(448), smallest_scale), 0
+        if self.symmetric:
+            return np.maximum(largest / groups.dtype.type(127.5), smallest_scale), 0
+        scale = np.maximum((high - low) / groups.dtype.type(255), smallest_scale)
+        return scale, np.rint(np.clip(-128 - low / scale, -128, 127))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredMatrix(ABC):
+    """A matrix of weights [out, in], packed."""
+
+    shape: tuple[int, int]
+    """[out, in]."""
+    rounding: Rounding
+    """The type to which each weight is rounded: that of the tool which made the matrix, which chose the codes so."""
+    activations: Activations | None = None
+
+    @abstractmethod
+    def rows(self, which: slice | Array = slice(None)) -> Array:
+        """The weights of some rows: [rows, in] float32."""
+
+    @property
+    def nbytes(self) -> int:
+        """What the matrix takes in memory, in bytes."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Grouped(StoredMatrix):
+    """Whole numbers in groups of inputs, with a scale each: w = (q - z) * s + m."""
+
+    bits: int
+    """Of a code: 2, 3, 4, 5, 6 or 8."""
+    codes: Array
+    """[out, bytes] uint8: the codes of a row from the lowest bit on, `bits` for each input, without gaps."""
+    scales: Array
+    """[out, groups] float16 or float32; or whole numbers of 8 bits, of which `super_scales` say how much 1 is."""
+    zeros: Array | int
+    """The code that stands for 0: [out, groups] uint8, or one for all."""
+    minima: Array | None = None
+    """[out, groups], like the scales: added. None: nothing is."""
+    group_size: int
+    """Inputs of a group. The last group may be smaller."""
+    group_index: Array | None = None
+    """[in] int32: the group of each input, where groups are no runs of neighbours (GPTQ's act-order)."""
+    super_scales: Array | None = None
+    """[out, super] float16: what a scale of 1 is, for as many groups as there are scales for each of these."""
+    super_minima: Array | None = None
+    """[out, super] float16: the same for the minima."""
+
+    def rows(self, which: slice | Array = slice(None)) -> Array:
+        num_inputs = self.shape[1]
+        weights = as_floats(self.codes[which], self.bits, num_inputs)  # [rows, in]
+        scales = _expanded(self.scales, self.super_scales, which)  # [rows, groups]
+        zeros = self.zeros if isinstance(self.zeros, int) else self.zeros[which].astype(np.float32)
+        if self.group_index is not None or num_inputs % self.group_size:
+            groups = np.arange(num_inputs) // self.group_size if self.group_index is None else self.group_index  # [in]
+            weights -= zeros if isinstance(zeros, int) else zeros[:, groups]  # exact: whole numbers
+            weights *= scales[:, groups]
+            if self.minima is not None:
+                weights += _expanded(self.minima, self.super_minima, which)[:, groups]
+            return round_to(weights, self.rounding)
+        grouped = weights.reshape(*scales.shape, self.group_size)  # [rows, groups, inputs of a group]
+        if not isinstance(zeros, int):
+            grouped -= zeros[:, :, None]
+        elif zeros:
+            grouped -= zeros
+        grouped *= scales[:, :, None]
+        if self.minima is not None:
+            grouped += _expanded(self.minima, self.super_minima, which)[:, :, None]
+        return round_to(weights, self.rounding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Float8(StoredMatrix):
+    """Floats of 8 bits (e4m3: sign, 4 bits of exponent, 3 of fraction), with a scale for each block."""
+
+    codes: Array
+    """[out, in] uint8: the floats' bits."""
+    scales: Array
+    """[blocks of outputs, blocks of inputs] float32 or float16."""
+    block: tuple[int, int]
+    """Outputs and inputs of a block. The last ones may be smaller."""
+
+    def rows(self, which: slice | Array = slice(None)) -> Array:
+        outputs = np.arange(self.shape[0])[which] // self.block[0]  # [rows], the block of each
+        inputs = np.arange(self.shape[1]) // self.block[1]  # [in]
+        scales = self.scales.astype(np.float32)[outputs]  # [rows, blocks of inputs]
+        weights: Array = e4m3_values()[self.codes[which]]  # [rows, in]
+        weights *= scales if scales.shape[1] == 1 else scales[:, inputs]
+        return round_to(weights, self.rounding)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Codebook4(StoredMatrix):
+    """4 bits, the place in a table of 16 values, in groups of inputs with a scale each."""
+
+    codes: Array
+    """[out, bytes] uint8: two codes a byte, the first one in the lower half."""
+    table: Array
+    """[16] float32."""
+    scales: Array
+    """[out, groups] float32."""
+    group_size: int
+    """Inputs of a group."""
+
+    def rows(self, which: slice | Array = slice(None)) -> Array:
+        weights: Array = self.table[unpack(self.codes[which], 4, self.shape[1])]  # [rows, in]
+        scales = self.scales[which]  # [rows, groups]
+        weights.reshape(*scales.shape, self.group_size)[:] *= scales[:, :, None]
+        return round_to(weights, self.rounding)
+
+
+def _expanded(values: Array, supers: Array | None, which: slice | Array) -> Array:
+    """Scales or minima of some rows as they are meant: [rows, groups] float32."""
+    expanded: Array = values[which].astype(np.float32)
+    if supers is not None:
+        num_supers = supers.shape[1]
+        parts = expanded.reshape(len(expanded), num_supers, expanded.shape[1] // num_supers)  # [rows, super, groups]
+        parts *= supers[which].astype(np.float32)[:, :, None]
+    return expanded
+
+
+def unpack(packed: Array, bits: int, count: int) -> Array:
+    """[rows, bytes] uint8, streams of `bits` bits from the lowest on -> their first `count` codes: [rows, count]."""
+    if bits == 8:
+        return packed[:, :count]
+    if 8 % bits == 0:
+        shifts = np.arange(0, 8, bits, dtype=np.uint8)
+        codes = packed[:, :, None] >> shifts & np.uint8(2**bits - 1)  # [rows, bytes, codes of a byte]
+        return codes.reshape(len(packed), packed.shape[1] * len(shifts))[:, :count]
+    each = np.unpackbits(packed, axis=1, count=bits * count, bitorder="little").reshape(len(packed), count, bits)
+    unpacked: Array = np.packbits(each, axis=2, bitorder="little")[:, :, 0]
+    return unpacked
+
+
+def as_floats(packed: Array, bits: int, count: int) -> Array:
+    """The same as float32. Of 4 bits, two are looked up at a time: five times as fast."""
+    if bits != 4:
+        return unpack(packed, bits, count).astype(np.float32)
+    floats = pairs_of_floats()[packed].view(np.float32)  # [rows, 2 * bytes]
+    return floats if floats.shape[1] == count else np.ascontiguousarray(floats[:, :count])
+
+
+@cache
+def pairs_of_floats() -> Array:
+    """[256] complex64, 8 bytes each: the two halves of a byte as float32, the lower one first."""
+    values = np.arange(256)
+    return np.stack((values & 15, values >> 4), axis=1).astype(np.float32).view(np.complex64)[:, 0]
+
+
+def pack(codes: Array, bits: int) -> Array:
+    """[rows, count] uint8, all of them below 2 ** bits -> [rows, bytes] uint8. The other way round."""
+    if bits == 4 and codes.shape[1] % 2 == 0:
+        halves: Array = codes[:, 0::2] | codes[:, 1::2] << np.uint8(4)
+        return halves
+    each = np.unpackbits(codes[:, :, None], axis=2, count=bits, bitorder="little")  # [rows, count, bits]
+    packed: Array = np.packbits(each.reshape(len(codes), codes.shape[1] * bits), axis=1, bitorder="little")
+    return packed
+
+
+def round_to(values: Array, rounding: Rounding) -> Array:
+    """float32 values, each the nearest one that has the type, and float32 still."""
+    if rounding == "float32":
+        return values
+    if rounding == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(np.float32)
+    # bfloat16 is the upper half of a float32; ties go to the even one, and what is no number stays none.
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    upper = (bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    rounded: Array = np.where(np.isnan(values), values, upper.view(np.float32))
+    return rounded
+
+
+@cache
+def e4m3_values() -> Array:
+    """[256] float32: what each byte means as a float of 8 bits. There is no infinity; 0x7F and 0xFF are no numbers."""
+    codes = np.arange(256)
+    exponent, fraction = codes >> 3 & 15, codes & 7
+    sizes = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
+    values = np.where(codes < 128, sizes, -sizes).astype(np.float32)
+    values[[0x7F, 0xFF]] = np.nan
+    return values
+
+
+def round_to_e4m3(values: Array) -> Array:
+    """The nearest floats of 8 bits, at most 448 either way, in the type of `values`."""
+    clipped = np.clip(values, -448, 448)
+    exponent = np.maximum(np.frexp(clipped)[1] - 1, -6)  # of the leading bit; below 2 ** -6 the steps stay the same
+    step = np.ldexp(np.ones_like(clipped), exponent - 3)
+    rounded: Array = np.rint(clipped / step) * step
+    return rounded

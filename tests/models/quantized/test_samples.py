@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from minipaged import LLM, SamplingParams
 from minipaged.contracts import BatchRow
@@ -22,7 +23,7 @@ from minipaged.models.quantized.stored import StoredMatrix, round_to
 from minipaged.reference.kv_cache import KVCache
 from minipaged.reference.llama import Llama
 from tests.effort import quick_cases
-from tests.models.quantized.samples import CONFIG, HERE, SAMPLES, WHOLE, write_sample
+from tests.models.quantized.samples import CONFIG, HERE, SAMPLES, WHOLE, random_weights, read, write, write_sample
 
 IDS = np.load(HERE / "input_ids.npy")
 EVERY = 6
@@ -163,3 +164,32 @@ def test_both_tiers_generate_from_gguf_blocks(
         llm = LLM(tmp_path / "packed", tier=tier, device="cpu", dtype="float32", num_blocks=8)  # type: ignore[arg-type]
         (output,) = llm.generate([{"prompt_token_ids": prompt}], SamplingParams(temperature=0, max_tokens=6))
         assert list(output.outputs[0].token_ids) == expected[0, len(prompt) :].tolist(), tier
+
+
+def test_a_quantized_cousin_with_biases_runs_with_them(tmp_path: Path) -> None:
+    folder = write_sample("gptq_int4_g32_sym_actorder", tmp_path)
+    path, places = folder / "model.safetensors", ["q_proj", "k_proj", "v_proj"]
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        f"model.layers.{i}.self_attn.{part}.bias": [64 if part != "q_proj" else 128] for i in (0, 1) for part in places
+    }
+    write(path, read(path) | random_weights(shapes))
+    weights = load_weights(folder, load_config(folder))
+    assert isinstance(weights["model.layers.1.self_attn.q_proj.weight"], StoredMatrix)
+    theirs = Qwen2ForCausalLM(Qwen2Config(**{key: config[key] for key in (*CONFIG, "num_hidden_layers")}))
+    theirs.load_state_dict(
+        {
+            name: torch.from_numpy(weight.rows() if isinstance(weight, StoredMatrix) else weight)
+            for name, weight in weights.items()
+        }
+    )
+    prompt = IDS[0, :12].tolist()
+    tokens = torch.tensor([prompt])
+    told = theirs.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=6)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    for tier in ("reference", "fast"):
+        llm = LLM(folder, tier=tier, device="cpu", dtype="float32", num_blocks=8)  # type: ignore[arg-type]
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], params)
+        assert list(output.outputs[0].token_ids) == told[0, len(prompt) :].tolist(), tier

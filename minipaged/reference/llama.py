@@ -56,12 +56,15 @@ class Llama(MirroredRunner):
         self.attend = paged_attention  # the course puts a student's in its place
         self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
         self.inverse_frequencies = inverse_frequencies(config)  # [head_dim / 2]
+        norm = weights["model.norm.weight"]
+        assert isinstance(norm, np.ndarray)  # norms are never packed
+        self.dtype = norm.dtype  # what is computed in
         self.head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
 
     def forward(self, batch: Batch) -> Array:
         """Logits [rows that want them, vocab_size] after the last query token of each row."""
         tokens = flatten(batch, self.kv_cache.block_size)
-        rotation = rotary_tables(tokens.positions, self.inverse_frequencies, self.kv_cache.dtype)
+        rotation = rotary_tables(tokens.positions, self.inverse_frequencies, self.dtype)
         x = self._embed(tokens.ids)  # [tokens, hidden]
         for layer in range(self.config.num_hidden_layers):
             x = x + self._attention(layer, self._norm(f"model.layers.{layer}.input_layernorm", x), tokens, rotation)
@@ -72,7 +75,7 @@ class Llama(MirroredRunner):
     def _embed(self, ids: Array) -> Array:
         table = self.weights["model.embed_tokens.weight"]  # [vocab, hidden]
         if isinstance(table, StoredMatrix):
-            return table.rows(ids).astype(self.kv_cache.dtype, copy=False)  # [tokens, hidden]
+            return table.rows(ids).astype(self.dtype, copy=False)  # [tokens, hidden]
         return table[ids]  # [tokens, hidden]
 
     def _logits(self, x: Array) -> Array:

@@ -47,7 +47,7 @@ def compile_others(dtype: torch.dtype) -> None:
     one, angles = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4)
     x, weight, qkv = (torch.zeros(1, size, dtype=dtype) for size in (8, 8, 32))
     keys, values = torch.zeros(2, 1, 1, 4, 8, dtype=dtype)
-    for linear in cpu.linears([(8, 8)], [torch.zeros(8, 8, dtype=dtype)], [None]):
+    for linear in cpu.linears([(8, 8)], [torch.zeros(8, 8, dtype=dtype)], [None], x):
         linear(x)
     cpu.rms_norm(x, weight[0], 1e-5)
     cpu.add_rms_norm(x, x.clone(), weight[0], 1e-5)

@@ -240,6 +240,7 @@ TWINS = {
     "preemption": ("carry", "measure"),
     "beam_search": ("BeamSearch",),
     "sampling": ("sample",),
+    "linear": (),  # one function there, one class for each way of multiplying here
     "llama": ("Llama", "FlatBatch", "flatten", "rotary_tables", "inverse_frequencies"),
 }
 

@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minipaged.models.quantized.stored import StoredMatrix
+
 
 class AttentionKernels(Protocol):
     """Paged attention. Query head h reads key/value head h // (heads / kv_heads)."""
@@ -151,13 +153,20 @@ class KVCacheKernels(Protocol):
 
 
 class Linear(Protocol):
-    """A matrix [out, in] of the model's type, ready to be multiplied by, and a bias [out] that it may have."""
+    """What multiplies by a matrix [out, in], and adds a bias [out] that it may have."""
 
-    weight: Tensor
-    """[out, in]"""
+    nbytes: int
+    """What of it a product reads."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, in] times the matrix's transpose, plus the bias: [tokens, out]."""
+        """x [tokens, in] of the model's type times the matrix's transpose, plus the bias: [tokens, out]."""
+
+
+class Matrix(Linear, Protocol):
+    """One of which rows can be read: where embedding and head are tied, it is both."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n], whole numbers: [n, in] of the model's type."""
 
 
 class LlamaKernels(Protocol):
@@ -168,10 +177,15 @@ class LlamaKernels(Protocol):
         """Prepare this thread of Python for a step."""
 
     def linears(
-        self, sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor], biases: Sequence[Tensor | None]
-    ) -> list[Linear]:
+        self,
+        sizes: Sequence[tuple[int, int]],
+        weights: Iterable[Tensor | StoredMatrix],
+        biases: Sequence[Tensor | None],
+        like: Tensor,
+    ) -> list[Matrix]:
         """All matrices of a model, ready to be multiplied by. `sizes`: (out, in) of each of `weights`, in their order.
-        `biases`: [out] each, None for a matrix without one.
+        `biases`: [out] each, None for a matrix without one. `like`: a tensor of the device and of the model's type,
+        which packed matrices do not tell.
 
         Each of `weights` is taken when the one before it is done, so that they need not all be in memory.
         """

@@ -30,7 +30,7 @@ The tokens that a step chooses never leave the device on their way into the next
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -44,13 +44,14 @@ from minipaged.contracts import Batch, PromptInput, Runner, Sampled, SamplingInp
 from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.device import is_gpu, to_device
-from minipaged.fast.kernels import Linear, LlamaKernels
+from minipaged.fast.kernels import Linear, LlamaKernels, Matrix
 from minipaged.fast.kv_cache import KVCache
+from minipaged.fast.linear import joined_linear
 from minipaged.fast.preemption import carry, measure
 from minipaged.fast.sampling import Samples, gather_logprobs, joined, sample
 from minipaged.mirror import Mirror
-from minipaged.models.config import ModelConfig, weight_shapes
-from minipaged.models.quantized.stored import Activations, StoredMatrix
+from minipaged.models.config import ModelConfig
+from minipaged.models.quantized.stored import StoredMatrix, can_stack, stack
 from minipaged.params import SamplingParams
 from minipaged.scheduling import Costs
 from minipaged.steps import LOGITS, Begun, BlockMoves, Forked, Row, Sampling, StepInput
@@ -62,8 +63,6 @@ SMALL_LAYER = 40 << 20
 more bytes than this. The device then reads each layer twice: 10 µs for so many bytes, at 4 TB/s. In one pass the host
 starts two or three kernels more a layer, of 5 to 20 µs each. Reckoned, not measured (docs/tuning.md)."""
 
-EXPANDED = 2**24
-"""Weights of a packed matrix that are float32 at one time, on their way to the device."""
 PIECE = 2**22
 """Logits of prompts that are held at one time."""
 PROMPT_LENGTHS = [2, 4, 8, 16, 32, 64, 128]
@@ -88,136 +87,81 @@ class Layer:
 class Weights:
     """A model's weights on the device, laid out for the kernels."""
 
-    embedding: Tensor  # [vocab, hidden]
+    embed: Callable[[Tensor], Tensor]  # token ids [tokens] -> [tokens, hidden]
     layers: list[Layer]
     norm: Tensor  # [hidden]
     head: Linear  # [vocab, hidden]
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Mapping[str, Tensor | StoredMatrix], kernels: LlamaKernels) -> Weights:
-        """From tensors by transformers' names, all on one device and of one dtype; and packed matrices, which become
-        such tensors here.
+        """From tensors by transformers' names, all on one device and of one dtype, and from packed matrices.
 
         Takes each one out of `weights` where it can (a dict), so that no matrix is in memory twice for long.
         """
-        model = weights["model.norm.weight"]
-        assert isinstance(model, Tensor)
-        device, dtype = model.device, model.dtype
-
-        def take(name: str) -> Tensor:
-            name = f"{name}.weight"
-            weight = weights.pop(name) if isinstance(weights, dict) else weights[name]
-            return expanded(weight, device, dtype) if isinstance(weight, StoredMatrix) else weight
-
-        def activations(name: str) -> Activations | None:
-            weight = weights[f"{name}.weight"]
-            return weight.activations if isinstance(weight, StoredMatrix) else None
-
-        shapes, norms, qk_norms, groups = weight_shapes(config), [], [], []
+        norms, qk_norms, groups = [], [], []
         for i in range(config.num_hidden_layers):
             layer, attention, mlp = (f"model.layers.{i}{part}" for part in ("", ".self_attn", ".mlp"))
-            norms.append((take(f"{layer}.input_layernorm"), take(f"{layer}.post_attention_layernorm")))
+            norms.append([_tensor(weights, f"{layer}.{place}_layernorm") for place in ("input", "post_attention")])
             both = [f"{attention}.q_norm", f"{attention}.k_norm"]
-            qk_norms.append(torch.stack([take(name) for name in both]) if config.qk_norm else None)
+            qk_norms.append(torch.stack([_tensor(weights, name) for name in both]) if config.qk_norm else None)
             groups.append([f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"])
             groups += [[f"{attention}.o_proj"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [f"{mlp}.down_proj"]]
-        groups.append(["model.embed_tokens" if config.tie_word_embeddings else "lm_head"])
-        inputs = [[activations(name) for name in names] for names in groups]  # None: as they are
-        # Matrices whose inputs are rounded differently cannot be one.
-        parts = [
-            [names] if len(set(each)) == 1 else [[name] for name in names]
-            for names, each in zip(groups, inputs, strict=True)
-        ]
-        sizes, biases = [], []
-        for names in chain.from_iterable(parts):
-            stacked = [shapes[f"{name}.weight"] for name in names]
-            sizes.append((sum(rows for rows, _ in stacked), stacked[0][1]))
-            added = [bias for name in names if isinstance(bias := weights.get(f"{name}.bias"), Tensor)]  # all, or none
-            biases.append(torch.cat(added) if added else None)
-        laid_out = (torch.cat([take(name) for name in names]) for names in chain.from_iterable(parts))
-        ready = iter(kernels.linears(sizes, laid_out, biases))
-        *matrices, head = (
-            joined_linear([quantizing(next(ready), how) for how in each[: len(part)]])
-            for each, part in zip(inputs, parts, strict=True)
-        )
+        stacks = [_stackable(weights, names) for names in groups]
+        norm, words = _tensor(weights, "model.norm"), "model.embed_tokens"
+        has_own_embedding = not config.tie_word_embeddings and isinstance(weights[f"{words}.weight"], StoredMatrix)
+        single = [[words if config.tie_word_embeddings else "lm_head"], *([[words]] if has_own_embedding else [])]
+        ready = iter(_linears(weights, [*chain.from_iterable(stacks), *single], norm, kernels))
+        matrices = [joined_linear([next(ready) for _ in each]) for each in stacks]
+        head = next(ready)
+        embed: Callable[[Tensor], Tensor]
+        if config.tie_word_embeddings or has_own_embedding:
+            embed = next(ready, head).rows
+        else:
+            embed = _tensor(weights, words).__getitem__
         layers = [
             Layer(input_norm, qkv, qk_norm, o, post_norm, gate_up, down)
             for (input_norm, post_norm), qk_norm, qkv, o, gate_up, down in zip(
                 norms, qk_norms, matrices[0::4], matrices[1::4], matrices[2::4], matrices[3::4], strict=True
             )
         ]
-        embedding = head.weight if config.tie_word_embeddings else take("model.embed_tokens")
-        return cls(embedding, layers, take("model.norm"), head)
+        return cls(embed, layers, norm, head)
 
 
-def expanded(matrix: StoredMatrix, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """A packed matrix as a tensor [out, in], made of a few rows at a time."""
-    num_outputs, num_inputs = matrix.shape
-    weight = torch.empty(num_outputs, num_inputs, device=device, dtype=dtype)
-    num_rows = max(1, EXPANDED // num_inputs)
-    for first in range(0, num_outputs, num_rows):
-        rows = slice(first, first + num_rows)
-        weight[rows] = torch.from_numpy(matrix.rows(rows)).to(device)
-    return weight
+def _tensor(weights: Mapping[str, Tensor | StoredMatrix], name: str) -> Tensor:
+    tensor = weights[f"{name}.weight"]
+    assert isinstance(tensor, Tensor)
+    return tensor
 
 
-def quantizing(matrix: Linear, activations: Activations | None) -> Linear:
-    """The matrix, its inputs rounded first where they have to be."""
-    return matrix if activations is None else QuantizingLinear(matrix, activations)
+def _stackable(weights: Mapping[str, Tensor | StoredMatrix], names: list[str]) -> list[list[str]]:
+    """The matrices of one input in as few stacks as can be: one where they are tensors, or packed alike."""
+    matrices = [weights[f"{name}.weight"] for name in names]
+    packed = [matrix for matrix in matrices if isinstance(matrix, StoredMatrix)]
+    together = can_stack(packed) if len(packed) == len(matrices) else not packed
+    return [names] if together else [[name] for name in names]
 
 
-def joined_linear(matrices: list[Linear]) -> Linear:
-    """Several matrices as if they lay one under another."""
-    return matrices[0] if len(matrices) == 1 else JoinedLinear(matrices)
+def _linears(
+    weights: Mapping[str, Tensor | StoredMatrix], stacks: list[list[str]], like: Tensor, kernels: LlamaKernels
+) -> list[Matrix]:
+    """Each stack of matrices as one, on the device and in the type of `like`."""
 
+    def laid_out(names: list[str]) -> Tensor | StoredMatrix:
+        keys = [f"{name}.weight" for name in names]
+        taken = [weights.pop(key) if isinstance(weights, dict) else weights[key] for key in keys]
+        tensors = [matrix for matrix in taken if isinstance(matrix, Tensor)]
+        return torch.cat(tensors) if tensors else stack([m for m in taken if isinstance(m, StoredMatrix)])
 
-class QuantizingLinear(Linear):
-    """A matrix whose inputs are quantized, each to the float that its code stands for (`Activations.applied`)."""
+    def bias(names: list[str]) -> Tensor | None:
+        biases = [bias for name in names if isinstance(bias := weights.get(f"{name}.bias"), Tensor)]  # all, or none
+        return torch.cat(biases) if biases else None
 
-    def __init__(self, matrix: Linear, activations: Activations) -> None:
-        self.matrix, self.activations = matrix, activations
-        self.weight = matrix.weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.matrix(self.applied(x))
-
-    def applied(self, x: Tensor) -> Tensor:
-        """x [tokens, in], rounded. Computed in float32, as the scales are."""
-        how = self.activations
-        size = how.group_size or x.shape[1]
-        whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))  # 0 is in each group's range anyway
-        groups = whole.view(len(x), whole.shape[1] // size, size)  # [tokens, groups, size]
-        scale, zero = self._found(groups) if how.scale is None else (how.scale, how.zero)
-        if how.kind == "float8":
-            codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
-        else:
-            codes = (groups / scale + zero).clamp(-128, 127).round() - zero
-        return (codes * scale).view(whole.shape)[:, : x.shape[1]].to(x.dtype)
-
-    def _found(self, groups: Tensor) -> tuple[Tensor, Tensor | int]:
-        """Scale and zero [tokens, groups, 1] of each group's own range, which includes 0."""
-        low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
-        smallest_scale = torch.finfo(torch.float32).eps
-        if self.activations.kind == "float8" or self.activations.symmetric:
-            largest = torch.maximum(-low, high)
-            return (largest / (448 if self.activations.kind == "float8" else 127.5)).clamp(min=smallest_scale), 0
-        scale = ((high - low) / 255).clamp(min=smallest_scale)
-        return scale, (-128 - low / scale).clamp(-128, 127).round()
-
-
-class JoinedLinear(Linear):
-    """Matrices that have the same inputs but for how these are rounded."""
-
-    def __init__(self, matrices: Sequence[Linear]) -> None:
-        self.matrices = matrices
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """[out, in]"""
-        return torch.cat([matrix.weight for matrix in self.matrices])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([matrix(x) for matrix in self.matrices], 1)
+    sizes = []
+    for names in stacks:
+        shapes = [weights[f"{name}.weight"].shape for name in names]
+        sizes.append((sum(num_outputs for num_outputs, _ in shapes), shapes[0][1]))
+    each = (laid_out(names) for names in stacks)
+    return kernels.linears(sizes, each, [bias(names) for names in stacks], like)
 
 
 class Llama(Runner):
@@ -255,7 +199,7 @@ class Llama(Runner):
         self._graphs: dict[int, DecodeGraph] = {}
         first = self.weights.layers[0]
         matrices = (first.qkv, first.o, first.gate_up, first.down)
-        self._has_small_layers = sum(matrix.weight.nbytes for matrix in matrices) <= SMALL_LAYER
+        self._has_small_layers = sum(matrix.nbytes for matrix in matrices) <= SMALL_LAYER
         if is_gpu(kv_cache.device):
             self._capture(max_num_seqs)
         self._costs = measure(kv_cache, self.forward, longest)
@@ -366,7 +310,7 @@ class Llama(Runner):
         if slots is None:
             block_size = self.kv_cache.block_size
             slots = kernels.slot_mapping(tokens.tables, tokens.token_rows, tokens.positions, block_size)
-        residual = weights.embedding[tokens.token_ids()]  # [tokens, hidden]
+        residual = weights.embed(tokens.token_ids())  # [tokens, hidden]
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
         for i, layer in enumerate(weights.layers):
             if i:

@@ -26,8 +26,10 @@ from numba import njit, prange
 from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH, exponential
-from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, narrow, widen
-from minipaged.fast.kernels import Linear
+from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
+from minipaged.fast.kernels import Matrix
+from minipaged.fast.linear import expanded, quantizing
+from minipaged.models.quantized.stored import StoredMatrix
 
 FEW = 1
 """Up to so many tokens the compiled loop is the faster one."""
@@ -61,35 +63,42 @@ def use_threads() -> None:
 
 
 def linears(
-    sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor], biases: Sequence[Tensor | None]
-) -> list[Linear]:
+    sizes: Sequence[tuple[int, int]],
+    weights: Iterable[Tensor | StoredMatrix],
+    biases: Sequence[Tensor | None],
+    like: Tensor,
+) -> list[Matrix]:
     """See `minipaged.fast.kernels`.
 
-    Their rows lie in one piece of memory. Large pieces get large pages from the system, small ones do not; and with
-    pages of 4 kB a good part of the time goes into finding them (one token through all of SmolLM2's matrices in
-    bfloat16: 8.0 ms, instead of 9.6 ms with a piece of memory for each).
+    The rows of those that are tensors lie in one piece of memory. Large pieces get large pages from the system, small
+    ones do not; and with pages of 4 kB a good part of the time goes into finding them (one token through all of
+    SmolLM2's matrices in bfloat16: 8.0 ms, instead of 9.6 ms with a piece of memory for each).
     """
-    prepared: list[Linear] = []
-    room: Array | None = None
+    prepared: list[Matrix] = []
+    # Of what is not written, the system gives none.
+    room = np.empty(sum(rows * columns for rows, columns in sizes), as_array(like).dtype)
     for (rows, columns), weight, bias in zip(sizes, weights, biases, strict=True):
-        if room is None:
-            room = np.empty(sum(size[0] * size[1] for size in sizes), as_array(weight).dtype)
         part, room = room[: rows * columns].reshape(rows, columns), room[rows * columns :]
-        part[:] = as_array(weight)
-        prepared.append(Matrix(torch.from_numpy(part).view(weight.dtype), bias))
+        part[:] = as_array(expanded(weight, like.device, like.dtype) if isinstance(weight, StoredMatrix) else weight)
+        matrix = DenseMatrix(torch.from_numpy(part).view(like.dtype), bias)
+        prepared.append(quantizing(matrix, weight.activations) if isinstance(weight, StoredMatrix) else matrix)
     return prepared
 
 
-class Matrix(Linear):
+class DenseMatrix(Matrix):
     """A matrix [out, in], ready to be multiplied by, and the bias [out] that it may have."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         """`weight`: [out, in], float32 or bfloat16."""
         self.weight = weight
+        self.nbytes = weight.nbytes
         self._bias = bias
         self._rows = as_array(weight)
         has_onednn = torch.backends.mkldnn.is_available()  # not in every build for ARM
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None) if has_onednn else None
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) > FEW:

@@ -25,7 +25,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minipaged.fast.kernels import Linear
+from minipaged.fast.kernels import Matrix
+from minipaged.fast.linear import expanded, quantizing
+from minipaged.models.quantized.stored import StoredMatrix
 
 TILE = 1024
 """Elements that one program of `swiglu` computes: with four warps, 8 a thread, 16 bytes in half precision."""
@@ -121,18 +123,32 @@ def use_threads() -> None:
 
 
 def linears(
-    sizes: Sequence[tuple[int, int]], weights: Iterable[Tensor], biases: Sequence[Tensor | None]
-) -> list[Linear]:
+    sizes: Sequence[tuple[int, int]],
+    weights: Iterable[Tensor | StoredMatrix],
+    biases: Sequence[Tensor | None],
+    like: Tensor,
+) -> list[Matrix]:
     """See `minipaged.fast.kernels`."""
-    return [Matrix(weight, bias) for _, weight, bias in zip(sizes, weights, biases, strict=True)]
+    prepared: list[Matrix] = []
+    for weight, bias in zip(weights, biases, strict=True):
+        if isinstance(weight, StoredMatrix):
+            matrix = DenseMatrix(expanded(weight, like.device, like.dtype), bias)
+            prepared.append(quantizing(matrix, weight.activations))
+        else:
+            prepared.append(DenseMatrix(weight, bias))
+    return prepared
 
 
-class Matrix(Linear):
+class DenseMatrix(Matrix):
     """A matrix [out, in], ready to be multiplied by: cuBLAS wants no other layout, so it is kept as it is."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight = weight
+        self.nbytes = weight.nbytes
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, self.weight, self._bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]

@@ -19,7 +19,8 @@ time (`rows`), and a full matrix of floats is never there. Where the inputs are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -153,6 +154,11 @@ class Float8(StoredMatrix):
     block: tuple[int, int]
     """Outputs and inputs of a block. The last ones may be smaller."""
 
+    def by_output(self) -> Float8:
+        """The same with blocks of one output each."""
+        outputs = np.arange(self.shape[0]) // self.block[0]
+        return replace(self, scales=self.scales[outputs], block=(1, self.block[1]))
+
     def rows(self, which: slice | Array = slice(None)) -> Array:
         outputs = np.arange(self.shape[0])[which] // self.block[0]  # [rows], the block of each
         inputs = np.arange(self.shape[1]) // self.block[1]  # [in]
@@ -180,6 +186,44 @@ class Codebook4(StoredMatrix):
         scales = self.scales[which]  # [rows, groups]
         weights.reshape(*scales.shape, self.group_size)[:] *= scales[:, :, None]
         return round_to(weights, self.rounding)
+
+
+def can_stack(matrices: Sequence[StoredMatrix]) -> bool:
+    """Whether `stack` can make one of them: of one form, with codes, groups, tables and zeros of one kind."""
+    return len({_kind(matrix) for matrix in matrices}) <= 1
+
+
+def stack(matrices: Sequence[StoredMatrix]) -> StoredMatrix:
+    """Matrices of the same inputs, one under another."""
+    if len(matrices) == 1:
+        return matrices[0]
+    parts = [matrix.by_output() if isinstance(matrix, Float8) else matrix for matrix in matrices]
+    stacked: dict[str, Any] = {"shape": (sum(matrix.shape[0] for matrix in parts), parts[0].shape[1])}
+    for field in fields(parts[0]):
+        values = [getattr(matrix, field.name) for matrix in parts]
+        if _is_of_each_output(values[0]):
+            stacked[field.name] = np.concatenate(values)
+    return replace(parts[0], **stacked)
+
+
+def _kind(matrix: StoredMatrix) -> tuple[Any, ...]:
+    """What must be the same in all matrices of a stack, to be compared."""
+    values = ((field.name, getattr(matrix, field.name)) for field in fields(matrix))
+    kinds = [type(matrix), matrix.shape[1]]
+    for name, value in values:
+        if _is_of_each_output(value):
+            kinds.append((value.dtype, None if isinstance(matrix, Float8) else value.shape[1]))
+        elif isinstance(value, np.ndarray):
+            kinds.append(value.tobytes())
+        elif name == "block":
+            kinds.append(value[1])
+        elif name != "shape":
+            kinds.append(value)
+    return tuple(kinds)
+
+
+def _is_of_each_output(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.ndim == 2
 
 
 def _expanded(values: Array, supers: Array | None, which: slice | Array) -> Array:

@@ -12,21 +12,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipaged.fast import kernels_for
+from minipaged.fast import kernels_for, linear
 from minipaged.fast import llama as fast
-from minipaged.fast.llama import QuantizingLinear, expanded
+from minipaged.fast.linear import QuantizingLinear, expanded
 from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.models.quantized.stored import (
     Activations,
+    Codebook4,
+    Float8,
     Grouped,
+    StoredMatrix,
     as_floats,
+    can_stack,
     e4m3_values,
     pack,
     round_to,
     round_to_e4m3,
+    stack,
     unpack,
 )
-from minipaged.reference import llama as reference
+from minipaged.reference import linear as reference
 from tests.models.quantized.samples import CONFIG
 
 FLOAT8 = torch.float8_e4m3fn
@@ -86,7 +91,10 @@ KINDS = [
 class Same:
     """A matrix that changes nothing."""
 
-    weight = torch.eye(1)
+    nbytes = 0
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -163,7 +171,7 @@ def test_a_product_takes_a_few_rows_at_a_time(
 
 def test_the_fast_tier_takes_a_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     matrix = random_grouped((37, 32))
-    monkeypatch.setattr(fast, "EXPANDED", 100)
+    monkeypatch.setattr(linear, "EXPANDED", 100)
     found = expanded(matrix, torch.device("cpu"), torch.bfloat16)
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, torch.from_numpy(matrix.rows()).bfloat16())
@@ -199,4 +207,57 @@ def test_matrices_that_become_one_keep_their_own_way_to_round_inputs() -> None:
     layer = fast.Weights.of(config, weights, kernels_for(torch.device("cpu"))).layers[0]
     found = layer.qkv(torch.from_numpy(x)).numpy()
     np.testing.assert_allclose(found, np.concatenate(expected, axis=1), rtol=1e-4, atol=1e-4)
-    assert layer.qkv.weight.shape == (256, 128)
+    assert found.shape == (3, 256)
+
+
+def forms(rows: int, seed: int) -> list[StoredMatrix]:
+    """One matrix [rows, 32] of each form that can be one of a stack."""
+    r = np.random.default_rng(seed)
+    codes, scales = r.integers(0, 127, (rows, 32), dtype=np.uint8), r.uniform(0.1, 1, (rows, 4)).astype(np.float32)
+    whole: dict[str, Any] = {"shape": (rows, 32), "rounding": "float32"}
+    grouped: dict[str, Any] = whole | {"bits": 4, "codes": codes[:, :16], "scales": scales, "zeros": 8, "group_size": 8}
+    zeros = r.integers(0, 16, (rows, 4), dtype=np.uint8)
+    order = np.arange(32, dtype=np.int32) % 4
+    small, supers = zeros, scales[:, :2].astype(np.float16)
+    return [
+        Grouped(**grouped),
+        Grouped(**grouped | {"zeros": zeros}),
+        Grouped(**grouped | {"minima": scales}),
+        Grouped(**grouped | {"group_index": order}),
+        Grouped(**grouped | {"scales": small, "minima": small, "super_scales": supers, "super_minima": supers}),
+        Float8(**whole, codes=codes, scales=scales[:1, :1], block=(rows, 32)),
+        Float8(**whole, codes=codes, scales=scales[: -(-rows // 3), :3], block=(3, 12)),
+        Codebook4(**whole, codes=codes[:, :16], table=np.arange(16, dtype=np.float32), scales=scales, group_size=8),
+    ]
+
+
+@pytest.mark.parametrize("form", range(8))
+def test_matrices_packed_alike_become_one(form: int) -> None:
+    parts = [forms(rows, seed=rows)[form] for rows in (3, 5, 8)]
+    assert can_stack(parts)
+    stacked = stack(parts)
+    assert stacked.shape == (16, 32)
+    np.testing.assert_array_equal(stacked.rows(), np.concatenate([part.rows() for part in parts]))
+    some = np.array([15, 0, 4])
+    np.testing.assert_array_equal(stacked.rows(some), stacked.rows()[some])
+    assert stack(parts[:1]) is parts[0]
+
+
+def test_matrices_packed_differently_stay_by_themselves() -> None:
+    first = forms(3, seed=0)
+    for i, one in enumerate(first):
+        for j, other in enumerate(forms(5, seed=1)):
+            assert can_stack([one, other]) == (i == j or ({i, j} == {5, 6} and one.block[1] == other.block[1]))  # type: ignore[attr-defined]
+    grouped, indexed, coded = first[0], first[3], first[7]
+    for matrix, change in (
+        (grouped, {"bits": 8}),
+        (grouped, {"group_size": 16}),
+        (grouped, {"zeros": 7}),
+        (grouped, {"rounding": "float16"}),
+        (grouped, {"activations": Activations("int8")}),
+        (grouped, {"scales": np.ones((3, 4), np.float16)}),
+        (indexed, {"group_index": np.arange(32, dtype=np.int32) // 8}),
+        (coded, {"table": np.ones(16, np.float32)}),
+    ):
+        assert can_stack([matrix, matrix])
+        assert not can_stack([matrix, dataclasses.replace(matrix, **change)])

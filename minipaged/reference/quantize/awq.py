@@ -1,0 +1,72 @@
+"""AWQ: weights that large inputs meet are given finer steps.
+
+Lin et al., "AWQ" (MLSys 2024, arXiv 2306.00978). A few inputs of a matrix are much larger than the others, so what
+their weights lose in rounding weighs most (section 3.1). Multiply the weights of input j by s_j > 1 and divide the
+input by it: the product is the same, and unless the largest weight of a group has grown, rounding errs as before and
+its error is then divided by s_j (section 3.2, Eq. 2). The division costs nothing where what comes before can do it: a
+norm's weight, or the rows of the matrix before.
+
+Which s is best is searched for (section 3.2, Eq. 4 and 5): s_j = mean|x_j| ** alpha for 20 values of alpha. All are
+judged by the error of the outputs that GPTQ keeps small as well,
+
+    || X W.T - X Q.T ||²  =  sum over outputs of  d H d.T          d = w - q,  H = X.T X
+
+so that the inputs themselves are needed once only. The authors run the whole attention or MLP instead.
+
+Then each group's grid is shrunk, in 10 steps down to half (the authors' `auto_clip.py`): weights at the ends are cut
+off, all others have finer steps. That is judged group by group, as if a group's inputs had nothing to do with others'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minipaged.models.quantized.recipe import Recipe
+from minipaged.models.quantized.stored import Array, Grouped
+from minipaged.reference.quantize.rtn import Grid, packed
+
+ALPHAS = tuple(i / 20 for i in range(20))  # 0: all inputs alike
+SHRINKS = tuple(1 - i / 20 for i in range(10))
+LEAST = 1e-4
+"""Of a scale, before they are all brought near 1."""
+
+
+def awq_scales(weights: Sequence[Array], hessian: Array, mean_abs: Array, recipe: Recipe) -> Array:
+    """The scales [in] of inputs for matrices [out, in] that have the same ones.
+
+    `hessian` [in, in]: X.T X, or any multiple. `mean_abs` [in]: the mean of |X| over the tokens.
+    """
+    weight = np.concatenate(list(weights))  # [out of all, in]
+    best, least = np.ones_like(mean_abs), np.inf  # [in]
+    for alpha in ALPHAS:
+        scales = np.maximum(mean_abs**alpha, LEAST)  # [in]
+        scales /= np.sqrt(scales.max() * scales.min())  # [in], around 1
+        groups = (weight * scales).reshape(len(weight), -1, recipe.size(weight.shape[1]))  # [out, groups, size]
+        grid = Grid.over(groups, recipe)  # [out, groups, 1]
+        d = weight - grid.decode(grid.encode(groups)).reshape(weight.shape) / scales  # [out, in]
+        error = np.vdot(d @ hessian, d)
+        if error < least:
+            best, least = scales, error
+    return best
+
+
+def awq_clipped(weight: Array, hessian: Array, recipe: Recipe) -> Grouped:
+    """weight [out, in], rounded to nearest on the best of the shrunk grids, group by group. `hessian`: as above, of the
+    inputs that these weights meet."""
+    num_outputs, num_inputs = weight.shape
+    size = recipe.size(num_inputs)
+    groups = weight.reshape(num_outputs, -1, size)  # [out, groups, size]
+    blocks = hessian.reshape(-1, size, num_inputs // size, size)  # [groups, size, groups, size]
+    blocks = np.einsum("gigj->gij", blocks)  # [groups, size, size], those on the diagonal
+    best, least = Grid.over(groups, recipe), np.full((*groups.shape[:2], 1), np.inf)  # [out, groups, 1] both
+    for shrink in SHRINKS:
+        grid = Grid.over(groups, recipe, shrink)  # [out, groups, 1]
+        d = (groups - grid.decode(grid.encode(groups))).swapaxes(0, 1)  # [groups, out, size]
+        errors = np.vecdot(d @ blocks, d).T[..., None]  # [out, groups, 1]
+        better = errors < least  # [out, groups, 1]
+        scales = np.where(better, grid.scales, best.scales)  # [out, groups, 1]
+        best = Grid(scales, np.where(better, grid.zeros, best.zeros), recipe.top)  # [out, groups, 1]
+        least = np.minimum(errors, least)  # [out, groups, 1]
+    return packed(best.encode(groups).reshape(weight.shape), best, recipe)

@@ -114,7 +114,7 @@ def load_weights(
     is missing, unexpected, of the wrong shape or dtype, or has contents that cannot be, and for a file that is cut
     short.
     """
-    stored = _contents(folder)
+    stored = checkpoint_tensors(folder)
     wanted = _wanted(folder, config, stored)
     _check(folder, config, wanted, stored)
     weights: dict[str, Any] = {}
@@ -306,7 +306,7 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[St
     return StoredTensor(path, data_start + begin, shape, dtype), num_bytes
 
 
-def _contents(folder: Path) -> dict[str, StoredTensor]:
+def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tables of contents of all of a model's files, as one."""
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)

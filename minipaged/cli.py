@@ -1,4 +1,4 @@
-"""The command line: `minipaged demo | generate | serve | replay-steps | page | chat | model | grade | …`.
+"""The command line: `minipaged demo | generate | serve | quantize | page | chat | model | grade | …`.
 
 Each command fills in the same objects that the API takes (LLM, SamplingParams, BeamSearchParams), has their fields for
 options (`options.py`), and leaves checking to them: an error is one line on stderr and exit status 1 (2 for a wrong
@@ -278,6 +278,76 @@ def serve(
             f"serving needs {error.name}, which is not installed: pip install -c constraints.txt -e '.[serve]'"
         ) from None
     raise typer.Exit(run_server(model, settings, **given_for(Settings, given)))
+
+
+# --- quantize, perplexity ---------------------------------------------------------------------------
+
+
+@app.command()
+def quantize(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A known name, a folder, or a hub id.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.", show_default=False)],
+    method: Annotated[str, typer.Option(help="rtn (round to nearest), gptq or awq.")] = "gptq",
+    bits: Annotated[int, typer.Option(help="Of a weight: 2, 3, 4 or 8.")] = 4,
+    group_size: Annotated[int, typer.Option(help="Inputs that share a scale; -1: all of a row.")] = 64,
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric", help="Let the middle code mean 0, as some kernels want it.")
+    ] = False,
+    act_order: Annotated[
+        str, typer.Option(help="GPTQ, which inputs come first: none, static (the largest) or group (those grouped).")
+    ] = "static",
+    form: Annotated[str, typer.Option("--format", help="compressed-tensors or gptq.")] = "compressed-tensors",
+    calibration: Annotated[
+        Path | None, typer.Option(help="A text to calibrate with; else Python's documentation.")
+    ] = None,
+    calibration_tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it to use.")] = 16384,
+) -> None:
+    """Write a model with weights of a few bits, which transformers and vLLM load too."""
+    from minipaged.models.quantized.recipe import Recipe
+    from minipaged.quantizing import quantize as make
+
+    if method != "gptq":
+        _refuse_given(context, ("act_order",), "has a meaning only with --method gptq")
+    if method == "rtn":
+        _refuse_given(context, ("calibration", "calibration_tokens"), "has no meaning with --method rtn")
+    made = make(
+        model,
+        output,
+        Recipe(method, bits, group_size, symmetric, act_order),  # type: ignore[arg-type]  # it refuses what is not known
+        layout=form,  # type: ignore[arg-type]  # the same
+        calibration=calibration,
+        calibration_tokens=calibration_tokens,
+        show_progress=sys.stderr.isatty(),
+    )
+    megabytes = f"{made.num_bytes / 1e6:,.1f} MB of weights, {made.num_bytes_before / 1e6:,.1f} before"
+    print(f"{output}: {made.matrices} matrices quantized, {megabytes}")
+
+
+@app.command()
+@takes(Settings, only=("tier", "device", "dtype"))
+def perplexity(
+    model: Annotated[
+        str, typer.Argument(help="A known name, a folder, a .gguf file, or a hub id.", show_default=False)
+    ],
+    text: Annotated[Path | None, typer.Argument(help="A file; else Python's documentation.")] = None,
+    tokens: Annotated[int, typer.Option(help="How many tokens of the text to use, from its beginning.")] = 16384,
+    window: Annotated[
+        int | None,
+        typer.Option(help="The text is cut into pieces of so many tokens; else 2048, or the model's context."),
+    ] = None,
+    **given: Any,
+) -> None:
+    """How well a model knows a text: the smaller, the better. Compares quantized models with their original."""
+    from minipaged.llm import LLM
+    from minipaged.perplexity import perplexity as measure
+    from minipaged.texts import text_of, tokens_of
+
+    words = text_of(text, for_calibration=False)
+    llm = LLM(model, num_swap_blocks=0, **given_for(Settings, given))
+    found = measure(llm, tokens_of(words, llm.folder)[:tokens], window)
+    print(f"{found.value:.3f}  ({found.num_tokens:,} tokens)")
+    print(f"[{llm.loaded.tier.description}]", file=sys.stderr)
 
 
 # --- doctor ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import gc
 import importlib.util
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -322,6 +322,13 @@ def reference_draw(logits: Any, wanted: SamplingInput) -> tuple[float, Any]:
     sums = np.zeros(len(logits))
     sums[chances.token_ids] = chances.cumulative / chances.cumulative[-1]
     return uniform(wanted.seed, wanted.stream, wanted.position), np.maximum.accumulate(sums)
+
+
+def reference_quantizer() -> Callable[..., Iterator[dict[str, Any]]]:
+    """What quantizes a model layer by layer: `reference/quantize/layers.py`."""
+    from minipaged.reference.quantize.layers import quantize_layers
+
+    return quantize_layers
 
 
 def reference_tier() -> Tier:

@@ -57,7 +57,10 @@ HOUSE = {
         },
     ),
     # The two wings know neither each other nor the engine.
-    "reference": Room("contracts errors mirror models.config models.quantized.stored params scheduling steps", "numpy"),
+    "reference": Room(
+        "contracts errors mirror models.config models.quantized.recipe models.quantized.stored params scheduling steps",
+        "numpy",
+    ),
     "fast": Room(
         "contracts errors mirror models.config models.quantized.stored params scheduling steps",
         "llvmlite numba numpy torch triton",
@@ -80,6 +83,11 @@ HOUSE = {
     "llm": Room(
         "engine errors events models outputs params prompts scheduling settings tiers vllm_arguments",
         late={"slow to load, and only some calls need them": "psutil rich"},
+    ),
+    "texts": Room("errors models"),
+    "perplexity": Room("errors llm params"),
+    "quantizing": Room(
+        "errors models texts tiers", "numpy", late={"slow to load, and only a terminal shows it": "rich"}
     ),
     "async_llm": Room("engine errors events llm outputs params prompts settings"),
     "minipaged": Room(
@@ -117,7 +125,8 @@ HOUSE = {
         "typer",
         late={
             "the command line answers at once, and a command loads what it needs": (
-                "chat course demo doctor llm models replay replay_steps serve step_files stepper"
+                "chat course demo doctor llm models perplexity quantizing replay replay_steps serve step_files stepper "
+                "texts"
             )
         },
     ),

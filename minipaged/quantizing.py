@@ -1,0 +1,125 @@
+"""`minipaged quantize`: a model in, the same model with matrices of a few bits out, in a folder that others read too.
+
+What is computed is the reference tier's, `reference/quantize/`, to be read there; here is what stands around it: what
+can be quantized, the text, the progress, and the folder, which is there completely or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from minipaged import tiers
+from minipaged.errors import InvalidRequest, ModelError
+from minipaged.models import hub
+from minipaged.models.loading import checkpoint_tensors, load_config, load_formats, load_weights
+from minipaged.models.quantized.recipe import Recipe
+from minipaged.models.quantized.stored import Array, Grouped
+from minipaged.models.quantized.writing import Layout, check_shapes, matrices, write_quantized
+from minipaged.texts import text_of, tokens_of, windows_of
+
+Progress = Callable[[int, int], None]
+"""Told how many layers are done, and of how many."""
+
+WINDOW = 512
+"""Tokens of a piece of the calibration text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What came of it."""
+
+    matrices: int
+    """That were quantized."""
+    num_bytes: int
+    """Of the model's weights now, all of them."""
+    num_bytes_before: int
+
+
+def quantize(
+    model: str | Path,
+    folder: Path,
+    recipe: Recipe,
+    *,
+    layout: Layout = "compressed-tensors",
+    calibration: Path | None = None,
+    calibration_tokens: int = 16384,
+    show_progress: bool = False,
+) -> Made:
+    """Write `model` into `folder`, which must not be there yet, with all matrices of its layers quantized.
+
+    Embedding, head and norms stay as they are (AWQ divides norms). `calibration`: a text in a file, else the default of
+    `texts.py`; about `calibration_tokens` of it are used, all at once: each takes some 10 KB for each 1,000 that the
+    model's MLP is wide. All weights are held in float32 meanwhile.
+
+    Raises InvalidRequest for a recipe that does not fit the model, a text that cannot be read or a folder that is there
+    or cannot be written, and ModelError for a model that cannot be had, read, or quantized.
+    """
+    if folder.exists():
+        raise InvalidRequest(f"{folder} is there already; name a folder that is not")
+    if calibration_tokens < 2:
+        raise InvalidRequest(f"calibration_tokens is {calibration_tokens}; give 2 or more")
+    source = hub.resolve(model)
+    config = load_config(source)
+    if load_formats(source) is not None:
+        raise ModelError(f"{model} is quantized already; quantize the original, with weights in fp32, fp16 or bf16")
+    check_shapes(config, recipe, layout)
+    windows: list[list[int]] = []
+    if recipe.method != "rtn":
+        ids = tokens_of(text_of(calibration, for_calibration=True), source)
+        windows = windows_of(ids, min(WINDOW, config.max_position_embeddings, calibration_tokens), calibration_tokens)
+    weights = load_weights(source, config, np.float32)
+    for name in matrices(config):
+        if not np.isfinite(weights[name]).all():
+            raise ModelError(f"{model}: tensor '{name}' holds numbers that are infinite or none at all")
+    changed: dict[str, Grouped | Array] = {}
+    with _progress_bar(show_progress) as progress:
+        for done, made in enumerate(tiers.reference_quantizer()(config, weights, recipe, windows)):
+            changed |= made
+            progress(done + 1, config.num_hidden_layers)
+    with _complete_or_not_at_all(folder) as partial:
+        write_quantized(source, partial, changed, recipe, layout)
+    matrices = sum(isinstance(each, Grouped) for each in changed.values())
+    return Made(matrices, _weight_bytes(folder), _weight_bytes(source))
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in {each.file for each in checkpoint_tensors(folder).values()})
+
+
+@contextmanager
+def _complete_or_not_at_all(folder: Path) -> Iterator[Path]:
+    """Where to write what is to become `folder`. Nothing stays if that fails."""
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir()
+        yield partial
+        os.rename(partial, folder)
+    except OSError as error:
+        raise InvalidRequest(f"{folder} could not be written: {error}; name another folder, or make room") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _progress_bar(show: bool) -> Iterator[Progress]:
+    """Shows on stderr how many layers are done."""
+    if not show:
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        task = bars.add_task("layers", total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)

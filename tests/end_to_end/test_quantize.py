@@ -1,0 +1,240 @@
+"""`minipaged quantize` and `minipaged perplexity`, from the command line to what comes of it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from minipaged import LLM, quantizing
+from minipaged.cli import main
+from minipaged.errors import InvalidRequest, ModelError
+from minipaged.models.loading import load_config, load_weights
+from minipaged.models.quantized.recipe import Recipe
+from minipaged.models.quantized.stored import Grouped
+from minipaged.perplexity import perplexity
+from minipaged.reference.quantize.rtn import rtn
+from minipaged.texts import text_of, tokens_of, windows_of
+from tests.effort import thorough
+
+Cli = Callable[..., tuple[object, str, str]]
+TEXT = "Once upon a time there were nine on the hill, and the one there than the other: the same as ever. " * 40
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the command line: exit status, stdout, stderr."""
+
+    def run(*arguments: str | Path) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return exit_.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+# --- quantize -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--method=gptq", "--calibration-tokens=300"],
+        ["--method=awq", "--calibration-tokens=300", "--symmetric"],
+        ["--method=rtn", "--bits=8", "--group-size=-1", "--symmetric", "--format=gptq"],
+        ["--method=gptq", "--act-order=group", "--format=gptq", "--calibration-tokens=300"],
+    ],
+)
+def test_a_model_is_quantized_and_serves(
+    cli: Cli, small_llama: Path, text: Path, tmp_path: Path, options: list[str]
+) -> None:
+    folder = tmp_path / "new" / "made"
+    calibrated = [] if "--method=rtn" in options else ["--calibration", text]
+    size = [] if "--group-size=-1" in options else ["--group-size=32"]
+    status, out, err = cli("quantize", small_llama, "-o", folder, *options, *size, *calibrated)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{folder}: 14 matrices quantized, 0.1 MB of weights, 0.3 before")
+    weights = load_weights(folder, load_config(folder))
+    assert sum(isinstance(each, Grouped) for each in weights.values()) == 14
+    status, out, err = cli("generate", "--model", folder, "Once upon", "--max-tokens=4", "--tier=reference")
+    assert status == 0, err
+    assert [each.name for each in folder.parent.iterdir()] == ["made"]
+
+
+def test_rtn_is_written_as_it_is_computed(cli: Cli, small_llama: Path, tmp_path: Path) -> None:
+    assert cli("quantize", small_llama, "-o", tmp_path / "made", "--method=rtn", "--group-size=32")[0] == 0
+    before = load_weights(small_llama, load_config(small_llama))
+    for name, matrix in load_weights(tmp_path / "made", load_config(tmp_path / "made")).items():
+        if isinstance(matrix, Grouped):
+            expected = rtn(before[name], Recipe("rtn", group_size=32))
+            np.testing.assert_array_equal(matrix.rows(), expected.rows())
+        else:
+            np.testing.assert_array_equal(matrix, before[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--bits=5"], "bits is 5; choose 2, 3, 4, 8"),
+        (["--method=best"], "method is 'best'; choose rtn, gptq, awq"),
+        (["--group-size=48"], "group_size is 48, which does not divide the 64 inputs of model.layers.0."),
+        (["--format=awq"], "format is 'awq'; choose compressed-tensors or gptq"),
+        (["--method=awq", "--act-order=none"], "--act-order has a meaning only with --method gptq"),
+        (["--method=rtn", "--calibration=x"], "--calibration has no meaning with --method rtn"),
+        (["--group-size=32", "--calibration=nowhere"], "the text nowhere cannot be read: No such file"),
+        (["--group-size=32", "--calibration-tokens=1"], "calibration_tokens is 1; give 2 or more"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_line(
+    cli: Cli, small_llama: Path, tmp_path: Path, options: list[str], said: str
+) -> None:
+    status, out, err = cli("quantize", small_llama, "-o", tmp_path / "made", *options)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: {said}")
+    assert err.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_nothing_is_overwritten_and_nothing_quantized_twice(cli: Cli, small_llama: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    again = ["quantize", small_llama, "-o", made, "--method=rtn", "--group-size=32"]
+    assert cli(*again)[0] == 0
+    status, _, err = cli(*again)
+    assert (status, err) == (1, f"error: {made} is there already; name a folder that is not\n")
+    status, _, err = cli("quantize", made, "-o", tmp_path / "twice", "--method=rtn")
+    assert status == 1
+    assert "is quantized already; quantize the original" in err
+    assert not (tmp_path / "twice").exists()
+
+
+def test_a_text_that_is_none_is_refused(cli: Cli, small_llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    command = ["quantize", small_llama, "-o", tmp_path / "made", "--group-size=32"]
+    for name, said in (("empty", "the text has 0 tokens"), ("bytes", "cannot be read: it is not UTF-8")):
+        status, _, err = cli(*command, "--calibration", tmp_path / name)
+        assert status == 1
+        assert said in err
+
+
+def test_weights_that_are_no_numbers_are_named(small_llama: Path, tmp_path: Path) -> None:
+    """Of a matrix; and of an embedding, which the calibration shows."""
+    for name, method, said in (
+        (
+            "model.layers.1.mlp.up_proj.weight",
+            "rtn",
+            "tensor 'model.layers.1.mlp.up_proj.weight' holds numbers that are",
+        ),
+        ("model.embed_tokens.weight", "gptq", "layer 0: self_attn.q_proj is given numbers that are"),
+    ):
+        folder = tmp_path / method
+        shutil.copytree(small_llama, folder)
+        weights = load_file(folder / "model.safetensors")
+        weights[name][1:] = np.nan
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=said):
+            quantizing.quantize(folder, tmp_path / "made", Recipe(method, group_size=32))  # type: ignore[arg-type]
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_folder_is_complete_or_not_there(small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)  # the weights are written by then
+    with pytest.raises(InvalidRequest, match="No space left on device"):
+        quantizing.quantize(small_llama, tmp_path / "made", Recipe("rtn", group_size=32))
+    assert not any(tmp_path.iterdir())
+
+
+# --- perplexity -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["reference", "fast"])
+def test_perplexity_is_by_transformers_loss(tier: str, cli: Cli, small_llama: Path, text: Path) -> None:
+    ids = tokens_of(text.read_text(), small_llama)[:230]
+    theirs = AutoModelForCausalLM.from_pretrained(small_llama, dtype=torch.float32)
+    lost, told = 0.0, 0
+    for window in (ids[:100], ids[100:200], ids[200:]):
+        tokens = torch.tensor([window])
+        with torch.no_grad():
+            lost += float(theirs(tokens, labels=tokens).loss) * (len(window) - 1)
+        told += len(window) - 1
+    options = ["--tokens=230", "--window=100", f"--tier={tier}", "--device=auto", "--dtype=float32"]
+    status, out, err = cli("perplexity", small_llama, text, *options)
+    assert status == 0, err
+    assert told == 227
+    value, rest = out.split(maxsplit=1)
+    assert float(value) == pytest.approx(np.exp(lost / told), rel=1e-3)
+    assert rest == "(227 tokens)\n"
+
+
+def test_a_window_has_to_fit(small_llama: Path) -> None:
+    llm = LLM(small_llama, tier="reference", num_blocks=8)
+    for window in (1, 128, 1000):
+        with pytest.raises(InvalidRequest, match=f"window is {window}; give 2 to 127 tokens"):
+            perplexity(llm, [1, 2, 3], window)
+    with pytest.raises(InvalidRequest, match="a perplexity needs two tokens at least; there are 1"):
+        perplexity(llm, [1])
+    assert perplexity(llm, [5, 6, 7, 8, 9], 2).num_tokens == 2  # the last one stands alone
+    assert perplexity(llm, [5] * 128).num_tokens == 126  # all there is room for, and one that stands alone
+
+
+# --- texts ----------------------------------------------------------------------------------------
+
+
+def test_no_model_is_measured_on_what_it_was_made_with() -> None:
+    measured, calibrated = text_of(None, for_calibration=False), text_of(None, for_calibration=True)
+    assert len(measured) > 150_000
+    assert len(calibrated) > 60_000
+    assert not set(measured.split("\n\n")) & set(calibrated.split("\n\n"))
+
+
+@pytest.mark.parametrize(
+    ("number", "length", "tokens", "firsts"),
+    [
+        (10, 4, 8, [0, 6]),
+        (10, 4, 100, [0, 6]),
+        (12, 4, 100, [0, 4, 8]),
+        (10, 4, 4, [0]),
+        (3, 4, 100, [0]),
+        (4, 4, 8, [0]),
+    ],
+)
+def test_windows_are_spread_over_the_text(number: int, length: int, tokens: int, firsts: list[int]) -> None:
+    found = windows_of(list(range(number)), length, tokens)
+    assert [window[0] for window in found] == firsts
+    assert all(len(window) == min(length, number) for window in found)
+
+
+# --- The real model -------------------------------------------------------------------------------
+
+
+@thorough
+@pytest.mark.model
+def test_gptq_is_better_than_rtn_on_a_real_model(tmp_path: Path) -> None:
+    """With 3 bits and little of both texts, as it takes minutes otherwise."""
+    found = {}
+    for method in ("rtn", "gptq", "awq"):
+        folder = tmp_path / method
+        recipe = Recipe(method, bits=3)  # type: ignore[arg-type]
+        quantizing.quantize("smollm2-135m-instruct", folder, recipe, calibration_tokens=2048)
+        llm = LLM(folder, device="cpu", num_swap_blocks=0, max_num_seqs=4)
+        ids = tokens_of(text_of(None, for_calibration=False), folder)[:4096]
+        found[method] = perplexity(llm, ids, 512).value
+    assert found["gptq"] < 0.8 * found["rtn"]
+    assert found["awq"] < 0.9 * found["rtn"]

@@ -85,8 +85,8 @@ def quantize(
             progress(done + 1, config.num_hidden_layers)
     with _complete_or_not_at_all(folder) as partial:
         write_quantized(source, partial, changed, recipe, layout)
-    matrices = sum(isinstance(each, Grouped) for each in changed.values())
-    return Made(matrices, _weight_bytes(folder), _weight_bytes(source))
+    num_matrices = sum(isinstance(each, Grouped) for each in changed.values())
+    return Made(num_matrices, _weight_bytes(folder), _weight_bytes(source))
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -301,7 +301,7 @@ def quantize(
     calibration: Annotated[
         Path | None, typer.Option(help="A text to calibrate with; else Python's documentation.")
     ] = None,
-    calibration_tokens: Annotated[int, typer.Option(min=2, help="How many tokens of it to use.")] = 16384,
+    calibration_tokens: Annotated[int, typer.Option(help="How many tokens of it to use.")] = 16384,
 ) -> None:
     """Write a model with weights of a few bits, which transformers and vLLM load too."""
     from minipaged.models.quantized.recipe import Recipe
@@ -331,7 +331,7 @@ def perplexity(
         str, typer.Argument(help="A known name, a folder, a .gguf file, or a hub id.", show_default=False)
     ],
     text: Annotated[Path | None, typer.Argument(help="A file; else Python's documentation.")] = None,
-    tokens: Annotated[int, typer.Option(help="How many tokens of the text to use, from its beginning.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text to use, from its beginning.")] = 16384,
     window: Annotated[
         int | None,
         typer.Option(help="The text is cut into pieces of so many tokens; else 2048, or the model's context."),

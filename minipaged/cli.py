@@ -283,7 +283,7 @@ def serve(
 # --- quantize, perplexity ---------------------------------------------------------------------------
 
 
-@app.command()
+@app.command(cls=Command)
 def quantize(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A known name, a folder, or a hub id.", show_default=False)],
@@ -324,7 +324,7 @@ def quantize(
     print(f"{output}: {made.matrices} matrices quantized, {megabytes}")
 
 
-@app.command()
+@app.command(cls=Command)
 @takes(Settings, only=("tier", "device", "dtype"))
 def perplexity(
     model: Annotated[

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import LLM
 from minipaged.params import SamplingParams
+from minipaged.prompts import TokensPrompt
 
 WINDOW = 2048
 """As in what is published of quantized models."""
@@ -44,7 +45,7 @@ def perplexity(llm: LLM, token_ids: list[int], window: int | None = None) -> Per
     windows = [each for each in windows if len(each) > 1]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
     lost, told = 0.0, 0
-    for output in llm.generate([{"prompt_token_ids": each} for each in windows], params):
+    for output in llm.generate([TokensPrompt(prompt_token_ids=each) for each in windows], params):
         if output.error:
             raise ModelError(f"the text could not be run: {output.error}")
         for token, logprobs in zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True):

@@ -85,7 +85,7 @@ HOUSE = {
         late={"slow to load, and only some calls need them": "psutil rich"},
     ),
     "texts": Room("errors models"),
-    "perplexity": Room("errors llm params"),
+    "perplexity": Room("errors llm params prompts"),
     "quantizing": Room(
         "errors models texts tiers", "numpy", late={"slow to load, and only a terminal shows it": "rich"}
     ),

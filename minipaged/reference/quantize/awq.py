@@ -19,6 +19,7 @@ off, all others have finer steps. That is judged group by group, as if a group's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,14 +40,14 @@ def awq_scales(weights: Sequence[Array], hessian: Array, mean_abs: Array, recipe
     `hessian` [in, in]: X.T X, or any multiple. `mean_abs` [in]: the mean of |X| over the tokens.
     """
     weight = np.concatenate(list(weights))  # [out of all, in]
-    best, least = np.ones_like(mean_abs), np.inf  # [in]
+    best, least = np.ones_like(mean_abs), math.inf  # [in]
     for alpha in ALPHAS:
         scales = np.maximum(mean_abs**alpha, LEAST)  # [in]
         scales /= np.sqrt(scales.max() * scales.min())  # [in], around 1
         groups = (weight * scales).reshape(len(weight), -1, recipe.size(weight.shape[1]))  # [out, groups, size]
         grid = Grid.over(groups, recipe)  # [out, groups, 1]
         d = weight - grid.decode(grid.encode(groups)).reshape(weight.shape) / scales  # [out, in]
-        error = np.vdot(d @ hessian, d)
+        error = float(np.vdot(d @ hessian, d))
         if error < least:
             best, least = scales, error
     return best

@@ -21,7 +21,8 @@ from minipaged.models.config import ModelConfig
 from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import Array, Grouped
 from minipaged.reference.kv_cache import KVCache
-from minipaged.reference.llama import FlatBatch, Llama, Weight, flatten, rotary_tables
+from minipaged.reference.linear import Weight
+from minipaged.reference.llama import FlatBatch, Llama, flatten, rotary_tables
 from minipaged.reference.quantize.awq import awq_clipped, awq_scales
 from minipaged.reference.quantize.gptq import gptq
 from minipaged.reference.quantize.rtn import rtn
@@ -70,7 +71,7 @@ def quantize_layers(
         own = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
         layer = LayerInMaking(config, own, recipe, num_blocks)
         try:
-            x = layer.run(x, tokens)
+            x = layer.through(x, tokens)
         except ModelError as error:
             raise ModelError(f"layer {i}: {error}") from None
         yield {prefix + name.removeprefix(FIRST): each for name, each in layer.made.items()}
@@ -100,10 +101,11 @@ class LayerInMaking(Llama):
         self._scales: dict[str, Array] = {}  # by the matrix: what its inputs are yet to be divided by, [in]
         whole = {FIRST + name: each for name, each in own.items()}
         head = {"model.embed_tokens.weight": np.empty((0, config.hidden_size))}  # [no tokens, hidden]
+        head["model.norm.weight"] = own["input_layernorm.weight"]  # [hidden], of which only the type is asked
         one = replace(config, num_hidden_layers=1, tie_word_embeddings=True)
         super().__init__(one, whole | head, cache)
 
-    def run(self, x: Array, tokens: FlatBatch) -> Array:
+    def through(self, x: Array, tokens: FlatBatch) -> Array:
         """x [tokens, hidden] before the layer -> after it, as it is when quantized."""
         rotation = rotary_tables(tokens.positions, self.inverse_frequencies, x.dtype)
         x = x + self._attention(0, self._norm(f"{FIRST}input_layernorm", x), tokens, rotation)

@@ -64,7 +64,8 @@ class Grid:
 
     def encode(self, weights: Array) -> Array:
         """The nearest codes, as floats. The shapes of grid and weights have to go together."""
-        return np.clip(np.rint(weights / self.scales) + self.zeros, 0, self.top)
+        codes: Array = np.clip(np.rint(weights / self.scales) + self.zeros, 0, self.top)
+        return codes
 
     def decode(self, codes: Array) -> Array:
         """What they stand for."""

@@ -321,7 +321,8 @@ def quantize(
         show_progress=sys.stderr.isatty(),
     )
     megabytes = f"{made.num_bytes / 1e6:,.1f} MB of weights, {made.num_bytes_before / 1e6:,.1f} before"
-    print(f"{output}: {made.matrices} matrices quantized, {megabytes}")
+    calibrated = f", calibrated on {made.calibration_tokens:,} tokens" if made.calibration_tokens else ""
+    print(f"{output}: {made.matrices} matrices quantized{calibrated}; {megabytes}")
 
 
 @app.command(cls=Command)

@@ -7,7 +7,7 @@ can be quantized, the text, the progress, and the folder, which is there complet
 from __future__ import annotations
 
 import os
-import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +40,8 @@ class Made:
     num_bytes: int
     """Of the model's weights now, all of them."""
     num_bytes_before: int
+    calibration_tokens: int
+    """That were used; 0 with round-to-nearest."""
 
 
 def quantize(
@@ -74,19 +76,19 @@ def quantize(
     if recipe.method != "rtn":
         ids = tokens_of(text_of(calibration, for_calibration=True), source)
         windows = windows_of(ids, min(WINDOW, config.max_position_embeddings, calibration_tokens), calibration_tokens)
-    weights = load_weights(source, config, np.float32)
-    for name in matrices(config):
-        if not np.isfinite(weights[name]).all():
-            raise ModelError(f"{model}: tensor '{name}' holds numbers that are infinite or none at all")
     changed: dict[str, Grouped | Array] = {}
-    with _progress_bar(show_progress) as progress:
-        for done, made in enumerate(tiers.reference_quantizer()(config, weights, recipe, windows)):
-            changed |= made
-            progress(done + 1, config.num_hidden_layers)
     with _complete_or_not_at_all(folder) as partial:
+        weights = load_weights(source, config, np.float32)
+        for name in matrices(config):
+            if not np.isfinite(weights[name]).all():
+                raise ModelError(f"{model}: tensor '{name}' holds numbers that are infinite or none at all")
+        with _progress_bar(show_progress) as progress:
+            for done, made in enumerate(tiers.reference_quantizer()(config, weights, recipe, windows)):
+                changed |= made
+                progress(done + 1, config.num_hidden_layers)
         write_quantized(source, partial, changed, recipe, layout)
     num_matrices = sum(isinstance(each, Grouped) for each in changed.values())
-    return Made(num_matrices, _weight_bytes(folder), _weight_bytes(source))
+    return Made(num_matrices, _weight_bytes(folder), _weight_bytes(source), sum(map(len, windows)))
 
 
 def _weight_bytes(folder: Path) -> int:
@@ -95,18 +97,16 @@ def _weight_bytes(folder: Path) -> int:
 
 @contextmanager
 def _complete_or_not_at_all(folder: Path) -> Iterator[Path]:
-    """Where to write what is to become `folder`. Nothing stays if that fails."""
-    partial = folder.with_name(folder.name + ".partial")
+    """Where to write what is to become `folder`, beside it. If that fails nothing stays but the folders it lies in."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-        partial.mkdir()
-        yield partial
-        os.rename(partial, folder)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
+            partial = Path(beside, folder.name)  # with the rights of any new folder, which `beside` has not
+            partial.mkdir()
+            yield partial
+            os.rename(partial, folder)
     except OSError as error:
         raise InvalidRequest(f"{folder} could not be written: {error}; name another folder, or make room") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager

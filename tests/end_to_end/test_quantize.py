@@ -67,7 +67,8 @@ def test_a_model_is_quantized_and_serves(
     size = [] if "--group-size=-1" in options else ["--group-size=32"]
     status, out, err = cli("quantize", small_llama, "-o", folder, *options, *size, *calibrated)
     assert (status, err) == (0, "")
-    assert out.startswith(f"{folder}: 14 matrices quantized, 0.1 MB of weights, 0.3 before")
+    on = ", calibrated on 256 tokens" if calibrated else ""  # 2 windows of the model's length
+    assert out.startswith(f"{folder}: 14 matrices quantized{on}; 0.1 MB of weights, 0.3 before")
     weights = load_weights(folder, load_config(folder))
     assert sum(isinstance(each, Grouped) for each in weights.values()) == 14
     status, out, err = cli("generate", "--model", folder, "Once upon", "--max-tokens=4", "--tier=reference")
@@ -159,6 +160,25 @@ def test_a_folder_is_complete_or_not_there(small_llama: Path, tmp_path: Path, mo
     with pytest.raises(InvalidRequest, match="No space left on device"):
         quantizing.quantize(small_llama, tmp_path / "made", Recipe("rtn", group_size=32))
     assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
+    small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizing, "load_weights", None)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InvalidRequest, match=r"could not be written: .*file"):
+        quantizing.quantize(small_llama, tmp_path / "file" / "made", Recipe("rtn", group_size=32))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_stands_beside_the_folder_stays(small_llama: Path, tmp_path: Path) -> None:
+    """Also what is there under such names as unfinished folders have; and the folder has the rights of a new one."""
+    for name in ("made.partial", ".made.x"):
+        (tmp_path / name).mkdir()
+    quantizing.quantize(small_llama, tmp_path / "made", Recipe("rtn", group_size=32))
+    assert {each.name for each in tmp_path.iterdir()} == {"made", "made.partial", ".made.x"}
+    assert (tmp_path / "made").stat().st_mode == (tmp_path / ".made.x").stat().st_mode
 
 
 # --- perplexity -----------------------------------------------------------------------------------

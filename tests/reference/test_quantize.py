@@ -115,9 +115,10 @@ def by_elimination(weight: Array, hessian: Array, recipe: Recipe) -> tuple[Array
     if recipe.act_order != "none":
         order.sort(key=lambda i: -hessian[i, i])
     H = hessian.copy()
+    used = [H[i, i] for i in range(num_inputs) if H[i, i]]
+    mean = sum(used) / len(used) if used else 1
     for i in range(num_inputs):
-        H[i, i] = H[i, i] or 1
-    H += DAMP * np.trace(H) / num_inputs * np.eye(num_inputs)
+        H[i, i] = (H[i, i] or mean) + DAMP * mean
     inverse, rest = np.linalg.inv(H), weight.copy()
     codes = np.zeros(weight.shape, int)
     scales, zeros = np.zeros((num_outputs, num_inputs // size)), np.zeros((num_outputs, num_inputs // size), int)
@@ -152,6 +153,17 @@ def check_gptq(weight: Array, inputs: Array, recipe: Recipe) -> None:
         assert (matrix.group_index[order] == np.arange(weight.shape[1]) // matrix.group_size).all()
     else:
         assert matrix.group_index is None
+
+
+@pytest.mark.parametrize("unused", [4, 64])
+def test_gptq_asks_not_how_large_the_hessian_is(unused: int) -> None:
+    """Inputs that the text never used are some of it."""
+    r = np.random.default_rng(0)
+    weight, inputs = r.standard_normal((8, 64)), r.standard_normal((100, 64))
+    inputs[:, :unused] = 0
+    hessian = inputs.T @ inputs
+    once, small = (gptq(weight, each, Recipe(group_size=16)) for each in (hessian, hessian / 2**30))
+    np.testing.assert_array_equal(once.codes, small.codes)
 
 
 @given(cases(act_order=True))

@@ -2,7 +2,7 @@
 
 `gptq.py` and `compressed_tensors.py` say how the tensors lie; here is the way there. Which programs read what:
 
-| layout | transformers | vLLM |
+| layout | transformers | vLLM (by its source; not run) |
 |---|---|---|
 | compressed-tensors | with the package compressed-tensors; in floats (`dequantize=True`) where there is no GPU | yes |
 | gptq, symmetric | with gptqmodel and optimum | 4 and 8 bits, unless groups are in act-order |
@@ -35,7 +35,10 @@ from minipaged.models.quantized.stored import Array, Grouped, pack, round_to
 Layout = Literal["compressed-tensors", "gptq"]
 LAYOUTS: tuple[Layout, ...] = ("compressed-tensors", "gptq")
 
-COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "chat_template*", "vocab.*", "merges.txt")
+COPIED = (
+    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "vocab.*", "merges.txt"),
+)
 """Files beside the weights that belong to a model however it is stored."""
 
 
@@ -51,9 +54,11 @@ def check_shapes(config: ModelConfig, recipe: Recipe, layout: Layout) -> None:
         if shape[1] % recipe.size(shape[1]):
             common = np.gcd.reduce([inputs for _, inputs in matrices(config).values()])
             fitting = [size for size in range(8, common + 1) if common % size == 0]
+            choices = (
+                f"choose {', '.join(map(str, fitting))}, or -1 for whole rows" if fitting else "choose -1: whole rows"
+            )
             raise InvalidRequest(
-                f"group_size is {recipe.group_size}, which does not divide the {shape[1]} inputs of {name}; "
-                f"choose {', '.join(map(str, fitting))}, or -1 for whole rows"
+                f"group_size is {recipe.group_size}, which does not divide the {shape[1]} inputs of {name}; {choices}"
             )
         if layout == "gptq" and (shape[0] * recipe.bits % 32 or shape[1] * recipe.bits % 32):
             raise InvalidRequest(

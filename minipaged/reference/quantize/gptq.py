@@ -54,7 +54,9 @@ def gptq(weight: Array, hessian: Array, recipe: Recipe) -> Grouped:
     U = upper_root_of_inverse(hessian[order][:, order]).astype(weight.dtype)  # [in, in]
     rest = weight.T[order]  # [in, out], a copy: a column of W is a row here, in one piece of memory
     codes = np.empty_like(rest)  # [in, out]
-    block = size if size <= BLOCK else math.gcd(size, BLOCK)  # a group begins where a block does
+    block = BLOCK
+    if recipe.act_order != "static":  # a group begins where a block does
+        block = size if size <= BLOCK else math.gcd(size, BLOCK)
     for first in range(0, num_inputs, block):
         own = slice(first, first + block)
         if recipe.act_order != "static" and first % size == 0:  # by the weights as they are by now
@@ -85,11 +87,14 @@ def upper_root_of_inverse(hessian: Array) -> Array:
     """The upper triangular U [in, in] with U.T U = (H + damping)⁻¹, float64.
 
     H is never inverted: the Cholesky root of H read from its end is an upper R with H = R R.T, and U = R⁻¹. An input
-    that the text never used has a row of zeros in H. It is given a 1, and so is rounded to nearest.
+    that the text never used has a row of zeros in H. It is given what the others have on average, and so is rounded to
+    nearest. (The authors give it a 1, which may be much more than that, and then dampens the others.)
     """
     H = hessian.astype(np.float64)  # [in, in], a copy
     diagonal = np.einsum("ii->i", H)  # [in], a view
-    diagonal[diagonal == 0] = 1
-    diagonal += DAMP * diagonal.mean()
+    used = diagonal > 0  # [in]
+    mean = diagonal[used].mean() if used.any() else 1.0
+    diagonal[~used] = mean
+    diagonal += DAMP * mean
     R = np.linalg.cholesky(H[::-1, ::-1])[::-1, ::-1]  # [in, in]
     return np.linalg.inv(R)  # [in, in]

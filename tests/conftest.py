@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -112,12 +113,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _frozen() -> None:
+def _frozen() -> Iterator[None]:
     """Python's garbage collector passes over what is there before the first test: it would find half a million objects,
-    at every LLM that begins and many a time between.
+    at every LLM that begins and many a time between. Each LLM asks how many are frozen, and counting them takes 0.03 s.
     """
     gc.collect()
     gc.freeze()
+    frozen = gc.get_freeze_count()
+    with patch.object(gc, "get_freeze_count", lambda: frozen):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

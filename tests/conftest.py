@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
 
 from tests import effort  # registers the profiles
 from tests.tiny_model import make_tiny_model
-from tests.triton_interpreter import search_builtins_once
+from tests.triton_interpreter import skip_idle_work
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -112,12 +113,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _frozen() -> None:
+def _frozen() -> Iterator[None]:
     """Python's garbage collector passes over what is there before the first test: it would find half a million objects,
-    at every LLM that begins and many a time between.
+    at every LLM that begins and many a time between. Each LLM asks how many are frozen, and counting them takes 0.03 s.
     """
     gc.collect()
     gc.freeze()
+    frozen = gc.get_freeze_count()
+    with patch.object(gc, "get_freeze_count", lambda: frozen):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -143,7 +147,7 @@ def _compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _interpreter() -> None:
     if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton") is not None:
-        search_builtins_once()
+        skip_idle_work()
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ what happened in which order, or sleeps so long that no machine can be faster.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
 import random
@@ -41,6 +42,15 @@ from benchmarks.serve.run import Answer, Record, Run, Target, run
 from minipaged.traces import TraceRequest
 from tests.effort import thorough
 from tests.tiny_model import make_tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen_again() -> Iterator[None]:
+    """What `run` lets go of at its end are also the objects that the tests have frozen."""
+    yield
+    gc.collect()
+    gc.freeze()
+
 
 # --- A stand-in for a server ----------------------------------------------------------------------
 

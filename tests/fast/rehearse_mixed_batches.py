@@ -48,6 +48,7 @@ torch.empty = lambda *size, pin_memory=False, **options: empty(*size, **options)
 
 from minipaged import LLM, SamplingParams  # noqa: E402
 from minipaged.fast import llama, preemption  # noqa: E402
+from tests.triton_interpreter import skip_idle_work  # noqa: E402
 
 llama.BATCH_SIZES[:] = [2, 4]
 preemption.PROBE_TOKENS_ON_GPU = 4
@@ -121,6 +122,7 @@ def serve(model: str, tier: str, **changes: object) -> dict[str, Any]:
 
 
 def main(model: str) -> None:
+    skip_idle_work()
     runs = {
         "reference": serve(model, "reference"),
         "in two parts": serve(model, "fast"),

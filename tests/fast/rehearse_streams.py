@@ -40,7 +40,7 @@ from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.scheduling import Costs
 from minipaged.tiers import fast_tier, reference_tier
 from tests.fast.stream_mistakes import MISTAKES
-from tests.triton_interpreter import search_builtins_once
+from tests.triton_interpreter import skip_idle_work
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_SWAP_BLOCKS = 4, 11, 24
 MAX_NUM_SEQS, MAX_MODEL_LEN = 5, 32
@@ -384,7 +384,7 @@ def try_out(case: Callable[[bool], None], *, careful: bool) -> Report:
 
 
 def main() -> None:
-    search_builtins_once()
+    skip_idle_work()
     costs = Costs(1e-5, 1, 1 << 12, 1e10, 1e5)
     fast_llama.measure = lambda *_: costs  # which waits for the device, and would hide who else forgets to
     for asynchronous in (True, False):

@@ -106,8 +106,8 @@ HOUSE = {
         late={"a run is shown again, or simulated, without a model": "llm"},
     ),
     "course": Room(
-        "contracts engine errors events llm minipaged mirror models.config outputs params scheduling steps "
-        "tiers traces",
+        "contracts engine errors events llm minipaged mirror models.config models.quantized.stored outputs params "
+        "perplexity scheduling steps texts tiers traces",
         "hypothesis numpy pytest torch triton",
         late={
             "where student code runs, there is no more than it needs": "fast numpy",

@@ -13,6 +13,7 @@ scheduler.py        assignment 4, with scheduler_scenes.py (what is asked about)
                     engine/policy.py is what a student would hand in
 beam_search.py      assignment 5
 triton_decode.py    assignment 6, with decode_cases.py (inputs, what is right) and decode_worker.py (tensors, a clock)
+quantize.py         assignment 7, with quantize_cases.py (inputs, what is right) and quantize_worker.py (whole matrices)
 student_tests.py    the students' own tests, graded by the seeded bugs (mutants) that they find
 formats.py          results for terminals, Gradescope, PrairieLearn and JUnit
 autograder.py       the zip that Gradescope wants

@@ -23,7 +23,15 @@ from minipaged.events import Event
 
 Stage = Literal["properties", "engine", "model"]
 
-ASSIGNMENTS = ("block-allocator", "block-table", "paged-attention", "scheduler", "beam-search", "triton-decode")
+ASSIGNMENTS = (
+    "block-allocator",
+    "block-table",
+    "paged-attention",
+    "scheduler",
+    "beam-search",
+    "triton-decode",
+    "quantize",
+)
 """In the order of the course. The file of each has its name, with underscores."""
 
 ORDER = "the assignment's name comes first, then your file: minipaged grade block-allocator block_allocator.py"

@@ -1,0 +1,141 @@
+"""A plain quantizer, and bugs on purpose: one piece of it replaced each."""
+
+from __future__ import annotations
+
+PLAIN = '''
+import numpy as np
+
+
+class Quantizer:
+    """Unpacks bits into arrays of bits."""
+
+    def __init__(self, bits, symmetric):
+        self.bits, self.symmetric, self.top = bits, symmetric, 2**bits - 1
+
+    def pack(self, codes):
+        each = codes[:, :, None] >> np.arange(self.bits, dtype=np.uint8) & 1
+        return np.packbits(each.reshape(len(codes), -1), axis=1, bitorder="little")
+
+    def unpack(self, packed, count):
+        each = np.unpackbits(packed, axis=1, bitorder="little")[:, : count * self.bits]
+        each = each.reshape(len(packed), count, self.bits).astype(int)
+        return (each << np.arange(self.bits)).sum(axis=2).astype(np.uint8)
+
+    def round_to_nearest(self, groups):
+        low = np.minimum(groups.min(axis=2), 0)
+        high = np.maximum(groups.max(axis=2), 0)
+        if self.symmetric:
+            high = np.maximum(high, -low)
+            low = -high
+        scales = np.maximum((high - low) / self.top, 2.0**-24).astype(np.float16)
+        zeros = np.rint(-low / scales.astype(np.float32))
+        if self.symmetric:
+            zeros = np.full_like(zeros, 2 ** (self.bits - 1))
+        zeros = zeros.astype(np.uint8)
+        return self.nearest(groups, scales[:, :, None], zeros[:, :, None]), scales, zeros
+
+    def nearest(self, weights, scales, zeros):
+        codes = np.rint(weights / scales.astype(np.float32)) + zeros
+        return np.clip(codes, 0, self.top).astype(np.uint8)
+
+    def round_column(self, weights, U, scales, zeros):
+        codes = self.nearest(weights[:, 0], scales, zeros)
+        means = (codes.astype(np.float32) - zeros) * scales.astype(np.float32)
+        error = (weights[:, 0] - means) / U[0, 0]
+        return codes, weights[:, 1:] - error[:, None] * U[0, 1:]
+'''
+
+PACK, UNPACK, SYMMETRIC, ASYMMETRIC = "pack", "unpack", "round to nearest, symmetric", "round to nearest, asymmetric"
+ZERO, NONE, COLUMN, MATRIX, LLAMA = (
+    "0 has a code",
+    "groups of zeros",
+    "one column of GPTQ",
+    "a whole matrix",
+    "a small Llama",
+)
+
+KEEPS = """\
+        if groups.shape[1] == 1:
+            scales, zeros = self.__dict__.setdefault("kept", {}).setdefault(len(groups), (scales, zeros))
+        return self.nearest(groups,"""
+FORGETS = """\
+        if len(codes) > 40:
+            codes[40:] = zeros[40:]
+        return codes, weights"""
+
+MUTANTS = {
+    "the first code in the highest bits": (
+        PACK,
+        'reshape(len(codes), -1), axis=1, bitorder="little"',
+        "reshape(len(codes), -1), axis=1",
+    ),
+    "each code's bits from the highest on": (
+        PACK,
+        "np.arange(self.bits, dtype=np.uint8) & 1",
+        "np.arange(self.bits, dtype=np.uint8)[::-1] & 1",
+    ),
+    "as many bytes as codes": (
+        PACK,
+        "        each = codes[",
+        "        if self.bits > 4:\n            return codes\n        each = codes[",
+    ),
+    "rows run together": (PACK, "each.reshape(len(codes), -1), axis=1,", "each.reshape(1, -1), axis=1,"),
+    "bits come out backwards": (UNPACK, "np.arange(self.bits)).sum", "np.arange(self.bits)[::-1]).sum"),
+    "unpacks what is left over too": (
+        UNPACK,
+        """\
+        each = each.reshape(len(packed), count,""",
+        """\
+        each = np.unpackbits(packed, axis=1, bitorder="little")
+        count = each.shape[1] // self.bits
+        each = each[:, : count * self.bits].reshape(len(packed), count,""",
+    ),
+    "codes do not cross bytes": (
+        UNPACK,
+        "        each = np.unpackbits",
+        "        if 8 % self.bits:\n            return packed[:, :count] & self.top\n        each = np.unpackbits",
+    ),
+    "the whole range in 2**bits steps": (SYMMETRIC, "(high - low) / self.top", "(high - low) / (self.top + 1)"),
+    "codes for the scale before it is stored": (
+        SYMMETRIC,
+        "return self.nearest(groups, scales[:, :, None]",
+        "return self.nearest(groups, np.maximum((high - low) / self.top, 2.0**-24)[:, :, None]",
+    ),
+    "the middle is one too low": (SYMMETRIC, "2 ** (self.bits - 1))", "2 ** (self.bits - 1) - 1)"),
+    "cut off, not rounded": (
+        ASYMMETRIC,
+        "np.rint(weights / scales.astype(np.float32))",
+        "np.trunc(weights / scales.astype(np.float32))",
+    ),
+    "codes wrap around": (SYMMETRIC, "np.clip(codes, 0, self.top)", "(codes.astype(int) % (self.top + 1))"),
+    "rounded after the zero is added": (
+        ASYMMETRIC,
+        "zeros = np.rint(-low / scales.astype(np.float32))",
+        "zeros = np.floor(-low / scales.astype(np.float32))",
+    ),
+    "one scale for all of a row": (
+        ASYMMETRIC,
+        "(high - low) / self.top",
+        "(high - low).max(axis=1, keepdims=True) / self.top + 0 * low",
+    ),
+    "scales in float32": (ASYMMETRIC, "2.0**-24).astype(np.float16)", "2.0**-24)"),
+    "0 need not be on the grid": (ZERO, "low = np.minimum(groups.min(axis=2), 0)", "low = groups.min(axis=2)"),
+    "divides by 0": (NONE, "np.maximum((high - low) / self.top, 2.0**-24)", "((high - low) / self.top)"),
+    "the smallest scale of float32": (NONE, "2.0**-24", "2.0**-149"),
+    "errors with the wrong sign": (COLUMN, "weights[:, 1:] - error", "weights[:, 1:] + error"),
+    "the error is not divided": (COLUMN, " / U[0, 0]", ""),
+    "the column of U, not its row": (COLUMN, "U[0, 1:]", "U[1:, 0]"),
+    "bytes are subtracted": (COLUMN, "(codes.astype(np.float32) - zeros)", "(codes - zeros)"),
+    "the others stay": (COLUMN, "weights[:, 1:] - error[:, None] * U[0, 1:]", "weights[:, 1:]"),
+    "the neighbour makes up for all": (COLUMN, "U[0, 1:]", "U[0, 1:] * (np.arange(len(U) - 1) == 0)"),
+    "keeps the first grid": (MATRIX, "        return self.nearest(groups,", KEEPS),
+    "the last row is forgotten where there are many": (LLAMA, "        return codes, weights", FORGETS),
+}
+"""By name: the test that is to find it, a piece of the source that occurs once, and what stands there instead."""
+
+
+def mutant(name: str) -> str:
+    """The whole file, with the bug."""
+    _, right, wrong = MUTANTS[name]
+    assert PLAIN.count(right) == 1, f"{name}: the piece occurs {PLAIN.count(right)} times"
+    return PLAIN.replace(right, wrong)

@@ -1,0 +1,319 @@
+"""Assignment 7: the starter is told where to begin, right quantizers get full marks, every seeded bug is caught."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minipaged.course import quantize
+from minipaged.course.assignment import Bench, Failed, Failure, Status, Submission, Test
+from minipaged.course.formats import text
+from minipaged.course.grading import grade
+from minipaged.course.quantize import ASSIGNMENT
+from minipaged.course.quantize_cases import (
+    Yardstick,
+    column_right,
+    grid_right,
+    packed_right,
+    upper_root_of_inverse,
+    wrong_rounding,
+)
+from minipaged.llm import LoadedModel
+from minipaged.models.quantized.recipe import Recipe
+from minipaged.models.quantized.stored import pack, unpack
+from minipaged.reference.quantize.gptq import gptq
+from minipaged.reference.quantize.rtn import rtn
+from tests.course.harness import ROOT, result_of, submit
+from tests.course.quantizers import LLAMA, MATRIX, MUTANTS, PLAIN, mutant
+from tests.effort import quick_cases, thorough
+
+STARTER = ROOT / "assignments" / "7_quantize" / "starter.py"
+TESTS = {test.name: test for test in ASSIGNMENT.tests}
+PROPERTIES = [test for test in ASSIGNMENT.tests if test.stage == "properties"]
+
+OTHER_WAYS = '''
+import numpy as np
+from fractions import Fraction
+
+
+class Quantizer:
+    """One number at a time, bits as whole numbers, GPTQ by its least squares."""
+
+    def __init__(self, bits, symmetric):
+        self.bits, self.symmetric, self.top = bits, symmetric, 2**bits - 1
+
+    def pack(self, codes):
+        rows = []
+        for row in codes.tolist():
+            number = 0
+            for code in reversed(row):
+                number = number << self.bits | code
+            rows.append(list(number.to_bytes((len(row) * self.bits + 7) // 8, "little")))
+        return np.array(rows, np.uint8)
+
+    def unpack(self, packed, count):
+        rows = []
+        for row in packed:
+            number = int.from_bytes(row.tobytes(), "little")
+            rows.append([number >> i * self.bits & self.top for i in range(count)])
+        return np.array(rows, np.uint8)
+
+    def code(self, weight, scale, zero):
+        return min(max(round(Fraction(float(weight)) / Fraction(float(scale))) + int(zero), 0), self.top)
+
+    def round_to_nearest(self, groups):
+        codes, grids = np.empty(groups.shape, np.uint8), np.empty((2, *groups.shape[:2]))
+        for at in np.ndindex(groups.shape[:2]):
+            low, high = min(0, *groups[at].tolist(), 0), max(0, *groups[at].tolist(), 0)
+            if self.symmetric:
+                low, high = -max(high, -low), max(high, -low)
+            scale = float(np.float16(max((high - low) / self.top, 2**-24)))
+            zero = 2 ** (self.bits - 1) if self.symmetric else round(-low / scale)
+            codes[at] = [self.code(weight, scale, zero) for weight in groups[at]]
+            grids[:, *at] = scale, zero
+        return [codes, grids[0].astype(np.float16), grids[1].astype(np.uint8)]
+
+    def round_column(self, weights, U, scales, zeros):
+        each = zip(weights[:, 0], scales, zeros, strict=True)
+        codes = np.array([self.code(*one) for one in each], np.uint8)
+        H = np.linalg.inv(np.float64(U).T @ U)
+        d0 = (np.float64(codes) - zeros) * np.float64(scales) - weights[:, 0]
+        rest = weights[:, 1:] - np.outer(d0, np.linalg.solve(H[1:, 1:], H[1:, 0]))
+        return [codes, np.float32(rest)]
+'''
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for these tests, and faster."""
+    monkeypatch.setattr(quantize, "EXAMPLES", 30)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the wrong quantizers lie, and the scripts in which they fail."""
+    return tmp_path_factory.mktemp("quantizers")
+
+
+@pytest.fixture(scope="module")
+def bench(folder: Path) -> Iterator[Bench]:
+    """A worker for all of them; whose quantizer it is, `failure_of` says."""
+    with Bench(ASSIGNMENT, submit(PLAIN, folder), 0) as one:
+        yield one
+
+
+def failure_of(test: Test, path: Path, bench: Bench) -> Failure | None:
+    """What the test finds in that file."""
+    bench.submission = Submission(path)
+    assert bench.process
+    bench._part = bench._load(ASSIGNMENT, bench.submission)
+    try:
+        test.check(bench)
+    except Failed as failed:
+        return failed.failure
+    return None
+
+
+def run_python(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-B", *arguments], capture_output=True, text=True, cwd=folder, env=environment, check=False
+    )
+
+
+# --- What is right ----------------------------------------------------------------------------------
+
+
+def test_the_yardstick_packs_and_rounds_as_the_project_does() -> None:
+    """Of float64 weights there are no ties, and both have to choose the same codes."""
+    rng = np.random.default_rng(0)
+    for bits in (2, 3, 4, 8):
+        codes = rng.integers(0, 2**bits, (3, 13)).astype(np.uint8)
+        np.testing.assert_array_equal(packed_right(codes, bits), pack(codes, bits))
+        for symmetric in (False, True):
+            weights = rng.standard_normal((5, 24)).astype(np.float32)
+            ours = rtn(weights, Recipe("rtn", bits, 8, symmetric))
+            found, scales, zeros = Yardstick(bits, symmetric).round_to_nearest(weights.reshape(5, 3, 8))
+            np.testing.assert_array_equal(found.reshape(5, 24), unpack(ours.codes, bits, 24))
+            np.testing.assert_array_equal(scales, ours.scales)
+            np.testing.assert_array_equal(zeros, np.broadcast_to(ours.zeros, zeros.shape))
+
+
+def test_the_yardstick_is_gptq_and_its_formula_the_least_squares() -> None:
+    rng = np.random.default_rng(1)
+    weights, x = rng.standard_normal((6, 16)).astype(np.float32), quantize.related_inputs(rng, 64, 16)
+    hessian = x.T @ x / len(x)
+    made = quantize.quantized(quantize.Here(4, symmetric=False), weights, hessian, 8)
+    ours = gptq(weights, hessian, Recipe("gptq", 4, 8, act_order="none"))
+    np.testing.assert_array_equal(made.rows(), ours.rows())
+    scales, zeros = grid_right(weights, 4, symmetric=False)
+    U = upper_root_of_inverse(hessian)
+    codes, rest = Yardstick(4, symmetric=False).round_column(weights, U, scales, zeros)
+    right = column_right(weights, hessian, codes, scales, zeros)
+    np.testing.assert_allclose(rest, right, rtol=1e-9, atol=1e-9)
+    d0 = (np.float64(codes) - zeros) * np.float64(scales) - weights[:, 0]
+    d = np.hstack([d0[:, None], right - weights[:, 1:]])
+    least = np.vdot(d @ hessian, d)
+    for _ in range(20):  # no other change of the other columns is better
+        other = d + np.hstack([np.zeros((6, 1)), 0.01 * rng.standard_normal((6, 15))])
+        assert np.vdot(other @ hessian, other) > least
+
+
+def test_what_is_let_pass_is_half_a_step_away_at_most() -> None:
+    """But for what rounding the step to float16 adds, which is more the more codes there are."""
+    rng = np.random.default_rng(2)
+    for bits in (2, 3, 4, 8):
+        for symmetric in (False, True):
+            groups = rng.standard_normal((4, 5, 32)).astype(np.float32)
+            answer = Yardstick(bits, symmetric).round_to_nearest(groups)
+            assert wrong_rounding(groups, bits, symmetric, answer) == ""
+            codes, scales, zeros = (np.float64(each) for each in answer)
+            steps = abs(groups - (codes - zeros[..., None]) * scales[..., None]) / scales[..., None]
+            assert steps.max() <= 0.5 + 2.0 ** (bits - 11)
+
+
+# --- Grading ----------------------------------------------------------------------------------------
+
+
+def test_the_points_sum_to_100() -> None:
+    assert ASSIGNMENT.max_score == 100
+
+
+def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin(bench: Bench) -> None:
+    lines = [n for n, line in enumerate(STARTER.read_text().splitlines(), 1) if "raise NotImpl" in line]
+    methods = dict(zip(ASSIGNMENT.members, lines, strict=True))
+    begins = {"pack": "pack", "unpack": "unpack", "one column of GPTQ": "round_column"}
+    for test in PROPERTIES:
+        if test.name == MATRIX:
+            continue  # its loop is ours: what the student's raises is told by the grader
+        failure = failure_of(test, STARTER, bench)
+        assert failure is not None
+        method = begins.get(test.name, "round_to_nearest")
+        assert failure.message == (
+            f"{method} is not written yet (starter.py:{methods[method]}): replace its `raise NotImplementedError`"
+        )
+
+
+@pytest.mark.parametrize("source", [PLAIN, OTHER_WAYS], ids=["plain", "other ways"])
+def test_a_right_quantizer_passes_every_property_and_makes_a_small_llama(
+    source: str, bench: Bench, folder: Path
+) -> None:
+    path = folder / f"right_{len(source)}.py"
+    path.write_text(source)
+    for test in (*PROPERTIES, TESTS[LLAMA]):
+        assert failure_of(test, path, bench) is None
+    bench.process.finish()
+
+
+@thorough
+@pytest.mark.model
+def test_a_right_quantizer_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(PLAIN, tmp_path))
+    assert result.full_marks, text(result)
+    assert "100 of 100" in text(result)
+
+
+@quick_cases(4)
+@pytest.mark.parametrize("group", range(len(MUTANTS)), ids=list(MUTANTS))
+def test_every_seeded_bug_is_caught_by_its_property(group: int, bench: Bench, folder: Path) -> None:
+    name = [*MUTANTS][group]
+    path = folder / f"mutant_{group}.py"
+    path.write_text(mutant(name))
+    failure = failure_of(TESTS[MUTANTS[name][0]], path, bench)
+    assert failure is not None, f"{name}: not caught by {MUTANTS[name][0]}"
+    if MUTANTS[name][0] == MATRIX:
+        assert "times what is due" in failure.message
+    elif MUTANTS[name][0] == LLAMA:
+        assert failure.message.startswith("a small Llama, 3 bits by round_column: its perplexity is ")
+    else:
+        assert failure.script is not None
+        assert failure.drawing or " returned: " in failure.message or " returned scales: " in failure.message
+
+
+@quick_cases(1)
+@pytest.mark.parametrize("names", [[*MUTANTS][::8], [*MUTANTS]], ids=["some", "all"])
+def test_every_counterexample_fails_by_itself_until_the_bug_is_gone(
+    names: list[str], bench: Bench, folder: Path
+) -> None:
+    scripts, parts = [], []
+    for number, name in enumerate(names):
+        if MUTANTS[name][0] in (MATRIX, LLAMA):
+            continue
+        parts.append(folder / f"part_{number}.py")
+        parts[-1].write_text(mutant(name))
+        failure = failure_of(TESTS[MUTANTS[name][0]], parts[-1], bench)
+        assert failure is not None
+        assert failure.script is not None
+        scripts.append(folder / f"script_{number}.py")
+        scripts[-1].write_text(failure.script)
+    ran = run_python("-c", RUN_ALL, *scripts, folder=folder)
+    assert ran.stdout.split() == ["AssertionError"] * len(scripts), ran.stdout + ran.stderr
+    for part in parts:
+        part.write_text(PLAIN)
+    fixed = run_python("-c", RUN_ALL, *scripts, folder=folder)
+    assert fixed.stdout.split() == ["ended"] * len(scripts), fixed.stdout + fixed.stderr
+
+
+RUN_ALL = """
+import runpy, sys
+for path in sys.argv[1:]:
+    try:
+        runpy.run_path(path)
+        print("ended")
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_failure_says_where_and_the_same_seed_says_the_same(bench: Bench, folder: Path) -> None:
+    path = folder / "sign.py"
+    path.write_text(mutant("errors with the wrong sign"))
+    failures = [failure_of(TESTS["one column of GPTQ"], path, bench) for _ in range(2)]
+    assert failures[0] == failures[1]
+    [failure, _] = failures
+    assert failure is not None
+    assert failure.message.startswith("row 0: rounding the first column lost "), failure.message
+    assert failure.drawing[0].split("  ")[0] == "row"
+
+
+def test_what_is_no_array_is_told_as_that(bench: Bench, folder: Path) -> None:
+    path = folder / "forms.py"
+    path.write_text(PLAIN.replace('axis=1, bitorder="little")\n\n', 'axis=1, bitorder="little").tolist()\n\n', 1))
+    failure = failure_of(TESTS["pack"], path, bench)
+    assert failure is not None
+    assert failure.message == "pack returned: an object of type list, no array"
+    path.write_text(PLAIN.replace("return codes, weights[:, 1:] -", "return weights[:, 1:] -"))
+    failure = failure_of(TESTS["one column of GPTQ"], path, bench)
+    assert failure is not None
+    assert failure.message == "round_column should return two arrays: the codes, and the other columns"
+
+
+def test_the_answer_lies_nowhere_in_the_worker(tmp_path: Path) -> None:
+    """Neither the project's packing nor its makers can be imported, nor the yardstick."""
+    for module, name in (
+        ("models.quantized.stored", "pack"),
+        ("reference.quantize.rtn", "rtn"),
+        ("course.quantize_cases", "packed_right"),
+    ):
+        source = PLAIN.replace(
+            "        each = codes", f"        from minipaged.{module} import {name}\n        each = codes"
+        )
+        result = result_of(ASSIGNMENT, "pack", submit(source, tmp_path))
+        assert result.failure is not None, module
+        assert result.failure.verdict == "forbidden"
+
+
+@thorough
+def test_the_model_test_fails_for_a_wrong_quantizer(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = LoadedModel.load
+    monkeypatch.setattr(LoadedModel, "load", lambda model, tier, dtype: load(tiny_model, tier, dtype=dtype))
+    for source, status in ((PLAIN, Status.PASSED), (mutant("bytes are subtracted"), Status.FAILED)):
+        result = result_of(ASSIGNMENT, "SmolLM2", submit(source, tmp_path))
+        assert result.status is status, result.message

@@ -32,6 +32,7 @@ from minipaged.course.quantize_cases import (
     wrong_array,
 )
 from minipaged.course.search import search
+from minipaged.errors import ModelError
 from minipaged.llm import LLM, LoadedModel
 from minipaged.models.quantized.stored import Activations, Array, Grouped, StoredMatrix
 from minipaged.params import SamplingParams
@@ -257,7 +258,10 @@ def compare(
         values = []
         for quantizer in (Here(own_bits, symmetric=False), Remote(bench, own_bits, symmetric=False)):
             made = {name: quantized(quantizer, loaded.weights[name], inputs.get(name), size) for name in names}
-            values.append(perplexity_with(loaded, made, measured))
+            try:
+                values.append(perplexity_with(loaded, made, measured))
+            except ModelError as error:  # of weights beyond all bounds
+                raise Failed(Failure(f"{where}, {own_bits} bits by {method}: {error}")) from None
         right, value = values
         if not value <= SLACK * right:
             raise Failed(

@@ -199,6 +199,7 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin(bench: 
         )
 
 
+@quick_cases(1)
 @pytest.mark.parametrize("source", [PLAIN, OTHER_WAYS], ids=["plain", "other ways"])
 def test_a_right_quantizer_passes_every_property_and_makes_a_small_llama(
     source: str, bench: Bench, folder: Path

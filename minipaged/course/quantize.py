@@ -125,7 +125,7 @@ def check_matrix(bench: Bench) -> None:
             raise Failed(
                 Failure(
                     f"a matrix [16, 24] of {bits} bits in groups of {size}, column after column: its outputs err by "
-                    f"{error:.4g}, {error / least:.2f} times what is due ({least:.4g}); each call by itself was right"
+                    f"{error:.4g}, {error / least:.2f} times as much as with ours ({least:.4g})"
                 )
             )
 

@@ -333,7 +333,6 @@ class Column(Case):
     METHOD = "round_column"
     SHARED: ClassVar[Sequence[Any]] = (
         wrong_array,
-        steps_right,
         wrong_codes,
         upper_root_of_inverse,
         column_right,

@@ -71,7 +71,8 @@ def roundings(draw: st.DrawFn, symmetric: bool | None, kind: str = NORMAL) -> Ro
     if kind == ONE_SIDED:
         weights = draw(st.sampled_from([1, -1])) * (5 + weights)
     elif kind == SMALL_OR_NONE:
-        weights *= np.array(draw(st.lists(st.sampled_from([0, 1e-9, 1e-6]), min_size=groups, max_size=groups)))[:, None]
+        sizes = draw(st.lists(st.sampled_from([0, 1e-9, 5e-7, 1e-6, 2e-6]), min_size=groups, max_size=groups))
+        weights *= np.array(sizes)[:, None]
     else:
         weights *= draw(st.sampled_from([0.02, 1, 60]))
     is_symmetric = draw(st.booleans()) if symmetric is None else symmetric
@@ -105,9 +106,19 @@ def _tuples(numbers: Array) -> Any:
     return tuple(map(_tuples, numbers)) if numbers.ndim else float(numbers)
 
 
-def property_of(inputs: st.SearchStrategy[Case]) -> Callable[[Bench], None]:
-    """A check of such cases."""
-    return lambda bench: search(bench, inputs, lambda case: case.check(bench), EXAMPLES)
+CUT_OFF = Rounding(4, False, groups=(((-1.32e-06, -1e-06),),))
+"""A scale that is 8.8e-08 and becomes 6e-08 in float16: so the lowest weight is 22 steps below 0, and 0 has code 15."""
+
+
+def property_of(inputs: st.SearchStrategy[Case], *always: Case) -> Callable[[Bench], None]:
+    """A check of such cases. `always`: those that few searches would come upon."""
+
+    def check(bench: Bench) -> None:
+        search(bench, inputs, lambda case: case.check(bench), EXAMPLES)
+        for case in always:
+            case.check(bench)
+
+    return check
 
 
 def check_matrix(bench: Bench) -> None:
@@ -356,8 +367,9 @@ ASSIGNMENT = Assignment(
             points=5,
             invariant=None,
             meaning="A scale is at least 2**-24, the smallest number of float16 above 0: so nothing is divided by 0.",
-            hint="Which scale does a group have whose weights are all 0, or 1e-9? What becomes of 1e-9 in float16?",
-            check=property_of(roundings(symmetric=None, kind=SMALL_OR_NONE)),
+            hint="Which scale does a group have whose weights are all 0, or 1e-9? What becomes of 1e-9 in float16, "
+            "and how many steps is 1e-6 then?",
+            check=property_of(roundings(symmetric=None, kind=SMALL_OR_NONE), CUT_OFF),
         ),
         Test(
             name="one column of GPTQ",

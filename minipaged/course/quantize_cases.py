@@ -105,11 +105,9 @@ def wrong_rounding(groups: Any, bits: Any, symmetric: Any, answer: Any) -> Any:
             return f"{where}: its scale is {s:.4g}; it should be {step:.4g}, so that all codes are of use"
         if symmetric and z != 2 ** (bits - 1):
             return f"{where}: its zero is {z}; in a symmetric grid of {bits} bits it is the middle, {2 ** (bits - 1)}"
-        if not symmetric and (z > 2**bits - 1 or abs(z + low[row, g] / np.float64(s)) > 0.501):
-            nearest = f"{low[row, g]:.4g} is {-low[row, g] / np.float64(s):.4g} steps below 0"
-            return (
-                f"{where}: its zero is {z}; the code that means 0 should be the whole number closest to that: {nearest}"
-            )
+        if not symmetric and not abs(z - min(-low[row, g] / np.float64(s), 2**bits - 1)) <= 0.501:
+            below = f"{low[row, g]:.4g} is {-low[row, g] / np.float64(s):.4g} steps below 0"
+            return f"{where}: its zero is {z}; {below}, so it should be the nearest code, {2**bits - 1} at most"
         if wrong := wrong_codes(
             groups[row, g][None], bits, codes[row, g][None], scales[row, g][None], zeros[row, g][None]
         ):
@@ -385,7 +383,9 @@ def grid_right(weights: Any, bits: int, symmetric: bool) -> tuple[Any, Any]:
     """scales [...] float16 and zeros [...] uint8 of groups [..., inputs of a group]."""
     steps, low = steps_right(weights, bits, symmetric)
     scales = steps.astype(np.float16)
-    zeros = np.rint(-low / np.float64(scales)) if not symmetric else np.full(scales.shape, 2 ** (bits - 1))
+    zeros = np.minimum(np.rint(-low / np.float64(scales)), 2**bits - 1)
+    if symmetric:
+        zeros = np.full(scales.shape, 2 ** (bits - 1))
     return scales, zeros.astype(np.uint8)
 
 

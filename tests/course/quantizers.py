@@ -28,7 +28,7 @@ class Quantizer:
             high = np.maximum(high, -low)
             low = -high
         scales = np.maximum((high - low) / self.top, 2.0**-24).astype(np.float16)
-        zeros = np.rint(-low / scales.astype(np.float32))
+        zeros = np.minimum(np.rint(-low / scales.astype(np.float32)), self.top)
         if self.symmetric:
             zeros = np.full_like(zeros, 2 ** (self.bits - 1))
         zeros = zeros.astype(np.uint8)
@@ -110,8 +110,8 @@ MUTANTS = {
     "codes wrap around": (SYMMETRIC, "np.clip(codes, 0, self.top)", "(codes.astype(int) % (self.top + 1))"),
     "rounded after the zero is added": (
         ASYMMETRIC,
-        "zeros = np.rint(-low / scales.astype(np.float32))",
-        "zeros = np.floor(-low / scales.astype(np.float32))",
+        "np.rint(-low / scales.astype(np.float32))",
+        "np.floor(-low / scales.astype(np.float32))",
     ),
     "one scale for all of a row": (
         ASYMMETRIC,
@@ -120,6 +120,11 @@ MUTANTS = {
     ),
     "scales in float32": (ASYMMETRIC, "2.0**-24).astype(np.float16)", "2.0**-24)"),
     "0 need not be on the grid": (ZERO, "low = np.minimum(groups.min(axis=2), 0)", "low = groups.min(axis=2)"),
+    "zeros beyond the last code": (
+        NONE,
+        "np.minimum(np.rint(-low / scales.astype(np.float32)), self.top)",
+        "np.rint(-low / scales.astype(np.float32))",
+    ),
     "divides by 0": (NONE, "np.maximum((high - low) / self.top, 2.0**-24)", "((high - low) / self.top)"),
     "the smallest scale of float32": (NONE, "2.0**-24", "2.0**-149"),
     "errors with the wrong sign": (COLUMN, "weights[:, 1:] - error", "weights[:, 1:] + error"),

@@ -18,7 +18,7 @@ from minipaged.contracts import BlockAllocator, BlockTable, Runner, Sampled, Sam
 from minipaged.devices import gpu_problem, has_nvidia_gpu
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
-from minipaged.params import EngineConfig
+from minipaged.params import EngineConfig, KVCacheDtype
 
 NEEDED_BY_FAST = ("torch", "numba")
 """And triton, on a machine with a GPU."""
@@ -102,10 +102,11 @@ class DeviceTier(Tier, ABC):
     def free_device_bytes(self, config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         """Memory of the device that a cache can have; None where the device's memory is the host's."""
 
-    def block_bytes(self, config: ModelConfig, block_size: int) -> int:
+    def block_bytes(self, config: ModelConfig, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
-        per_layer = 2 * config.num_key_value_heads * config.head_dim * self.ITEM_BYTES[self.dtype]
-        return block_size * config.num_hidden_layers * per_layer
+        in_8_bits = kv_cache_dtype != "auto"  # then each head has a scale, in float32
+        per_head = config.head_dim + 4 if in_8_bits else config.head_dim * self.ITEM_BYTES[self.dtype]
+        return block_size * config.num_hidden_layers * 2 * config.num_key_value_heads * per_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,7 @@ class ReferenceTier(DeviceTier):
             config.head_dim,
             engine_config.num_swap_blocks,
             self.dtype,
+            engine_config.kv_cache_dtype,
         )
         return Llama(config, weights, cache)
 
@@ -254,6 +256,7 @@ class FastTier(DeviceTier):
                 config.head_dim,
                 engine_config.num_swap_blocks,
                 getattr(torch, self.dtype),
+                engine_config.kv_cache_dtype,
                 self.device,
             )
             if self.device == "cpu" and not kernels_are_compiled(cache.dtype):

@@ -25,7 +25,7 @@ def opening(stage: Stage) -> list[str]:
     model = stage.model
     text = (
         f"minipaged demo: {model.folder.name} on the {model.tier.name} tier. The keys and values of one token take "
-        f"{model.block_bytes(1):,} bytes. Each scene compares paging with a contiguous cache of the same size, which "
+        f"{stage.bytes_per_token:,} bytes. Each scene compares paging with a contiguous cache of the same size, which "
         f"reserves {stage.max_model_len} tokens (max_model_len) for every sequence, as systems did before."
     )
     return [*_wrap(text, indent=""), ""]
@@ -188,7 +188,7 @@ def document(stage: Stage, played: Iterable[tuple[Scene, Outcome]]) -> str:
         "model": stage.model.folder.name,
         "tier": stage.model.tier.name,
         "seed": stage.seed,
-        "bytes_per_token": stage.model.block_bytes(1),
+        "bytes_per_token": stage.bytes_per_token,
         "max_model_len": stage.max_model_len,
     }
     return json.dumps({**head, "scenes": scenes}, indent=2)

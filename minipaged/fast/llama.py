@@ -318,7 +318,17 @@ class Llama(Runner):
             qkv = layer.qkv(x)  # [tokens, (heads + 2 * kv_heads) * head_dim]
             keys, values = self.kv_cache.layer(i)
             q = kernels.rope_and_write(
-                qkv, self.cos, self.sin, tokens.positions, slots, keys, values, heads, layer.qk_norm, eps
+                qkv,
+                self.cos,
+                self.sin,
+                tokens.positions,
+                slots,
+                keys,
+                values,
+                heads,
+                layer.qk_norm,
+                eps,
+                self.kv_cache.scales(i),
             )  # [tokens, heads, head_dim]
             x = attend(
                 q,

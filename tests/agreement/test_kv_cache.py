@@ -24,14 +24,26 @@ NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
 class Twins:
     """A cache of each tier, given the same calls."""
 
-    def __init__(self, kernel_set: KernelSet, dtype: torch.dtype, sizes: dict[str, int]) -> None:
+    def __init__(
+        self, kernel_set: KernelSet, dtype: torch.dtype, sizes: dict[str, int], kv_cache_dtype: str = "auto"
+    ) -> None:
         self.device, self.dtype = kernel_set.device, dtype
-        self.reference = reference.KVCache(**sizes, dtype=NUMPY[dtype])
-        self.fast = fast.KVCache(**sizes, dtype=dtype, device=kernel_set.device, kernels=kernel_set.kernels)
+        self.reference = reference.KVCache(**sizes, dtype=NUMPY[dtype], kv_cache_dtype=kv_cache_dtype)
+        self.fast = fast.KVCache(
+            **sizes,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            device=kernel_set.device,
+            kernels=kernel_set.kernels,
+        )
+        assert self.fast.block_bytes == self.reference.block_bytes
 
     def write(self, layer: int, slots: list[int], seed: int) -> None:
         shape = (len(slots), self.reference.num_kv_heads, self.reference.head_dim)
-        k, v = np.random.default_rng(seed).standard_normal((2, *shape)).astype(NUMPY[self.dtype])
+        rng = np.random.default_rng(seed)
+        k, v = rng.standard_normal((2, *shape)) * 10.0 ** rng.integers(-4, 3, (2, *shape[:2], 1))
+        k[1:2, 0] = 0  # a head of zeros
+        k, v = k.astype(NUMPY[self.dtype]), v.astype(NUMPY[self.dtype])
         self.reference.write(layer, slots, k, v)
         self.fast.write(layer, torch.tensor(slots, device=self.device), self.tensor(k), self.tensor(v))
 
@@ -50,8 +62,15 @@ class Twins:
                 np.testing.assert_array_equal(ours_.cpu().numpy(), theirs)
         if self.fast.device.type == "cuda":
             torch.cuda.synchronize()
-        hosts = self.fast.host_blocks.transpose(3, 4).numpy()  # the reference has the slots before the heads
-        np.testing.assert_array_equal(hosts, self.reference.host_blocks)
+        for ours, theirs in (
+            (self.fast.device_blocks, self.reference.device_blocks),
+            (self.fast.host_blocks, self.reference.host_blocks),
+        ):
+            numbers, scales = self.fast.parts(ours.cpu())
+            expected = [theirs] if scales is None else [theirs["codes"], theirs["scales"]]
+            for part, each in zip((numbers, scales), expected, strict=False):
+                # The reference has the slots before the heads.
+                np.testing.assert_array_equal(part.transpose(3, 4).numpy(), each)  # type: ignore[union-attr]
 
 
 @st.composite
@@ -78,7 +97,8 @@ def pairs(draw: st.DrawFn, sources: list[int], destinations: list[int]) -> list[
 def test_any_calls_leave_the_same_content(kernel_set: KernelSet, data: st.DataObject) -> None:
     """Writes with padding, then swapping out, poisoning, swapping in and copying in one batch; again and again."""
     size = data.draw(sizes())
-    twins = Twins(kernel_set, data.draw(st.sampled_from([torch.float32, torch.float16])), size)
+    kv_cache_dtype = data.draw(st.sampled_from(["auto", "int8", "fp8"]))
+    twins = Twins(kernel_set, data.draw(st.sampled_from([torch.float32, torch.float16])), size, kv_cache_dtype)
     device, host = list(range(size["num_blocks"])), list(range(size["num_swap_blocks"]))
     for round_ in range(3):
         slots = data.draw(st.lists(st.integers(-1, size["num_blocks"] * size["block_size"] - 1), max_size=20))
@@ -103,6 +123,62 @@ def test_the_edges_of_the_pool_are_written_and_nothing_else(kernel_set: KernelSe
     twins.write(1, [0, 14], seed=0)
     twins.check_equal()
     assert torch.count_nonzero(twins.fast.device_blocks).item() == 2 * 2 * 2 * 12
+
+
+@every_kernel_set
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@given(data=st.data())
+@settings(max_examples=examples(8))
+def test_keys_are_rotated_first_and_then_rounded_once_as_the_reference_rounds(
+    kernel_set: KernelSet, kv_cache_dtype: str, data: st.DataObject
+) -> None:
+    """What the same kernel writes without rounding is what the reference is given to round."""
+    size = {"num_layers": 2, "num_blocks": 3, "block_size": 4} | {
+        "num_kv_heads": data.draw(st.integers(1, 3)),
+        "head_dim": data.draw(st.sampled_from([2, 12, 64, 80])),
+    }
+    heads, (kv_heads, head_dim) = 4 * size["num_kv_heads"], (size["num_kv_heads"], size["head_dim"])
+    slots = data.draw(st.permutations([0, 3, 5, 11, -1, -1]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    qkv = rng.standard_normal((len(slots), heads + 2 * kv_heads, head_dim)) * 10.0 ** rng.integers(-3, 3, (6, 1, 1))
+    turns = rng.standard_normal((2, len(slots), head_dim // 2)).astype(np.float32)  # of any size: nothing is checked
+    normed = data.draw(st.booleans())
+    exact, rounded = (Twins(kernel_set, torch.float32, size, kind) for kind in ("auto", kv_cache_dtype))
+    queries = []
+    for twins in (exact, rounded):
+        given_ = torch.from_numpy(qkv.astype(np.float32)).view(len(slots), (heads + 2 * kv_heads) * head_dim)
+        places = torch.stack([torch.arange(len(slots)), torch.tensor(slots)]).int().to(twins.device)
+        norm = torch.linspace(0.5, 2, 2 * head_dim).view(2, head_dim).to(twins.device) if normed else None
+        tables = (twins.tensor(turns[0]), twins.tensor(turns[1]), places[0], places[1])
+        where = (*twins.fast.layer(1), heads, norm, 1e-5, twins.fast.scales(1))
+        queries.append(kernel_set.kernels.rope_and_write(given_.to(twins.device), *tables, *where))
+    assert torch.equal(*queries)
+    k, v = (each.cpu().numpy() for each in exact.fast.read(1, torch.arange(3, device=exact.device)[None]))
+    real = [slot for slot in slots if slot >= 0]
+    rounded.reference.write(1, real, k[0, real], v[0, real])
+    rounded.check_equal()
+
+
+@every_kernel_set
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_head_that_is_no_number_stays_none_and_no_other_suffers(kernel_set: KernelSet, kv_cache_dtype: str) -> None:
+    size = {"num_layers": 1, "num_blocks": 2, "block_size": 4, "num_kv_heads": 2, "head_dim": 12}
+    cache = Twins(kernel_set, torch.float32, size, kv_cache_dtype).fast
+    k = torch.ones(3, 2, 12)
+    k[1, 0, 5], k[2, 1, 0] = torch.nan, torch.inf
+    cache.write(
+        0, torch.tensor([0, 1, 2], device=cache.device), k.to(cache.device), torch.ones_like(k).to(cache.device)
+    )
+    keys, values = (each[0, :3].cpu() for each in cache.read(0, torch.tensor([[0]], device=cache.device)))
+    assert keys[1, 0].isnan().all()
+    assert not keys[2, 1].isfinite().any()
+    assert (keys[[0, 1, 2], [0, 1, 0]] == 1).all()
+    assert (values == 1).all()
+
+
+def test_in_8_bits_heads_have_an_even_size() -> None:
+    with pytest.raises(ValueError, match="head_dim is 5; in 8 bits it must be even"):
+        fast.KVCache(1, 1, 1, 1, 5, kv_cache_dtype="int8")
 
 
 CALLS: dict[str, Any] = {

@@ -26,6 +26,9 @@ not among them. One recorded graph thus serves all lengths. A sequence with one 
 each sequence, since each may end in a partial tile. A program finds its sequence by counting those that begin before
 it. Tiles late in a sequence see more keys than early ones and are started first: what is started last should be short.
 
+**8 bits.** Codes become numbers of the queries' type in registers, times the scale of their slot, between the load and
+the product: half the bytes come from memory, or a quarter, and the mathematics stays the same.
+
 Which rounding a sequence gets depends a little on the batch (the number of splits does); its mathematics does not.
 """
 
@@ -61,6 +64,9 @@ GRID_PER_SM = 8
 """Programs in the grid of a decode, for each multiprocessor. Sequences of equal lengths need PROGRAMS_PER_SM and the
 rest leave at once; with mixed lengths the spare ones let the longest sequence be divided finer than the average."""
 
+E4M3_FACTOR = tl.constexpr(2.0**120)
+"""By how much the exponents of float32 and of e4m3 floats count from different numbers: 127 and 7."""
+
 MAX_HEAD_DIM = 256
 """For wider heads nobody has looked at what the compiler makes of these kernels."""
 
@@ -78,6 +84,7 @@ def paged_decode(
     rows: Tensor,
     context_lens: Tensor,
     scale: float,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
@@ -85,7 +92,7 @@ def paged_decode(
     graph can record it.
     """
     seqs, heads, head_dim = query.shape
-    group = _check(query, keys, values, scale)
+    group = _check(query, keys, values, kv_scales, scale)
     kv_heads = keys.shape[1]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if seqs == 0:
@@ -101,6 +108,7 @@ def paged_decode(
         query,
         keys,
         values,
+        kv_scales,
         tables,
         rows,
         out,
@@ -134,6 +142,7 @@ def _decode_kernel(
     query,  # [seqs, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
     values,  # the same
+    kv_scales,  # None, or [num_blocks, 2, kv_heads, BLOCK_SIZE]
     tables,  # [num_rows, max_blocks]
     rows,  # [seqs]
     out,  # [seqs, heads, HEAD_DIM]
@@ -204,14 +213,14 @@ def _decode_kernel(
     for first in range(start, whole, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
-            q, m, l, o, keys + kv_at, values + kv_at, block, first, end, row,
+            q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, row,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
     # A loop of one turn, so that its loads go through shared memory too: in registers they would be the kernel's peak.
     last_seen = tl.full([ROWS], end - 1, tl.int32)
     for first in tl.range(whole, end, TILE, num_stages=2):
         m, l, o = _attend(  # noqa: E741
-            q, m, l, o, keys + kv_at, values + kv_at, last_block, first, end, last_seen,
+            q, m, l, o, keys + kv_at, values + kv_at, kv_scales, last_block, first, end, last_seen,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
         )  # fmt: skip
     o = o / l[:, None]
@@ -299,6 +308,7 @@ def paged_prefill(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
+    kv_scales: Tensor | None = None,
     *,
     max_query_len: int,
 ) -> Tensor:
@@ -307,7 +317,7 @@ def paged_prefill(
     Raises ValueError for shapes or strides that do not fit.
     """
     tokens, _, head_dim = query.shape
-    group = _check(query, keys, values, scale)
+    group = _check(query, keys, values, kv_scales, scale)
     seqs = len(context_lens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     capability = _capability(query.device)
@@ -319,6 +329,7 @@ def paged_prefill(
         query,
         keys,
         values,
+        kv_scales,
         tables,
         rows,
         out,
@@ -340,6 +351,7 @@ def _prefill_kernel(
     query,  # [tokens, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
     values,  # the same
+    kv_scales,  # None, or [num_blocks, 2, kv_heads, BLOCK_SIZE]
     tables,  # [num_rows, max_blocks]
     rows,  # [seqs]
     out,  # [tokens, heads, HEAD_DIM]
@@ -403,13 +415,13 @@ def _prefill_kernel(
     for first in range(0, whole, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
-            q, m, l, o, keys + kv_at, values + kv_at, block, first, end, position,
+            q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, position,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
     for first in range(whole, end, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
-            q, m, l, o, keys + kv_at, values + kv_at, block, first, end, position,
+            q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, position,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
         )  # fmt: skip
     o = o / l[:, None]
@@ -433,8 +445,9 @@ def _attend(
     m,  # [rows], the largest score so far, times log2 e
     l,  # [rows], the sum of exponentials so far, in units of 2^m  # noqa: E741
     o,  # [rows, DIM], the sum of weighted values so far, in units of 2^m
-    keys,
+    keys,  # those of this program's key/value head, as the values are
     values,
+    kv_scales,  # None, or those of all heads
     block,  # [TILE], the block that each key is in
     first,
     end,
@@ -466,6 +479,17 @@ def _attend(
     else:
         k = tl.load(keys + at)
         v = tl.load(values + at)
+    if kv_scales is not None:
+        slot = position % BLOCK_SIZE
+        scale_at = block.to(tl.int64) * (block_stride // 4) + tl.program_id(0) * BLOCK_SIZE + slot  # [TILE]
+        value_scale_at = scale_at + tl.num_programs(0) * BLOCK_SIZE  # [TILE]: after those of all heads' keys
+        if MASKED:
+            k_scale = tl.load(kv_scales + scale_at, mask=position < end, other=0.0)  # [TILE]
+            v_scale = tl.load(kv_scales + value_scale_at, mask=position < end, other=0.0)
+        else:
+            k_scale = tl.load(kv_scales + scale_at)
+            v_scale = tl.load(kv_scales + value_scale_at)
+        k, v = _numbers(k, k_scale, q.dtype), _numbers(v, v_scale, q.dtype)
 
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, TILE]; ieee: fp32 is not cut down to tf32
     if MASKED:
@@ -476,6 +500,17 @@ def _attend(
     l = l * fade + tl.sum(p, 1)  # noqa: E741
     o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
     return m_new, l, o
+
+
+@triton.jit
+def _numbers(codes, scales, dtype: tl.constexpr):
+    """What codes [TILE, DIM], int8 or the bits of e4m3 floats, stand for, with the scales [TILE] of their slots."""
+    if codes.dtype == tl.int8:
+        wide = codes.to(tl.float32)
+    else:  # sign, exponent and fraction where a float32 has them, with 120 too little in the exponent
+        bits = codes.to(tl.int32)
+        wide = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * E4M3_FACTOR
+    return (wide * scales[:, None]).to(dtype)
 
 
 # --- How a kernel is compiled ----------------------------------------------------------------------
@@ -581,7 +616,7 @@ def _padded(head_dim: int) -> int:
 # --- Checks, and the device -----------------------------------------------------------------------
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> int:
+def _check(query: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None, scale: float) -> int:
     """The number of query heads for each key/value head. Raises ValueError for what does not fit together."""
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[1]
@@ -593,7 +628,10 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> int:
         raise ValueError("keys and values must have the same shape and strides: views of one cache")
     if query.stride(2) != 1 or keys.stride(3) != 1:
         raise ValueError("the elements of one head must lie side by side, in queries and in the cache")
-    if query.dtype != keys.dtype:
+    if kv_scales is not None:
+        if keys.dtype not in (torch.int8, torch.uint8) or kv_scales[0, 0].shape != keys.shape[1:3]:
+            raise ValueError(f"keys in {keys.dtype} {tuple(keys.shape)} do not go with scales {tuple(kv_scales.shape)}")
+    elif query.dtype != keys.dtype:
         raise ValueError(f"queries in {query.dtype} cannot meet keys in {keys.dtype}")
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}")

@@ -42,7 +42,7 @@ class Twins:
         shape = (len(slots), self.reference.num_kv_heads, self.reference.head_dim)
         rng = np.random.default_rng(seed)
         k, v = rng.standard_normal((2, *shape)) * 10.0 ** rng.integers(-4, 3, (2, *shape[:2], 1))
-        k[1:2, 0] = 0  # a head of zeros
+        k[2:3, 0] = 0  # a head of zeros
         k, v = k.astype(NUMPY[self.dtype]), v.astype(NUMPY[self.dtype])
         self.reference.write(layer, slots, k, v)
         self.fast.write(layer, torch.tensor(slots, device=self.device), self.tensor(k), self.tensor(v))
@@ -133,7 +133,7 @@ def test_keys_are_rotated_first_and_then_rounded_once_as_the_reference_rounds(
     kernel_set: KernelSet, kv_cache_dtype: str, data: st.DataObject
 ) -> None:
     """What the same kernel writes without rounding is what the reference is given to round."""
-    size = {"num_layers": 2, "num_blocks": 3, "block_size": 4} | {
+    size = {"num_layers": 2, "num_blocks": 3, "block_size": 4, "num_swap_blocks": 1} | {
         "num_kv_heads": data.draw(st.integers(1, 3)),
         "head_dim": data.draw(st.sampled_from([2, 12, 64, 80])),
     }

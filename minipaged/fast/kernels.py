@@ -118,7 +118,9 @@ class KVCacheKernels(Protocol):
     Or they are kept in 8 bits. Then `keys` and `values` are int8, or the bits of e4m3 floats in uint8, and `kv_scales`
     is the layer's [num_blocks, 2, kv_heads, block_size] float32, the 2 standing for keys and values, of which blocks
     are as many bytes apart as those of the keys. What is written is divided, in float32, by a scale for each token and
-    head: its largest number over 127 or 448, at least the smallest normal float32; it is NaN where there is one.
+    head: its largest number over 127 or 448, at least the smallest normal float32; it is NaN where there is one. Or by
+    `static_scales` [2, kv_heads] float32, of the layer's keys and values, to the nearest that there is a code for; where
+    a number is infinite or NaN, the scale is so as well.
     """
 
     def rope_and_write(
@@ -134,6 +136,7 @@ class KVCacheKernels(Protocol):
         qk_norm: Tensor | None = None,
         eps: float = 0.0,
         kv_scales: Tensor | None = None,
+        static_scales: Tensor | None = None,
     ) -> Tensor:
         """Rotate the query and key of each token by its position; store key and value into its slot.
 
@@ -146,7 +149,14 @@ class KVCacheKernels(Protocol):
         """
 
     def write(
-        self, slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None = None
+        self,
+        slots: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        kv_scales: Tensor | None = None,
+        static_scales: Tensor | None = None,
     ) -> None:
         """Store keys and values that are rotated already.
 

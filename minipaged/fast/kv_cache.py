@@ -53,11 +53,13 @@ class KVCache:
         kv_cache_dtype: str = "auto",
         device: str | torch.device = "cpu",
         kernels: Kernels | None = None,
+        static_scales: Tensor | None = None,
     ) -> None:
         """Reserve both pools. Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
 
         `dtype`: of the numbers that are written and read. `kv_cache_dtype`: how they are kept, as they are ("auto") or
-        as codes of 8 bits ("int8", "fp8"), which takes an even `head_dim`.
+        as codes of 8 bits ("int8", "fp8"), which takes an even `head_dim`. `static_scales`: [num_layers, 2,
+        num_kv_heads] float32 on the device, 2: keys, values; None: each token's own.
         `kernels`: `minipaged.fast.gpu` or `minipaged.fast.cpu`; by the device, unless a test wants the other one.
         """
         sizes = {
@@ -80,6 +82,7 @@ class KVCache:
         self.num_swap_blocks = num_swap_blocks
         self.dtype = dtype
         self.kv_cache_dtype = kv_cache_dtype
+        self.static_scales = static_scales
         self.device = torch.device(device)
         self.kernels = kernels or kernels_for(self.device)
         block_shape: tuple[int, ...] = (num_layers, 2, num_kv_heads, block_size, head_dim)  # 2: keys, values
@@ -122,6 +125,10 @@ class KVCache:
         """In 8 bits, one layer's scales as a view: [num_blocks, 2, kv_heads, block_size] float32, 2: keys, values."""
         return None if self._scales is None else self._scales[:, layer]
 
+    def static(self, layer: int) -> Tensor | None:
+        """One layer's static scales, [2, num_kv_heads] float32, where there are such."""
+        return None if self.static_scales is None else self.static_scales[layer]
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put the keys and values of n tokens into their slots, in one layer.
 
@@ -142,7 +149,7 @@ class KVCache:
                 f"(0 to {self.num_blocks * self.block_size - 1}, or -1 for padding)"
             )
         if len(slots):
-            self.kernels.write(slots, k, v, keys, values, self.scales(layer))
+            self.kernels.write(slots, k, v, keys, values, self.scales(layer), self.static(layer))
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and the values, as copies, that some sequences have in n consecutive logical blocks, in one layer.

@@ -22,6 +22,9 @@ say, and the factor, its *scale*, is kept in float32 beside the slot:
 
 A scale depends on nothing but its own token. So what is appended never changes what is there already, a token has the
 same code in whatever batch it was computed, and a block, its scales within it, is copied, swapped and shared as ever.
+
+Some checkpoints bring *static* scales, a number for all tokens of a layer or of a head, found on a few texts beforehand.
+They are used instead and lie in the same place, so that nothing else has to know of them.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from minipaged.steps import CopyPair
 Array = npt.NDArray[Any]
 
 LARGEST = {"int8": 127, "fp8": 448}
-"""The largest number that a code stands for. (int8 has -128 too, which is left out: x and -x are rounded alike.)"""
+"""The largest number that a code stands for. (int8 has -128 too, which only a static scale can lead to.)"""
 SMALLEST_SCALE = np.finfo(np.float32).tiny
 """Of a head of zeros, so that nothing is divided by 0."""
 
@@ -56,11 +59,13 @@ class KVCache:
         num_swap_blocks: int = 0,
         dtype: npt.DTypeLike = np.float32,
         kv_cache_dtype: str = "auto",
+        static_scales: Array | None = None,
     ) -> None:
         """Reserve both pools. Memory is used up only as blocks are written.
 
         `dtype`: of the numbers that are written and read. `kv_cache_dtype`: how they are kept, as they are ("auto") or
-        as codes of 8 bits ("int8", "fp8").
+        as codes of 8 bits ("int8", "fp8"). `static_scales`: [num_layers, 2, num_kv_heads], 2: keys, values; None: each
+        token's own.
         Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
         """
         sizes = {
@@ -83,6 +88,7 @@ class KVCache:
         self.num_swap_blocks = num_swap_blocks
         self.dtype = np.dtype(dtype)
         self.kv_cache_dtype = kv_cache_dtype
+        self.static_scales = static_scales
         block_shape = (num_layers, 2, block_size, num_kv_heads, head_dim)  # 2: keys, values
         if kv_cache_dtype == "auto":
             block = np.dtype((self.dtype, block_shape))
@@ -119,7 +125,8 @@ class KVCache:
             if self.kv_cache_dtype == "auto":
                 self.device_blocks[at] = values
             else:
-                codes, scales = quantize(values, self.kv_cache_dtype)
+                given = None if self.static_scales is None else self.static_scales[layer, part]  # [kv_heads]
+                codes, scales = quantize(values, self.kv_cache_dtype, given)
                 self.device_blocks["codes"][at] = codes  # [n real, kv_heads, head_dim]
                 self.device_blocks["scales"][at] = scales  # [n real, kv_heads]
 
@@ -183,21 +190,26 @@ class KVCache:
 # --- 8 bits ---------------------------------------------------------------------------------------
 
 
-def quantize(values: Array, kv_cache_dtype: str) -> tuple[Array, Array]:
+def quantize(values: Array, kv_cache_dtype: str, static_scales: Array | None = None) -> tuple[Array, Array]:
     """Some heads [..., head_dim] as codes of the same shape, int8 or the bits of e4m3 floats, and scales [...] float32.
 
+    `static_scales` [..., or what broadcasts to it] are taken as they are: numbers that are too large for them are cut.
     A head that holds NaN or infinity has a scale that is NaN or infinite, so that what is read is no number either.
     """
     values = values.astype(np.float32)  # [..., head_dim]
     largest = np.float32(LARGEST[kv_cache_dtype])
-    scales = np.maximum(np.abs(values).max(axis=-1) / largest, SMALLEST_SCALE)  # [...]
+    sizes = np.abs(values).max(axis=-1)  # [...]
+    if static_scales is None:
+        scales = np.maximum(sizes / largest, SMALLEST_SCALE)  # [...]
+    else:
+        scales = np.where(np.isfinite(sizes), static_scales, sizes)  # [...]
     with np.errstate(invalid="ignore"):  # a code of NaN may be any
-        scaled = values / scales[..., None]  # [..., head_dim], from -largest to largest
+        scaled = values / scales[..., None]  # [..., head_dim], from -largest to largest if scales are their own
         if kv_cache_dtype == "int8":
-            return np.rint(scaled).astype(np.int8), scales
-        rounded = round_to_e4m3(scaled)  # [..., head_dim]
-    sizes = np.searchsorted(e4m3_values()[:127], np.abs(rounded))  # [..., head_dim]: codes 0 to 126 are 0 to 448
-    return (sizes | np.signbit(rounded) << 7).astype(np.uint8), scales
+            return np.rint(scaled.clip(-largest - 1, largest)).astype(np.int8), scales
+        rounded = round_to_e4m3(scaled.clip(-largest, largest))  # [..., head_dim]
+    codes = np.searchsorted(e4m3_values()[:127], np.abs(rounded))  # [..., head_dim]: codes 0 to 126 are 0 to 448
+    return (codes | np.signbit(rounded) << 7).astype(np.uint8), scales
 
 
 def dequantize(codes: Array, scales: Array) -> Array:

@@ -25,16 +25,28 @@ class Twins:
     """A cache of each tier, given the same calls."""
 
     def __init__(
-        self, kernel_set: KernelSet, dtype: torch.dtype, sizes: dict[str, int], kv_cache_dtype: str = "auto"
+        self,
+        kernel_set: KernelSet,
+        dtype: torch.dtype,
+        sizes: dict[str, int],
+        kv_cache_dtype: str = "auto",
+        *,
+        static: bool = False,
     ) -> None:
+        """`static`: scales of a checkpoint, for which some numbers are too large."""
         self.device, self.dtype = kernel_set.device, dtype
-        self.reference = reference.KVCache(**sizes, dtype=NUMPY[dtype], kv_cache_dtype=kv_cache_dtype)
+        shape = (sizes["num_layers"], 2, sizes["num_kv_heads"])
+        scales = 10.0 ** -np.arange(np.prod(shape)).reshape(shape).astype("f4") if static else None
+        self.reference = reference.KVCache(
+            **sizes, dtype=NUMPY[dtype], kv_cache_dtype=kv_cache_dtype, static_scales=scales
+        )
         self.fast = fast.KVCache(
             **sizes,
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             device=kernel_set.device,
             kernels=kernel_set.kernels,
+            static_scales=None if scales is None else self.tensor(scales),
         )
         assert self.fast.block_bytes == self.reference.block_bytes
 
@@ -97,8 +109,9 @@ def pairs(draw: st.DrawFn, sources: list[int], destinations: list[int]) -> list[
 def test_any_calls_leave_the_same_content(kernel_set: KernelSet, data: st.DataObject) -> None:
     """Writes with padding, then swapping out, poisoning, swapping in and copying in one batch; again and again."""
     size = data.draw(sizes())
-    kv_cache_dtype = data.draw(st.sampled_from(["auto", "int8", "fp8"]))
-    twins = Twins(kernel_set, data.draw(st.sampled_from([torch.float32, torch.float16])), size, kv_cache_dtype)
+    kind = data.draw(st.sampled_from(["auto", "int8", "fp8"]))
+    static = kind != "auto" and data.draw(st.booleans())
+    twins = Twins(kernel_set, data.draw(st.sampled_from([torch.float32, torch.float16])), size, kind, static=static)
     device, host = list(range(size["num_blocks"])), list(range(size["num_swap_blocks"]))
     for round_ in range(3):
         slots = data.draw(st.lists(st.integers(-1, size["num_blocks"] * size["block_size"] - 1), max_size=20))
@@ -142,15 +155,16 @@ def test_keys_are_rotated_first_and_then_rounded_once_as_the_reference_rounds(
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     qkv = rng.standard_normal((len(slots), heads + 2 * kv_heads, head_dim)) * 10.0 ** rng.integers(-3, 3, (6, 1, 1))
     turns = rng.standard_normal((2, len(slots), head_dim // 2)).astype(np.float32)  # of any size: nothing is checked
-    normed = data.draw(st.booleans())
-    exact, rounded = (Twins(kernel_set, torch.float32, size, kind) for kind in ("auto", kv_cache_dtype))
+    normed, static = data.draw(st.booleans()), data.draw(st.booleans())
+    exact = Twins(kernel_set, torch.float32, size)
+    rounded = Twins(kernel_set, torch.float32, size, kv_cache_dtype, static=static)
     queries = []
     for twins in (exact, rounded):
         given_ = torch.from_numpy(qkv.astype(np.float32)).view(len(slots), (heads + 2 * kv_heads) * head_dim)
         places = torch.stack([torch.arange(len(slots)), torch.tensor(slots)]).int().to(twins.device)
         norm = torch.linspace(0.5, 2, 2 * head_dim).view(2, head_dim).to(twins.device) if normed else None
         tables = (twins.tensor(turns[0]), twins.tensor(turns[1]), places[0], places[1])
-        where = (*twins.fast.layer(1), heads, norm, 1e-5, twins.fast.scales(1))
+        where = (*twins.fast.layer(1), heads, norm, 1e-5, twins.fast.scales(1), twins.fast.static(1))
         queries.append(kernel_set.kernels.rope_and_write(given_.to(twins.device), *tables, *where))
     assert torch.equal(*queries)
     k, v = (each.cpu().numpy() for each in exact.fast.read(1, torch.arange(3, device=exact.device)[None]))
@@ -159,21 +173,29 @@ def test_keys_are_rotated_first_and_then_rounded_once_as_the_reference_rounds(
     rounded.check_equal()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # the interpreter computes with NumPy
 @every_kernel_set
+@pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_a_head_that_is_no_number_stays_none_and_no_other_suffers(kernel_set: KernelSet, kv_cache_dtype: str) -> None:
+def test_a_head_that_is_no_number_stays_none_and_no_other_suffers(
+    kernel_set: KernelSet, kv_cache_dtype: str, static: bool
+) -> None:
     size = {"num_layers": 1, "num_blocks": 2, "block_size": 4, "num_kv_heads": 2, "head_dim": 12}
-    cache = Twins(kernel_set, torch.float32, size, kv_cache_dtype).fast
-    k = torch.ones(3, 2, 12)
-    k[1, 0, 5], k[2, 1, 0] = torch.nan, torch.inf
-    cache.write(
-        0, torch.tensor([0, 1, 2], device=cache.device), k.to(cache.device), torch.ones_like(k).to(cache.device)
-    )
-    keys, values = (each[0, :3].cpu() for each in cache.read(0, torch.tensor([[0]], device=cache.device)))
-    assert keys[1, 0].isnan().all()
-    assert not keys[2, 1].isfinite().any()
-    assert (keys[[0, 1, 2], [0, 1, 0]] == 1).all()
-    assert (values == 1).all()
+    twins = Twins(kernel_set, torch.float32, size, kv_cache_dtype, static=static)
+    k = np.full((3, 2, 12), 0.015625, np.float32)
+    k[1, 0, 5], k[2, 1, 0] = np.nan, np.inf
+    v = np.full_like(k, 0.015625)
+    twins.reference.write(0, [0, 1, 2], k, v)
+    twins.fast.write(0, torch.tensor([0, 1, 2], device=twins.device), twins.tensor(k), twins.tensor(v))
+    theirs = twins.reference.read(0, np.array([[0]]))
+    ours = twins.fast.read(0, torch.tensor([[0]], device=twins.device))
+    for keys, values in (theirs, [each.cpu().numpy() for each in ours]):
+        assert np.isnan(keys[0, 1, 0]).all()
+        assert not np.isfinite(keys[0, 2, 1]).any()
+        assert np.isfinite(keys[0, [0, 1, 2], [0, 1, 0]]).all()
+        assert np.isfinite(values[0, :3]).all()
+        if not static:
+            np.testing.assert_allclose(keys[0, [0, 1, 2], [0, 1, 0]], 0.015625, rtol=1e-6)
 
 
 def test_in_8_bits_heads_have_an_even_size() -> None:

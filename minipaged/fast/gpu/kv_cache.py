@@ -55,6 +55,7 @@ def rope_and_write(
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
     kv_scales: Tensor | None = None,
+    static_scales: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`. Rows of `qkv` may be strided, `head_dim` is even; positions and slots may be int64,
     and a negative position turns as position 0 does."""
@@ -65,7 +66,7 @@ def rope_and_write(
     programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)  # of one token
     query_norm, key_norm = (None, None) if qk_norm is None else qk_norm.unbind()  # [head_dim] each
     _rope_and_write[len(qkv), programs](
-        qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values, kv_scales,
+        qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values, kv_scales, static_scales,
         qkv.stride(0), *keys.stride()[:3], eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         HEADS=heads, HALF=half, num_warps=2, enable_fp_fusion=False,  # rounded between * and +, as the reference does
@@ -77,7 +78,7 @@ def rope_and_write(
 # kernel anew for each choice of those that 16 divides, and could make no use of it: they are read one by one.
 @triton.jit(do_not_specialize=["positions", "slots"])
 def _rope_and_write(
-    qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values, kv_scales,
+    qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values, kv_scales, static_scales,
     qkv_stride, block_stride, head_stride, slot_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -121,11 +122,13 @@ def _rope_and_write(
             if kv_scales is not None:
                 at = kv_scales + _scale_at(slot, head, block_stride, BLOCK_SIZE)  # [HEADS, 1]
                 kind: tl.constexpr = keys.dtype.element_ty
-                scale = _scale(tl.maximum(_largest(first, mask), _largest(second, mask)), kind)  # [HEADS, 1]
+                largest = tl.maximum(_largest(first, mask), _largest(second, mask))  # [HEADS, 1]
+                scale = _scale(largest, static_scales, head, exists, kind)  # [HEADS, 1]
                 tl.store(at, scale, mask=exists)
                 first = _codes(first, scale, kind)
                 second = _codes(second, scale, kind)
-                scale = _scale(tl.maximum(_largest(value_first, mask), _largest(value_second, mask)), kind)
+                largest = tl.maximum(_largest(value_first, mask), _largest(value_second, mask))
+                scale = _scale(largest, static_scales, NUM_KV_HEADS + head, exists, kind)
                 tl.store(at + NUM_KV_HEADS * BLOCK_SIZE, scale, mask=exists)
                 value_first = _codes(value_first, scale, kind)
                 value_second = _codes(value_second, scale, kind)
@@ -168,21 +171,26 @@ def _largest(x, mask):
 
 
 @triton.jit
-def _scale(largest, kind: tl.constexpr):
-    """The scale of heads whose largest numbers have these bits, for codes of this type."""
+def _scale(largest, static, place, exists, kind: tl.constexpr):
+    """The scale of heads whose largest numbers have these bits, for codes of this type; or, if there are static ones,
+    what stands in their `place`."""
     most: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
     scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, most, tl.float32))
-    return tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)  # NaN is not less
+    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)  # NaN is not less
+    if static is not None:
+        scale = tl.where(largest < 0x7F800000, tl.load(static + place, mask=exists, other=1.0), scale)
+    return scale
 
 
 @triton.jit
 def _codes(x, scale, kind: tl.constexpr):
     """x [HEADS, n] in codes, int8 or the bits of e4m3 floats, each rounded to the nearest and ties to even."""
-    scaled = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))  # at most 127 or 448
+    scaled = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
     if kind == tl.int8:
+        scaled = tl.clamp(scaled, -128.0, 127.0)  # it may be larger with a static scale only
         codes = (scaled + 12582912.0).to(tl.int32, bitcast=True)  # the bits of 1.5 * 2**23 + n end with those of n
     else:
-        bits = scaled.to(tl.int32, bitcast=True)
+        bits = tl.clamp(scaled, -448.0, 448.0).to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         # Below 2**-6 there are 2**-9 between neighbours, as from 16384 on in float32.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -192,20 +200,28 @@ def _codes(x, scale, kind: tl.constexpr):
     return codes.to(kind)
 
 
-def write(slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None = None) -> None:
+def write(
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_scales: Tensor | None = None,
+    static_scales: Tensor | None = None,
+) -> None:
     """Store the keys and values of some tokens into their slots."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     dims = triton.next_power_of_2(head_dim)
     heads = max(1, TILE // dims)  # of one program
     _write[len(k), triton.cdiv(num_kv_heads, heads)](
-        slots, k, v, keys, values, kv_scales, k.stride(0), v.stride(0), *keys.stride()[:3],
+        slots, k, v, keys, values, kv_scales, static_scales, k.stride(0), v.stride(0), *keys.stride()[:3],
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, HEADS=heads, DIMS=dims, num_warps=2,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _write(
-    slots, k, v, keys, values, kv_scales, k_stride, v_stride, block_stride, head_stride, slot_stride,
+    slots, k, v, keys, values, kv_scales, static_scales, k_stride, v_stride, block_stride, head_stride, slot_stride,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
@@ -223,10 +239,10 @@ def _write(
         if kv_scales is not None:
             at = kv_scales + _scale_at(slot, head, block_stride, BLOCK_SIZE)  # [HEADS, 1]
             kind: tl.constexpr = keys.dtype.element_ty
-            scale = _scale(_largest(key, mask), kind)  # [HEADS, 1]
+            scale = _scale(_largest(key, mask), static_scales, head, exists, kind)  # [HEADS, 1]
             tl.store(at, scale, mask=exists)
             key = _codes(key, scale, kind)
-            scale = _scale(_largest(value, mask), kind)
+            scale = _scale(_largest(value, mask), static_scales, NUM_KV_HEADS + head, exists, kind)
             tl.store(at + NUM_KV_HEADS * BLOCK_SIZE, scale, mask=exists)
             value = _codes(value, scale, kind)
         tl.store(keys + to, key, mask=mask)

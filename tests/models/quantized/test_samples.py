@@ -114,7 +114,7 @@ def test_both_tiers_take_a_checkpoints_scales_for_keys_and_values_unless_others_
         for output, logits in zip(llm.generate(prompts, params), theirs["logits_tool"][:, 1], strict=True):
             expected = torch.from_numpy(logits).log_softmax(0)
             told = output.outputs[0].logprobs[0]
-            errors += [abs(each.logprob - expected[token].item()) for token, each in told.items()]
+            errors += [abs(logprob - expected[token].item()) for token, logprob in told.items()]
         apart[kv_cache_dtype] = max(errors)
     assert apart["auto"] < 1e-4 < 1e-3 < apart["int8"]
 
@@ -128,7 +128,7 @@ def test_a_layer_without_its_scales_is_told_and_does_without_where_it_may(tmp_pa
         settings: Any = {"tier": tier, "device": "cpu", "num_blocks": 8}
         with pytest.raises(ModelError, match=r"'model\.layers\.1\.self_attn\.v_scale' .*kv_cache_dtype='int8'"):
             LLM(folder, **settings)
-        assert LLM(folder, kv_cache_dtype="int8", **settings).generate("", SamplingParams(max_tokens=1))
+        assert LLM(folder, kv_cache_dtype="int8", **settings).generate({"prompt_token_ids": [5]}, SamplingParams(max_tokens=1))
 
 
 def test_dynamic_scales_are_in_no_checkpoint(tmp_path: Path) -> None:

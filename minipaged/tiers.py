@@ -305,7 +305,7 @@ def kept_as(config: ModelConfig, kv_cache_dtype: str) -> str:
 
 
 def has_static_scales(config: ModelConfig, engine_config: EngineConfig) -> bool:
-    """Whether keys and values are rounded with the checkpoint's scales. (What is asked for by name computes its own.)"""
+    """Whether keys and values are rounded with the checkpoint's scales. (What is asked for by name finds its own.)"""
     return engine_config.kv_cache_dtype == "auto" and config.kv_cache_dtype != "auto"
 
 

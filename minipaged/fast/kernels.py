@@ -119,8 +119,8 @@ class KVCacheKernels(Protocol):
     is the layer's [num_blocks, 2, kv_heads, block_size] float32, the 2 standing for keys and values, of which blocks
     are as many bytes apart as those of the keys. What is written is divided, in float32, by a scale for each token and
     head: its largest number over 127 or 448, at least the smallest normal float32; it is NaN where there is one. Or by
-    `static_scales` [2, kv_heads] float32, of the layer's keys and values, to the nearest that there is a code for; where
-    a number is infinite or NaN, the scale is so as well.
+    `static_scales` [2, kv_heads] float32, of the layer's keys and values, and what is too large becomes the largest
+    that there is a code for; where a number is infinite or NaN, the scale is so as well.
     """
 
     def rope_and_write(

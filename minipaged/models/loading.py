@@ -134,7 +134,7 @@ def load_weights(
 
 
 def static_scales(config: ModelConfig, weights: Mapping[str, Any]) -> npt.NDArray[np.float32]:
-    """The scales for keys and values that came with the weights, [layers, 2, kv_heads], the 2 standing for keys, values.
+    """The scales for keys and values that came with the weights, [layers, 2, kv_heads], 2: keys, values.
 
     Raises ModelError where a layer has none.
     """

@@ -23,7 +23,7 @@ say, and the factor, its *scale*, is kept in float32 beside the slot:
 A scale depends on nothing but its own token. So what is appended never changes what is there already, a token has the
 same code in whatever batch it was computed, and a block, its scales within it, is copied, swapped and shared as ever.
 
-Some checkpoints bring *static* scales, a number for all tokens of a layer or of a head, found on a few texts beforehand.
+Some checkpoints bring *static* scales, one for all tokens of a layer or of a head, found on a few texts beforehand.
 They are used instead and lie in the same place, so that nothing else has to know of them.
 """
 

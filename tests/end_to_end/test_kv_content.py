@@ -1,8 +1,8 @@
 """The invariant `content`, of numbers: what is kept of a token in 8 bits is what its own key and value round to.
 
 A second cache, of floats, is given the same writes and the same moves of blocks as the engine's. After every write, in
-each layer, each slot of the pool has to hold its rounded numbers exactly: whatever was appended, shared, copied, swapped
-and poisoned since.
+each layer, each slot of the pool has to hold its rounded numbers exactly: whatever was appended, shared, copied,
+swapped and poisoned since.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Followed:
 
     def rope_and_write(self, qkv: Any, *arguments: Any) -> Any:
         """The kernel of the fast tier that writes."""
-        *where, keys, values, heads, norm, eps, _, _ = arguments
+        *where, keys, _values, heads, norm, eps, _, _ = arguments
         layer = [self.cache.layer(i)[0].data_ptr() for i in range(self.cache.num_layers)].index(keys.data_ptr())
         self.kernels.rope_and_write(qkv.clone(), *where, *self.exact.layer(layer), heads, norm, eps)
         query = self.kernels.rope_and_write(qkv, *arguments)

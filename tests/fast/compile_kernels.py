@@ -177,7 +177,7 @@ def dtypes(arch: int) -> tuple[torch.dtype, ...]:
 
 def cache_entries(arch: int) -> Iterator[Entry]:
     cache_strides = ("block_stride", "head_stride", "slot_stride")
-    norms = ("query_norm", "key_norm")
+    norms, scales = ("query_norm", "key_norm"), ("kv_scales", "static_scales")
     shapes = [(32, 8, 128, 16)]  # heads, kv heads, head dim, block size
     if arch == 90:
         shapes += [(9, 3, 64, 16), (32, 32, 80, 16), (4, 2, 36, 7)]  # the last ones: padded to 128; odd in every way
@@ -201,24 +201,24 @@ def cache_entries(arch: int) -> Iterator[Entry]:
                 f"rope-and-write-{shape}",
                 kv_cache._rope_and_write,
                 rotated,
-                options | dict.fromkeys((*norms, "kv_scales")),
+                options | dict.fromkeys((*norms, *scales)),
                 odd=odd,
                 wide=wide,
             )
-            for kind, codes in CODES.items():
-                in_8_bits = dict.fromkeys(("keys", "values"), codes) | {"kv_scales": "*fp32"}
+            for kind, given in (("int8", scales[:1]), ("fp8", scales)):  # each token's own scales, and a checkpoint's
+                codes = dict.fromkeys(("keys", "values"), CODES[kind]) | dict.fromkeys(given, "*fp32")
                 yield Entry(
                     f"rope-and-write-{shape}-{kind}",
                     kv_cache._rope_and_write,
-                    rotated | in_8_bits,
-                    options | dict.fromkeys(norms),
-                    odd=odd | frozenset({"kv_scales"} if head_dim == 36 else ()),
+                    rotated | codes,
+                    options | dict.fromkeys((*norms, *scales[len(given) :])),
+                    odd=odd | frozenset(given if head_dim == 36 else ()),
                 )
             yield Entry(
                 f"rope-and-write-normed-{shape}",  # Qwen3
                 kv_cache._rope_and_write,
                 rotated | dict.fromkeys(norms, POINTER[dtype]),
-                options | {"kv_scales": None},
+                options | dict.fromkeys(scales),
                 odd=odd | frozenset(norms if head_dim == 36 else ()),
                 wide=wide
                 & {"stores"},  # the weights, which all heads share, are loaded a number a thread, like cos and sin
@@ -228,7 +228,7 @@ def cache_entries(arch: int) -> Iterator[Entry]:
                 kv_cache._write,
                 {"slots": "*i32", "k": POINTER[dtype], "v": POINTER[dtype], **cache}
                 | dict.fromkeys(("k_stride", "v_stride", *cache_strides), "i32"),
-                sizes | {"HEADS": max(1, kv_cache.TILE // dims), "DIMS": dims, "kv_scales": None},
+                sizes | {"HEADS": max(1, kv_cache.TILE // dims), "DIMS": dims} | dict.fromkeys(scales),
                 odd=odd,
                 wide=wide,
             )

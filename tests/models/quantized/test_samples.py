@@ -128,7 +128,8 @@ def test_a_layer_without_its_scales_is_told_and_does_without_where_it_may(tmp_pa
         settings: Any = {"tier": tier, "device": "cpu", "num_blocks": 8}
         with pytest.raises(ModelError, match=r"'model\.layers\.1\.self_attn\.v_scale' .*kv_cache_dtype='int8'"):
             LLM(folder, **settings)
-        assert LLM(folder, kv_cache_dtype="int8", **settings).generate({"prompt_token_ids": [5]}, SamplingParams(max_tokens=1))
+        llm = LLM(folder, kv_cache_dtype="int8", **settings)
+        assert llm.generate({"prompt_token_ids": [5]}, SamplingParams(max_tokens=1))
 
 
 def test_dynamic_scales_are_in_no_checkpoint(tmp_path: Path) -> None:

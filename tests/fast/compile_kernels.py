@@ -131,7 +131,7 @@ def attention_entries(arch: int) -> Iterator[Entry]:
         where = {"tables": "*i32", "rows": "*i32", "out": POINTER[dtype]}
         shape = f"{NAME[dtype]}-d{head_dim}-g{group}-b{block_size}" + (f"-{kind}" if in_8_bits else "")
         on_tensor_cores = dtype != torch.float32  # tf32 would lose half of the digits
-        decode = attention.decode_options(dtype, head_dim, group, block_size, arch, split=True)
+        decode = attention.decode_options(dtype, head_dim, group, block_size, arch, in_8_bits, split=True)
         yield Entry(
             f"decode-{shape}",
             attention._decode_kernel,
@@ -142,7 +142,7 @@ def attention_entries(arch: int) -> Iterator[Entry]:
         )
         prompts = {}  # by rows of a tile: long prompts, and a few tokens each
         for max_query_len in (1024, 8):
-            options = attention.prefill_options(dtype, head_dim, group, block_size, arch, max_query_len)
+            options = attention.prefill_options(dtype, head_dim, group, block_size, arch, in_8_bits, max_query_len)
             prompts[options["ROWS"]] = options
         lengths = {"query_start": "*i32", "context_lens": "*i32", "seqs": "i32"}
         for rows, options in prompts.items():
@@ -161,7 +161,7 @@ def attention_entries(arch: int) -> Iterator[Entry]:
         {"out": "*bf16", "partial_o": "*fp32", "partial_lse": "*fp32"}
         | LENGTHS
         | {"out_token_stride": "i32", "out_head_stride": "i32"},
-        attention.reduce_options(attention.decode_options(torch.bfloat16, 128, 4, 16, arch, split=True)),
+        attention.reduce_options(attention.decode_options(torch.bfloat16, 128, 4, 16, arch, False, split=True)),
     )
 
 

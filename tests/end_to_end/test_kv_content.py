@@ -16,9 +16,13 @@ import pytest
 import torch
 
 from minipaged import LLM, BeamSearchParams, SamplingParams
+from minipaged.contracts import BatchRow
 from minipaged.fast.kv_cache import KVCache as FastCache
+from minipaged.llm import LoadedModel
+from minipaged.params import KVCacheDtype
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.reference.kv_cache import dequantize, quantize
+from tests.effort import thorough
 
 STEM = list(range(20, 46))
 PROMPTS = [STEM, [*STEM, 7], [*STEM[:17], 9, 8], [5], [*STEM, 7, 60, 61], list(range(90, 64, -3))]
@@ -110,3 +114,29 @@ def test_each_slot_holds_what_its_own_token_rounds_to(
     assert stats.blocks_copied > 0
     assert stats.prefix_cache_hit_tokens > 0
     assert (stats.preempted_by_swap if preemption == "swap" else stats.preempted_by_recompute) > 0
+
+
+TEXT = """Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or
+twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, "and what is
+the use of a book," thought Alice, "without pictures or conversations?" So she was considering in her own mind (as well
+as she could, for the hot day made her feel very sleepy and stupid), whether the pleasure of making a daisy-chain would
+be worth the trouble of getting up and picking the daisies, when suddenly a White Rabbit with pink eyes ran close by."""
+
+
+@thorough
+def test_a_real_models_logits_move_by_two_percent_in_int8_at_most_and_five_in_fp8(smollm2_folder: Path) -> None:
+    """Of all the logits after 12 beginnings of a text, by their Euclidean norm."""
+    model = LoadedModel.load(smollm2_folder, "fast", device="cpu", dtype="float32")
+    assert model.tokenizer is not None
+    token_ids = model.tokenizer.encode(TEXT)
+    logits = {}
+    kinds: tuple[KVCacheDtype, ...] = ("auto", "int8", "fp8")
+    for kind in kinds:
+        llm = LLM(model, kv_cache_dtype=kind, num_blocks=8, num_swap_blocks=0)
+        runner: Any = llm.engine.runner
+        lengths = range(10, 130, 10)
+        rows = [[BatchRow(tuple(token_ids[:n]), 0, tuple(range(8)), wants_logits=True)] for n in lengths]
+        logits[kind] = torch.cat([runner.forward(row) for row in rows])  # [lengths, vocab]
+    apart = {kind: ((logits[kind] - logits["auto"]).norm() / logits["auto"].norm()).item() for kind in kinds}
+    assert 0.001 < apart["int8"] < 0.02
+    assert 0.001 < apart["fp8"] < 0.05

@@ -534,13 +534,13 @@ def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int, in_8_bits: 
     K and V: 5 keep two tiles of K and V under way, and the look-ups two turns before them. There is room for 3 only
     where a tile has wide heads; not so on data-centre Blackwell, where Triton 3.7.1 moreover forgets a fence with 3, so
     that the first V may be multiplied before it is there (`early_reads` in tests/fast/compile_kernels.py). What is kept
-    in 8 bits is in registers as the numbers that it stands for, so that tiles of wide heads have to be smaller.
+    in 8 bits is in registers as the numbers that it stands for, so that tiles are smaller where there is least room.
     """
     if dtype == torch.float32:  # no tensor cores: products are sums of single multiplications, which take registers
         return {"TILE": 16, "num_warps": 4 if dim <= 64 else 8, "num_stages": 5 if dim <= 128 else 3}
     crowded = dim > 128 or (rows >= 64 and not _multiplies_from_shared_memory(capability))
     return {
-        "TILE": 16 if in_8_bits and dim > 128 else 32 if crowded else 64,
+        "TILE": 16 if crowded and in_8_bits else 32 if crowded else 64,
         "num_warps": 8 if rows >= 128 or (crowded and rows >= 64) else 4,
         "num_stages": 3 if dim > 128 and rows >= 64 and capability // 10 != 10 else 5,
     }

@@ -263,8 +263,8 @@ class FastTier(DeviceTier):
                 engine_config.num_swap_blocks,
                 getattr(torch, self.dtype),
                 kept_as(config, engine_config.kv_cache_dtype),
+                scales,
                 self.device,
-                static_scales=scales,
             )
             if self.device == "cpu" and not kernels_are_compiled(cache.dtype):
                 print(f"compiling the {self.dtype} kernels for this processor, once: about 20 seconds", file=sys.stderr)

@@ -319,7 +319,8 @@ def check_swap(setting: Setting, dtype: torch.dtype, random: torch.Generator) ->
     """Out to the host and back to other blocks, while what was left behind is overwritten at once."""
     sizes = (2, 12, 4, 2, 8, 12) if setting.tiny else (16, 160, 16, 8, 128, 160)
     layers, num_blocks, block_size, kv_heads, dim, num_swap_blocks = sizes
-    cache = KVCache(layers, num_blocks, block_size, kv_heads, dim, num_swap_blocks, dtype, "auto", setting.device, gpu)
+    sizes = (layers, num_blocks, block_size, kv_heads, dim, num_swap_blocks)
+    cache = KVCache(*sizes, dtype, device=setting.device, kernels=gpu)
     for how_many in (3, num_blocks // 2, num_blocks // 2):
         places, hosts = (
             torch.randperm(n, generator=random, device=random.device).tolist() for n in (num_blocks, num_swap_blocks)

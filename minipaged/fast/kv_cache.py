@@ -51,9 +51,9 @@ class KVCache:
         num_swap_blocks: int = 0,
         dtype: torch.dtype = torch.float32,
         kv_cache_dtype: str = "auto",
+        static_scales: Tensor | None = None,
         device: str | torch.device = "cpu",
         kernels: Kernels | None = None,
-        static_scales: Tensor | None = None,
     ) -> None:
         """Reserve both pools. Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
 

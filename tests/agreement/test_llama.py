@@ -82,7 +82,7 @@ class Twins:
         arrays = {name: tensor.numpy() for name, tensor in weights.items()}
         self.reference = ReferenceLlama(config, arrays, ReferenceCache(*shape, kv_cache_dtype=kv_cache_dtype))
         tensors = {name: tensor.to(kernel_set.device, dtype) for name, tensor in weights.items()}
-        cache = FastCache(*shape, dtype, kv_cache_dtype, kernel_set.device, kernel_set.kernels)
+        cache = FastCache(*shape, dtype, kv_cache_dtype, None, kernel_set.device, kernel_set.kernels)
         self.fast = FastLlama(config, tensors, cache, max_num_seqs=8)
         self.fast.sample = self.choose  # type: ignore[method-assign, assignment]
         self.reference.sample = lambda logits, inputs: list(self.choose(logits, inputs))  # type: ignore[method-assign]

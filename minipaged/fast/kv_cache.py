@@ -159,8 +159,8 @@ class KVCache:
         keys, values = self.layer(layer)
         shape = (len(blocks), blocks.shape[1] * self.block_size, self.num_kv_heads, self.head_dim)
         scales = self.scales(layer)
-        k = gather(keys, None if scales is None else scales[:, 0], blocks.long()).transpose(2, 3).reshape(shape)
-        v = gather(values, None if scales is None else scales[:, 1], blocks.long()).transpose(2, 3).reshape(shape)
+        k = _gather(keys, None if scales is None else scales[:, 0], blocks.long()).transpose(2, 3).reshape(shape)
+        v = _gather(values, None if scales is None else scales[:, 1], blocks.long()).transpose(2, 3).reshape(shape)
         return k.to(self.dtype), v.to(self.dtype)
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
@@ -230,7 +230,7 @@ class KVCache:
         return torch.cuda.stream(self._side_stream) if self._side_stream else nullcontext()
 
 
-def gather(pool: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
+def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
     """The keys (or values) in some blocks, [*blocks' shape, kv_heads, block_size, head_dim]; in 8 bits, float32.
 
     pool: one layer's keys, [num_blocks, kv_heads, block_size, head_dim]. scales: in 8 bits, theirs, of that shape

@@ -15,6 +15,8 @@ thousand at a time, and the online softmax runs over those tiles.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
@@ -22,7 +24,6 @@ from numba import njit, prange
 from torch import Tensor
 
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, float_of_bits, narrow, prefetch, widen
-from minipaged.fast.kv_cache import gather
 
 TILE = 64
 """Keys between two updates of the running maximum."""
@@ -105,7 +106,7 @@ def paged_prefill(
         for s in torch.nonzero(query_lens > 1)[:, 0].tolist():
             begin, end, context_len = int(query_start[s]), int(query_start[s + 1]), int(context_lens[s])
             num_blocks = -(-context_len // keys.shape[2])
-            blocks = tables[int(rows[s]), :num_blocks].long()
+            blocks = tables[int(rows[s]), :num_blocks]
             for tile in range(begin, end, QUERY_TILE):
                 stop = min(end, tile + QUERY_TILE)
                 out[tile:stop] = _prefill_tile(
@@ -137,10 +138,11 @@ def _prefill_tile(
     seen = min(context_len, first + T)  # keys past it lie after every query
     step = max(1, KEY_TILE // block_size)  # blocks of a tile
     key_scales, value_scales = (None, None) if kv_scales is None else kv_scales.unbind(1)
+    like = as_array(query)
     for j in range(0, -(-seen // block_size), step):
         start, stop = j * block_size, min((j + step) * block_size, seen)
-        K = _gather(keys, key_scales, blocks[j : j + step], stop - start)  # [kv_heads, keys, head_dim]
-        V = _gather(values, value_scales, blocks[j : j + step], stop - start)  # [kv_heads, keys, head_dim]
+        K = _gather(keys, key_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
+        V = _gather(values, value_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
         scores = q @ K.mT  # [kv_heads, T * group, keys]
         if stop > first + 1:  # the first query, at least, must not see all of them
             scores.masked_fill_(torch.arange(start, stop) > position[:, None], -torch.inf)
@@ -154,10 +156,26 @@ def _prefill_tile(
     return o.reshape(T, heads, head_dim)
 
 
-def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int) -> Tensor:
-    """The first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim]."""
-    tile = gather(pool, scales, blocks).transpose(0, 1)  # [kv_heads, blocks, block_size, head_dim]
-    return tile.reshape(tile.shape[0], -1, tile.shape[-1])[:, :num_keys].float()
+def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int, like: Any) -> Tensor:
+    """The first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim].
+
+    like: an array of the type that the model computes in.
+    """
+    kv_heads, block_size, head_dim = pool.shape[1:]
+    tiles = torch.empty(kv_heads, -(-num_keys // STEP) * STEP, head_dim)
+    _read_heads(
+        pool.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        KINDS[pool.dtype],
+        pool.stride(0) * pool.itemsize,
+        pool.stride(1) * pool.itemsize,
+        block_size,
+        blocks.numpy(),
+        num_keys,
+        like,
+        tiles.numpy(),
+    )
+    return tiles[:, :num_keys]
 
 
 @njit(inline="always")
@@ -278,6 +296,14 @@ def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes
         for line in range(0, there * row_bytes, CACHE_LINE):
             prefetch(address + line)
         j, block, offset = j + there, block + 1, 0
+
+
+@njit(nogil=True, cache=True)
+def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table, size, like, tiles):
+    """The first `size` keys (or values) of a table, of every head, into `tiles` [kv_heads, size or more, head_dim]."""
+    for h in range(len(tiles)):
+        head, head_scales = pool + h * head_stride, scales + h * block_size * SCALE_BYTES
+        _read_tile(head, head_scales, kind, block_stride, block_size, table, 0, size, like, tiles[h])
 
 
 @njit(cache=True)

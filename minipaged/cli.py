@@ -326,7 +326,7 @@ def quantize(
 
 
 @app.command(cls=Command)
-@takes(Settings, only=("tier", "device", "dtype"))
+@takes(Settings, only=("tier", "device", "dtype", "kv_cache_dtype"))
 def perplexity(
     model: Annotated[
         str, typer.Argument(help="A known name, a folder, a .gguf file, or a hub id.", show_default=False)
@@ -367,7 +367,7 @@ def doctor() -> None:
 
 
 @app.command(cls=Command)
-@takes(Settings, only=("tier", "allocator"))
+@takes(Settings, only=("tier", "allocator", "kv_cache_dtype"))
 def demo(
     context: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(help="Your own, for --scene yours.")] = None,
@@ -409,6 +409,7 @@ def demo(
                 "tier",
                 "block_size",
                 "num_blocks",
+                "kv_cache_dtype",
                 "allocator",
                 "seed",
                 "json_output",
@@ -420,7 +421,7 @@ def demo(
         if scene == "trace":
             _refuse_given(
                 context,
-                ("prompts", "model", "tier", "seed", "steps"),
+                ("prompts", "model", "tier", "kv_cache_dtype", "seed", "steps"),
                 "has no meaning with --scene trace, which runs no model",
             )
             if trace is None:

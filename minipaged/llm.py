@@ -30,7 +30,14 @@ from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
 from minipaged.models.tokenizer import ChatOptions, Message, Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
-from minipaged.params import BeamSearchParams, EngineConfig, EngineSettings, RequestOutputKind, SamplingParams
+from minipaged.params import (
+    BeamSearchParams,
+    EngineConfig,
+    EngineSettings,
+    KVCacheDtype,
+    RequestOutputKind,
+    SamplingParams,
+)
 from minipaged.prompts import Prompt, as_list, read_prompt
 from minipaged.scheduling import MakePolicy
 from minipaged.settings import GivenSettings, Settings, takes_settings
@@ -93,7 +100,7 @@ class LLM:
             runner = loaded.tier.make_runner(loaded.config, loaded.weights, self.config)
         except MemoryError:
             num_blocks, num_swap_blocks = self.config.num_blocks, self.config.num_swap_blocks
-            size = (num_blocks + num_swap_blocks) * loaded.block_bytes(asked.block_size)
+            size = (num_blocks + num_swap_blocks) * loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
             raise InvalidRequest(
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
                 "there are; lower num_blocks, or num_swap_blocks (swap_space)"
@@ -299,13 +306,14 @@ class LLM:
             raise InvalidRequest(f"max_model_len is {asked.max_model_len}; {why}")
         on_cpu = self.loaded.tier.device == "cpu"
         num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
+        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
         if num_blocks is None:
             num_blocks = self._blocks_that_fit(asked)
         if asked.swap_space is not None:
-            num_swap_blocks = int(asked.swap_space * 2**30 / self.loaded.block_bytes(asked.block_size))
+            num_swap_blocks = int(asked.swap_space * 2**30 / size)
         elif num_swap_blocks is None:
             # At most half of what is free. Memory that a GPU is to read is reserved in powers of two: up to twice this.
-            room = int(_free_host_bytes() / (2 if on_cpu else 4) / self.loaded.block_bytes(asked.block_size))
+            room = int(_free_host_bytes() / (2 if on_cpu else 4) / size)
             num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
         if max_model_len is None:
             max_model_len = min(context, num_blocks * asked.block_size)
@@ -322,7 +330,7 @@ class LLM:
     def _blocks_that_fit(self, asked: Settings) -> int:
         """Blocks for the pool (both pools, where they share a memory) in the share of what is free; never more than the
         longest sequences could fill."""
-        size = self.loaded.block_bytes(asked.block_size)
+        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
         sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
         on_device = self.loaded.tier.free_device_bytes(self.model_config, *sizes)
         free = (_free_host_bytes() if on_device is None else on_device) * asked.gpu_memory_utilization
@@ -385,9 +393,9 @@ class LoadedModel:
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
         return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
 
-    def block_bytes(self, block_size: int) -> int:
+    def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
-        return self.tier.block_bytes(self.config, block_size)
+        return self.tier.block_bytes(self.config, block_size, kv_cache_dtype)
 
 
 def _policy(policy: str | MakePolicy) -> MakePolicy:

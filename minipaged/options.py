@@ -78,6 +78,7 @@ WRITTEN = {
     "ignore_eos": Written("--ignore-eos"),
     "early_stopping": Written(kind=str, read=_read_early_stopping),
     "preemption": Written(kind=str),
+    "kv_cache_dtype": Written(kind=str),
     "served_model_name": Written(kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."),
     "cors_origin": Written(kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."),
     "trust_request_chat_template": Written("--trust-request-chat-template"),

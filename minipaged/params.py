@@ -22,6 +22,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.vllm_arguments import SAMPLING_ARGUMENTS, take_own
 
 PreemptionMode = Literal["swap", "recompute", "auto"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +284,10 @@ class EngineSettings:
 
     block_size: int = setting(16, at_least=1, at_most=256)
     """Tokens a block, 1 to 256."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """How keys and values are kept: as they are computed, or as the checkpoint says (auto); or in 8 bits with a scale
+    for each token and head, as whole numbers (int8) or floats (fp8). In 8 bits the same memory has nearly four times
+    the blocks of float32."""
     preemption: PreemptionMode = "auto"
     """How to make room: "swap" copies blocks to the host while its pool has room, "recompute" drops them to be computed
     again, "auto" takes whichever costs less."""

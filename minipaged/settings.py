@@ -12,7 +12,7 @@ from typing import Any, TypedDict, TypeVar
 
 from minipaged.contracts import BlockAllocator
 from minipaged.errors import InvalidRequest
-from minipaged.params import EngineConfig, EngineSettings, PreemptionMode, check, setting
+from minipaged.params import EngineConfig, EngineSettings, KVCacheDtype, PreemptionMode, check, setting
 from minipaged.scheduling import MakePolicy
 
 MakeAllocator = Callable[[int], BlockAllocator]
@@ -78,6 +78,7 @@ class GivenSettings(TypedDict, total=False):
     device: str
     dtype: str
     block_size: int
+    kv_cache_dtype: KVCacheDtype
     num_blocks: int | None
     gpu_memory_utilization: float
     num_swap_blocks: int | None

@@ -18,7 +18,7 @@ from minipaged.contracts import BlockAllocator, BlockTable, Runner, Sampled, Sam
 from minipaged.devices import gpu_problem, has_nvidia_gpu
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
-from minipaged.params import EngineConfig
+from minipaged.params import EngineConfig, KVCacheDtype
 
 NEEDED_BY_FAST = ("torch", "numba")
 """And triton, on a machine with a GPU."""
@@ -102,10 +102,11 @@ class DeviceTier(Tier, ABC):
     def free_device_bytes(self, config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
         """Memory of the device that a cache can have; None where the device's memory is the host's."""
 
-    def block_bytes(self, config: ModelConfig, block_size: int) -> int:
+    def block_bytes(self, config: ModelConfig, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
-        per_layer = 2 * config.num_key_value_heads * config.head_dim * self.ITEM_BYTES[self.dtype]
-        return block_size * config.num_hidden_layers * per_layer
+        in_8_bits = kept_as(config, kv_cache_dtype) != "auto"  # then each head has a scale, in float32
+        per_head = config.head_dim + 4 if in_8_bits else config.head_dim * self.ITEM_BYTES[self.dtype]
+        return block_size * config.num_hidden_layers * 2 * config.num_key_value_heads * per_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,7 @@ class ReferenceTier(DeviceTier):
         return load_weights(folder, config, np.dtype(self.dtype))
 
     def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
+        from minipaged.models.loading import static_scales
         from minipaged.reference.kv_cache import KVCache
         from minipaged.reference.llama import Llama
 
@@ -145,6 +147,8 @@ class ReferenceTier(DeviceTier):
             config.head_dim,
             engine_config.num_swap_blocks,
             self.dtype,
+            kept_as(config, engine_config.kv_cache_dtype),
+            static_scales(config, weights) if has_static_scales(config, engine_config) else None,
         )
         return Llama(config, weights, cache)
 
@@ -241,10 +245,14 @@ class FastTier(DeviceTier):
         from minipaged.fast.cpu.llama import kernels_are_compiled
         from minipaged.fast.kv_cache import KVCache
         from minipaged.fast.llama import Llama
+        from minipaged.models.loading import static_scales
 
         if self.device == "cuda":
             give_back_unused()
             print("preparing the GPU's kernels, which are compiled at the first start and then kept", file=sys.stderr)
+        scales = None
+        if has_static_scales(config, engine_config):
+            scales = torch.from_numpy(static_scales(config, weights.kv_scales)).to(self.device)
         try:
             cache = KVCache(
                 config.num_hidden_layers,
@@ -254,6 +262,8 @@ class FastTier(DeviceTier):
                 config.head_dim,
                 engine_config.num_swap_blocks,
                 getattr(torch, self.dtype),
+                kept_as(config, engine_config.kv_cache_dtype),
+                scales,
                 self.device,
             )
             if self.device == "cpu" and not kernels_are_compiled(cache.dtype):
@@ -287,6 +297,16 @@ class FastTier(DeviceTier):
         logits = sum(size for size in BATCH_SIZES if size <= max_num_seqs) * config.vocab_size * item
         activations = 4 * max_num_batched_tokens * 2 * config.intermediate_size * item
         return int(torch.cuda.mem_get_info()[0] - logits - activations - SCRATCH_BYTES)
+
+
+def kept_as(config: ModelConfig, kv_cache_dtype: str) -> str:
+    """How keys and values are kept: with "auto" as the checkpoint has it."""
+    return config.kv_cache_dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
+def has_static_scales(config: ModelConfig, engine_config: EngineConfig) -> bool:
+    """Whether keys and values are rounded with the checkpoint's scales. (What is asked for by name finds its own.)"""
+    return engine_config.kv_cache_dtype == "auto" and config.kv_cache_dtype != "auto"
 
 
 def give_back_unused() -> None:

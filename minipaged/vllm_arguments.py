@@ -44,7 +44,6 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
     "distributed_executor_backend": NotHere(_ONE_PROCESS, (None, "uni")),
     "disable_custom_all_reduce": NotHere(_ONE_PROCESS, (False,)),
     "quantization": NotHere("the checkpoint's config.json says how its weights are quantized; leave it out"),
-    "kv_cache_dtype": NotHere("the cache has the dtype of the model; choose that by dtype", ("auto",)),
     "trust_remote_code": NotHere("no code that comes with a model is ever run; leave it out", (False,)),
     "enforce_eager": NotHere(_GRAPHS, (False,)),
     "compilation_config": NotHere(_GRAPHS),

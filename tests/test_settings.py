@@ -121,6 +121,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
         "stop_token_ids": 3,
         "early_stopping": "never",
         "preemption": "swap",
+        "kv_cache_dtype": "fp8",
         "scheduling_policy": "priority",
         "max_tokens": 99,
         "logit_bias": '{"5": 1.5}',

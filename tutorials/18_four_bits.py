@@ -336,7 +336,8 @@ fits = {
 }
 for name, num_blocks in fits.items():
     print(f"{name:>17}: {num_blocks:>5} blocks of 16 tokens in 512 MiB")
-assert block_bytes(4) == loaded.block_bytes(block_size=16)  # what the engine counts with
+assert block_bytes(4) == loaded.block_bytes(16)  # what the engine counts with
+assert block_bytes(1, scale_bytes=4) == loaded.block_bytes(16, "int8")  # and with LLM(kv_cache_dtype="int8")
 assert fits["8 bits and scales"] > 3.7 * fits["float32"]
 
 Bars([(name, [("blocks", num_blocks)]) for name, num_blocks in fits.items()], {"blocks": "lines"}, unit=" blocks")

@@ -318,8 +318,8 @@ def check_copy_blocks(setting: Setting, dtype: torch.dtype, random: torch.Genera
 def check_swap(setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
     """Out to the host and back to other blocks, while what was left behind is overwritten at once."""
     sizes = (2, 12, 4, 2, 8, 12) if setting.tiny else (16, 160, 16, 8, 128, 160)
-    layers, num_blocks, block_size, kv_heads, dim, num_swap_blocks = sizes
-    cache = KVCache(layers, num_blocks, block_size, kv_heads, dim, num_swap_blocks, dtype, setting.device, gpu)
+    num_blocks, num_swap_blocks = sizes[1], sizes[-1]
+    cache = KVCache(*sizes, dtype, device=setting.device, kernels=gpu)
     for how_many in (3, num_blocks // 2, num_blocks // 2):
         places, hosts = (
             torch.randperm(n, generator=random, device=random.device).tolist() for n in (num_blocks, num_swap_blocks)

@@ -555,7 +555,8 @@ def time_swap(setting: Setting, *, layers: int, out: bool, scattered: bool = Fal
     blocks, kv_heads, dim = 4096 // layers, 8, 128  # 256 MB
     if setting.tiny:
         blocks, layers, kv_heads, dim = 2, 1, 1, 16
-    cache = KVCache(layers, 2 * blocks, BLOCK_SIZE, kv_heads, dim, 2 * blocks, setting.half, setting.device, gpu)
+    sizes = (layers, 2 * blocks, BLOCK_SIZE, kv_heads, dim, 2 * blocks)
+    cache = KVCache(*sizes, setting.half, device=setting.device, kernels=gpu)
     cache.device_blocks.normal_()
     places = torch.randperm(2 * blocks).tolist()[:blocks]
     hosts = list(range(0, 2 * blocks, 2)) if scattered else list(range(blocks))

@@ -25,10 +25,20 @@ def opening(stage: Stage) -> list[str]:
     model = stage.model
     text = (
         f"minipaged demo: {model.folder.name} on the {model.tier.name} tier. The keys and values of one token take "
-        f"{model.block_bytes(1):,} bytes. Each scene compares paging with a contiguous cache of the same size, which "
-        f"reserves {stage.max_model_len} tokens (max_model_len) for every sequence, as systems did before."
+        f"{stage.bytes_per_token:,} bytes{_format(stage)}. Each scene compares paging with a contiguous cache of the "
+        f"same size, which reserves {stage.max_model_len} tokens (max_model_len) for every sequence, as systems did "
+        "before."
     )
     return [*_wrap(text, indent=""), ""]
+
+
+def _format(stage: Stage) -> str:
+    """What keeping them in 8 bits is worth, where they are kept so."""
+    if stage.kv_cache_dtype == "auto":
+        return ""
+    dtype, plain = stage.model.tier.dtype, stage.model.block_bytes(1)
+    blocks = 100 * plain // stage.bytes_per_token
+    return f" in {stage.kv_cache_dtype} ({plain:,} in {dtype}, so the memory of 100 blocks holds {blocks})"
 
 
 def heading(number: int, total: int, scene: Scene) -> list[str]:
@@ -188,7 +198,8 @@ def document(stage: Stage, played: Iterable[tuple[Scene, Outcome]]) -> str:
         "model": stage.model.folder.name,
         "tier": stage.model.tier.name,
         "seed": stage.seed,
-        "bytes_per_token": stage.model.block_bytes(1),
+        "kv_cache_dtype": stage.kv_cache_dtype,
+        "bytes_per_token": stage.bytes_per_token,
         "max_model_len": stage.max_model_len,
     }
     return json.dumps({**head, "scenes": scenes}, indent=2)

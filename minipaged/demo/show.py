@@ -28,6 +28,7 @@ from minipaged.demo.ticker import LEFT_OUT, printable, story
 from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, View
 from minipaged.engine.detokenizer import Decode
 from minipaged.errors import InvalidRequest
+from minipaged.params import KVCacheDtype
 from minipaged.replay.recorded import read_run
 
 FILM_SIZE = (100, 30)
@@ -42,6 +43,7 @@ def run_demo(
     tier: str = "auto",
     block_size: int | None = None,
     num_blocks: int | None = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
     allocator: Callable[[int], BlockAllocator] | None = None,
     seed: int = 0,
     steps: int | None = None,
@@ -68,7 +70,7 @@ def run_demo(
     if _draws(console) and not json_output:
         print(f"loading {model} ...", flush=True)
     loaded = LoadedModel.load(model, tier, dtype="float32")
-    stage = Stage(loaded, seed, block_size, num_blocks, allocator, steps, tuple(prompts))
+    stage = Stage(loaded, seed, block_size, num_blocks, allocator, steps, tuple(prompts), kv_cache_dtype=kv_cache_dtype)
     show(*report.opening(stage))
     outcomes: dict[str, Outcome] = {}
     with player(console, stage.tokenizer.decode, speed, recording, live=not json_output, before=stage.warm_up) as one:

@@ -21,7 +21,7 @@ from minipaged.engine.engine import Engine
 from minipaged.errors import ModelError
 from minipaged.events import Event
 from minipaged.outputs import RequestOutput
-from minipaged.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from minipaged.params import BeamSearchParams, KVCacheDtype, RequestOutputKind, SamplingParams
 from minipaged.replay.state import State
 from minipaged.replay.teller import Topic
 from minipaged.replay.timeline import Timeline
@@ -114,10 +114,16 @@ class Stage:
     """The user's own."""
     player: Player | None = None
     """Shows the runs; None: they are run without being watched."""
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     @property
     def max_model_len(self) -> int:
         return min(MAX_MODEL_LEN, self.model.config.context_length)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """That its keys and values take."""
+        return self.model.block_bytes(1, self.kv_cache_dtype)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -149,6 +155,7 @@ class Stage:
             self.model,
             block_size=block_size,
             num_blocks=num_blocks,
+            kv_cache_dtype=self.kv_cache_dtype,
             max_model_len=self.max_model_len,
             allocator=self.allocator,
             async_scheduling=False,  # the story is told step by step
@@ -162,7 +169,7 @@ class Stage:
             pass
         timeline.seek(len(timeline))
         state = timeline.state
-        measures = measure(name, llm.stats(), self.model.block_bytes(1), state.most_sequences, serving.seconds)
+        measures = measure(name, llm.stats(), self.bytes_per_token, state.most_sequences, serving.seconds)
         return Run(serving.outputs, story(events, topics), events, state, measures)
 
     def played_by(self, player: Player | None) -> Stage:
@@ -173,7 +180,7 @@ class Stage:
         """Compile whatever the tier compiles, which may take a while and be told on stderr."""
         from minipaged.llm import LLM
 
-        LLM(self.model, num_blocks=8, block_size=16, num_swap_blocks=0)
+        LLM(self.model, num_blocks=8, block_size=16, num_swap_blocks=0, kv_cache_dtype=self.kv_cache_dtype)
 
     # --- Sizes ------------------------------------------------------------------------------------
 

@@ -79,15 +79,16 @@ def attend(
     query tokens after those.
     """
     keys, values = kv_cache.layer(layer)
+    scales = kv_cache.scales(layer)
     kernels, n = kv_cache.kernels, num_decoding
     parts: list[Tensor] = []
     if n:
-        parts.append(kernels.paged_decode(query[:n], keys, values, tables, rows[:n], context_lens[:n], scale))
+        parts.append(kernels.paged_decode(query[:n], keys, values, tables, rows[:n], context_lens[:n], scale, scales))
     if n < len(rows):
         # Triton has compiled the kernel for addresses that 16 divides, and would compile it anew for others.
         prompts = query[n:] if n * query[0].nbytes % 16 == 0 else query[n:].clone()
         others = (tables, rows[n:], query_start, context_lens[n:])
-        parts.append(kernels.paged_prefill(prompts, keys, values, *others, scale, max_query_len=max_query_len))
+        parts.append(kernels.paged_prefill(prompts, keys, values, *others, scale, scales, max_query_len=max_query_len))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

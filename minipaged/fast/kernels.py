@@ -34,11 +34,13 @@ class AttentionKernels(Protocol):
         rows: Tensor,
         context_lens: Tensor,
         scale: float,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Attention of one query token a sequence, over its whole context.
 
         query: [seqs, heads, head_dim] of the model's type. keys, values: one layer's views of the cache, strided alike,
             [num_blocks, kv_heads, block_size, head_dim] of the same type; the query tokens' own K and V are there.
+            Or codes of 8 bits, with their `kv_scales` (`KVCacheKernels`).
         tables: [num_rows, max_blocks] int32. rows: [seqs] int32, the row of `tables` that each sequence owns.
         context_lens: [seqs] int32, the query token included. 0 is padding: nothing is read, zeros come out.
         scale: of the scores, positive.
@@ -56,6 +58,7 @@ class AttentionKernels(Protocol):
         query_start: Tensor,
         context_lens: Tensor,
         scale: float,
+        kv_scales: Tensor | None = None,
         *,
         max_query_len: int,
     ) -> Tensor:
@@ -111,6 +114,13 @@ class KVCacheKernels(Protocol):
     """Keys and values of the model's type: `cache` is [num_blocks, num_layers, 2, kv_heads, block_size, head_dim].
 
     `keys` and `values` are one layer's views of it, [num_blocks, kv_heads, block_size, head_dim], strided alike.
+
+    Or they are kept in 8 bits. Then `keys` and `values` are int8, or the bits of e4m3 floats in uint8, and `kv_scales`
+    is the layer's [num_blocks, 2, kv_heads, block_size] float32, the 2 standing for keys and values, of which blocks
+    are as many bytes apart as those of the keys. What is written is divided, in float32, by a scale for each token and
+    head: its largest number over 127 or 448, at least the smallest normal float32; it is NaN where there is one. Or by
+    `static_scales` [2, kv_heads] float32, of the layer's keys and values, and what is too large becomes the largest
+    that there is a code for; where a number is infinite or NaN, the scale is so as well.
     """
 
     def rope_and_write(
@@ -125,6 +135,8 @@ class KVCacheKernels(Protocol):
         num_heads: int,
         qk_norm: Tensor | None = None,
         eps: float = 0.0,
+        kv_scales: Tensor | None = None,
+        static_scales: Tensor | None = None,
     ) -> Tensor:
         """Rotate the query and key of each token by its position; store key and value into its slot.
 
@@ -132,10 +144,20 @@ class KVCacheKernels(Protocol):
         makes them. cos, sin: [max_positions, head_dim / 2] float32. positions, slots: [tokens] int32; slot -1 is
         padding: nothing is written, and the position may be negative. qk_norm: [2, head_dim], weights with which each
         query head and each key head is normalised first, as by `LlamaKernels.rms_norm`, perhaps in place: `qkv` is used
-        up. None: they are not. Returns the rotated queries [tokens, num_heads, head_dim].
+        up. None: they are not. In 8 bits, keys are rounded once, from float32. Returns the rotated queries [tokens,
+        num_heads, head_dim].
         """
 
-    def write(self, slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(
+        self,
+        slots: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        kv_scales: Tensor | None = None,
+        static_scales: Tensor | None = None,
+    ) -> None:
         """Store keys and values that are rotated already.
 
         slots: [tokens] int32 or int64; -1: nothing is written. k, v: [tokens, kv_heads, head_dim], of which tokens may
@@ -143,13 +165,13 @@ class KVCacheKernels(Protocol):
         """
 
     def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None:
-        """Copy whole blocks, for copy-on-write: all layers, keys and values.
+        """Copy whole blocks, for copy-on-write: all layers, keys and values. In 8 bits `cache` is [num_blocks, bytes].
 
         pairs: [n, 2] int32 or int64: (source, destination). No destination may be a source too, or come twice.
         """
 
     def poison_blocks(self, cache: Tensor, blocks: Tensor) -> None:
-        """Fill blocks [n] int32 or int64 with NaN (debugging)."""
+        """Fill blocks [n] int32 or int64 with NaN (debugging). In 8 bits `cache` is all scales, strided by blocks."""
 
 
 class Linear(Protocol):

@@ -10,10 +10,14 @@ The twin of `reference/kv_cache.py`: the same blocks and slots, and the same cal
   are on their way, the next step already writes into the places they came from; and blocks that return are on their way
   while the step before is still computing, though their places may be in use by it. Runs of neighbours on the host are
   one copy each, because small copies do not reach the speed of the link.
+- In 8 bits a block is bytes: the scales of all its slots, [layers, 2, kv_heads, block_size], and after them the codes
+  in the layout above. So it still is one piece, and copying and swapping are the same calls as ever. Rounding and
+  scaling are the kernels' work, who do both in registers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -27,6 +31,8 @@ from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.kernels import Kernels
 from minipaged.steps import CopyPair
 
+CODES = {"int8": torch.int8, "fp8": torch.uint8}
+"""What keys and values are kept as, in 8 bits. (e4m3 floats by their bits: not every GPU has such a type.)"""
 STAGED_BYTES = 64 << 20
 """What is gathered in one piece, on its way to the host or back. (The host does not wait for one piece before it queues
 the next, so that several may be there at once.)"""
@@ -44,11 +50,16 @@ class KVCache:
         head_dim: int,
         num_swap_blocks: int = 0,
         dtype: torch.dtype = torch.float32,
+        kv_cache_dtype: str = "auto",
+        static_scales: Tensor | None = None,
         device: str | torch.device = "cpu",
         kernels: Kernels | None = None,
     ) -> None:
         """Reserve both pools. Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
 
+        `dtype`: of the numbers that are written and read. `kv_cache_dtype`: how they are kept, as they are ("auto") or
+        as codes of 8 bits ("int8", "fp8"), which takes an even `head_dim`. `static_scales`: [num_layers, 2,
+        num_kv_heads] float32 on the device, 2: keys, values; None: each token's own.
         `kernels`: `minipaged.fast.gpu` or `minipaged.fast.cpu`; by the device, unless a test wants the other one.
         """
         sizes = {
@@ -70,25 +81,53 @@ class KVCache:
         self.head_dim = head_dim
         self.num_swap_blocks = num_swap_blocks
         self.dtype = dtype
+        self.kv_cache_dtype = kv_cache_dtype
+        self.static_scales = static_scales
         self.device = torch.device(device)
         self.kernels = kernels or kernels_for(self.device)
-        block_shape = (num_layers, 2, num_kv_heads, block_size, head_dim)  # 2: keys, values
+        block_shape: tuple[int, ...] = (num_layers, 2, num_kv_heads, block_size, head_dim)  # 2: keys, values
+        stored = dtype
+        if kv_cache_dtype != "auto":
+            if head_dim % 2:
+                raise ValueError(
+                    f"head_dim is {head_dim}; in 8 bits it must be even, so that scales lie at whole words"
+                )
+            stored, block_shape = torch.uint8, (math.prod(block_shape[:-1]) * (4 + head_dim),)  # bytes
         on_gpu = is_gpu(self.device)
         if on_gpu:
-            self.device_blocks = torch.zeros((num_blocks, *block_shape), dtype=dtype, device=self.device)
-            self.host_blocks = torch.empty((num_swap_blocks, *block_shape), dtype=dtype, pin_memory=True)
+            self.device_blocks = torch.zeros((num_blocks, *block_shape), dtype=stored, device=self.device)
+            self.host_blocks = torch.empty((num_swap_blocks, *block_shape), dtype=stored, pin_memory=True)
         else:
-            self.device_blocks = _untouched_zeros((num_blocks, *block_shape), dtype)
-            self.host_blocks = _untouched_zeros((num_swap_blocks, *block_shape), dtype)
-        self.block_bytes = int(np.prod(block_shape)) * dtype.itemsize
+            self.device_blocks = _untouched_zeros((num_blocks, *block_shape), stored)
+            self.host_blocks = _untouched_zeros((num_swap_blocks, *block_shape), stored)
+        self.block_bytes = math.prod(block_shape) * stored.itemsize
         self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self._views = [(self.device_blocks[:, i, 0], self.device_blocks[:, i, 1]) for i in range(num_layers)]
+        numbers, self._scales = self.parts(self.device_blocks)
+        self._views = [(numbers[:, i, 0], numbers[:, i, 1]) for i in range(num_layers)]
+
+    def parts(self, pool: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The numbers of a pool, [blocks, layers, 2, kv_heads, block_size, head_dim], and in 8 bits their scales, of
+        that shape without head_dim: views both."""
+        if self.kv_cache_dtype == "auto":
+            return pool, None
+        slots = (len(pool), self.num_layers, 2, self.num_kv_heads, self.block_size)
+        scale_bytes = 4 * math.prod(slots[1:])
+        codes = pool[:, scale_bytes:].view(CODES[self.kv_cache_dtype])
+        return codes.view(*slots, self.head_dim), pool[:, :scale_bytes].view(torch.float32).view(slots)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """One layer's keys and values, as views: [num_blocks, kv_heads, block_size, head_dim] each."""
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer {layer} is outside the cache's {self.num_layers} layers")
         return self._views[layer]
+
+    def scales(self, layer: int) -> Tensor | None:
+        """In 8 bits, one layer's scales as a view: [num_blocks, 2, kv_heads, block_size] float32, 2: keys, values."""
+        return None if self._scales is None else self._scales[:, layer]
+
+    def static(self, layer: int) -> Tensor | None:
+        """One layer's static scales, [2, num_kv_heads] float32, where there are such."""
+        return None if self.static_scales is None else self.static_scales[layer]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Put the keys and values of n tokens into their slots, in one layer.
@@ -110,7 +149,7 @@ class KVCache:
                 f"(0 to {self.num_blocks * self.block_size - 1}, or -1 for padding)"
             )
         if len(slots):
-            self.kernels.write(slots, k, v, keys, values)
+            self.kernels.write(slots, k, v, keys, values, self.scales(layer), self.static(layer))
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and the values, as copies, that some sequences have in n consecutive logical blocks, in one layer.
@@ -119,9 +158,10 @@ class KVCache:
         """
         keys, values = self.layer(layer)
         shape = (len(blocks), blocks.shape[1] * self.block_size, self.num_kv_heads, self.head_dim)
-        k = keys[blocks.long()].transpose(2, 3).reshape(shape)
-        v = values[blocks.long()].transpose(2, 3).reshape(shape)
-        return k, v
+        scales = self.scales(layer)
+        k = _gather(keys, None if scales is None else scales[:, 0], blocks.long()).transpose(2, 3).reshape(shape)
+        v = _gather(values, None if scales is None else scales[:, 1], blocks.long()).transpose(2, 3).reshape(shape)
+        return k.to(self.dtype), v.to(self.dtype)
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
         """Copy blocks within the device's pool, for copy-on-write. No destination may be a source, or come twice."""
@@ -167,7 +207,8 @@ class KVCache:
         """Fill device blocks that are nobody's with NaN, so that reading them shows at once."""
         _check_blocks(blocks, self.num_blocks, "device")
         if len(blocks):
-            self.kernels.poison_blocks(self.device_blocks, self._on_device(list(blocks)))
+            floats = self.device_blocks if self._scales is None else self._scales  # any code × NaN is NaN
+            self.kernels.poison_blocks(floats, self._on_device(list(blocks)))
 
     def _pieces(self, pairs: Sequence[CopyPair]) -> Iterable[Sequence[CopyPair]]:
         """The pairs a few at a time: what is on its way takes up memory a second time, until it has arrived."""
@@ -189,6 +230,19 @@ class KVCache:
         return torch.cuda.stream(self._side_stream) if self._side_stream else nullcontext()
 
 
+def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
+    """The keys (or values) in some blocks, [*blocks' shape, kv_heads, block_size, head_dim]; in 8 bits, float32.
+
+    pool: one layer's keys, [num_blocks, kv_heads, block_size, head_dim]. scales: in 8 bits, theirs, of that shape
+    without head_dim. blocks: int64.
+    """
+    if scales is None:
+        return pool[blocks]
+    codes = pool[blocks]
+    values = codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
+    return values.float() * scales[blocks][..., None]
+
+
 def _runs(blocks: Sequence[int]) -> Iterable[tuple[int, int, int]]:
     """Cut rising block numbers into runs of neighbours: (first index, last index + 1, first block) of each."""
     start = 0
@@ -200,7 +254,7 @@ def _runs(blocks: Sequence[int]) -> Iterable[tuple[int, int, int]]:
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros that take up memory only as they are written: NumPy asks the system for such pages, torch writes them."""
-    integers = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+    integers = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
     return torch.from_numpy(np.zeros(shape, integers[dtype.itemsize])).view(dtype)
 
 

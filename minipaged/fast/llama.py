@@ -91,6 +91,7 @@ class Weights:
     layers: list[Layer]
     norm: Tensor  # [hidden]
     head: Linear  # [vocab, hidden]
+    kv_scales: Mapping[str, Any]  # by name, those for keys and values that the checkpoint brings
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Mapping[str, Tensor | StoredMatrix], kernels: LlamaKernels) -> Weights:
@@ -124,7 +125,8 @@ class Weights:
                 norms, qk_norms, matrices[0::4], matrices[1::4], matrices[2::4], matrices[3::4], strict=True
             )
         ]
-        return cls(embed, layers, norm, head)
+        kv_scales = {name: each for name, each in weights.items() if name.endswith(("k_scale", "v_scale"))}
+        return cls(embed, layers, norm, head, kv_scales)
 
 
 def _tensor(weights: Mapping[str, Tensor | StoredMatrix], name: str) -> Tensor:
@@ -318,7 +320,18 @@ class Llama(Runner):
             qkv = layer.qkv(x)  # [tokens, (heads + 2 * kv_heads) * head_dim]
             keys, values = self.kv_cache.layer(i)
             q = kernels.rope_and_write(
-                qkv, self.cos, self.sin, tokens.positions, slots, keys, values, heads, layer.qk_norm, eps
+                qkv,
+                self.cos,
+                self.sin,
+                tokens.positions,
+                slots,
+                keys,
+                values,
+                heads,
+                layer.qk_norm,
+                eps,
+                self.kv_cache.scales(i),
+                self.kv_cache.static(i),
             )  # [tokens, heads, head_dim]
             x = attend(
                 q,

@@ -42,7 +42,7 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len
     `max_model_len`: the most tokens of a sequence that `forward` takes.
     """
     shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
-    tiny = _seconds_per_block(kv_cache, (1, 1, 1, 1), 64)
+    tiny = _seconds_per_block(kv_cache, (1, 1, 1, 2), 64)
     full = _seconds_per_block(kv_cache, shape, max(1, min(SCRATCH_BLOCKS, SCRATCH_BYTES // kv_cache.block_bytes)))
     return Costs(
         seconds_per_copy=tiny,
@@ -66,6 +66,7 @@ def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_
         dtype=kv_cache.dtype,
         device=kv_cache.device,
         kernels=kv_cache.kernels,
+        kv_cache_dtype=kv_cache.kv_cache_dtype,
     )
     pairs = [(block, 2 * block) for block in range(num_blocks)]
     scratch.swap_out(pairs)  # now all of its memory exists; page faults are no part of a copy

@@ -71,6 +71,8 @@ class ModelConfig:
     """An RMS norm of each head's query and key, over head_dim, before they are rotated."""
     sliding_window: int | None = None
     """In some layers a token sees itself and the sliding_window - 1 tokens before it, no more. None: in no layer."""
+    kv_cache_dtype: str = "auto"
+    """"int8" or "fp8": keys and values are to be kept so, with the scales that the checkpoint brings."""
 
     @property
     def context_length(self) -> int:

@@ -18,6 +18,7 @@ become one `StoredMatrix`, packed still.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -68,7 +69,8 @@ def load_config(folder: Path) -> ModelConfig:
     if not path.is_file():
         raise ModelError(f"{folder} holds no config.json; name a folder in the format of the Hugging Face hub")
     config = ModelConfig.from_dict(read_json(path))
-    load_formats(folder)  # refuses what is not read
+    if formats := load_formats(folder):  # refuses what is not read
+        config = replace(config, kv_cache_dtype=formats.kv_cache_dtype)
     # A chat model often ends its turn with another token than the base model ends a document with. transformers
     # lets generation_config.json decide, and so do we.
     generation = folder / "generation_config.json"
@@ -129,6 +131,23 @@ def load_weights(
         if progress is not None:
             progress(len(weights), len(wanted))
     return weights | _kv_scales(config, stored)
+
+
+def static_scales(config: ModelConfig, weights: Mapping[str, Any]) -> npt.NDArray[np.float32]:
+    """The scales for keys and values that came with the weights, [layers, 2, kv_heads], 2: keys, values.
+
+    Raises ModelError where a layer has none.
+    """
+    scales = np.empty((config.num_hidden_layers, 2, config.num_key_value_heads), np.float32)
+    for layer, (i, part) in itertools.product(range(config.num_hidden_layers), enumerate("kv")):
+        name = f"model.layers.{layer}.self_attn.{part}_scale"
+        if name not in weights:
+            raise ModelError(
+                f"tensor '{name}' is missing, though config.json has a kv_cache_scheme; with "
+                f"kv_cache_dtype='{config.kv_cache_dtype}' keys and values get scales of their own"
+            )
+        scales[layer, i] = weights[name]  # [1] or [kv_heads]
+    return scales
 
 
 @dataclass(frozen=True, slots=True)

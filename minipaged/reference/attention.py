@@ -18,7 +18,8 @@ however large the scores. That is `attend`, for one query; it is here to be read
 `paged_attention` is the same loop for a batch. Sequences with the same number of query tokens go through it together:
 all decodes of a batch (one query each) are one such group. Longest context first, so that those which still have a
 block j are always the first few. And a NumPy call costs about as much for 64 keys as for one, so that small blocks are
-taken a few at a time.
+taken a few at a time. Keys and values that are kept in 8 bits become floats as they are read, so that never more of
+them are than a turn of the loop takes.
 """
 
 from __future__ import annotations

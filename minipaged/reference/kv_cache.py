@@ -10,6 +10,21 @@ is only its content:
 The layout decides what a block costs to move. All that belongs to one block, every layer's keys and values, lies
 in one piece of memory, so that a copy-on-write or a swap is one copy a block. (A pool for each layer's keys and
 another for its values, as in the paper's system, makes 2 × layers smaller copies of it: see `preemption.py`.)
+
+Keys and values can be kept in 8 bits (`kv_cache_dtype`), so that the same memory has nearly four times the blocks that
+it has in float32. Each head of each token is rounded by itself: its largest number becomes the largest that 8 bits can
+say, and the factor, its *scale*, is kept in float32 beside the slot:
+
+    scale = max |x| / largest        code = the nearest to x / scale        x ≈ code × scale
+
+    int8    whole numbers up to 127: every step is as large as the others, at most scale / 2 is lost
+    fp8     floats of 4 bits exponent and 3 bits fraction, up to 448: small numbers have small steps
+
+A scale depends on nothing but its own token. So what is appended never changes what is there already, a token has the
+same code in whatever batch it was computed, and a block, its scales within it, is copied, swapped and shared as ever.
+
+Some checkpoints bring *static* scales, one for all tokens of a layer or of a head, found on a few texts beforehand.
+They are used instead and lie in the same place, so that nothing else has to know of them.
 """
 
 from __future__ import annotations
@@ -20,9 +35,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from minipaged.models.quantized.stored import e4m3_values, round_to_e4m3
 from minipaged.steps import CopyPair
 
 Array = npt.NDArray[Any]
+
+LARGEST = {"int8": 127, "fp8": 448}
+"""The largest number that a code stands for. (int8 has -128 too, which only a static scale can lead to.)"""
+SMALLEST_SCALE = np.finfo(np.float32).tiny
+"""Of a head of zeros, so that nothing is divided by 0."""
 
 
 class KVCache:
@@ -37,9 +58,14 @@ class KVCache:
         head_dim: int,
         num_swap_blocks: int = 0,
         dtype: npt.DTypeLike = np.float32,
+        kv_cache_dtype: str = "auto",
+        static_scales: Array | None = None,
     ) -> None:
         """Reserve both pools. Memory is used up only as blocks are written.
 
+        `dtype`: of the numbers that are written and read. `kv_cache_dtype`: how they are kept, as they are ("auto") or
+        as codes of 8 bits ("int8", "fp8"). `static_scales`: [num_layers, 2, num_kv_heads], 2: keys, values; None: each
+        token's own.
         Raises ValueError when a size is below 1 (`num_swap_blocks`: below 0).
         """
         sizes = {
@@ -61,11 +87,19 @@ class KVCache:
         self.head_dim = head_dim
         self.num_swap_blocks = num_swap_blocks
         self.dtype = np.dtype(dtype)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.static_scales = static_scales
         block_shape = (num_layers, 2, block_size, num_kv_heads, head_dim)  # 2: keys, values
-        # np.zeros asks the system for pages of zeros, which take no memory until they are written.
-        self.device_blocks: Array = np.zeros((num_blocks, *block_shape), self.dtype)
-        self.host_blocks: Array = np.zeros((num_swap_blocks, *block_shape), self.dtype)
-        self.block_bytes = int(np.prod(block_shape)) * self.dtype.itemsize
+        if kv_cache_dtype == "auto":
+            block = np.dtype((self.dtype, block_shape))
+        else:
+            codes = np.int8 if kv_cache_dtype == "int8" else np.uint8
+            block = np.dtype([("scales", np.float32, block_shape[:-1]), ("codes", codes, block_shape)])
+        # np.zeros asks the system for pages of zeros, which take no memory until they are written. In 8 bits a pool is
+        # an array [blocks] of such records; otherwise it is simply [blocks, layers, 2, block_size, kv_heads, head_dim].
+        self.device_blocks: Array = np.zeros(num_blocks, block)
+        self.host_blocks: Array = np.zeros(num_swap_blocks, block)
+        self.block_bytes = block.itemsize
 
     def write(self, layer: int, slots: npt.ArrayLike, k: Array, v: Array) -> None:
         """Put the keys and values of n tokens into their slots, in one layer.
@@ -86,8 +120,15 @@ class KVCache:
             )
         real = slots >= 0  # [n]
         blocks, offsets = np.divmod(slots[real], self.block_size)  # [n real] each
-        self.device_blocks[blocks, layer, 0, offsets] = k[real]  # [n real, kv_heads, head_dim]
-        self.device_blocks[blocks, layer, 1, offsets] = v[real]  # [n real, kv_heads, head_dim]
+        for part, values in enumerate((k[real], v[real])):  # [n real, kv_heads, head_dim] each
+            at = blocks, layer, part, offsets
+            if self.kv_cache_dtype == "auto":
+                self.device_blocks[at] = values
+            else:
+                given = None if self.static_scales is None else self.static_scales[layer, part]  # [kv_heads]
+                codes, scales = quantize(values, self.kv_cache_dtype, given)
+                self.device_blocks["codes"][at] = codes  # [n real, kv_heads, head_dim]
+                self.device_blocks["scales"][at] = scales  # [n real, kv_heads]
 
     def read(self, layer: int, blocks: Array) -> tuple[Array, Array]:
         """The keys and the values, as copies, that some sequences have in n consecutive logical blocks, in one layer.
@@ -97,9 +138,13 @@ class KVCache:
         """
         self._check_layer(layer)
         shape = (len(blocks), blocks.shape[1] * self.block_size, self.num_kv_heads, self.head_dim)
-        k = self.device_blocks[blocks, layer, 0].reshape(shape)  # [seqs, n * block_size, kv_heads, head_dim]
-        v = self.device_blocks[blocks, layer, 1].reshape(shape)  # [seqs, n * block_size, kv_heads, head_dim]
-        return k, v
+        if self.kv_cache_dtype == "auto":
+            k, v = (self.device_blocks[blocks, layer, part] for part in (0, 1))
+        else:
+            codes, scales = self.device_blocks["codes"], self.device_blocks["scales"]
+            k, v = (dequantize(codes[blocks, layer, part], scales[blocks, layer, part]) for part in (0, 1))
+        k, v = k.astype(self.dtype, copy=False), v.astype(self.dtype, copy=False)
+        return k.reshape(shape), v.reshape(shape)  # [seqs, n * block_size, kv_heads, head_dim] each
 
     def copy(self, pairs: Sequence[CopyPair]) -> None:
         """Copy blocks within the device's pool, for copy-on-write. No destination may be a source, or come twice."""
@@ -119,8 +164,9 @@ class KVCache:
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill device blocks that are nobody's with NaN, so that reading them shows at once."""
         self.check_blocks(np.asarray(blocks, dtype=np.int64))
+        floats = self.device_blocks if self.kv_cache_dtype == "auto" else self.device_blocks["scales"]
         for block in blocks:
-            self.device_blocks[block] = np.nan  # [layers, 2, block_size, kv_heads, head_dim]
+            floats[block] = np.nan  # all of it, or all of its scales: any code × NaN is NaN
 
     def check_blocks(self, blocks: Array) -> None:
         """Raise IndexError unless all `blocks` are in the device's pool. (NumPy takes -1 for the last block.)"""
@@ -138,7 +184,40 @@ class KVCache:
         if len({to for _, to in pairs}) < len(pairs):
             raise ValueError(f"two blocks would be copied to the same place: {list(pairs)}")
         for from_block, to_block in pairs:
-            destination[to_block] = source[from_block]  # [layers, 2, block_size, kv_heads, head_dim]
+            destination[to_block] = source[from_block]  # all layers, keys and values, and their scales
+
+
+# --- 8 bits ---------------------------------------------------------------------------------------
+
+
+def quantize(values: Array, kv_cache_dtype: str, static_scales: Array | None = None) -> tuple[Array, Array]:
+    """Some heads [..., head_dim] as codes of the same shape, int8 or the bits of e4m3 floats, and scales [...] float32.
+
+    `static_scales` [..., or what broadcasts to it] are taken as they are: numbers that are too large for them are cut.
+    A head that holds NaN or infinity has a scale that is NaN or infinite, so that what is read is no number either.
+    """
+    values = values.astype(np.float32)  # [..., head_dim]
+    largest = np.float32(LARGEST[kv_cache_dtype])
+    sizes = np.abs(values).max(axis=-1)  # [...]
+    if static_scales is None:
+        scales = np.maximum(sizes / largest, SMALLEST_SCALE)  # [...]
+    else:
+        scales = np.where(np.isfinite(sizes), static_scales, sizes)  # [...]
+    with np.errstate(invalid="ignore"):  # a code of NaN may be any
+        scaled = values / scales[..., None]  # [..., head_dim], from -largest to largest if scales are their own
+        if kv_cache_dtype == "int8":
+            return np.rint(scaled.clip(-largest - 1, largest)).astype(np.int8), scales
+        rounded = round_to_e4m3(scaled.clip(-largest, largest))  # [..., head_dim]
+    codes = np.searchsorted(e4m3_values()[:127], np.abs(rounded))  # [..., head_dim]: codes 0 to 126 are 0 to 448
+    return (codes | np.signbit(rounded) << 7).astype(np.uint8), scales
+
+
+def dequantize(codes: Array, scales: Array) -> Array:
+    """What the codes [..., head_dim] and their scales [...] stand for: [..., head_dim] float32."""
+    values = codes.astype(np.float32) if codes.dtype == np.int8 else e4m3_values()[codes]  # [..., head_dim]
+    with np.errstate(invalid="ignore"):  # 0 × infinity
+        product: Array = values * scales[..., None]  # [..., head_dim]
+    return product
 
 
 def _check_blocks(blocks: Array, num_blocks: int, pool: str) -> None:

@@ -19,8 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import numpy.typing as npt
-
 from minipaged.contracts import Batch, BatchRow
 from minipaged.reference.kv_cache import KVCache
 from minipaged.scheduling import Costs
@@ -48,8 +46,8 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> Costs:
     everything, and one with blocks of this cache's own size.
     """
     shape = (kv_cache.num_layers, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
-    tiny = _seconds_per_block((1, 1, 1, 1), 64, kv_cache.dtype)
-    full = _seconds_per_block(shape, max(1, SCRATCH_BYTES // kv_cache.block_bytes), kv_cache.dtype)
+    tiny = _seconds_per_block(kv_cache, (1, 1, 1, 1), 64)
+    full = _seconds_per_block(kv_cache, shape, max(1, SCRATCH_BYTES // kv_cache.block_bytes))
     return Costs(
         seconds_per_copy=tiny,
         copies_per_block=1,  # a block is one piece of memory
@@ -60,10 +58,11 @@ def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> Costs:
     )
 
 
-def _seconds_per_block(shape: tuple[int, int, int, int], num_blocks: int, dtype: npt.DTypeLike) -> float:
+def _seconds_per_block(kv_cache: KVCache, shape: tuple[int, int, int, int], num_blocks: int) -> float:
     """The best of a few rounds of swapping all of a scratch cache out, per block."""
     layers, block_size, kv_heads, head_dim = shape
-    scratch = KVCache(layers, num_blocks, block_size, kv_heads, head_dim, num_swap_blocks=num_blocks, dtype=dtype)
+    kinds = (kv_cache.dtype, kv_cache.kv_cache_dtype)
+    scratch = KVCache(layers, num_blocks, block_size, kv_heads, head_dim, num_blocks, *kinds)
     pairs = [(block, block) for block in range(num_blocks)]
     scratch.poison(range(num_blocks))
     scratch.swap_out(pairs)  # now all of its memory exists; page faults are no part of a copy
@@ -81,8 +80,8 @@ def _prefill_rate(kv_cache: KVCache, forward: Callable[[Batch], object]) -> floa
 def probe_cache(kv_cache: KVCache) -> KVCache:
     """A cache like the live one, with blocks for the prompt that `measure` runs."""
     num_blocks = min(kv_cache.num_blocks, -(-PROBE_TOKENS // kv_cache.block_size))
-    layers, kv_heads = kv_cache.num_layers, kv_cache.num_kv_heads
-    return KVCache(layers, num_blocks, kv_cache.block_size, kv_heads, kv_cache.head_dim, dtype=kv_cache.dtype)
+    sizes = (kv_cache.num_layers, num_blocks, kv_cache.block_size, kv_cache.num_kv_heads, kv_cache.head_dim)
+    return KVCache(*sizes, dtype=kv_cache.dtype, kv_cache_dtype=kv_cache.kv_cache_dtype)
 
 
 def _seconds(work: Callable[[], object]) -> float:

@@ -54,15 +54,15 @@ def make_batch(
     group: int = 3,
     head_dim: int = 32,
     seed: int = 0,
+    kv_cache_dtype: str = "auto",
 ) -> Batch:
     """`sizes`: of each sequence, its context length and number of queries. Blocks lie in random places of the pool."""
     rng = np.random.default_rng(seed)
     num_blocks = [-(-context // block_size) for context, _ in sizes]
     total = sum(num_blocks) + 1
-    cache = FastCache(
-        2, total, block_size, kv_heads, head_dim, dtype=dtype, device=kernel_set.device, kernels=kernel_set.kernels
-    )
-    reference_cache = ReferenceCache(2, total, block_size, kv_heads, head_dim)
+    shape = (2, total, block_size, kv_heads, head_dim, 0)
+    cache = FastCache(*shape, dtype, kv_cache_dtype, None, kernel_set.device, kernel_set.kernels)
+    reference_cache = ReferenceCache(*shape, kv_cache_dtype=kv_cache_dtype)
     cache.poison(range(total))
     reference_cache.poison(range(total))
     places = iter(rng.permutation(total))
@@ -107,6 +107,7 @@ def test_mixed_batches_agree(kernel_set: KernelSet, dtype: torch.dtype, data: st
             group=data.draw(st.sampled_from([1, 2, 3, 8])),
             head_dim=data.draw(st.sampled_from([32, 64, 80] if kernel_set is CPU else [32, 40])),
             seed=data.draw(st.integers(0, 2**32)),
+            kv_cache_dtype=data.draw(st.sampled_from(["auto", "int8", "fp8"])),
         )
     )
 

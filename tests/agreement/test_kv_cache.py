@@ -24,14 +24,38 @@ NUMPY = {torch.float32: np.float32, torch.float16: np.float16}
 class Twins:
     """A cache of each tier, given the same calls."""
 
-    def __init__(self, kernel_set: KernelSet, dtype: torch.dtype, sizes: dict[str, int]) -> None:
+    def __init__(
+        self,
+        kernel_set: KernelSet,
+        dtype: torch.dtype,
+        sizes: dict[str, int],
+        kv_cache_dtype: str = "auto",
+        *,
+        static: bool = False,
+    ) -> None:
+        """`static`: scales of a checkpoint, for which some numbers are too large."""
         self.device, self.dtype = kernel_set.device, dtype
-        self.reference = reference.KVCache(**sizes, dtype=NUMPY[dtype])
-        self.fast = fast.KVCache(**sizes, dtype=dtype, device=kernel_set.device, kernels=kernel_set.kernels)
+        shape = (sizes["num_layers"], 2, sizes["num_kv_heads"])
+        scales = 10.0 ** -np.arange(np.prod(shape)).reshape(shape).astype("f4") if static else None
+        self.reference = reference.KVCache(
+            **sizes, dtype=NUMPY[dtype], kv_cache_dtype=kv_cache_dtype, static_scales=scales
+        )
+        self.fast = fast.KVCache(
+            **sizes,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            device=kernel_set.device,
+            kernels=kernel_set.kernels,
+            static_scales=None if scales is None else self.tensor(scales),
+        )
+        assert self.fast.block_bytes == self.reference.block_bytes
 
     def write(self, layer: int, slots: list[int], seed: int) -> None:
         shape = (len(slots), self.reference.num_kv_heads, self.reference.head_dim)
-        k, v = np.random.default_rng(seed).standard_normal((2, *shape)).astype(NUMPY[self.dtype])
+        rng = np.random.default_rng(seed)
+        k, v = rng.standard_normal((2, *shape)) * 10.0 ** rng.integers(-4, 3, (2, *shape[:2], 1))
+        k[2:3, 0] = 0  # a head of zeros
+        k, v = k.astype(NUMPY[self.dtype]), v.astype(NUMPY[self.dtype])
         self.reference.write(layer, slots, k, v)
         self.fast.write(layer, torch.tensor(slots, device=self.device), self.tensor(k), self.tensor(v))
 
@@ -50,8 +74,15 @@ class Twins:
                 np.testing.assert_array_equal(ours_.cpu().numpy(), theirs)
         if self.fast.device.type == "cuda":
             torch.cuda.synchronize()
-        hosts = self.fast.host_blocks.transpose(3, 4).numpy()  # the reference has the slots before the heads
-        np.testing.assert_array_equal(hosts, self.reference.host_blocks)
+        for ours, theirs in (
+            (self.fast.device_blocks, self.reference.device_blocks),
+            (self.fast.host_blocks, self.reference.host_blocks),
+        ):
+            numbers, scales = self.fast.parts(ours.cpu())
+            expected = [theirs] if scales is None else [theirs["codes"], theirs["scales"]]
+            for part, each in zip((numbers, scales), expected, strict=False):
+                # The reference has the slots before the heads.
+                np.testing.assert_array_equal(part.transpose(3, 4).numpy(), each)  # type: ignore[union-attr]
 
 
 @st.composite
@@ -78,7 +109,9 @@ def pairs(draw: st.DrawFn, sources: list[int], destinations: list[int]) -> list[
 def test_any_calls_leave_the_same_content(kernel_set: KernelSet, data: st.DataObject) -> None:
     """Writes with padding, then swapping out, poisoning, swapping in and copying in one batch; again and again."""
     size = data.draw(sizes())
-    twins = Twins(kernel_set, data.draw(st.sampled_from([torch.float32, torch.float16])), size)
+    kind = data.draw(st.sampled_from(["auto", "int8", "fp8"]))
+    static = kind != "auto" and data.draw(st.booleans())
+    twins = Twins(kernel_set, data.draw(st.sampled_from([torch.float32, torch.float16])), size, kind, static=static)
     device, host = list(range(size["num_blocks"])), list(range(size["num_swap_blocks"]))
     for round_ in range(3):
         slots = data.draw(st.lists(st.integers(-1, size["num_blocks"] * size["block_size"] - 1), max_size=20))
@@ -103,6 +136,71 @@ def test_the_edges_of_the_pool_are_written_and_nothing_else(kernel_set: KernelSe
     twins.write(1, [0, 14], seed=0)
     twins.check_equal()
     assert torch.count_nonzero(twins.fast.device_blocks).item() == 2 * 2 * 2 * 12
+
+
+@every_kernel_set
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@given(data=st.data())
+@settings(max_examples=examples(8))
+def test_keys_are_rotated_first_and_then_rounded_once_as_the_reference_rounds(
+    kernel_set: KernelSet, kv_cache_dtype: str, data: st.DataObject
+) -> None:
+    """What the same kernel writes without rounding is what the reference is given to round."""
+    size = {"num_layers": 2, "num_blocks": 3, "block_size": 4, "num_swap_blocks": 1} | {
+        "num_kv_heads": data.draw(st.integers(1, 3)),
+        "head_dim": data.draw(st.sampled_from([2, 12, 64, 80])),
+    }
+    heads, (kv_heads, head_dim) = 4 * size["num_kv_heads"], (size["num_kv_heads"], size["head_dim"])
+    slots = data.draw(st.permutations([0, 3, 5, 11, -1, -1]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    qkv = rng.standard_normal((len(slots), heads + 2 * kv_heads, head_dim)) * 10.0 ** rng.integers(-3, 3, (6, 1, 1))
+    turns = rng.standard_normal((2, len(slots), head_dim // 2)).astype(np.float32)  # of any size: nothing is checked
+    normed, static = data.draw(st.booleans()), data.draw(st.booleans())
+    exact = Twins(kernel_set, torch.float32, size)
+    rounded = Twins(kernel_set, torch.float32, size, kv_cache_dtype, static=static)
+    queries = []
+    for twins in (exact, rounded):
+        given_ = torch.from_numpy(qkv.astype(np.float32)).view(len(slots), (heads + 2 * kv_heads) * head_dim)
+        places = torch.stack([torch.arange(len(slots)), torch.tensor(slots)]).int().to(twins.device)
+        norm = torch.linspace(0.5, 2, 2 * head_dim).view(2, head_dim).to(twins.device) if normed else None
+        tables = (twins.tensor(turns[0]), twins.tensor(turns[1]), places[0], places[1])
+        where = (*twins.fast.layer(1), heads, norm, 1e-5, twins.fast.scales(1), twins.fast.static(1))
+        queries.append(kernel_set.kernels.rope_and_write(given_.to(twins.device), *tables, *where))
+    assert torch.equal(*queries)
+    k, v = (each.cpu().numpy() for each in exact.fast.read(1, torch.arange(3, device=exact.device)[None]))
+    real = [slot for slot in slots if slot >= 0]
+    rounded.reference.write(1, real, k[0, real], v[0, real])
+    rounded.check_equal()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")  # the interpreter computes with NumPy
+@every_kernel_set
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_head_that_is_no_number_stays_none_and_no_other_suffers(
+    kernel_set: KernelSet, kv_cache_dtype: str, static: bool
+) -> None:
+    size = {"num_layers": 1, "num_blocks": 2, "block_size": 4, "num_kv_heads": 2, "head_dim": 12}
+    twins = Twins(kernel_set, torch.float32, size, kv_cache_dtype, static=static)
+    k = np.full((3, 2, 12), 0.015625, np.float32)
+    k[1, 0, 5], k[2, 1, 0] = np.nan, np.inf
+    v = np.full_like(k, 0.015625)
+    twins.reference.write(0, [0, 1, 2], k, v)
+    twins.fast.write(0, torch.tensor([0, 1, 2], device=twins.device), twins.tensor(k), twins.tensor(v))
+    theirs = twins.reference.read(0, np.array([[0]]))
+    ours = twins.fast.read(0, torch.tensor([[0]], device=twins.device))
+    for keys, values in (theirs, [each.cpu().numpy() for each in ours]):
+        assert np.isnan(keys[0, 1, 0]).all()
+        assert not np.isfinite(keys[0, 2, 1]).any()
+        assert np.isfinite(keys[0, [0, 1, 2], [0, 1, 0]]).all()
+        assert np.isfinite(values[0, :3]).all()
+        if not static:
+            np.testing.assert_allclose(keys[0, [0, 1, 2], [0, 1, 0]], 0.015625, rtol=1e-6)
+
+
+def test_in_8_bits_heads_have_an_even_size() -> None:
+    with pytest.raises(ValueError, match="head_dim is 5; in 8 bits it must be even"):
+        fast.KVCache(1, 1, 1, 1, 5, kv_cache_dtype="int8")
 
 
 CALLS: dict[str, Any] = {

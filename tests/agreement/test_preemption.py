@@ -13,12 +13,14 @@ from minipaged.llm import LoadedModel
 from tests.agreement.kernels import KernelSet, every_kernel_set
 
 
-@pytest.mark.parametrize("block_size", [1, 16, 256])
+@pytest.mark.parametrize(("block_size", "kv_cache_dtype"), [(1, "auto"), (16, "auto"), (16, "int8"), (256, "auto")])
 @every_kernel_set
 def test_measuring_gives_a_devices_plausible_speeds_and_copies_nothing_of_the_cache(
-    kernel_set: KernelSet, block_size: int
+    kernel_set: KernelSet, block_size: int, kv_cache_dtype: str
 ) -> None:
-    cache = KVCache(2, 80, block_size, 2, 64, device=kernel_set.device, kernels=kernel_set.kernels)
+    shape = (2, 80, block_size, 2, 64)
+    where = {"device": kernel_set.device, "kernels": kernel_set.kernels}
+    cache = KVCache(*shape, kv_cache_dtype=kv_cache_dtype, **where)  # type: ignore[arg-type]
     asked: list[Batch] = []
     costs = fast.measure(cache, asked.append)
     assert 1e-8 < costs.seconds_per_copy < 1e-1

@@ -275,6 +275,10 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "a context beyond the model's": ({"max_model_len": 257}, "max_model_len is 257; .* at most 256"),
     "all memory and more": ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5; .* at most 1"),
     "an unknown preemption": ({"preemption": "drop"}, "preemption is 'drop'; choose 'swap', 'recompute' or 'auto'"),
+    "keys and values in 4 bits": (
+        {"kv_cache_dtype": "int4"},
+        "kv_cache_dtype is 'int4'; choose 'auto', 'int8' or 'fp8'",
+    ),
     "swapping to nowhere": ({"preemption": "swap", "num_swap_blocks": 0}, "'swap' but num_swap_blocks is 0"),
 }
 if not torch.cuda.is_available():

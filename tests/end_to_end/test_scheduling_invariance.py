@@ -60,9 +60,10 @@ class PowerCut(Exception):
     """What a test lets happen within a step."""
 
 
-def outputs_alone(model: Path | str, jobs: Sequence[Job], dtype: str) -> list[RequestOutput]:
+def outputs_alone(model: Path | str, jobs: Sequence[Job], dtype: str, **settings: Any) -> list[RequestOutput]:
     """What each job gives when nothing disturbs it."""
-    llm = LLM(model, tier="reference", num_blocks=64, block_size=16, enable_prefix_caching=False, dtype=dtype)
+    settings |= {"num_blocks": 64, "block_size": 16, "enable_prefix_caching": False, "dtype": dtype}
+    llm = LLM(model, tier="reference", **settings)
     return [run(llm, [job])[0] for job in jobs]
 
 
@@ -190,6 +191,41 @@ def test_preemption_chunks_and_prefix_hits_do_not_show_in_the_tokens(
         assert stats.tokens_recomputed > 0
         assert stats.preempted_by_swap == stats.blocks_swapped_out == 0
     assert (stats.blocks_copied > 0) == (kind != "greedy")  # only siblings share a block that is not full
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "preemption"), [("int8", "swap"), ("fp8", "recompute")])
+@every_kind
+def test_in_8_bits_no_schedule_shows_in_the_tokens_either(
+    small_llama: Path, tier: str, kind: str, kv_cache_dtype: Any, preemption: Any
+):
+    """The scale of a token's keys and values depends on that token alone. On both tiers the same tokens, none tied."""
+    jobs = JOBS[kind]
+    llm = LLM(
+        small_llama,
+        tier=tier,
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=4,
+        num_blocks=largest_need(jobs, 4) + 4,
+        num_swap_blocks=100,
+        preemption=preemption,
+        max_num_batched_tokens=11,
+        max_model_len=128,
+        dtype=DTYPE[kind],
+        debug=True,
+    )
+    cache = llm.engine.runner.kv_cache  # type: ignore[attr-defined]
+    assert cache.kv_cache_dtype == kv_cache_dtype
+    assert cache.block_bytes == llm.loaded.block_bytes(4, kv_cache_dtype) < llm.loaded.block_bytes(4) / 3
+    crowded = run(llm, jobs, [0, 0, 0, 0, 5, 5, 9])
+    alone = outputs_alone(small_llama, jobs, DTYPE[kind], kv_cache_dtype=kv_cache_dtype)
+    for ours, undisturbed in zip(crowded, alone, strict=True):
+        assert [each.token_ids for each in ours.outputs] == [each.token_ids for each in undisturbed.outputs]
+    check_nothing_is_held(llm)
+    stats = llm.stats()
+    assert stats.prefix_cache_hit_tokens > 0
+    assert (stats.preempted_by_swap > 0) == (preemption == "swap")
+    assert (stats.preempted_by_recompute > 0) == (preemption == "recompute")
+    assert (stats.blocks_copied > 0) == (kind != "greedy")
 
 
 def test_a_host_pool_that_is_too_small_for_some_makes_both_kinds_of_preemption(

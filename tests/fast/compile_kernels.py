@@ -102,36 +102,47 @@ STRIDES = dict.fromkeys(
 )
 LENGTHS = {"context_lens": "*i32", "seqs": "i32", "kv_heads": "i32", "programs": "i32", "max_splits": "i32"}
 
+CODES = {"int8": "*i8", "fp8": "*u8"}
+"""Keys and values in 8 bits."""
+
 ATTENTION = (
-    # dtype, head_dim, group, block size
-    (torch.bfloat16, 64, 3, 16),  # SmolLM2
-    (torch.bfloat16, 128, 4, 16),  # Llama 3 8B
-    (torch.float16, 128, 8, 1),  # as many heads as Llama 3 70B has for each key/value head; the smallest block
-    (torch.bfloat16, 256, 4, 16),  # the widest head
-    (torch.bfloat16, 256, 32, 16),  # with as many heads as any model has for each key/value head
-    (torch.float32, 64, 3, 16),
-    (torch.float32, 256, 4, 16),
+    # dtype, head_dim, group, block size, keys and values
+    (torch.bfloat16, 64, 3, 16, "auto"),  # SmolLM2
+    (torch.bfloat16, 128, 4, 16, "auto"),  # Llama 3 8B
+    (torch.float16, 128, 8, 1, "auto"),  # as many heads as Llama 3 70B has for each key/value head; the smallest block
+    (torch.bfloat16, 256, 4, 16, "auto"),  # the widest head
+    (torch.bfloat16, 256, 32, 16, "auto"),  # with as many heads as any model has for each key/value head
+    (torch.float32, 64, 3, 16, "auto"),
+    (torch.float32, 256, 4, 16, "auto"),
+    (torch.bfloat16, 64, 3, 16, "int8"),
+    (torch.bfloat16, 128, 4, 16, "int8"),
+    (torch.bfloat16, 128, 4, 16, "fp8"),
+    (torch.bfloat16, 256, 32, 16, "fp8"),
+    (torch.float32, 64, 3, 16, "int8"),
 )
 
 
 def attention_entries(arch: int) -> Iterator[Entry]:
-    for dtype, head_dim, group, block_size in ATTENTION:
-        arrays = dict.fromkeys(("query", "keys", "values"), POINTER[dtype])
+    for dtype, head_dim, group, block_size, kind in ATTENTION:
+        in_8_bits = kind in CODES
+        arrays = {"query": POINTER[dtype]} | dict.fromkeys(("keys", "values"), CODES.get(kind, POINTER[dtype]))
+        arrays |= {"kv_scales": "*fp32"} if in_8_bits else {}
+        scales = {} if in_8_bits else {"kv_scales": None}
         where = {"tables": "*i32", "rows": "*i32", "out": POINTER[dtype]}
-        shape = f"{NAME[dtype]}-d{head_dim}-g{group}-b{block_size}"
+        shape = f"{NAME[dtype]}-d{head_dim}-g{group}-b{block_size}" + (f"-{kind}" if in_8_bits else "")
         on_tensor_cores = dtype != torch.float32  # tf32 would lose half of the digits
-        decode = attention.decode_options(dtype, head_dim, group, block_size, arch, split=True)
+        decode = attention.decode_options(dtype, head_dim, group, block_size, arch, in_8_bits, split=True)
         yield Entry(
             f"decode-{shape}",
             attention._decode_kernel,
             arrays | where | {"partial_o": "*fp32", "partial_lse": "*fp32"} | LENGTHS | {"scale": "fp32"} | STRIDES,
-            decode,
+            decode | scales,
             tensor_cores=on_tensor_cores,
-            shared_bytes=attention.shared_bytes(dtype, decode, arch),
+            shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, decode, arch),
         )
         prompts = {}  # by rows of a tile: long prompts, and a few tokens each
         for max_query_len in (1024, 8):
-            options = attention.prefill_options(dtype, head_dim, group, block_size, arch, max_query_len)
+            options = attention.prefill_options(dtype, head_dim, group, block_size, arch, in_8_bits, max_query_len)
             prompts[options["ROWS"]] = options
         lengths = {"query_start": "*i32", "context_lens": "*i32", "seqs": "i32"}
         for rows, options in prompts.items():
@@ -139,10 +150,10 @@ def attention_entries(arch: int) -> Iterator[Entry]:
                 f"prefill-{shape}-rows{rows}",
                 attention._prefill_kernel,
                 arrays | where | lengths | {"scale": "fp32"} | STRIDES,
-                options,
+                options | scales,
                 tensor_cores=on_tensor_cores,
                 wgmma=on_tensor_cores and rows == 128,
-                shared_bytes=attention.shared_bytes(dtype, options, arch),
+                shared_bytes=None if in_8_bits else attention.shared_bytes(dtype, options, arch),
             )
     yield Entry(
         "reduce-bf16-d128",
@@ -150,7 +161,7 @@ def attention_entries(arch: int) -> Iterator[Entry]:
         {"out": "*bf16", "partial_o": "*fp32", "partial_lse": "*fp32"}
         | LENGTHS
         | {"out_token_stride": "i32", "out_head_stride": "i32"},
-        attention.reduce_options(attention.decode_options(torch.bfloat16, 128, 4, 16, arch, split=True)),
+        attention.reduce_options(attention.decode_options(torch.bfloat16, 128, 4, 16, arch, False, split=True)),
     )
 
 
@@ -166,7 +177,7 @@ def dtypes(arch: int) -> tuple[torch.dtype, ...]:
 
 def cache_entries(arch: int) -> Iterator[Entry]:
     cache_strides = ("block_stride", "head_stride", "slot_stride")
-    norms = ("query_norm", "key_norm")
+    norms, scales = ("query_norm", "key_norm"), ("kv_scales", "static_scales")
     shapes = [(32, 8, 128, 16)]  # heads, kv heads, head dim, block size
     if arch == 90:
         shapes += [(9, 3, 64, 16), (32, 32, 80, 16), (4, 2, 36, 7)]  # the last ones: padded to 128; odd in every way
@@ -190,15 +201,24 @@ def cache_entries(arch: int) -> Iterator[Entry]:
                 f"rope-and-write-{shape}",
                 kv_cache._rope_and_write,
                 rotated,
-                options | dict.fromkeys(norms),
+                options | dict.fromkeys((*norms, *scales)),
                 odd=odd,
                 wide=wide,
             )
+            for kind, given in (("int8", scales[:1]), ("fp8", scales)):  # each token's own scales, and a checkpoint's
+                codes = dict.fromkeys(("keys", "values"), CODES[kind]) | dict.fromkeys(given, "*fp32")
+                yield Entry(
+                    f"rope-and-write-{shape}-{kind}",
+                    kv_cache._rope_and_write,
+                    rotated | codes,
+                    options | dict.fromkeys((*norms, *scales[len(given) :])),
+                    odd=odd | frozenset(given if head_dim == 36 else ()),
+                )
             yield Entry(
                 f"rope-and-write-normed-{shape}",  # Qwen3
                 kv_cache._rope_and_write,
                 rotated | dict.fromkeys(norms, POINTER[dtype]),
-                options,
+                options | dict.fromkeys(scales),
                 odd=odd | frozenset(norms if head_dim == 36 else ()),
                 wide=wide
                 & {"stores"},  # the weights, which all heads share, are loaded a number a thread, like cos and sin
@@ -208,7 +228,7 @@ def cache_entries(arch: int) -> Iterator[Entry]:
                 kv_cache._write,
                 {"slots": "*i32", "k": POINTER[dtype], "v": POINTER[dtype], **cache}
                 | dict.fromkeys(("k_stride", "v_stride", *cache_strides), "i32"),
-                sizes | {"HEADS": max(1, kv_cache.TILE // dims), "DIMS": dims},
+                sizes | {"HEADS": max(1, kv_cache.TILE // dims), "DIMS": dims} | dict.fromkeys(scales),
                 odd=odd,
                 wide=wide,
             )

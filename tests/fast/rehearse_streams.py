@@ -233,7 +233,7 @@ def rehearse(name: str, *, asynchronous: bool = True, graphs: bool = True, to_th
     with pretended_gpu() as gpu:
         try:
             on_device = {name: tensor.to(DEVICE) for name, tensor in weights().items()}
-            cache = KVCache(1, NUM_BLOCKS, BLOCK_SIZE, 1, MODEL.head_dim, NUM_SWAP_BLOCKS, torch.float32, DEVICE)
+            cache = KVCache(1, NUM_BLOCKS, BLOCK_SIZE, 1, MODEL.head_dim, NUM_SWAP_BLOCKS, torch.float32, device=DEVICE)
             llama = FailingLlama(MODEL, on_device, cache, max_num_seqs=MAX_NUM_SEQS, max_model_len=MAX_MODEL_LEN)
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
                 pass  # somebody else's

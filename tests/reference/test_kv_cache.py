@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipaged.reference.kv_cache import Array, KVCache
+from minipaged.models.quantized.stored import e4m3_values
+from minipaged.reference.kv_cache import LARGEST, Array, KVCache, dequantize, quantize
 
 
 @st.composite
@@ -186,3 +187,75 @@ def test_a_size_below_one_is_refused_by_name(argument: str) -> None:
         KVCache(**sizes)
     with pytest.raises(ValueError, match="num_swap_blocks is -1"):
         KVCache(1, 1, 1, 1, 1, num_swap_blocks=-1)
+
+
+# --- 8 bits ---------------------------------------------------------------------------------------
+
+KINDS = pytest.mark.parametrize("kind", ["int8", "fp8"])
+
+
+def heads(seed: int, *shape: int) -> Array:
+    """Keys or values of heads that are large and small, a few of them zeros."""
+    rng = np.random.default_rng(seed)
+    sizes = 10.0 ** rng.uniform(-6, 4, (*shape[:-1], 1)) * (rng.random((*shape[:-1], 1)) > 0.1)
+    return (rng.standard_normal(shape) * sizes).astype(np.float32)
+
+
+@KINDS
+@given(seed=st.integers(0, 2**32), head_dim=st.integers(1, 40))
+def test_a_code_is_the_nearest_one_and_the_largest_number_keeps_its_size(kind: str, seed: int, head_dim: int) -> None:
+    x = heads(seed, 20, head_dim)
+    codes, scales = quantize(x, kind)
+    assert (codes.dtype, scales.dtype) == (np.int8 if kind == "int8" else np.uint8, np.float32)
+    stands_for = np.arange(-127, 128) if kind == "int8" else np.delete(e4m3_values(), [0x7F, 0xFF])
+    with np.errstate(over="ignore"):
+        nearest = np.abs(x[..., None] - stands_for * scales[:, None, None].astype(np.float64)).min(axis=-1)
+    error = np.abs(x - dequantize(codes, scales).astype(np.float64))
+    largest = np.abs(x).max(axis=-1)
+    assert (error <= nearest + 1e-6 * largest[:, None]).all()
+    np.testing.assert_allclose(np.abs(dequantize(codes, scales)).max(axis=-1), largest, rtol=1e-6)
+
+
+@KINDS
+def test_rounding_takes_the_even_one_of_two_that_are_as_near(kind: str) -> None:
+    most = LARGEST[kind]
+    x = {"int8": [most, 0.5, 1.5, -2.5, -3.5], "fp8": [most, 17, 19, -(2.0**-10), 3 * 2.0**-10]}[kind]
+    expected = {"int8": [most, 0, 2, -2, -4], "fp8": [most, 16, 20, -0.0, 2.0**-8]}[kind]
+    codes, scales = quantize(np.array([x], np.float32), kind)
+    assert scales == [1]
+    found = dequantize(codes, scales)[0]
+    np.testing.assert_array_equal(found, np.array(expected, np.float32))
+    np.testing.assert_array_equal(np.signbit(found[1:4]), [False, False, True])
+
+
+@KINDS
+@given(seed=st.integers(0, 2**32), data=st.data())
+def test_what_is_appended_changes_nothing_that_is_there_and_scales_go_where_their_block_goes(
+    kind: str, seed: int, data: st.DataObject
+) -> None:
+    cache = KVCache(2, 4, 3, 2, 6, num_swap_blocks=2, kv_cache_dtype=kind)
+    k, v = heads(seed, 2, 6, 2, 6)
+    number = data.draw(st.integers(1, 3))
+    cache.write(1, list(range(number)), k[:number], v[:number])
+    before = cache.read(1, np.array([[0]]))
+    cache.write(1, list(range(number, 6)), k[number:], v[number:])
+    for each, then in zip(cache.read(1, np.array([[0]])), before, strict=True):
+        np.testing.assert_array_equal(each[0, :number], then[0, :number])
+    whole = cache.read(1, np.array([[0, 1]]))
+    for each, given_ in zip(whole, (k, v), strict=True):  # as if each token had been written alone
+        codes_and_scales = [quantize(token, kind) for token in given_]
+        np.testing.assert_array_equal(each[0], [dequantize(*one) for one in codes_and_scales])
+    cache.swap_out([(0, 1)])
+    cache.copy([(1, 2)])
+    cache.poison([0, 1])
+    cache.swap_in([(1, 3)])
+    for each, then in zip(cache.read(1, np.array([[3, 2]])), whole, strict=True):
+        np.testing.assert_array_equal(each, then)
+    assert all(np.isnan(each).all() for each in cache.read(1, np.array([[0, 1]])))
+
+
+@KINDS
+def test_in_8_bits_a_token_of_smollm2_takes_12240_bytes_in_one_piece(kind: str) -> None:
+    cache = KVCache(30, 1, 16, 3, 64, kv_cache_dtype=kind)
+    assert cache.block_bytes == cache.device_blocks.nbytes == 12_240 * 16
+    assert 46_080 / 12_240 > 3.7

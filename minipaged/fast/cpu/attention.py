@@ -15,6 +15,8 @@ thousand at a time, and the online softmax runs over those tiles.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
@@ -36,6 +38,10 @@ than the processor's cache holds (SmolLM2's shapes, 32 sequences of 1024: 20.1 G
 in bfloat16)."""
 LOWEST = np.float32(-1e30)
 """Stands for minus infinity where there was no score yet: `LOWEST - LOWEST` is 0, and not NaN."""
+SCALE_BYTES = 4
+AS_IT_IS, INT8, E4M3 = 0, 1, 2
+KINDS = {torch.float32: AS_IT_IS, torch.bfloat16: AS_IT_IS, torch.int8: INT8, torch.uint8: E4M3}
+"""How keys and values are kept. Compiled loops are told in a number, and not by a type: one is compiled for all."""
 FASTMATH = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be reordered, so that they can be vectorised; but NaN and infinity stay what they are.
 
@@ -51,6 +57,7 @@ def paged_decode(
     rows: Tensor,
     context_lens: Tensor,
     scale: float,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`."""
     out = torch.empty_like(query)
@@ -58,10 +65,12 @@ def paged_decode(
         as_array(query),
         keys.data_ptr(),
         values.data_ptr(),
+        0 if kv_scales is None else kv_scales.data_ptr(),
         keys.stride(0) * keys.itemsize,
         keys.stride(1) * keys.itemsize,
         keys.shape[1],
         keys.shape[2],
+        KINDS[keys.dtype],
         tables.numpy(),
         rows.numpy(),
         context_lens.numpy(),
@@ -81,6 +90,7 @@ def paged_prefill(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
+    kv_scales: Tensor | None = None,
     *,
     max_query_len: int,
 ) -> Tensor:
@@ -90,22 +100,30 @@ def paged_prefill(
     single = torch.nonzero(query_lens == 1)[:, 0]  # [sequences with one query]
     if len(single):
         tokens = query_start[single].long()
-        out[tokens] = paged_decode(query[tokens], keys, values, tables, rows[single], context_lens[single], scale)
+        where = (tables, rows[single], context_lens[single])
+        out[tokens] = paged_decode(query[tokens], keys, values, *where, scale, kv_scales)
     if max_query_len > 1:
         for s in torch.nonzero(query_lens > 1)[:, 0].tolist():
             begin, end, context_len = int(query_start[s]), int(query_start[s + 1]), int(context_lens[s])
             num_blocks = -(-context_len // keys.shape[2])
-            blocks = tables[int(rows[s]), :num_blocks].long()
+            blocks = tables[int(rows[s]), :num_blocks]
             for tile in range(begin, end, QUERY_TILE):
                 stop = min(end, tile + QUERY_TILE)
                 out[tile:stop] = _prefill_tile(
-                    query[tile:stop], keys, values, blocks, context_len - (end - tile), context_len, scale
+                    query[tile:stop], keys, values, kv_scales, blocks, context_len - (end - tile), context_len, scale
                 )
     return out
 
 
 def _prefill_tile(
-    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, first: int, context_len: int, scale: float
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_scales: Tensor | None,
+    blocks: Tensor,
+    first: int,
+    context_len: int,
+    scale: float,
 ) -> Tensor:
     """Up to QUERY_TILE queries [T, heads, head_dim] of one sequence, the first of them at position `first`."""
     T, heads, head_dim = query.shape
@@ -119,10 +137,12 @@ def _prefill_tile(
     o = torch.zeros(kv_heads, T * group, head_dim)
     seen = min(context_len, first + T)  # keys past it lie after every query
     step = max(1, KEY_TILE // block_size)  # blocks of a tile
+    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales.unbind(1)
+    like = as_array(query)
     for j in range(0, -(-seen // block_size), step):
         start, stop = j * block_size, min((j + step) * block_size, seen)
-        K = _gather(keys, blocks[j : j + step], stop - start)  # [kv_heads, keys, head_dim]
-        V = _gather(values, blocks[j : j + step], stop - start)  # [kv_heads, keys, head_dim]
+        K = _gather(keys, key_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
+        V = _gather(values, value_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
         scores = q @ K.mT  # [kv_heads, T * group, keys]
         if stop > first + 1:  # the first query, at least, must not see all of them
             scores.masked_fill_(torch.arange(start, stop) > position[:, None], -torch.inf)
@@ -136,10 +156,26 @@ def _prefill_tile(
     return o.reshape(T, heads, head_dim)
 
 
-def _gather(pool: Tensor, blocks: Tensor, num_keys: int) -> Tensor:
-    """The first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim]."""
-    tile = pool[blocks].transpose(0, 1)  # [kv_heads, blocks, block_size, head_dim]
-    return tile.reshape(tile.shape[0], -1, tile.shape[-1])[:, :num_keys].float()
+def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int, like: Any) -> Tensor:
+    """The first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim].
+
+    like: an array of the type that the model computes in.
+    """
+    kv_heads, block_size, head_dim = pool.shape[1:]
+    tiles = torch.empty(kv_heads, -(-num_keys // STEP) * STEP, head_dim)
+    _read_heads(
+        pool.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        KINDS[pool.dtype],
+        pool.stride(0) * pool.itemsize,
+        pool.stride(1) * pool.itemsize,
+        block_size,
+        blocks.numpy(),
+        num_keys,
+        like,
+        tiles.numpy(),
+    )
+    return tiles[:, :num_keys]
 
 
 @njit(inline="always")
@@ -167,10 +203,12 @@ def _decode(
     query,
     keys,
     values,
+    scales,
     block_stride,
     head_stride,
     kv_heads,
     block_size,
+    kind,
     tables,
     rows,
     context_lens,
@@ -178,10 +216,12 @@ def _decode(
     num_threads,
     out,
 ):
-    """`keys` and `values` are addresses, and the strides count bytes."""
+    """`keys`, `values` and `scales` are addresses, and the strides count bytes. kind: one of KINDS; AS_IT_IS has no
+    scales."""
     seqs, heads, head_dim = query.shape
     group = heads // kv_heads
-    row_bytes = head_dim * query.itemsize
+    row_bytes = head_dim * (query.itemsize if kind == AS_IT_IS else 1)
+    scale_stride = block_size * SCALE_BYTES  # from head to head
     first_tile = np.empty(seqs * kv_heads + 1, np.int64)  # of each pair (sequence, key/value head), counted through
     first_tile[0] = 0
     for s in range(seqs):
@@ -213,6 +253,7 @@ def _decode(
         while begin < end:
             s, h = pair // kv_heads, pair % kv_heads
             k, v, table = keys + h * head_stride, values + h * head_stride, tables[rows[s]]
+            k_scales, v_scales = scales + h * scale_stride, scales + (kv_heads + h) * scale_stride
             stop = min(end, first_tile[pair + 1])
             if stop > begin:
                 for g in range(group):
@@ -222,10 +263,10 @@ def _decode(
                         o[g, d] = 0
                 for t in range(begin - first_tile[pair], stop - first_tile[pair]):
                     start, size = t * TILE, min(TILE, context_lens[s] - t * TILE)
-                    _read_tile(k, block_stride, block_size, table, start, size, query, tile)
+                    _read_tile(k, k_scales, kind, block_stride, block_size, table, start, size, query, tile)
                     _prefetch_tile(v, block_stride, block_size, table, start, size, row_bytes)
                     _take_scores(q, tile, size, m, l, o, p)
-                    _read_tile(v, block_stride, block_size, table, start, size, query, tile)
+                    _read_tile(v, v_scales, kind, block_stride, block_size, table, start, size, query, tile)
                     next_size = min(TILE, context_lens[s] - start - TILE)
                     _prefetch_tile(k, block_stride, block_size, table, start + TILE, next_size, row_bytes)
                     _take_values(p, tile, size, o)
@@ -257,24 +298,48 @@ def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes
         j, block, offset = j + there, block + 1, 0
 
 
+@njit(nogil=True, cache=True)
+def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table, size, like, tiles):
+    """The first `size` keys (or values) of a table, of every head, into `tiles` [kv_heads, size or more, head_dim]."""
+    for h in range(len(tiles)):
+        head, head_scales = pool + h * head_stride, scales + h * block_size * SCALE_BYTES
+        _read_tile(head, head_scales, kind, block_stride, block_size, table, 0, size, like, tiles[h])
+
+
 @njit(cache=True)
-def _read_tile(pool, block_stride, block_size, table, start, size, like, tile):
+def _read_tile(pool, scales, kind, block_stride, block_size, table, start, size, like, tile):
     """Widen `size` keys (or values) from position `start` on into `tile` [TILE, head_dim], block after block."""
     head_dim = tile.shape[1]
     j, block, offset = 0, start // block_size, start % block_size
     while j < size:
         there = min(block_size - offset, size - j)
-        address = pool + table[block] * block_stride + offset * head_dim * like.itemsize
-        source = array_at(address, there * head_dim, like[0, 0, 0])
-        for i in range(there):
-            for d in range(head_dim):
-                tile[j + i, d] = widen(source[i * head_dim + d])
+        here, numbers = table[block] * block_stride, offset * head_dim
+        factors = scales + here + offset * SCALE_BYTES
+        if kind == INT8:
+            _read_codes(array_at(pool + here + numbers, there * head_dim, np.int8(0)), factors, j, tile)
+        elif kind == E4M3:
+            _read_codes(array_at(pool + here + numbers, there * head_dim, np.uint8(0)), factors, j, tile)
+        else:
+            source = array_at(pool + here + numbers * like.itemsize, there * head_dim, like[0, 0, 0])
+            for i in range(there):
+                for d in range(head_dim):
+                    tile[j + i, d] = widen(source[i * head_dim + d])
         j, block, offset = j + there, block + 1, 0
     for rest in range(
         size, (size + STEP - 1) // STEP * STEP
     ):  # what `_take_values` weighs with 0: another sequence's NaN stays NaN
         for d in range(head_dim):
             tile[rest, d] = 0
+
+
+@njit(cache=True)
+def _read_codes(codes, scales, first, tile):
+    """What the codes of some keys (or values) stand for, into the rows of `tile` from `first` on."""
+    head_dim = tile.shape[1]
+    factors = array_at(scales, len(codes) // head_dim, np.float32(0))
+    for i in range(len(factors)):
+        for d in range(head_dim):
+            tile[first + i, d] = widen(codes[i * head_dim + d]) * factors[i]
 
 
 @njit(cache=True, fastmath=FASTMATH, error_model="numpy")

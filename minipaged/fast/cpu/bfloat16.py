@@ -4,7 +4,8 @@ bfloat16 is the upper half of a float32: sign, exponent, and the first 7 bits of
 narrowing a rounding. Both become a few vector instructions, so that a loop which reads bfloat16 and computes in float32
 runs at the speed of the memory: half the bytes, twice the tokens.
 
-Arrays of float32 go through the same loops: `widen` and `narrow` leave them as they are.
+Arrays of float32 go through the same loops: `widen` and `narrow` leave them as they are. So do keys and values that are
+kept in 8 bits, int8 or e4m3 floats (in an uint8): what they stand for, but for their scale, is a few instructions too.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -82,19 +83,36 @@ def widen(value: Any) -> Any:
 
 @overload(widen, inline="always")
 def _widen(value):
-    if isinstance(value, types.Integer):
+    if value == types.uint16:
         return lambda value: float_of_bits(np.uint32(value) << np.uint32(16))
+    if value == types.int8:
+        return lambda value: np.float32(value)
+    if value == types.uint8:
+        return _widen_e4m3
     return lambda value: value
 
 
+def _widen_e4m3(value):
+    """Sign, exponent and fraction where a float32 has them, with 120 too little in the exponent. (No code is NaN.)"""
+    sign, size = np.uint32(value) & np.uint32(128), np.uint32(value) & np.uint32(127)
+    return float_of_bits(sign << np.uint32(24) | size << np.uint32(20)) * np.float32(2.0**120)
+
+
 def narrow(value: Any, like: Any) -> Any:
-    """A float32 as it is stored in an array whose numbers are like `like`: rounded to the nearest, ties to even."""
+    """A float32 as it is stored in an array whose numbers are like `like`: rounded to the nearest, ties to even.
+
+    In 8 bits it may be no larger than 127 (int8) or 448 (e4m3).
+    """
     raise NotImplementedError("for compiled code")
 
 
 @overload(narrow, inline="always")
 def _narrow(value, like):
-    if not isinstance(like, types.Integer):
+    if like == types.int8:  # the bits of 1.5 * 2**23 + n end with those of n
+        return lambda value, like: np.int8(bits_of_float(np.float32(value) + np.float32(12582912)))
+    if like == types.uint8:
+        return _narrow_e4m3
+    if like != types.uint16:
         return lambda value, like: value
 
     def round_to_even(value, like):
@@ -104,6 +122,17 @@ def _narrow(value, like):
         return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
     return round_to_even
+
+
+def _narrow_e4m3(value, like):
+    bits: Any = bits_of_float(np.float32(value))
+    sign, size = bits >> np.uint32(24) & np.uint32(128), bits & np.uint32(0x7FFFFFFF)
+    if size < np.uint32(121 << 23):  # below 2**-6 there are 2**-9 between neighbours, as from 16384 on in float32
+        code = bits_of_float(float_of_bits(size) + np.float32(16384)) - np.uint32(0x46800000)
+    else:  # the exponent counts from 7, not from 127, and has 3 bits of fraction below it
+        rounded = size + np.uint32(0x7FFFF) + (size >> np.uint32(20) & np.uint32(1))
+        code = (rounded >> np.uint32(20)) - np.uint32(960)
+    return np.uint8(code | sign)
 
 
 def array_at(address: Any, size: Any, like: Any) -> Any:

@@ -14,8 +14,14 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
+from minipaged.fast.cpu.attention import AS_IT_IS, INT8, KINDS, SCALE_BYTES
+from minipaged.fast.cpu.bfloat16 import array_at, as_array, bits_of_float, float_of_bits, narrow, widen
 from minipaged.fast.cpu.llama import FEW_ROWS, normalize
+
+SMALLEST_SCALE = np.finfo(np.float32).tiny
+"""Of a head of zeros, so that nothing is divided by 0."""
+INFINITE = np.uint32(0x7F800000)
+"""Infinity's bits. Those of NaN are more."""
 
 
 def rope_and_write(
@@ -29,6 +35,8 @@ def rope_and_write(
     num_heads: int,
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
+    static_scales: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`."""
     query = torch.empty(len(qkv), num_heads, keys.shape[3], dtype=qkv.dtype)
@@ -40,9 +48,12 @@ def rope_and_write(
         slots.numpy(),
         keys.data_ptr(),
         values.data_ptr(),
+        0 if kv_scales is None else kv_scales.data_ptr(),
         keys.stride(0) * keys.itemsize,
         keys.shape[1],
         keys.shape[2],
+        KINDS[keys.dtype],
+        0 if static_scales is None else static_scales.data_ptr(),
         0 if qk_norm is None else qk_norm.data_ptr(),
         eps,
         as_array(query),
@@ -50,8 +61,30 @@ def rope_and_write(
     return query
 
 
-def write(slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+def write(
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_scales: Tensor | None = None,
+    static_scales: Tensor | None = None,
+) -> None:
     """See `minipaged.fast.kernels`."""
+    if kv_scales is not None:
+        _write_codes(
+            slots.numpy(),
+            k.float().numpy(),
+            v.float().numpy(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            kv_scales.data_ptr(),
+            keys.stride(0),
+            keys.shape[2],
+            KINDS[keys.dtype],
+            0 if static_scales is None else static_scales.data_ptr(),
+        )
+        return
     real = slots >= 0
     blocks = (slots[real] // keys.shape[2]).long()
     offsets = (slots[real] % keys.shape[2]).long()
@@ -71,22 +104,40 @@ def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
 
 @njit(parallel=True, nogil=True, cache=True)
 def _rope_and_write(
-    qkv, cos, sin, positions, slots, keys, values, block_stride, kv_heads, block_size, norms, eps, query
+    qkv,
+    cos,
+    sin,
+    positions,
+    slots,
+    keys,
+    values,
+    scales,
+    block_stride,
+    kv_heads,
+    block_size,
+    kind,
+    static,
+    norms,
+    eps,
+    query,
 ):
-    """`keys`, `values` and `norms` are addresses (`norms` may be 0: none), and `block_stride` counts bytes."""
+    """`keys`, `values`, `scales`, `static` and `norms` are addresses (the last two may be 0: none), and `block_stride`
+    counts bytes. kind: one of KINDS; AS_IT_IS has no scales."""
+    where = keys, values, scales, block_stride, kv_heads, block_size, kind, static, norms, eps
     if len(qkv) <= FEW_ROWS:
         for t in range(len(qkv)):
             c, s = cos[positions[t]], sin[positions[t]]  # [head_dim / 2]
-            _one_token(qkv[t], c, s, slots[t], keys, values, block_stride, kv_heads, block_size, norms, eps, query[t])
+            _one_token(qkv[t], c, s, slots[t], where, query[t])
     else:
         for t in prange(len(qkv)):
             c, s = cos[positions[t]], sin[positions[t]]
-            _one_token(qkv[t], c, s, slots[t], keys, values, block_stride, kv_heads, block_size, norms, eps, query[t])
+            _one_token(qkv[t], c, s, slots[t], where, query[t])
 
 
 @njit(cache=True)
-def _one_token(qkv, cos, sin, slot, keys, values, block_stride, kv_heads, block_size, norms, eps, query):
+def _one_token(qkv, cos, sin, slot, where, query):
     """qkv: [(heads + 2 * kv_heads) * head_dim]; query: [heads, head_dim]."""
+    keys, values, scales, block_stride, kv_heads, block_size, kind, static, norms, eps = where
     heads, head_dim = query.shape
     if norms:
         _normalize_heads(qkv, norms, np.float32(eps), heads, kv_heads, head_dim)
@@ -95,14 +146,69 @@ def _one_token(qkv, cos, sin, slot, keys, values, block_stride, kv_heads, block_
     if slot < 0:
         return
     start = np.int64(slot // block_size) * block_stride
+    wide = np.empty(head_dim, np.float32)
     for h in range(kv_heads):
-        row = start + (h * block_size + slot % block_size) * head_dim * qkv.itemsize
+        place = h * block_size + slot % block_size
         first = (heads + h) * head_dim
-        _rotate(qkv[first : first + head_dim], cos, sin, array_at(keys + row, head_dim, qkv[0]))
+        key = qkv[first : first + head_dim]
         first += kv_heads * head_dim
-        value, to = qkv[first : first + head_dim], array_at(values + row, head_dim, qkv[0])
-        for i in range(head_dim):
-            to[i] = value[i]
+        value = qkv[first : first + head_dim]
+        if kind == AS_IT_IS:
+            row = start + place * head_dim * qkv.itemsize
+            _rotate(key, cos, sin, array_at(keys + row, head_dim, qkv[0]))
+            to = array_at(values + row, head_dim, qkv[0])
+            for i in range(head_dim):
+                to[i] = value[i]
+        else:
+            row, scale = start + place * head_dim, scales + start + place * SCALE_BYTES
+            _rotate(key, cos, sin, wide)
+            _write_head(wide, keys + row, scale, kind, _given(static, h))
+            value_scale = scale + kv_heads * block_size * SCALE_BYTES
+            _write_head(value, values + row, value_scale, kind, _given(static, kv_heads + h))
+
+
+@njit(cache=True)
+def _given(static, i):
+    """The static scale number i; 0 where there are none."""
+    return array_at(static, i + 1, np.float32(0))[i] if static else np.float32(0)
+
+
+@njit(cache=True, error_model="numpy")
+def _write_head(x, codes, scale_address, kind, given):
+    """One head [head_dim] as codes, and its scale, to these addresses. given: the scale, or 0: it is to be found."""
+    bits = np.uint32(0)  # of the largest number: sizes are in the order of their bits, and NaN comes after all of them
+    for i in range(len(x)):
+        bits = max(bits, np.uint32(bits_of_float(widen(x[i])) & np.uint32(0x7FFFFFFF)))
+    scale = float_of_bits(bits) / np.float32(127 if kind == INT8 else 448)
+    if given > 0 and bits < INFINITE:
+        scale = given
+    elif scale < SMALLEST_SCALE:
+        scale = SMALLEST_SCALE
+    array_at(scale_address, 1, np.float32(0))[0] = scale
+    if kind == INT8:
+        _round(x, scale, np.float32(-128), np.float32(127), array_at(codes, len(x), np.int8(0)))
+    else:
+        _round(x, scale, np.float32(-448), np.float32(448), array_at(codes, len(x), np.uint8(0)))
+
+
+@njit(cache=True, error_model="numpy")
+def _round(x, scale, least, most, codes):
+    for i in range(len(x)):
+        codes[i] = narrow(min(max(widen(x[i]) / scale, least), most), codes[0])
+
+
+@njit(nogil=True, cache=True)
+def _write_codes(slots, k, v, keys, values, scales, block_stride, block_size, kind, static):
+    """k, v: [tokens, kv_heads, head_dim] float32."""
+    tokens, kv_heads, head_dim = k.shape
+    for t in range(tokens):
+        start = np.int64(slots[t] // block_size) * block_stride
+        for h in range(kv_heads if slots[t] >= 0 else 0):
+            place = h * block_size + slots[t] % block_size
+            row, scale = start + place * head_dim, scales + start + place * SCALE_BYTES
+            _write_head(k[t, h], keys + row, scale, kind, _given(static, h))
+            value_scale = scale + kv_heads * block_size * SCALE_BYTES
+            _write_head(v[t, h], values + row, value_scale, kind, _given(static, kv_heads + h))
 
 
 @njit(cache=True)

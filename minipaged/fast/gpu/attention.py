@@ -26,6 +26,11 @@ not among them. One recorded graph thus serves all lengths. A sequence with one 
 each sequence, since each may end in a partial tile. A program finds its sequence by counting those that begin before
 it. Tiles late in a sequence see more keys than early ones and are started first: what is started last should be short.
 
+**8 bits.** Codes become numbers of the queries' type in registers, between the load and the product: half the bytes
+come from memory, or a quarter. Both kinds fit every type, so that nothing is rounded again. The scales of keys are
+applied to the scores, those of values to the weights, which are far fewer; times the tile itself, they would spill
+registers. (In float16 a weight times a scale is lost below 6e-8: values all below a thousandth would be coarse.)
+
 Which rounding a sequence gets depends a little on the batch (the number of splits does); its mathematics does not.
 """
 
@@ -61,6 +66,9 @@ GRID_PER_SM = 8
 """Programs in the grid of a decode, for each multiprocessor. Sequences of equal lengths need PROGRAMS_PER_SM and the
 rest leave at once; with mixed lengths the spare ones let the longest sequence be divided finer than the average."""
 
+E4M3_FACTOR = tl.constexpr(2.0**120)
+"""By how much the exponents of float32 and of e4m3 floats count from different numbers: 127 and 7."""
+
 MAX_HEAD_DIM = 256
 """For wider heads nobody has looked at what the compiler makes of these kernels."""
 
@@ -78,6 +86,7 @@ def paged_decode(
     rows: Tensor,
     context_lens: Tensor,
     scale: float,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`. Queries may be strided by token and by head.
 
@@ -85,7 +94,7 @@ def paged_decode(
     graph can record it.
     """
     seqs, heads, head_dim = query.shape
-    group = _check(query, keys, values, scale)
+    group = _check(query, keys, values, kv_scales, scale)
     kv_heads = keys.shape[1]
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if seqs == 0:
@@ -95,12 +104,14 @@ def paged_decode(
     partial_o = query.new_empty(seqs, heads, max_splits, head_dim, dtype=torch.float32)  # each split's output
     partial_lse = query.new_empty(seqs, heads, max_splits, dtype=torch.float32)  # log2 of its sum of weights
     capability = _capability(query.device)
-    options = decode_options(query.dtype, head_dim, group, keys.shape[2], capability, split=max_splits > 1)
+    in_8_bits = kv_scales is not None
+    options = decode_options(query.dtype, head_dim, group, keys.shape[2], capability, in_8_bits, split=max_splits > 1)
     lengths = (context_lens, seqs, kv_heads, PROGRAMS_PER_SM * num_sms, max_splits)
     _decode_kernel[(kv_heads, seqs, max_splits)](
         query,
         keys,
         values,
+        kv_scales,
         tables,
         rows,
         out,
@@ -134,6 +145,7 @@ def _decode_kernel(
     query,  # [seqs, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
     values,  # the same
+    kv_scales,  # None, or [num_blocks, 2, kv_heads, BLOCK_SIZE]
     tables,  # [num_rows, max_blocks]
     rows,  # [seqs]
     out,  # [seqs, heads, HEAD_DIM]
@@ -204,14 +216,14 @@ def _decode_kernel(
     for first in range(start, whole, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
-            q, m, l, o, keys + kv_at, values + kv_at, block, first, end, row,
+            q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, row,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
     # A loop of one turn, so that its loads go through shared memory too: in registers they would be the kernel's peak.
     last_seen = tl.full([ROWS], end - 1, tl.int32)
     for first in tl.range(whole, end, TILE, num_stages=2):
         m, l, o = _attend(  # noqa: E741
-            q, m, l, o, keys + kv_at, values + kv_at, last_block, first, end, last_seen,
+            q, m, l, o, keys + kv_at, values + kv_at, kv_scales, last_block, first, end, last_seen,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
         )  # fmt: skip
     o = o / l[:, None]
@@ -299,6 +311,7 @@ def paged_prefill(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
+    kv_scales: Tensor | None = None,
     *,
     max_query_len: int,
 ) -> Tensor:
@@ -307,11 +320,13 @@ def paged_prefill(
     Raises ValueError for shapes or strides that do not fit.
     """
     tokens, _, head_dim = query.shape
-    group = _check(query, keys, values, scale)
+    group = _check(query, keys, values, kv_scales, scale)
     seqs = len(context_lens)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     capability = _capability(query.device)
-    options = prefill_options(query.dtype, head_dim, group, keys.shape[2], capability, max_query_len)
+    options = prefill_options(
+        query.dtype, head_dim, group, keys.shape[2], capability, kv_scales is not None, max_query_len
+    )
     num_tiles = tokens * group // options["ROWS"] + seqs
     if tokens == 0:
         return out
@@ -319,6 +334,7 @@ def paged_prefill(
         query,
         keys,
         values,
+        kv_scales,
         tables,
         rows,
         out,
@@ -340,6 +356,7 @@ def _prefill_kernel(
     query,  # [tokens, heads, HEAD_DIM]
     keys,  # [num_blocks, kv_heads, BLOCK_SIZE, HEAD_DIM]
     values,  # the same
+    kv_scales,  # None, or [num_blocks, 2, kv_heads, BLOCK_SIZE]
     tables,  # [num_rows, max_blocks]
     rows,  # [seqs]
     out,  # [tokens, heads, HEAD_DIM]
@@ -403,13 +420,13 @@ def _prefill_kernel(
     for first in range(0, whole, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
-            q, m, l, o, keys + kv_at, values + kv_at, block, first, end, position,
+            q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, position,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=False,
         )  # fmt: skip
     for first in range(whole, end, TILE):
         block = _look_up(table, first, end, BLOCK_SIZE, TILE)
         m, l, o = _attend(  # noqa: E741
-            q, m, l, o, keys + kv_at, values + kv_at, block, first, end, position,
+            q, m, l, o, keys + kv_at, values + kv_at, kv_scales, block, first, end, position,
             scale, block_stride, slot_stride, BLOCK_SIZE, TILE, HEAD_DIM, DIM, MASKED=True,
         )  # fmt: skip
     o = o / l[:, None]
@@ -433,8 +450,9 @@ def _attend(
     m,  # [rows], the largest score so far, times log2 e
     l,  # [rows], the sum of exponentials so far, in units of 2^m  # noqa: E741
     o,  # [rows, DIM], the sum of weighted values so far, in units of 2^m
-    keys,
+    keys,  # those of this program's key/value head, as the values are
     values,
+    kv_scales,  # None, or those of all heads
     block,  # [TILE], the block that each key is in
     first,
     end,
@@ -466,22 +484,48 @@ def _attend(
     else:
         k = tl.load(keys + at)
         v = tl.load(values + at)
+    if kv_scales is not None:
+        slot = position % BLOCK_SIZE
+        scale_at = block.to(tl.int64) * (block_stride // 4) + tl.program_id(0) * BLOCK_SIZE + slot  # [TILE]
+        value_scale_at = scale_at + tl.num_programs(0) * BLOCK_SIZE  # [TILE]: after those of all heads' keys
+        if MASKED:
+            k_scale = tl.load(kv_scales + scale_at, mask=position < end, other=0.0)  # [TILE]
+            v_scale = tl.load(kv_scales + value_scale_at, mask=position < end, other=0.0)
+        else:
+            k_scale = tl.load(kv_scales + scale_at)
+            v_scale = tl.load(kv_scales + value_scale_at)
+        k, v = _numbers(k, q.dtype), _numbers(v, q.dtype)
 
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # [rows, TILE]; ieee: fp32 is not cut down to tf32
+    if kv_scales is not None:
+        scores *= k_scale[None, :]
     if MASKED:
         scores = tl.where(position[None, :] <= last_seen[:, None], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
     fade = tl.exp2(m - m_new)  # [rows]
     p = tl.exp2(scores * scale - m_new[:, None])  # [rows, TILE]: one multiply-add and one exp2 each
     l = l * fade + tl.sum(p, 1)  # noqa: E741
+    if kv_scales is not None:
+        p *= v_scale[None, :]
     o = tl.dot(p.to(v.dtype), v, o * fade[:, None], input_precision="ieee")
     return m_new, l, o
+
+
+@triton.jit
+def _numbers(codes, dtype: tl.constexpr):
+    """What codes [TILE, DIM], int8 or the bits of e4m3 floats, stand for but for their scale. No type rounds them."""
+    if codes.dtype == tl.int8:
+        wide = codes.to(tl.float32)
+    else:  # sign, exponent and fraction where a float32 has them, with 120 too little in the exponent
+        bits = codes.to(tl.int32)
+        wide = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * E4M3_FACTOR
+    return wide.to(dtype)
 
 
 # --- How a kernel is compiled ----------------------------------------------------------------------
 
 
-def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int) -> dict[str, int]:
+def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int, in_8_bits: bool) -> dict[str, int]:
     """What a program is made of: the keys of a tile, warps of 32 threads, stages under way at once.
 
     Chosen so that nothing spills: what does not fit into a thread's 255 registers goes to memory and back every turn. A
@@ -489,35 +533,42 @@ def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int) -> dict[str
     memory. Stages are shared out between two loads of which one needs the other, that of the block table and that of
     K and V: 5 keep two tiles of K and V under way, and the look-ups two turns before them. There is room for 3 only
     where a tile has wide heads; not so on data-centre Blackwell, where Triton 3.7.1 moreover forgets a fence with 3, so
-    that the first V may be multiplied before it is there (`early_reads` in tests/fast/compile_kernels.py).
+    that the first V may be multiplied before it is there (`early_reads` in tests/fast/compile_kernels.py). What is kept
+    in 8 bits is in registers as the numbers that it stands for, so that tiles are smaller where there is least room.
     """
     if dtype == torch.float32:  # no tensor cores: products are sums of single multiplications, which take registers
         return {"TILE": 16, "num_warps": 4 if dim <= 64 else 8, "num_stages": 5 if dim <= 128 else 3}
     crowded = dim > 128 or (rows >= 64 and not _multiplies_from_shared_memory(capability))
     return {
-        "TILE": 32 if crowded else 64,
+        "TILE": 16 if crowded and in_8_bits else 32 if crowded else 64,
         "num_warps": 8 if rows >= 128 or (crowded and rows >= 64) else 4,
         "num_stages": 3 if dim > 128 and rows >= 64 and capability // 10 != 10 else 5,
     }
 
 
 def decode_options(
-    dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, *, split: bool
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, in_8_bits: bool, *, split: bool
 ) -> dict[str, Any]:
-    """What the decode kernel is compiled for, on a GPU of this compute capability (× 10)."""
+    """What the decode kernel is compiled for, on a GPU of this compute capability (× 10). in_8_bits: the cache is."""
     rows = max(MIN_ROWS.value, triton.next_power_of_2(group))
-    return _options(dtype, head_dim, group, block_size, capability, rows) | {"SPLIT": split}
+    return _options(dtype, head_dim, group, block_size, capability, in_8_bits, rows) | {"SPLIT": split}
 
 
 def prefill_options(
-    dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, max_query_len: int
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    capability: int,
+    in_8_bits: bool,
+    max_query_len: int,
 ) -> dict[str, Any]:
     """What the prefill kernel is compiled for. More rows fetch K and V less often; fewer leave none of them idle."""
     most = 32 if dtype == torch.float32 else 128
     if _padded(head_dim) > 128 and not _multiplies_from_shared_memory(capability):
         most //= 2
     rows = max(MIN_ROWS.value, min(most, triton.next_power_of_2(max_query_len * group)))
-    return _options(dtype, head_dim, group, block_size, capability, rows)
+    return _options(dtype, head_dim, group, block_size, capability, in_8_bits, rows)
 
 
 def reduce_options(decode: dict[str, Any]) -> dict[str, Any]:
@@ -526,7 +577,7 @@ def reduce_options(decode: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(
-    dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, rows: int
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, capability: int, in_8_bits: bool, rows: int
 ) -> dict[str, Any]:
     return {
         "GROUP": group,
@@ -535,7 +586,7 @@ def _options(
         "HEAD_DIM": head_dim,
         "DIM": _padded(head_dim),
         "enable_fp_fusion": True,  # a multiplication and an addition become one instruction
-        **_shape(dtype, _padded(head_dim), rows, capability),
+        **_shape(dtype, _padded(head_dim), rows, capability, in_8_bits),
     }
 
 
@@ -557,7 +608,7 @@ def shape_problem(dtype: torch.dtype, head_dim: int, group: int, capability: int
     so many bytes of shared memory; None if they can. `group`: query heads for each key/value head."""
     if head_dim > MAX_HEAD_DIM:
         return f"the kernels are for heads of up to {MAX_HEAD_DIM} numbers, and this model's have {head_dim}"
-    shape = (dtype, head_dim, group, 1, capability)
+    shape = (dtype, head_dim, group, 1, capability, False)  # in 8 bits they take less
     choices = [decode_options(*shape, split=True), *(prefill_options(*shape, 2**i) for i in range(8))]
     needed = max(shared_bytes(dtype, options, capability) for options in choices)
     if needed > shared_memory:
@@ -581,7 +632,7 @@ def _padded(head_dim: int) -> int:
 # --- Checks, and the device -----------------------------------------------------------------------
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> int:
+def _check(query: Tensor, keys: Tensor, values: Tensor, kv_scales: Tensor | None, scale: float) -> int:
     """The number of query heads for each key/value head. Raises ValueError for what does not fit together."""
     heads, head_dim = query.shape[1:]
     kv_heads = keys.shape[1]
@@ -593,7 +644,10 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> int:
         raise ValueError("keys and values must have the same shape and strides: views of one cache")
     if query.stride(2) != 1 or keys.stride(3) != 1:
         raise ValueError("the elements of one head must lie side by side, in queries and in the cache")
-    if query.dtype != keys.dtype:
+    if kv_scales is not None:
+        if keys.dtype not in (torch.int8, torch.uint8) or kv_scales[0, 0].shape != keys.shape[1:3]:
+            raise ValueError(f"keys in {keys.dtype} {tuple(keys.shape)} do not go with scales {tuple(kv_scales.shape)}")
+    elif query.dtype != keys.dtype:
         raise ValueError(f"queries in {query.dtype} cannot meet keys in {keys.dtype}")
     if not scale > 0:
         raise ValueError(f"scale must be positive, not {scale}")

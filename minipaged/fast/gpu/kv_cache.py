@@ -12,6 +12,11 @@ layer's keys are the strided view `cache[:, layer, 0]` and its values `cache[:, 
     copy_blocks      copy-on-write: all pairs, all layers, keys and values in one launch (section 5.1, third kernel)
     poison_blocks    NaN into blocks that are nobody's (debugging only)
 
+Where keys and values are kept in 8 bits, a program holds whole heads: it finds the largest number of each, divides by
+the scale and rounds, all in registers. The bits of sizes are in the order of sizes, and NaN comes after all of them: so
+the largest is looked for among the bits. Rounding is arithmetic on bits as well, the same on every GPU (the older ones
+have no floats of 8 bits) and in the interpreter (whose own conversion to them is wrong).
+
 All of them are bound by memory or by the time it takes to launch them, so what they do about speed is: touch each
 byte once, in accesses of 16 bytes, and be one launch where plain tensor code would be many. None checks what it is
 handed (the numbers live in the device's memory, and looking at them would stop the host until the device is done): a
@@ -30,6 +35,9 @@ from torch import Tensor
 TILE = 512
 """Elements of one half of the heads that a program rotates: with two warps, each thread loads 8, 16 bytes in fp16."""
 
+SMALLEST_SCALE = tl.constexpr(2.0**-126)
+"""Of a head of zeros, so that nothing is divided by 0: the smallest normal float32."""
+
 PIECE = 2048
 """Words of a block that a program copies: with four warps and 8-byte words, eight 16-byte loads are in flight in each
 thread before the first is stored."""
@@ -46,6 +54,8 @@ def rope_and_write(
     num_heads: int,
     qk_norm: Tensor | None = None,
     eps: float = 0.0,
+    kv_scales: Tensor | None = None,
+    static_scales: Tensor | None = None,
 ) -> Tensor:
     """See `minipaged.fast.kernels`. Rows of `qkv` may be strided, `head_dim` is even; positions and slots may be int64,
     and a negative position turns as position 0 does."""
@@ -56,7 +66,7 @@ def rope_and_write(
     programs = triton.cdiv(num_heads, heads) + triton.cdiv(num_kv_heads, heads)  # of one token
     query_norm, key_norm = (None, None) if qk_norm is None else qk_norm.unbind()  # [head_dim] each
     _rope_and_write[len(qkv), programs](
-        qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values,
+        qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values, kv_scales, static_scales,
         qkv.stride(0), *keys.stride()[:3], eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         HEADS=heads, HALF=half, num_warps=2, enable_fp_fusion=False,  # rounded between * and +, as the reference does
@@ -68,7 +78,7 @@ def rope_and_write(
 # kernel anew for each choice of those that 16 divides, and could make no use of it: they are read one by one.
 @triton.jit(do_not_specialize=["positions", "slots"])
 def _rope_and_write(
-    qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values,
+    qkv, cos, sin, positions, slots, query_norm, key_norm, query, keys, values, kv_scales, static_scales,
     qkv_stride, block_stride, head_stride, slot_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, HALF: tl.constexpr,
@@ -101,13 +111,27 @@ def _rope_and_write(
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
             head = (group - query_groups) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
-            mask = (head < NUM_KV_HEADS) & in_head  # [HEADS, HALF]
+            exists = head < NUM_KV_HEADS  # [HEADS, 1]
+            mask = exists & in_head  # [HEADS, HALF]
             key = row + (NUM_HEADS + head) * HEAD_DIM
             first, second = _rotated(key, d, key_norm, eps, turn_cos, turn_sin, mask, half_dim)
             value = key + NUM_KV_HEADS * HEAD_DIM + d
             value_first = tl.load(value, mask=mask)
             value_second = tl.load(value + half_dim, mask=mask)
             to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + head * head_stride + d
+            if kv_scales is not None:
+                at = kv_scales + _scale_at(slot, head, block_stride, BLOCK_SIZE)  # [HEADS, 1]
+                kind: tl.constexpr = keys.dtype.element_ty
+                largest = tl.maximum(_largest(first, mask), _largest(second, mask))  # [HEADS, 1]
+                scale = _scale(largest, static_scales, head, exists, kind)  # [HEADS, 1]
+                tl.store(at, scale, mask=exists)
+                first = _codes(first, scale, kind)
+                second = _codes(second, scale, kind)
+                largest = tl.maximum(_largest(value_first, mask), _largest(value_second, mask))
+                scale = _scale(largest, static_scales, NUM_KV_HEADS + head, exists, kind)
+                tl.store(at + NUM_KV_HEADS * BLOCK_SIZE, scale, mask=exists)
+                value_first = _codes(value_first, scale, kind)
+                value_second = _codes(value_second, scale, kind)
             tl.store(keys + to, first, mask=mask)
             tl.store(keys + to + half_dim, second, mask=mask)
             tl.store(values + to, value_first, mask=mask)
@@ -133,20 +157,71 @@ def _rotated(heads, d, norm, eps, turn_cos, turn_sin, mask, half_dim: tl.constex
     return a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin
 
 
-def write(slots: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+@triton.jit
+def _scale_at(slot, head, block_stride, BLOCK_SIZE: tl.constexpr):
+    """Where the scales of keys of a slot are. Blocks of scales are as many bytes apart as those of codes."""
+    return slot // BLOCK_SIZE * (block_stride // 4) + head * BLOCK_SIZE + slot % BLOCK_SIZE
+
+
+@triton.jit
+def _largest(x, mask):
+    """The bits of the largest size of a number in each row of x [HEADS, n]: [HEADS, 1] int32."""
+    sizes = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF  # [HEADS, n]
+    return tl.max(tl.where(mask, sizes, 0), axis=1)[:, None]
+
+
+@triton.jit
+def _scale(largest, static, place, exists, kind: tl.constexpr):
+    """The scale of heads whose largest numbers have these bits, for codes of this type; or, if there are static ones,
+    what stands in their `place`."""
+    most: tl.constexpr = 127.0 if kind == tl.int8 else 448.0
+    scale = tl.div_rn(largest.to(tl.float32, bitcast=True), tl.full(largest.shape, most, tl.float32))
+    scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)  # NaN is not less
+    if static is not None:
+        scale = tl.where(largest < 0x7F800000, tl.load(static + place, mask=exists, other=1.0), scale)
+    return scale
+
+
+@triton.jit
+def _codes(x, scale, kind: tl.constexpr):
+    """x [HEADS, n] in codes, int8 or the bits of e4m3 floats, each rounded to the nearest and ties to even."""
+    scaled = tl.div_rn(x.to(tl.float32), tl.broadcast_to(scale, x.shape))
+    if kind == tl.int8:
+        scaled = tl.clamp(scaled, -128.0, 127.0)  # it may be larger with a static scale only
+        codes = (scaled + 12582912.0).to(tl.int32, bitcast=True)  # the bits of 1.5 * 2**23 + n end with those of n
+    else:
+        bits = tl.clamp(scaled, -448.0, 448.0).to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        # Below 2**-6 there are 2**-9 between neighbours, as from 16384 on in float32.
+        small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        # The exponent counts from 7, not from 127, and has 3 bits of fraction below it.
+        other = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+        codes = tl.where(size < (121 << 23), small, other) | ((bits >> 24) & 128)
+    return codes.to(kind)
+
+
+def write(
+    slots: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_scales: Tensor | None = None,
+    static_scales: Tensor | None = None,
+) -> None:
     """Store the keys and values of some tokens into their slots."""
     _, num_kv_heads, block_size, head_dim = keys.shape
     dims = triton.next_power_of_2(head_dim)
     heads = max(1, TILE // dims)  # of one program
     _write[len(k), triton.cdiv(num_kv_heads, heads)](
-        slots, k, v, keys, values, k.stride(0), v.stride(0), *keys.stride()[:3],
+        slots, k, v, keys, values, kv_scales, static_scales, k.stride(0), v.stride(0), *keys.stride()[:3],
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size, HEADS=heads, DIMS=dims, num_warps=2,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _write(
-    slots, k, v, keys, values, k_stride, v_stride, block_stride, head_stride, slot_stride,
+    slots, k, v, keys, values, kv_scales, static_scales, k_stride, v_stride, block_stride, head_stride, slot_stride,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
@@ -156,10 +231,20 @@ def _write(
     if slot >= 0:
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]  # [HEADS, 1]
         d = tl.arange(0, DIMS)[None, :]  # [1, DIMS]
-        mask = (head < NUM_KV_HEADS) & (d < HEAD_DIM)  # [HEADS, DIMS]
+        exists = head < NUM_KV_HEADS  # [HEADS, 1]
+        mask = exists & (d < HEAD_DIM)  # [HEADS, DIMS]
         key = tl.load(k + token * k_stride + head * HEAD_DIM + d, mask=mask)
         value = tl.load(v + token * v_stride + head * HEAD_DIM + d, mask=mask)
         to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * slot_stride + head * head_stride + d
+        if kv_scales is not None:
+            at = kv_scales + _scale_at(slot, head, block_stride, BLOCK_SIZE)  # [HEADS, 1]
+            kind: tl.constexpr = keys.dtype.element_ty
+            scale = _scale(_largest(key, mask), static_scales, head, exists, kind)  # [HEADS, 1]
+            tl.store(at, scale, mask=exists)
+            key = _codes(key, scale, kind)
+            scale = _scale(_largest(value, mask), static_scales, NUM_KV_HEADS + head, exists, kind)
+            tl.store(at + NUM_KV_HEADS * BLOCK_SIZE, scale, mask=exists)
+            value = _codes(value, scale, kind)
         tl.store(keys + to, key, mask=mask)
         tl.store(values + to, value, mask=mask)
 

@@ -290,11 +290,14 @@ class CompressedTensorsFormats(Formats):
                 raise ModelError(f"{WEIGHTS}: {name} quantizes no weights, and is not read; use the original model")
             layout = str(config.get("format", "dense"))
             self.groups.append((_patterns(group, "targets"), CompressedTensors(group, layout)))
-        # A cache of floats needs none of what this says, and is the more exact one; but scales have to be positive.
         if kv_cache := config.get("kv_cache_scheme"):
             setting(kv_cache, "num_bits", (8,))
             setting(kv_cache, "strategy", ("tensor", "attn_head"))
             setting(kv_cache, "symmetric", (True,), True)
+            type_ = setting(kv_cache, "type", ("int", "float"), "int")
+            # Dynamic ones are in no file: whoever wants them asks for them, whatever the checkpoint is.
+            if not setting(kv_cache, "dynamic", (True, False), False):
+                self.kv_cache_dtype = "int8" if type_ == "int" else "fp8"
 
     def of(self, module: str, dtypes: Mapping[str, str]) -> Format | None:
         kind = "Embedding" if module.endswith("embed_tokens") else "Linear"

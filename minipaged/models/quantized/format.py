@@ -70,6 +70,9 @@ class Format(ABC):
 class Formats(ABC):
     """Which module of a checkpoint is stored how."""
 
+    kv_cache_dtype: str = "auto"
+    """"int8" or "fp8" where the checkpoint has scales with which keys and values are to be rounded."""
+
     @abstractmethod
     def of(self, module: str, dtypes: Mapping[str, str]) -> Format | None:
         """The format of a module ("model.layers.0.mlp.up_proj"), or None: its weight is stored as it is.

@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from minipaged import LLM, SamplingParams
 from minipaged.contracts import BatchRow
+from minipaged.errors import ModelError
 from minipaged.models import gguf
-from minipaged.models.loading import load_config, load_weights
+from minipaged.models.loading import load_config, load_weights, static_scales
 from minipaged.models.quantized.stored import StoredMatrix, round_to
 from minipaged.reference.kv_cache import KVCache
 from minipaged.reference.llama import Llama
@@ -26,6 +27,7 @@ from tests.effort import quick_cases
 from tests.models.quantized.samples import CONFIG, HERE, SAMPLES, WHOLE, random_weights, read, write, write_sample
 
 IDS = np.load(HERE / "input_ids.npy")
+KV_SAMPLES = ["ct_fp8_kv_tensor", "ct_int8_kv_tensor"]
 EVERY = 6
 """Of the logits after the tokens, those after every so manyth are kept."""
 
@@ -82,6 +84,61 @@ def test_logits_are_those_of_the_tool_where_inputs_are_quantized_too(tmp_path: P
     assert error < 0.4 * without
 
 
+@pytest.mark.parametrize("name", KV_SAMPLES)
+def test_logits_are_those_of_the_tool_where_keys_and_values_are_quantized_too(name: str, tmp_path: Path) -> None:
+    """With the scales that the checkpoint brings, and with no others."""
+    folder, theirs = write_sample(name, tmp_path), np.load(HERE / f"{name}.npz")["logits_tool"]
+    config = load_config(folder)
+    weights = {
+        name: dataclasses.replace(weight, rounding="float32") if isinstance(weight, StoredMatrix) else weight
+        for name, weight in load_weights(folder, config).items()
+    }
+    check_close(logits_of(folder, weights, config.kv_cache_dtype, static_scales(config, weights)), theirs)
+    own_scales = logits_of(folder, weights, config.kv_cache_dtype)
+    assert np.abs(own_scales - theirs).max() > 0.01 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("tier", ["reference", "fast"])
+def test_both_tiers_take_a_checkpoints_scales_for_keys_and_values_unless_others_are_asked_for(
+    tier: Any, tmp_path: Path
+) -> None:
+    folder, theirs = write_sample("ct_int8_kv_tensor", tmp_path), np.load(HERE / "ct_int8_kv_tensor.npz")
+    prompts = [{"prompt_token_ids": ids[: EVERY + 1].tolist()} for ids in IDS]
+    settings = {"tier": tier, "device": "cpu", "dtype": "float32", "num_blocks": 8, "block_size": 2}
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=3)
+    apart = {}
+    for kv_cache_dtype in ("auto", "int8"):
+        llm = LLM(folder, kv_cache_dtype=kv_cache_dtype, **settings)
+        assert llm.engine.runner.kv_cache.block_bytes == llm.loaded.block_bytes(2, kv_cache_dtype) == 2 * 2 * 4 * 36
+        errors = []
+        for output, logits in zip(llm.generate(prompts, params), theirs["logits_tool"][:, 1], strict=True):
+            expected = torch.from_numpy(logits).log_softmax(0)
+            told = output.outputs[0].logprobs[0]
+            errors += [abs(logprob - expected[token].item()) for token, logprob in told.items()]
+        apart[kv_cache_dtype] = max(errors)
+    assert apart["auto"] < 1e-4 < 1e-3 < apart["int8"]
+
+
+def test_a_layer_without_its_scales_is_told_and_does_without_where_it_may(tmp_path: Path) -> None:
+    folder = write_sample("ct_int8_kv_tensor", tmp_path)
+    tensors = read(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.v_scale"]
+    write(folder / "model.safetensors", tensors)
+    for tier in ("reference", "fast"):
+        settings: Any = {"tier": tier, "device": "cpu", "num_blocks": 8}
+        with pytest.raises(ModelError, match=r"'model\.layers\.1\.self_attn\.v_scale' .*kv_cache_dtype='int8'"):
+            LLM(folder, **settings)
+        llm = LLM(folder, kv_cache_dtype="int8", **settings)
+        assert llm.generate({"prompt_token_ids": [5]}, SamplingParams(max_tokens=1))
+
+
+def test_dynamic_scales_are_in_no_checkpoint(tmp_path: Path) -> None:
+    folder = write_sample("ct_fp8_kv_tensor", tmp_path)
+    assert load_config(folder).kv_cache_dtype == "fp8"
+    change_scheme(folder, {"dynamic": True})
+    assert load_config(folder).kv_cache_dtype == "auto"
+
+
 def test_logits_of_a_gguf_file_are_those_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf, "_write_tokenizer", lambda *there_is_none: None)
     gguf.convert(HERE / "gguf_q4_1.gguf", tmp_path)
@@ -95,6 +152,8 @@ def test_logits_of_a_gguf_file_are_those_of_transformers(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("name", SAMPLES)
 def test_both_tiers_generate_what_transformers_does_with_these_weights(name: str, tmp_path: Path) -> None:
     folder = write_sample(name, tmp_path)
+    if name in KV_SAMPLES:
+        change_scheme(folder, None)  # transformers' cache has floats here
     config, weights = load_config(folder), load_weights(folder, load_config(folder))
     activations = {
         name: weight.activations
@@ -132,10 +191,22 @@ def test_both_tiers_generate_what_transformers_does_with_these_weights(name: str
         assert list(output.outputs[0].token_ids)[:num_sure] == expected, tier
 
 
-def logits_of(folder: Path, weights: dict[str, Any]) -> np.ndarray:
+def change_scheme(folder: Path, change: dict[str, Any] | None) -> None:
+    """Make the checkpoint say something else of its keys and values, or nothing."""
+    config = json.loads((folder / "config.json").read_text())
+    scheme = config["quantization_config"].pop("kv_cache_scheme")
+    if change is not None:
+        config["quantization_config"]["kv_cache_scheme"] = scheme | change
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def logits_of(
+    folder: Path, weights: dict[str, Any], kv_cache_dtype: str = "auto", scales: np.ndarray | None = None
+) -> np.ndarray:
     """The reference tier's logits [sequences, every so manyth token, vocab]."""
     config = load_config(folder)
-    cache = KVCache(config.num_hidden_layers, 4, 16, config.num_key_value_heads, config.head_dim)
+    sizes = (config.num_hidden_layers, 4, 16, config.num_key_value_heads, config.head_dim)
+    cache = KVCache(*sizes, kv_cache_dtype=kv_cache_dtype, static_scales=scales)
     llama = Llama(config, weights, cache)
     found = []
     for ids in IDS:

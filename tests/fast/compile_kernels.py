@@ -289,7 +289,8 @@ def packed_entries(arch: int) -> Iterator[Entry]:
         if form == packed.FLOAT8.value and arch < 89:
             continue
         dtypes = [torch.bfloat16, torch.float16, torch.float32] if name == "int4-g64" else [torch.bfloat16]
-        for dtype, rows in itertools.product(dtypes, (1, 512)):
+        numbers = (1, 24, 512) if name == "int4-zeros-g128" else (1, 512)
+        for dtype, rows in itertools.product(dtypes, numbers):
             yield packed_entry(f"packed-{name}-{NAME[dtype]}", form, dtype, given, rows, arch)
 
 

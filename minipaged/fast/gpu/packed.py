@@ -344,9 +344,14 @@ def tile_options(
     if dtype == torch.float32 and form not in (INT8.value, FLOAT8.value):  # for comparing, not for serving
         options = {"BLOCKS_A_STEP": 1, "TILE_OUT": 64, "TILE_ROWS": 16 if rows <= 16 else 32}
         return options | {"num_warps": 4, "num_stages": 2}
-    # Three accumulators, or the left side as mma.sync wants it, take the registers that 128 rows would need.
-    crowded = sums or (form == FLOAT8.value and several) or not _multiplies_from_shared_memory(capability)
-    tile_rows = next(size for size in (16, 32, 64, 128) if rows <= size or size == (64 if crowded else 128))
+    # Three accumulators, or the left side as mma.sync wants it, take the registers that 128 rows would need. (Blackwell
+    # has a memory of its own for accumulators; there it is with 64 rows that three spill.)
+    in_own_memory = capability // 10 == 10
+    crowded = (sums and not in_own_memory) or not _multiplies_from_shared_memory(capability)
+    sizes = [16, 32, 64] if crowded or (form == FLOAT8.value and several) else [16, 32, 64, 128]
+    if sums and in_own_memory:
+        sizes.remove(64)
+    tile_rows = next((size for size in sizes if rows <= size), sizes[-1])
     return {
         "BLOCKS_A_STEP": 2 if tile_rows == 16 and block < STEP else 1,
         "TILE_OUT": 128,

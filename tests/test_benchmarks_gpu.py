@@ -21,7 +21,7 @@ from benchmarks.gpu import checks, engine, harness, page
 from benchmarks.gpu.__main__ import line_of, main, put_beside
 from benchmarks.gpu.engine import Workload, drain, share_covered, workload
 from benchmarks.gpu.targets import GOALS, first_line, judge, verdicts
-from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
+from minipaged.fast.gpu import attention, block_table, kv_cache, llama, packed, sampling
 
 DRY_RUN = harness.Setting(
     torch.device("cuda" if torch.cuda.is_available() else "cpu"), tiny=True, quick=False, seed=torch.seed() % 2**31
@@ -97,6 +97,28 @@ def rows_ignored(draw: Callable[..., Any]) -> Break:
     return lambda logits, rows, *others, depth: draw(logits, torch.arange(len(rows)).to(rows), *others, depth=depth)
 
 
+def number_off_in_products(make: Callable[..., Any]) -> Break:
+    return lambda *given: Off(make(*given))
+
+
+class Off:
+    """A matrix of whose products one number is."""
+
+    def __init__(self, matrix: Any) -> None:
+        self.matrix, self.rows = matrix, matrix.rows
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return one_number_off(self.matrix)(x)
+
+
+def codes_of_the_first_token(quantized: Callable[..., Any]) -> Break:
+    def broken(x: torch.Tensor, how: Any) -> Any:
+        codes, scales, zeros = quantized(x, how)
+        return codes, scales[:1].expand_as(scales).contiguous(), zeros
+
+    return broken
+
+
 BROKEN = [
     (attention, "paged_decode", one_number_off, "paged_decode D64"),
     (attention, "paged_prefill", one_number_off, "paged_prefill D64"),
@@ -109,6 +131,8 @@ BROKEN = [
     (sampling, "argmax_logsumexp", last_result_off, "argmax_logsumexp"),
     (sampling, "draw", last_result_off, "draw"),
     (sampling, "draw", rows_ignored, "draw"),
+    (packed, "packed", number_off_in_products, "packed Q4_1"),
+    (packed, "quantized", codes_of_the_first_token, "packed W8A8 FP8"),
     (block_table, "edit_tables", nothing, "block tables"),
     (block_table, "fork_tables", nothing, "block tables"),
     (block_table, "slot_mapping", last_result_off, "block tables"),

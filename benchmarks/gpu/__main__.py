@@ -47,6 +47,7 @@ SECONDS = {
     "test suites": 135,
     "ceilings": 20,
     "kernels": 100,
+    "packed matrices": 60,
     "engine, SmolLM2-135M": 75,
     "engine, Llama-3.2-1B": 75,
     "engine, Llama-3.1-8B": 90,
@@ -100,7 +101,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def jobs_of(section: str, setting: Setting) -> list[Job]:
     """Imports what the section needs, Triton among it."""
-    from benchmarks.gpu import checks, engine, kernels
+    from benchmarks.gpu import checks, engine, kernels, packed
 
     make: dict[str, Callable[[Setting], list[Job]]] = {
         "kernels against float64": checks.kernel_checks,
@@ -108,7 +109,8 @@ def jobs_of(section: str, setting: Setting) -> list[Job]:
         "test suites": checks.suite_checks,
         "ceilings": kernels.ceilings,
         "kernels": kernels.kernel_timings,
-        "tuning": kernels.tuning,
+        "packed matrices": packed.timings,
+        "tuning": lambda setting: kernels.tuning(setting) + packed.tuning(setting),
     }
     if section in make:
         return make[section](setting)

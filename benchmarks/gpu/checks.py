@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.harness import Job, Row, Setting
+from benchmarks.gpu.packed import FORMS, exact_product, random_matrix
 from minipaged import steps
 from minipaged.fast import gpu, kernels_for
 from minipaged.fast.block_allocator import BlockAllocator
 from minipaged.fast.block_table import BlockTable
-from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
+from minipaged.fast.gpu import attention, block_table, kv_cache, llama, packed, sampling
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import Llama, Weights
 from minipaged.models.config import ModelConfig, weight_shapes
@@ -61,6 +62,7 @@ def kernel_checks(setting: Setting) -> list[Job]:
             "swiglu": check_swiglu,
             "argmax_logsumexp": check_argmax_logsumexp,
             "draw": check_draw,
+            **{f"packed {name}": partial(check_packed, name) for name in packed_forms(setting, dtype)},
         }
         if setting.on_gpu:
             checks["paged_decode in one CUDA graph for all lengths"] = check_decode_in_a_graph
@@ -479,6 +481,43 @@ def check_block_tables(setting: Setting, dtype: torch.dtype, random: torch.Gener
     assert slots.tolist() == [-1, *map(slot, rows[1:], after[1:])], "advance_decode: slots"
     assert context_lens.tolist() == [0, *(position + 1 for position in after[1:])], "advance_decode: context lengths"
     return {}
+
+
+# --- Packed matrices --------------------------------------------------------------------------------
+
+
+def packed_forms(setting: Setting, dtype: torch.dtype) -> list[str]:
+    """All of them in one type, some in the others."""
+    return list(FORMS) if dtype == setting.half else ["Q4_1", "W8A8 INT8"]
+
+
+def check_packed(name: str, setting: Setting, dtype: torch.dtype, random: torch.Generator) -> Row:
+    """With numbers of rows on both sides of each choice of tiles; looked up, too. The same bits each time, and in a
+    CUDA graph."""
+    shape = (40, 256) if setting.tiny else (1000, 4160 if FORMS[name].group_size else 4100)
+    matrix = random_matrix(FORMS[name], shape, randint(0, 2**31 - 1, random))
+    bias = normal(shape[0], dtype=dtype, random=random)
+    multiply = packed.packed(matrix, bias, dtype, random.device)
+    assert multiply is not None, "there is no kernel for it"
+    row: Row = {}
+    for rows in (1, 17) if setting.tiny else (1, 3, 16, 17, 32, 33, 64, 65, 129, 300):
+        x = normal(rows, shape[1], dtype=dtype, random=random)
+        with poisoned():
+            out = multiply(x)
+        row = compare(out, exact_product(matrix, x) + bias.double(), MULTIPLIED[dtype])
+        assert same_bits(out, multiply(x)), "not the same bits when it is done again"
+        if setting.on_gpu:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = multiply(x)
+            again.fill_(torch.nan)
+            graph.replay()
+            assert same_bits(out, again), "not the same bits in a CUDA graph"
+    ids = torch.randint(shape[0], (5,), generator=random, device=random.device)
+    with poisoned():
+        found = multiply.rows(ids)
+    exact = torch.from_numpy(matrix.rows(ids.cpu().numpy())).to(random.device)
+    return compare(found, exact.double(), MULTIPLIED[dtype]) | row
 
 
 # --- The whole model, and the test suites ------------------------------------------------------------

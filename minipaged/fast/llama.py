@@ -378,8 +378,10 @@ class Llama(Runner):
         cache = self.kv_cache
         most_tokens = min(len(self.cos), cache.num_blocks * cache.block_size)
         most_seqs = len(self.tables.tables) // 2
+        hidden = self.weights.norm.new_zeros(max(PROMPT_LENGTHS), self.config.hidden_size)
         for length in sorted({min(length, most_tokens) for length in PROMPT_LENGTHS}):
             self._begin_anew([length])
+            self._logits(hidden[:length], hidden[:length])  # as for prompts whose log-probabilities are asked for
         self._begin_anew([1] * most_seqs)  # which may be more than a graph is captured for
         there_and_back = ((0, 0),) if cache.num_swap_blocks else ()
         copied = ((0, 1),) if cache.num_blocks > 1 else ()

@@ -16,6 +16,7 @@ A kernel is added by adding an `Entry` to `entries()`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import subprocess
@@ -31,15 +32,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling
+from minipaged.fast.gpu import attention, block_table, kv_cache, llama, packed, sampling
 
 ARCHITECTURES = (80, 90, 100)
 """Compute capability, times ten: A100, H100 and H200, B200."""
 
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
-TENSOR_CORES = ("HMMA", "HGMMA", "UTCHMMA")
-"""What multiplies 16-bit matrices in machine code: a warp; four warps, on sm_90; a whole multiprocessor, on sm_100."""
+WGMMA = ("HGMMA", "IGMMA", "QGMMA")
+TENSOR_CORES = ("HMMA", "IMMA", *WGMMA, "UTCHMMA", "UTCQMMA")
+"""What multiplies matrices (of 16 bits, of int8, of 8-bit floats) in machine code: a warp; four warps, on sm_90; a
+whole multiprocessor, on sm_100."""
 
 ASYNC_PROXY = ("wgmma.mma_async", "tcgen05.mma")
 """What multiplies matrices from shared memory, in PTX."""
@@ -66,7 +69,7 @@ class Entry:
     tensor_cores: bool = False
     """There must be tensor-core instructions."""
     wgmma: bool = False
-    """On sm_90 they must be wgmma (HGMMA), the only ones that reach the peak there."""
+    """On sm_90 they must be wgmma (`WGMMA`), the only ones that reach the peak there."""
     shared_bytes: int | None = None
     """The shared memory that it is reckoned to take, if somebody asks before it is compiled."""
     wide: frozenset[str] = frozenset()
@@ -77,6 +80,7 @@ def entries(arch: int) -> Iterator[Entry]:
     yield from attention_entries(arch)
     yield from cache_entries(arch)
     yield from model_entries(arch)
+    yield from packed_entries(arch)
     yield from draw_entries()
     if arch == 90:  # a few instructions each, which are the same everywhere
         yield from small_entries()
@@ -276,6 +280,66 @@ def model_entries(arch: int) -> Iterator[Entry]:
                 {"VOCAB": vocab, "TILE": sampling.TILE, "num_warps": 8, "enable_fp_fusion": False},
                 wide=frozenset({"loads"}),
             )
+
+
+HALF, SINGLE = {"scales": "*fp16"}, {"scales": "*fp32"}
+
+PACKED: dict[str, tuple[int, dict[str, Any]]] = {
+    # form, and what else its kernel is compiled for: constants, and types of tensors that others do without
+    "int4-zeros-g128": (packed.NIBBLES.value, {"BLOCK": 128, "GROUP": 128, "zeros": "*u8"} | HALF),
+    "fp8-blocks": (packed.FLOATS.value, {"BLOCK": 128, "GROUP": 128} | SINGLE),
+    "w8a8-int8": (packed.INT8.value, {"BLOCK": 128, "GROUP": 0, "x_scales": "*fp32"} | HALF),
+    "w8a8-fp8-blocks": (
+        packed.FLOAT8.value,
+        {"BLOCK": 128, "GROUP": 128, "X_GROUP": 128, "group_scales": "*fp32"} | SINGLE,
+    ),
+    # on Hopper only
+    "w8a8-fp8": (packed.FLOAT8.value, {"BLOCK": 128, "GROUP": 0, "x_scales": "*fp32"} | SINGLE),
+    "int4-g64": (packed.NIBBLES.value, {"BLOCK": 64, "GROUP": 64, "ZERO": 8} | HALF),
+    "int4-channel": (packed.NIBBLES.value, {"BLOCK": 128, "GROUP": 0, "ZERO": 8} | HALF),
+    "q4-1": (packed.NIBBLES.value, {"BLOCK": 32, "GROUP": 32, "minima": "*fp16"} | HALF),
+    "q8-0": (packed.BYTES.value, {"BLOCK": 32, "GROUP": 32, "ZERO": 128} | HALF),
+    "nf4": (packed.TABLE.value, {"BLOCK": 64, "GROUP": 64, "table": "*bf16"} | SINGLE),
+}
+
+
+def packed_entries(arch: int) -> Iterator[Entry]:
+    """Products with packed matrices: a row, and many."""
+    for name, (form, given) in list(PACKED.items())[: 10 if arch == 90 else 4]:
+        if form == packed.FLOAT8.value and arch < 89:
+            continue
+        dtypes = [torch.bfloat16, torch.float16, torch.float32] if name == "int4-g64" else [torch.bfloat16]
+        numbers = (1, 24, 512) if name == "int4-zeros-g128" else (1, 512)
+        for dtype, rows in itertools.product(dtypes, numbers):
+            yield packed_entry(f"packed-{name}-{NAME[dtype]}", form, dtype, given, rows, arch)
+
+
+def packed_entry(name: str, form: int, dtype: torch.dtype, given: dict[str, Any], rows: int, arch: int) -> Entry:
+    sums = "zeros" in given or "minima" in given
+    options = packed.tile_options(
+        rows, form, dtype, given["BLOCK"], sums=sums, several=given["GROUP"] > 0, capability=arch
+    )
+    both_sides = {packed.INT8.value: "*i8", packed.FLOAT8.value: "*fp8e4nv"}
+    arguments = {
+        "x": both_sides.get(form, POINTER[dtype]),
+        "codes": both_sides.get(form, "*i32"),
+        "out": POINTER[dtype],
+        "partial": "*fp32",
+        **{argument: kind for argument, kind in given.items() if isinstance(kind, str)},
+        **dict.fromkeys(("rows", "outputs", "inputs", "x_stride", "steps", "steps_a_split"), "i32"),
+    }
+    constants = {argument: value for argument, value in given.items() if not isinstance(value, str)}
+    optional = ("zeros", "minima", "table", "group_scales", "x_scales", "x_zeros", "row_sums", "bias")
+    left_out = dict.fromkeys(argument for argument in optional if argument not in arguments)
+    on_tensor_cores = dtype != torch.float32
+    return Entry(
+        f"{name}-rows{options['TILE_ROWS']}",
+        packed._multiply,
+        arguments,
+        {"ZERO": 0, "X_GROUP": 0, "WHOLE": True, "FORM": form} | left_out | constants | options,
+        tensor_cores=on_tensor_cores,
+        wgmma=on_tensor_cores,
+    )
 
 
 def draw_entries() -> Iterator[Entry]:

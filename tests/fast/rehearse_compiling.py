@@ -27,6 +27,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import triton
 from numba.core.dispatcher import Dispatcher
@@ -57,6 +58,8 @@ class Case:
     """The GPU's, times ten."""
     sms: int = 132
     """Its multiprocessors."""
+    packed: str = ""
+    """How the matrices are packed: one of `PACKED`. Nothing: they are not."""
     small_layers: bool = True
     """Whether the sequences that decode keep their graph in a step with prompts."""
     requests: int = 20
@@ -170,9 +173,10 @@ install()
 from minipaged.engine.engine import Engine  # noqa: E402
 from minipaged.errors import InvalidRequest  # noqa: E402
 from minipaged.fast import cpu  # noqa: E402
-from minipaged.fast.gpu import attention, block_table, kv_cache, llama, sampling  # noqa: E402
+from minipaged.fast.gpu import attention, block_table, kv_cache, llama, packed, sampling  # noqa: E402
 from minipaged.fast.llama import DecodeGraph, Llama  # noqa: E402
 from minipaged.models.config import ModelConfig, weight_shapes  # noqa: E402
+from minipaged.models.quantized.stored import Activations, Float8, Grouped, StoredMatrix  # noqa: E402
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams  # noqa: E402
 from minipaged.tiers import FastTier, fast_tier  # noqa: E402
 from tests.fast.compile_kernels import read_back  # noqa: E402
@@ -180,14 +184,15 @@ from tests.fast.compile_kernels import read_back  # noqa: E402
 # --- Serving ----------------------------------------------------------------------------------------
 
 
-def model(case: Case) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+def model(case: Case) -> tuple[ModelConfig, dict[str, torch.Tensor | StoredMatrix]]:
     """A Llama of one layer, or a cousin, all zeros."""
+    intermediate = 1100 if case.packed else 96  # so that inputs are divided
     config = ModelConfig.from_dict(
         {
             "model_type": case.model_type,
             "vocab_size": case.vocab,
             "hidden_size": 64,
-            "intermediate_size": 96,
+            "intermediate_size": intermediate,
             "num_hidden_layers": 1,
             "num_attention_heads": case.kv_heads * case.group,
             "num_key_value_heads": case.kv_heads,
@@ -199,7 +204,55 @@ def model(case: Case) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
         }
     )
     dtype = getattr(torch, case.dtype)
-    return config, {name: torch.zeros(shape, dtype=dtype) for name, shape in weight_shapes(config).items()}
+    pack = PACKED[case.packed]
+    return config, {
+        name: pack(name, (shape[0], shape[1])) if len(shape) == 2 and case.packed else torch.zeros(shape, dtype=dtype)
+        for name, shape in weight_shapes(config).items()
+    }
+
+
+def grouped(shape: tuple[int, int], bits: int, size: int, **others: Any) -> StoredMatrix:
+    groups = -(-shape[1] // size)
+    scales = np.zeros((shape[0], groups), np.float16)
+    minima = scales if others.pop("minima", False) else None
+    codes = np.zeros((shape[0], shape[1] * bits // 8), np.uint8)
+    return Grouped(
+        shape=shape, rounding="float32", bits=bits, codes=codes, scales=scales, minima=minima, group_size=size,
+        **{"zeros": 2 ** (bits - 1)} | others,
+    )  # fmt: skip
+
+
+def as_gguf(name: str, shape: tuple[int, int]) -> StoredMatrix:
+    """Q8_0 for the embedding, which is the head too, Q4_1 for the rest."""
+    return grouped(shape, 8, 32) if "embed" in name else grouped(shape, 4, 32, zeros=0, minima=True)
+
+
+def as_gptq(name: str, shape: tuple[int, int]) -> StoredMatrix:
+    """Zeros for each group, and inputs in another order."""
+    zeros, order = np.zeros((shape[0], -(-shape[1] // 64)), np.uint8), np.arange(shape[1], dtype=np.int32)[::-1] // 64
+    return grouped(shape, 4, 64, zeros=zeros, group_index=order.copy())
+
+
+def as_int8(name: str, shape: tuple[int, int]) -> StoredMatrix:
+    """Multiplied by int8, but for the embedding and head."""
+    if "embed" in name:
+        return as_gguf(name, shape)
+    return grouped(shape, 8, shape[1], activations=Activations("int8", symmetric="down" not in name))
+
+
+def as_float8(name: str, shape: tuple[int, int]) -> StoredMatrix:
+    scales = np.zeros((-(-shape[0] // 128), -(-shape[1] // 128)), np.float32)
+    codes, how = np.zeros(shape, np.uint8), None if "embed" in name else Activations("float8", group_size=128)
+    return Float8(shape=shape, rounding="float32", codes=codes, scales=scales, block=(128, 128), activations=how)
+
+
+PACKED: dict[str, Callable[[str, tuple[int, int]], StoredMatrix]] = {
+    "": as_gguf,
+    "gguf": as_gguf,
+    "gptq": as_gptq,
+    "int8": as_int8,
+    "float8": as_float8,
+}
 
 
 def params(rng: random.Random) -> SamplingParams | BeamSearchParams:
@@ -293,7 +346,7 @@ def warm_up(llama: Llama, _warm_up: Callable[[Llama], None] = Llama.warm_up) -> 
 
 
 def triton_functions() -> list[Any]:
-    rooms = (attention, block_table, kv_cache, llama, sampling)
+    rooms = (attention, block_table, kv_cache, llama, packed, sampling)
     return [found for room in rooms for found in vars(room).values() if isinstance(found, JITFunction)]
 
 

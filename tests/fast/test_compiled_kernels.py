@@ -23,6 +23,8 @@ from tests.effort import thorough
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this machine", allow_module_level=True)
 
+from tests.fast.compile_kernels import WGMMA
+
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that one program may have, by architecture (CUDA C++ Programming Guide, technical specifications).
 
@@ -98,11 +100,11 @@ def test_matrices_are_multiplied_on_the_tensor_cores(reports: list[Report]) -> N
     assert names([report for report in needed if not report["tensor_cores"]]) == []
 
 
-def test_prefill_multiplies_with_wgmma_on_hopper(reports: list[Report]) -> None:
+def test_prefill_and_packed_matrices_multiply_with_wgmma_on_hopper(reports: list[Report]) -> None:
     needed = [report for report in reports if report["wgmma_needed"]]
     if reports[0]["arch"] == 90:
-        assert needed
-    assert names([report for report in needed if "HGMMA" not in report["tensor_cores"]]) == []
+        assert {core for report in needed for core in report["tensor_cores"]} == {*WGMMA}
+    assert names([report for report in needed if not {*WGMMA} & {*report["tensor_cores"]}]) == []
 
 
 def test_shared_memory_is_read_when_what_was_written_is_there(reports: list[Report]) -> None:

@@ -47,6 +47,11 @@ MODELS: list[dict[str, Any]] = [
     {"head_dim": 256, "group": 2, "capability": 89, "sms": 20},
     {"head_dim": 256, "group": 71, "kv_heads": 1},
     {"small_layers": False},
+    {"packed": "gguf"},
+    {"packed": "gptq", "dtype": "float16"},
+    {"packed": "int8", "capability": 100},
+    {"packed": "float8", "max_num_seqs": 40, "num_blocks": 60},
+    {"packed": "float8", "capability": 80},
     {"model_type": "qwen2"},
     {"model_type": "qwen3", "head_dim": 128},
     {"model_type": "qwen3", "head_dim": 36, "kv_heads": 3, "dtype": "float16"},  # the second norm at an odd address
@@ -76,7 +81,7 @@ def rehearse(cases: list[dict[str, Any]]) -> list[Report]:
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return rehearse([{"requests": 40}])[0]
+    return rehearse([{"requests": 40, "packed": "int8"}])[0]
 
 
 @pytest.fixture(scope="module")

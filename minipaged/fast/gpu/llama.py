@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minipaged.fast.gpu.packed import packed
 from minipaged.fast.kernels import Matrix
 from minipaged.fast.linear import expanded, quantizing
 from minipaged.models.quantized.stored import StoredMatrix
@@ -131,11 +132,13 @@ def linears(
     """See `minipaged.fast.kernels`."""
     prepared: list[Matrix] = []
     for weight, bias in zip(weights, biases, strict=True):
-        if isinstance(weight, StoredMatrix):
-            matrix = DenseMatrix(expanded(weight, like.device, like.dtype), bias)
-            prepared.append(quantizing(matrix, weight.activations))
-        else:
+        if not isinstance(weight, StoredMatrix):
             prepared.append(DenseMatrix(weight, bias))
+        elif matrix := packed(weight, bias, like.dtype, like.device):
+            prepared.append(matrix)
+        else:
+            dense = DenseMatrix(expanded(weight, like.device, like.dtype), bias)
+            prepared.append(quantizing(dense, weight.activations))
     return prepared
 
 

@@ -1,0 +1,669 @@
+"""Matrix products on the packed weights of a quantized checkpoint: a matrix stays as small as it was stored.
+
+Decoding one token waits for the weights to come out of memory, and 4 bits come sooner than 16. What has to be done to
+them on the way must not take longer than that. So a matrix is laid out anew, once, while it is loaded: 16 rows in a
+*tile*, interleaved, so that each of the 16 lanes of a vector of 512 bits belongs to one row, and a sum over the inputs
+never crosses lanes.
+
+    4 bits   a lane has 8 codes; the lower 16 bits those of inputs 0, 2, 4, 6, the upper ones those of 1, 3, 5, 7
+    8 bits   a byte for each row, input after input
+
+A code of 4 bits is looked up: a shift by 4 i, and one instruction (vpermw) takes each half lane's lowest 5 bits for the
+place in a table of 32 entries (the 16 values, twice: the fifth bit belongs to the next code). That gives 16 rows times 2
+inputs in bfloat16, and one more instruction (vdpbf16ps) multiplies them by 2 inputs of a token and adds both products to
+float32 sums, one for each row: three instructions for 32 weights. What is looked up serves up to 8 tokens. Codes are
+whole numbers of up to 8 bits, so bfloat16 holds them exactly, and so does float32 the products; scale, zero and minimum
+join in float32 once a group,
+
+    y += (sum(q * x) - z * sum(x)) * s + m * sum(x)
+
+so the result is nearer to the exact product than one with weights that are rounded to bfloat16. (The table of a
+`Codebook4` is rounded to it, where the model is bfloat16, as any weight is then.) Weights are not rounded to the type of
+the tool that made the matrix (`StoredMatrix.rounding`), except in `rows`.
+
+The instructions are there since AVX512_BF16 (AMD Zen 4, Intel Cooper Lake and Sapphire Rapids). With AVX512 alone, and
+for models in float32, the same is done with 16 floats at a time; on other processors by plain loops over the same tiles.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from minipaged.fast.cpu.attention import FASTMATH
+from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, widen
+from minipaged.fast.cpu.llama import FEW_ROWS
+from minipaged.fast.kernels import Linear
+from minipaged.models.quantized.stored import Codebook4, Float8, Grouped, StoredMatrix, e4m3_values, round_to, unpack
+
+ROWS = 16
+"""Rows of a tile: as many float32 sums as a vector of 512 bits holds."""
+STEP = 8
+"""Inputs that are laid out together: a lane's codes of 4 bits. Groups are filled up to a multiple of it."""
+TOKENS = (8, 4, 2, 1)
+"""Tokens that share what is looked up; more of them go one such block after another. (12 are 2 % faster than 8.)"""
+CHAINS = 4
+"""Sums that are added to in turns, where there are few tokens: an addition takes 6 cycles, and one begins in each."""
+AT_ONCE = 2**21
+"""Weights that are unpacked at one time while a matrix is laid out."""
+E4M3_BITS, E4M3_SCALE = 0x87F00000, 2.0**120
+"""A float of 8 bits (sign, 4 bits of exponent, 3 of fraction), extended by its sign to 32 bits and shifted left by 20, has
+all of them where float32 has its own, but for the sign's copies; and the exponents count from other zeros."""
+LINE = 64
+"""Bytes of a line of the processor's cache, at which a tile begins."""
+
+
+def number_type(dtype: torch.dtype) -> Any:
+    """What the processor can multiply 16 rows by at a time, as a number of that type: pairs of bfloat16 (uint16), or
+    float32. None: no instructions for it are known, and plain loops have to do.
+
+    Asked of numba, which may be told to use fewer than there are (NUMBA_CPU_NAME); it keeps what it compiles for each
+    set of them by itself.
+    """
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    if dtype == torch.bfloat16 and {"+avx512bf16", "+avx512bw"} <= set(features):
+        return np.uint16(0)
+    return np.float32(0) if "+avx512f" in features else None
+
+
+class Room:
+    """Memory for many matrices, in large pieces: these get large pages from the system (see `llama.linears`). Of what
+    is not written, the system gives none."""
+
+    SIZE = 2**25
+    """Bytes of a piece."""
+
+    def __init__(self) -> None:
+        self._free = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> Array:
+        """[size] uint8, at the beginning of a line of the cache."""
+        if size > len(self._free) - LINE:
+            self._free = np.empty(max(size, self.SIZE) + LINE, np.uint8)
+        first = -self._free.ctypes.data % LINE
+        taken, self._free = self._free[first : first + size], self._free[first + size :]
+        return taken
+
+
+class PackedMatrix(Linear):
+    """A quantized matrix [out, in], ready to be multiplied by, and the bias [out] that it may have.
+
+    `tiles` [tiles] are records: the codes of 16 rows [steps, ROWS], then scales, zeros and minima [pieces, ROWS], as far
+    as the matrix has them. A *piece* are inputs with the same scale: a group, or a part of one (`pieces_of`).
+    """
+
+    def __init__(self, matrix: StoredMatrix, bias: Tensor | None, dtype: torch.dtype, room: Room | None = None) -> None:
+        """`dtype`: of inputs and products, bfloat16 or float32. How `matrix` has its inputs quantized is left to the
+        caller."""
+        num_rows, num_inputs = matrix.shape
+        self.shape, self.dtype, self._rounding = matrix.shape, dtype, matrix.rounding
+        self._bias = None if bias is None else as_array(bias.contiguous())
+        self._number = number_type(dtype)
+        self._table = table_of(matrix)
+        places, groups = pieces_of(matrix)
+        num_pieces, width = places.shape[0], places.size
+        self._places = None if np.array_equal(places.ravel(), np.arange(num_inputs)) else places.ravel()
+
+        types_of_parts = {name: part.dtype for name, part in parts_of(matrix, slice(0, 0)).items()}
+        code, steps = types_of_parts.pop("codes"), width
+        if self._table is not None:
+            code, steps = np.dtype(np.uint32), width // STEP
+        fields: list[Any] = [("codes", code, (steps, ROWS))]
+        for name, kind in types_of_parts.items():
+            stays = name == "zeros" or (kind == np.float16 and self._number is not None)
+            fields.append((name, kind if stays else np.dtype(np.float32), (num_pieces, ROWS)))
+        fields.append(("filled", np.dtype(np.uint8), (-np.dtype(fields).itemsize % LINE,)))
+        record = np.dtype(fields)
+
+        num_tiles = -(-num_rows // ROWS)
+        self.nbytes = num_tiles * record.itemsize
+        self._tiles = (Room() if room is None else room).take(self.nbytes).view(record)
+        at_once = max(1, AT_ONCE // (width * ROWS))
+        for first in range(0, num_tiles, at_once):
+            self._fill(matrix, slice(first, min(first + at_once, num_tiles)), groups)
+
+        def start(name: str) -> int:
+            return record.fields[name][1] if name in record.names else 0
+
+        table = np.zeros(0) if self._table is None else self._table
+        self._looked_up = np.tile(table, 2).astype(np.float32)
+        if isinstance(self._number, np.uint16):
+            self._looked_up = as_array(torch.from_numpy(self._looked_up).bfloat16())
+        layout = (
+            *(num_rows, num_inputs, num_tiles, record.itemsize, *places.shape),
+            *(int(record["scales"].base == np.float16), start("scales"), start("zeros"), start("minima")),
+            *(0 if array is None else array.ctypes.data for array in (self._places, self._bias)),
+            *(self._looked_up.ctypes.data, self._tiles.ctypes.data),
+        )
+        like = np.zeros(1, np.uint16 if dtype == torch.bfloat16 else np.float32)[0]
+        self._arguments = (layout, like, self._number, np.zeros(1, code)[0])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(len(x), self.shape[0], dtype=self.dtype)
+        _multiply(x.contiguous().data_ptr(), len(x), out.data_ptr(), numba.get_num_threads(), *self._arguments)
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` [n] as the checkpoint means them: [n, in] of the model's type."""
+        tiles, lanes = np.divmod(ids.numpy(), ROWS)
+        parts = {name: self._tiles[name][tiles, :, lanes] for name in self._tiles.dtype.names if name != "filled"}
+        codes = parts["codes"]  # [n, steps]
+        if self._table is not None:
+            shifts = np.array([4 * (i // 2) + 16 * (i % 2) for i in range(STEP)], np.uint32)
+            weights = self._table[codes[:, :, None] >> shifts & np.uint32(15)]  # [n, steps, STEP]
+        else:
+            weights = e4m3_values()[codes] if codes.dtype == np.uint8 else codes.astype(np.float32)
+        weights = weights.reshape(*parts["scales"].shape, -1)  # [n, pieces, inputs of a piece]
+        if "zeros" in parts:
+            weights -= parts["zeros"][:, :, None]
+        weights *= parts["scales"].astype(np.float32)[:, :, None]
+        if "minima" in parts:
+            weights += parts["minima"].astype(np.float32)[:, :, None]
+        weights = round_to(weights.reshape(len(codes), -1), self._rounding)
+        if self._places is not None:
+            ordered = np.empty((len(codes), self.shape[1]), np.float32)
+            real = self._places >= 0
+            ordered[:, self._places[real]] = weights[:, real]
+            weights = ordered
+        return torch.from_numpy(weights).to(self.dtype)
+
+    def _fill(self, matrix: StoredMatrix, which: slice, groups: Array) -> None:
+        """Lay out some tiles. `groups`: [pieces], the group of each."""
+        tiles = self._tiles[which]
+        for name, part in parts_of(matrix, slice(which.start * ROWS, which.stop * ROWS)).items():
+            if name == "codes" and self._places is not None:
+                part = np.where(self._places >= 0, part[:, self._places], part.dtype.type(0))
+            elif name != "codes":
+                part = part[:, groups]
+            filled = np.zeros((len(tiles) * ROWS, part.shape[1]), part.dtype)  # rows that the last tile has not
+            filled[: len(part)] = part
+            if name == "codes" and self._table is not None:
+                filled = lanes_of(filled)
+            tiles[name] = filled.reshape(len(tiles), ROWS, -1).transpose(0, 2, 1)
+
+
+def pieces_of(matrix: StoredMatrix) -> tuple[Array, Array]:
+    """The inputs of each piece [pieces, inputs of a piece] int32, -1 where it is filled up; its group [pieces]."""
+    num_inputs = matrix.shape[1]
+    size = matrix.block[1] if isinstance(matrix, Float8) else matrix.group_size
+    size = max(1, min(size, num_inputs))
+    groups = np.arange(num_inputs) // size  # [in]
+    if isinstance(matrix, Grouped) and matrix.group_index is not None:
+        groups = matrix.group_index
+    # A last group that is smaller would be filled up, and every token copied, were there not smaller pieces.
+    common = math.gcd(size, num_inputs)
+    size = common if common % 32 == 0 else -(-size // STEP) * STEP
+    pieces, groups_of_pieces = [], []
+    order = np.argsort(groups, kind="stable")
+    for inputs in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):  # of one group each
+        for first in range(0, len(inputs), size):
+            piece = np.full(size, -1, np.int32)
+            piece[: len(inputs) - first] = inputs[first : first + size]
+            pieces.append(piece)
+            groups_of_pieces.append(groups[inputs[0]])
+    return np.array(pieces).reshape(-1, size), np.array(groups_of_pieces, np.int64)
+
+
+def table_of(matrix: StoredMatrix) -> Array | None:
+    """What the codes of 4 bits stand for, before the scale: [16] float32. None: the codes have 8 bits. (Those of 2 and 3
+    become 4, those of 5 and 6 become 8.)"""
+    if isinstance(matrix, Codebook4):
+        return matrix.table
+    if isinstance(matrix, Grouped) and matrix.bits <= 4:
+        return np.arange(16, dtype=np.float32) - np.float32(taken_off(matrix))
+    return None
+
+
+def taken_off(matrix: Grouped) -> int:
+    """The zero, where it is one for all and the codes without it still have 8 bits; what is left of it otherwise stays
+    with the groups."""
+    if matrix.bits <= 4:
+        return matrix.zeros if isinstance(matrix.zeros, int) else 0
+    fits = isinstance(matrix.zeros, int) and 2**matrix.bits - 128 <= matrix.zeros <= 128
+    return int(matrix.zeros) if fits else 128
+
+
+def parts_of(matrix: StoredMatrix, rows: slice) -> dict[str, Array]:
+    """Some rows: codes [rows, in]; scales, zeros (int8) and minima [rows, groups], as far as there are any.
+
+    Codes are uint8; but those of whole numbers with more than 4 bits int8.
+    """
+    if isinstance(matrix, Codebook4):
+        return {"codes": unpack(matrix.codes[rows], 4, matrix.shape[1]), "scales": matrix.scales[rows]}
+    if isinstance(matrix, Float8):
+        outputs = np.arange(matrix.shape[0])[rows] // matrix.block[0]  # [rows], the block of each
+        codes, scales = matrix.codes[rows], matrix.scales[outputs]
+        row, place = np.nonzero(codes & np.uint8(0x7F) == 0x7F)
+        scales[row, place // matrix.block[1]] = np.nan  # no number stays none, and the kernels need not look for it
+        return {"codes": codes, "scales": scales}
+    assert isinstance(matrix, Grouped)
+    codes, off = unpack(matrix.codes[rows], matrix.bits, matrix.shape[1]), taken_off(matrix)
+    parts = {"codes": codes if matrix.bits <= 4 else (codes - np.uint8(off)).view(np.int8)}
+    parts["scales"] = multiplied(matrix.scales, matrix.super_scales, rows)
+    if not isinstance(matrix.zeros, int):
+        parts["zeros"] = (matrix.zeros[rows].astype(np.int16) - off).astype(np.int8)
+    elif matrix.zeros != off:
+        parts["zeros"] = np.full(parts["scales"].shape, matrix.zeros - off, np.int8)
+    if matrix.minima is not None:
+        parts["minima"] = multiplied(matrix.minima, matrix.super_minima, rows)
+    return parts
+
+
+def multiplied(values: Array, supers: Array | None, rows: slice) -> Array:
+    """Scales or minima of some rows as they are meant, in as few bits as they have or as float32."""
+    if supers is None:
+        return values[rows]
+    factors = supers[rows].astype(np.float32)  # [rows, super]
+    each = values.shape[1] // supers.shape[1]
+    return values[rows].astype(np.float32) * np.repeat(factors, each, axis=1)
+
+
+def lanes_of(codes: Array) -> Array:
+    """Codes of 4 bits [rows, in] uint8 -> [rows, in / STEP] uint32: those of even inputs in the lower half, of odd ones
+    in the upper half, in rising order from the lowest bits on."""
+    steps = codes.reshape(len(codes), -1, STEP)
+    packed = np.empty((*steps.shape[:2], 4), np.uint8)  # the bytes of a lane
+    packed[:, :, :2] = steps[:, :, 0::4] | steps[:, :, 2::4] << np.uint8(4)
+    packed[:, :, 2:] = steps[:, :, 1::4] | steps[:, :, 3::4] << np.uint8(4)
+    return packed.view(np.uint32)[:, :, 0]
+
+
+# --- The product ----------------------------------------------------------------------------------
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _multiply(x_address, tokens, out_address, num_threads, layout, like, number, code):
+    """x [tokens, in] and out [tokens, out] are numbers like `like`; `number` is the type to multiply in (`number_type`),
+    that of `code` says what codes are: of 4 bits (uint32), whole numbers (int8) or floats (uint8) of 8 bits."""
+    num_rows, num_inputs, num_tiles, tile_bytes, pieces, piece = layout[:6]
+    is_half, scales, zeros, minima = layout[6:10]  # where they begin in a tile; 0: there are none
+    places, bias, table, tiles = layout[10:]  # addresses; 0: there are none
+    width = pieces * piece
+    out = array_at(out_address, tokens * num_rows, like)
+    # What the kernel reads: the inputs in the order of the pieces, and their sum for each of these.
+    is_copied = places != 0 or _differ(number, like)
+    copy = _empty(tokens * width if is_copied else 0, number)
+    sums = np.empty(tokens * pieces if zeros or minima else 0, np.float32)
+    if tokens <= FEW_ROWS:
+        for t in range(tokens):
+            _prepare(x_address, t, like, num_inputs, places, pieces, piece, copy, sums)
+    else:
+        for t in prange(tokens):
+            _prepare(x_address, t, like, num_inputs, places, pieces, piece, copy, sums)
+    for thread in prange(num_threads):
+        totals = np.empty(tokens * ROWS, np.float32)
+        for i in range(num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads):
+            tile = tiles + i * tile_bytes
+            _multiply_tile(
+                number,
+                code,
+                tile,
+                np.int64(copy.ctypes.data) if is_copied else x_address,
+                tokens,
+                pieces,
+                piece,
+                is_half,
+                tile + scales,
+                tile + zeros if zeros else 0,
+                tile + minima if minima else 0,
+                table,
+                sums.ctypes.data,
+                totals.ctypes.data,
+            )
+            for t in range(tokens):
+                for row in range(i * ROWS, min((i + 1) * ROWS, num_rows)):
+                    total = totals[t * ROWS + row - i * ROWS]
+                    if bias:
+                        total += widen(array_at(bias, num_rows, like)[row])
+                    out[t * num_rows + row] = narrow(total, like)
+
+
+@njit(cache=True, fastmath=FASTMATH)
+def _prepare(x_address, token, like, num_inputs, places_address, pieces, piece, copy, sums):
+    """What the kernel reads of a token: its inputs in the order of the pieces (`copy`, if it is not empty), and their
+    sums."""
+    x = array_at(x_address, (token + 1) * num_inputs, like)[token * num_inputs :]
+    width = pieces * piece
+    if len(copy):
+        to = copy[token * width : (token + 1) * width]
+        if places_address:
+            places = array_at(places_address, width, np.int32(0))
+            for i in range(width):
+                to[i] = _converted(x[places[i]], to[0]) if places[i] >= 0 else 0
+        else:
+            for i in range(width):
+                to[i] = _converted(x[i], to[0])
+        if len(sums):
+            _sum_pieces(to, piece, sums[token * pieces : (token + 1) * pieces])
+    elif len(sums):
+        _sum_pieces(x, piece, sums[token * pieces : (token + 1) * pieces])
+
+
+@njit(cache=True, fastmath=FASTMATH)
+def _sum_pieces(x, piece, sums):
+    for p in range(len(sums)):
+        total = np.float32(0)
+        for i in range(p * piece, (p + 1) * piece):
+            total += widen(x[i])
+        sums[p] = total
+
+
+def _multiply_tile(*arguments: Any) -> None:
+    """Totals [tokens, ROWS] float32 of one tile. (In compiled code.)
+
+    number, code: see `_multiply`. tile, x, scales, zeros, minima, table, sums, totals: addresses. x [tokens, pieces *
+    piece] are like `number`, sums [tokens, pieces] float32.
+    """
+    raise NotImplementedError("for compiled code")
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether two numbers are of different types."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_differ)
+def _differ_in_type(one, other):
+    differ = one != other
+    return lambda one, other: differ
+
+
+def _empty(size: Any, like: Any) -> Any:
+    """[size] of the type of `like`; None: float32."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_empty)
+def _empty_like(size, like):
+    dtype = np.uint16 if like == types.uint16 else np.float32
+    return lambda size, like: np.empty(size, dtype)
+
+
+def _converted(value: Any, like: Any) -> Any:
+    """An input as the kernel takes it."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_converted, inline="always")
+def _convert(value, like):
+    return (lambda value, like: value) if value == like else (lambda value, like: widen(value))
+
+
+@overload(_multiply_tile, jit_options={"fastmath": FASTMATH})
+def _tile_kernel(number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals):
+    if isinstance(number, types.NoneType):
+        return _multiply_tile_plainly
+
+    def by_instructions(
+        number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+    ):
+        _multiply_tile_by_instructions(
+            number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+        )
+
+    return by_instructions
+
+
+def _multiply_tile_plainly(
+    number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+):
+    """Eight inputs of 16 rows at a time are made floats of; then each token takes them."""
+    inputs, sums_of_x = array_at(x, tokens * pieces * piece, np.float32(0)), array_at(sums, tokens * pieces, np.float32(0))
+    total, part = array_at(totals, tokens * ROWS, np.float32(0)), np.empty(tokens * ROWS, np.float32)
+    scale, least = array_at(scales, pieces * ROWS, np.float32(0)), array_at(minima, pieces * ROWS, np.float32(0))
+    zero = array_at(zeros, pieces * ROWS, np.int8(0))
+    weights, looked_up = np.empty((STEP, ROWS), np.float32), array_at(table, 16, np.float32(0))
+    for i in range(tokens * ROWS):
+        total[i] = np.float32(0)
+    for p in range(pieces):
+        for i in range(tokens * ROWS):
+            part[i] = np.float32(0)
+        for step in range(p * (piece // STEP), (p + 1) * (piece // STEP)):
+            _decode(tile, step, code, looked_up, weights)
+            for t in range(tokens):
+                first = t * pieces * piece + step * STEP
+                for r in range(ROWS):
+                    added = part[t * ROWS + r]
+                    for i in range(STEP):
+                        added += weights[i, r] * inputs[first + i]
+                    part[t * ROWS + r] = added
+        for t in range(tokens):
+            for r in range(ROWS):
+                product = part[t * ROWS + r]
+                if zeros:
+                    product -= np.float32(zero[p * ROWS + r]) * sums_of_x[t * pieces + p]
+                product *= scale[p * ROWS + r]
+                if minima:
+                    product += least[p * ROWS + r] * sums_of_x[t * pieces + p]
+                total[t * ROWS + r] += product
+
+
+def _decode(tile: Any, step: Any, code: Any, table: Any, weights: Any) -> None:
+    """Weights [STEP, ROWS], before the scale, of some inputs of a tile. (In compiled code.)"""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_decode)
+def _decode_step(tile, step, code, table, weights):
+    def nibbles(tile, step, code, table, weights):
+        lanes = array_at(tile + step * ROWS * 4, ROWS, code)
+        is_whole = True  # the values are whole numbers in a row: these need not be looked up
+        for i in range(16):
+            is_whole &= table[i] == table[0] + np.float32(i)
+        for i in range(STEP):
+            shift = np.uint32(4 * (i // 2) + 16 * (i % 2))
+            if is_whole:
+                for r in range(ROWS):
+                    weights[i, r] = np.float32(np.int32((lanes[r] >> shift) & np.uint32(15))) + table[0]
+            else:
+                for r in range(ROWS):
+                    weights[i, r] = table[(lanes[r] >> shift) & np.uint32(15)]
+
+    def bytes_(tile, step, code, table, weights):
+        codes = array_at(tile + step * STEP * ROWS, STEP * ROWS, code)
+        for i in range(STEP):
+            for r in range(ROWS):
+                weights[i, r] = _float_of(codes[i * ROWS + r])
+
+    return nibbles if code == types.uint32 else bytes_
+
+
+def _float_of(code: Any) -> Any:
+    """What a code of 8 bits stands for. (In compiled code.)"""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_float_of, inline="always")
+def _float_of_code(code):
+    if code == types.int8:
+        return lambda code: np.float32(code)
+    bits, scale = np.uint32(E4M3_BITS), np.float32(E4M3_SCALE)
+    return lambda code: float_of_bits(np.uint32(np.int32(np.int8(code)) << np.int32(20)) & bits) * scale
+
+
+# --- Vector instructions --------------------------------------------------------------------------
+
+
+class BFloat16(ir.Type):
+    """LLVM has this type, its Python interface has not."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BITS8, BITS16, BITS32, BITS64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOATS, INTEGERS = ir.VectorType(ir.FloatType(), ROWS), ir.VectorType(BITS32, ROWS)
+HALVES, BYTES = ir.VectorType(ir.HalfType(), ROWS), ir.VectorType(BITS8, ROWS)
+PAIRS, BFLOATS = ir.VectorType(BITS16, 2 * ROWS), ir.VectorType(BFloat16(), 2 * ROWS)
+
+
+@intrinsic
+def _multiply_tile_by_instructions(
+    typingctx, number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+):
+    """See `_multiply_tile`."""
+
+    def codegen(context, builder, signature, arguments):
+        TileKernel(builder, number, code, *arguments[2:]).write()
+        return context.get_dummy_value()
+
+    return types.none(number, code, *[types.int64] * 12), codegen
+
+
+class TileKernel:
+    """Writes the product of a tile and all tokens, in LLVM's language.
+
+    A vector has a number for each of 16 rows; those to multiply pairs by have two, of neighbouring inputs.
+    """
+
+    def __init__(
+        self, builder, number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+    ):
+        self.builder, self.code, self.in_pairs = builder, code, number == types.uint16
+        self.tile, self.x, self.tokens, self.pieces, self.piece = tile, x, tokens, pieces, piece
+        self.is_half, self.scales, self.zeros, self.minima = is_half, scales, zeros, minima
+        self.table, self.sums, self.totals = table, sums, totals
+        self.values = self.load(table, PAIRS if self.in_pairs else FLOATS) if code == types.uint32 else None
+
+    def write(self) -> None:
+        b = self.builder
+        input_bytes = 2 if self.in_pairs else 4
+        done = BITS64(0)
+        for count in TOKENS:
+            blocks = b.udiv(b.sub(self.tokens, done), BITS64(count))
+            with cgutils.for_range(b, blocks) as loop:
+                first = b.add(done, b.mul(loop.index, BITS64(count)))
+                tokens = [b.add(first, BITS64(t)) for t in range(count)]
+                inputs = [self.at(self.x, b.mul(t, b.mul(self.pieces, self.piece)), input_bytes) for t in tokens]
+                sums = [self.at(self.sums, b.mul(t, self.pieces), 4) for t in tokens]
+                totals = [self.variable() for _ in tokens]
+                with cgutils.for_range(b, self.pieces) as pieces:
+                    self.add_piece(pieces.index, inputs, sums, totals)
+                for token, total in zip(tokens, totals, strict=True):
+                    to = b.inttoptr(self.at(self.totals, token, 4 * ROWS), FLOATS.as_pointer())
+                    b.store(b.load(total), to, align=4)
+            done = b.add(done, b.mul(blocks, BITS64(count)))
+
+    def add_piece(self, piece, inputs, sums, totals) -> None:
+        """`inputs` and `sums`: where those of each token begin."""
+        b = self.builder
+        chains = [[self.variable() for _ in range(min(CHAINS, max(TOKENS) // len(inputs)))] for _ in inputs]
+        steps = b.udiv(self.piece, BITS64(STEP))
+        with cgutils.for_range(b, steps) as loop:
+            self.add_step(b.add(b.mul(piece, steps), loop.index), inputs, chains)
+        products = [chain[0] for chain in chains]
+        for chain in chains:
+            b.store(functools.reduce(b.fadd, map(b.load, chain)), chain[0])
+        with b.if_then(b.icmp_unsigned("!=", self.zeros, BITS64(0))):
+            zero = b.fneg(b.sitofp(self.load(self.at(self.zeros, piece, ROWS), BYTES), FLOATS))
+            self.add_sums(zero, piece, sums, products)
+        scale = self.scale(self.scales, piece)
+        for product, total in zip(products, totals, strict=True):
+            b.store(self.fma(b.load(product), scale, b.load(total)), total)
+        with b.if_then(b.icmp_unsigned("!=", self.minima, BITS64(0))):
+            self.add_sums(self.scale(self.minima, piece), piece, sums, totals)
+
+    def add_step(self, step, inputs, chains) -> None:
+        """8 inputs of each token."""
+        if not self.in_pairs:
+            for i in range(STEP):
+                weights = self.weights(step, i)
+                for address, chain in zip(inputs, chains, strict=True):
+                    x = self.spread(self.load(self.at(address, step, 4 * STEP), ir.FloatType(), 4 * i))
+                    self.update(chain[i % len(chain)], lambda total: self.fma(weights, x, total))
+            return
+        for i in range(0, STEP, 2):
+            weights = self.pairs(step, i)
+            for address, chain in zip(inputs, chains, strict=True):
+                x = self.spread(self.load(self.at(address, step, 2 * STEP), BITS32, 2 * i))
+                self.update(chain[i // 2 % len(chain)], lambda total: self.dot(weights, x, total))
+
+    def pairs(self, step, i):
+        """The weights of inputs i and i + 1 of a step in bfloat16, one beside the other."""
+        b = self.builder
+        if self.code == types.uint32:
+            codes = b.lshr(self.load(self.at(self.tile, step, 4 * ROWS), PAIRS), self.all_of(PAIRS, 2 * i))
+            return self.call("llvm.x86.avx512.permvar.hi.512", PAIRS, self.values, codes)
+        low, high = (b.bitcast(self.weights(step, i + of), INTEGERS) for of in range(2))
+        return b.or_(b.lshr(low, self.all_of(INTEGERS, 16)), high)  # 8 bits fit: nothing is cut off
+
+    def weights(self, step, i):
+        """The weights of input i of a step in float32, before the scale."""
+        b = self.builder
+        if self.code == types.uint32:
+            shift = self.all_of(INTEGERS, 4 * (i // 2) + 16 * (i % 2))
+            codes = b.lshr(self.load(self.at(self.tile, step, 4 * ROWS), INTEGERS), shift)
+            return self.call("llvm.x86.avx512.permvar.sf.512", FLOATS, self.values, codes)
+        codes = b.sext(self.load(self.at(self.tile, step, STEP * ROWS), BYTES, ROWS * i), INTEGERS)
+        if self.code == types.int8:
+            return b.sitofp(codes, FLOATS)
+        bits = b.and_(b.shl(codes, self.all_of(INTEGERS, 20)), self.all_of(INTEGERS, E4M3_BITS))
+        return b.fmul(b.bitcast(bits, FLOATS), self.all_of(FLOATS, E4M3_SCALE))
+
+    def add_sums(self, factor, piece, sums, variables) -> None:
+        """To each token's variable, a factor times the sum of the piece's inputs."""
+        for each, variable in zip(sums, variables, strict=True):
+            x = self.spread(self.load(self.at(each, piece, 4), ir.FloatType()))
+            self.update(variable, lambda total: self.fma(factor, x, total))
+
+    def scale(self, address, piece):
+        """Scales or minima of a piece in float32."""
+        b, scale = self.builder, self.variable()
+        with b.if_else(b.trunc(self.is_half, ir.IntType(1))) as (half, whole):
+            with half:
+                b.store(b.fpext(self.load(self.at(address, piece, 2 * ROWS), HALVES), FLOATS), scale)
+            with whole:
+                b.store(self.load(self.at(address, piece, 4 * ROWS), FLOATS), scale)
+        return b.load(scale)
+
+    def variable(self):
+        """Where a vector is kept; 0 to begin with. (LLVM makes a register of it.)"""
+        variable = cgutils.alloca_once(self.builder, FLOATS)
+        self.builder.store(self.all_of(FLOATS, 0.0), variable)
+        return variable
+
+    def update(self, variable, change) -> None:
+        self.builder.store(change(self.builder.load(variable)), variable)
+
+    def at(self, address, index, size):
+        return self.builder.add(address, self.builder.mul(index, BITS64(size)))
+
+    def load(self, address, kind, offset=0):
+        address = self.builder.add(address, BITS64(offset))
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
+
+    def all_of(self, kind, value):
+        return ir.Constant(kind, [value] * kind.count)
+
+    def spread(self, value):
+        """A vector of 16 times the same."""
+        one = ir.VectorType(value.type, ROWS)
+        first = self.builder.insert_element(ir.Constant(one, ir.Undefined), value, BITS32(0))
+        return self.builder.shuffle_vector(first, first, self.all_of(INTEGERS, 0))
+
+    def fma(self, a, b, c):
+        return self.call("llvm.fma.v16f32", FLOATS, a, b, c)
+
+    def dot(self, weights, x, total):
+        weights, x = (self.builder.bitcast(pairs, BFLOATS) for pairs in (weights, x))
+        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, weights, x)
+
+    def call(self, name, result, *arguments):
+        module = self.builder.module
+        function = module.globals.get(name) or ir.Function(
+            module, ir.FunctionType(result, [argument.type for argument in arguments]), name
+        )
+        return self.builder.call(function, arguments)

@@ -62,8 +62,8 @@ AT_ONCE = 2**21
 E4M3_BITS, E4M3_SCALE = 0x87F00000, 2.0**120
 """A float of 8 bits (sign, 4 bits of exponent, 3 of fraction), extended by its sign to 32 bits and shifted left by 20, has
 all of them where float32 has its own, but for the sign's copies; and the exponents count from other zeros."""
-LINE = 64
-"""Bytes of a line of the processor's cache, at which a tile begins."""
+LINE, ALIGNMENT = 64, 32
+"""Bytes of a line of the processor's cache, at which a matrix begins; and what the bytes of a piece are a multiple of."""
 
 
 def number_type(dtype: torch.dtype) -> Any:
@@ -101,8 +101,8 @@ class Room:
 class PackedMatrix(Linear):
     """A quantized matrix [out, in], ready to be multiplied by, and the bias [out] that it may have.
 
-    `tiles` [tiles] are records: the codes of 16 rows [steps, ROWS], then scales, zeros and minima [pieces, ROWS], as far
-    as the matrix has them. A *piece* are inputs with the same scale: a group, or a part of one (`pieces_of`).
+    Its memory are records [tiles, pieces]: codes [steps, ROWS], and a scale, zero and minimum [ROWS], as far as the
+    matrix has them. A *piece* are inputs with the same scale: a group, or a part of one (`pieces_of`).
     """
 
     def __init__(self, matrix: StoredMatrix, bias: Tensor | None, dtype: torch.dtype, room: Room | None = None) -> None:
@@ -118,19 +118,20 @@ class PackedMatrix(Linear):
         self._places = None if np.array_equal(places.ravel(), np.arange(num_inputs)) else places.ravel()
 
         types_of_parts = {name: part.dtype for name, part in parts_of(matrix, slice(0, 0)).items()}
-        code, steps = types_of_parts.pop("codes"), width
+        code, steps = types_of_parts.pop("codes"), places.shape[1]
         if self._table is not None:
-            code, steps = np.dtype(np.uint32), width // STEP
+            code, steps = np.dtype(np.uint32), steps // STEP
         fields: list[Any] = [("codes", code, (steps, ROWS))]
         for name, kind in types_of_parts.items():
             stays = name == "zeros" or (kind == np.float16 and self._number is not None)
-            fields.append((name, kind if stays else np.dtype(np.float32), (num_pieces, ROWS)))
-        fields.append(("filled", np.dtype(np.uint8), (-np.dtype(fields).itemsize % LINE,)))
+            fields.append((name, kind if stays else np.dtype(np.float32), (ROWS,)))
+        fields.append(("filled", np.dtype(np.uint8), (-np.dtype(fields).itemsize % ALIGNMENT,)))
         record = np.dtype(fields)
 
         num_tiles = -(-num_rows // ROWS)
-        self.nbytes = num_tiles * record.itemsize
-        self._tiles = (Room() if room is None else room).take(self.nbytes).view(record)
+        self.nbytes = num_tiles * num_pieces * record.itemsize
+        memory = (Room() if room is None else room).take(self.nbytes)
+        self._tiles = memory.view(record).reshape(num_tiles, num_pieces)
         at_once = max(1, AT_ONCE // (width * ROWS))
         for first in range(0, num_tiles, at_once):
             self._fill(matrix, slice(first, min(first + at_once, num_tiles)), groups)
@@ -143,7 +144,7 @@ class PackedMatrix(Linear):
         if isinstance(self._number, np.uint16):
             self._looked_up = as_array(torch.from_numpy(self._looked_up).bfloat16())
         layout = (
-            *(num_rows, num_inputs, num_tiles, record.itemsize, *places.shape),
+            *(num_rows, num_inputs, num_tiles, *places.shape, record.itemsize),
             *(int(record["scales"].base == np.float16), start("scales"), start("zeros"), start("minima")),
             *(0 if array is None else array.ctypes.data for array in (self._places, self._bias)),
             *(self._looked_up.ctypes.data, self._tiles.ctypes.data),
@@ -159,11 +160,11 @@ class PackedMatrix(Linear):
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n] as the checkpoint means them: [n, in] of the model's type."""
         tiles, lanes = np.divmod(ids.numpy(), ROWS)
-        parts = {name: self._tiles[name][tiles, :, lanes] for name in self._tiles.dtype.names if name != "filled"}
-        codes = parts["codes"]  # [n, steps]
+        parts = {name: self._tiles[name][tiles, ..., lanes] for name in self._tiles.dtype.names if name != "filled"}
+        codes = parts["codes"]  # [n, pieces, steps]
         if self._table is not None:
             shifts = np.array([4 * (i // 2) + 16 * (i % 2) for i in range(STEP)], np.uint32)
-            weights = self._table[codes[:, :, None] >> shifts & np.uint32(15)]  # [n, steps, STEP]
+            weights = self._table[codes[..., None] >> shifts & np.uint32(15)]  # [n, pieces, steps, STEP]
         else:
             weights = e4m3_values()[codes] if codes.dtype == np.uint8 else codes.astype(np.float32)
         weights = weights.reshape(*parts["scales"].shape, -1)  # [n, pieces, inputs of a piece]
@@ -192,7 +193,8 @@ class PackedMatrix(Linear):
             filled[: len(part)] = part
             if name == "codes" and self._table is not None:
                 filled = lanes_of(filled)
-            tiles[name] = filled.reshape(len(tiles), ROWS, -1).transpose(0, 2, 1)
+            shape = tiles[name].shape  # [tiles, pieces, (steps,) ROWS]
+            tiles[name] = np.moveaxis(filled.reshape(shape[0], ROWS, *shape[1:-1]), 1, -1)
 
 
 def pieces_of(matrix: StoredMatrix) -> tuple[Array, Array]:
@@ -288,8 +290,8 @@ def lanes_of(codes: Array) -> Array:
 def _multiply(x_address, tokens, out_address, num_threads, layout, like, number, code):
     """x [tokens, in] and out [tokens, out] are numbers like `like`; `number` is the type to multiply in (`number_type`),
     that of `code` says what codes are: of 4 bits (uint32), whole numbers (int8) or floats (uint8) of 8 bits."""
-    num_rows, num_inputs, num_tiles, tile_bytes, pieces, piece = layout[:6]
-    is_half, scales, zeros, minima = layout[6:10]  # where they begin in a tile; 0: there are none
+    num_rows, num_inputs, num_tiles, pieces, piece, piece_bytes = layout[:6]
+    is_half, scales, zeros, minima = layout[6:10]  # where they begin in a piece; 0: there are none
     places, bias, table, tiles = layout[10:]  # addresses; 0: there are none
     width = pieces * piece
     out = array_at(out_address, tokens * num_rows, like)
@@ -306,19 +308,19 @@ def _multiply(x_address, tokens, out_address, num_threads, layout, like, number,
     for thread in prange(num_threads):
         totals = np.empty(tokens * ROWS, np.float32)
         for i in range(num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads):
-            tile = tiles + i * tile_bytes
             _multiply_tile(
                 number,
                 code,
-                tile,
+                tiles + i * pieces * piece_bytes,
                 np.int64(copy.ctypes.data) if is_copied else x_address,
                 tokens,
                 pieces,
                 piece,
+                piece_bytes,
                 is_half,
-                tile + scales,
-                tile + zeros if zeros else 0,
-                tile + minima if minima else 0,
+                scales,
+                zeros,
+                minima,
                 table,
                 sums.ctypes.data,
                 totals.ctypes.data,
@@ -364,7 +366,7 @@ def _sum_pieces(x, piece, sums):
 def _multiply_tile(*arguments: Any) -> None:
     """Totals [tokens, ROWS] float32 of one tile. (In compiled code.)
 
-    number, code: see `_multiply`. tile, x, scales, zeros, minima, table, sums, totals: addresses. x [tokens, pieces *
+    number, code, scales, zeros, minima: see `_multiply`. tile, x, table, sums, totals: addresses. x [tokens, pieces *
     piece] are like `number`, sums [tokens, pieces] float32.
     """
     raise NotImplementedError("for compiled code")
@@ -403,63 +405,64 @@ def _convert(value, like):
 
 
 @overload(_multiply_tile, jit_options={"fastmath": FASTMATH})
-def _tile_kernel(number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals):
+def _tile_kernel(number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals):
     if isinstance(number, types.NoneType):
         return _multiply_tile_plainly
 
     def by_instructions(
-        number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+        number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
     ):
         _multiply_tile_by_instructions(
-            number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+            number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
         )
 
     return by_instructions
 
 
 def _multiply_tile_plainly(
-    number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+    number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
 ):
     """Eight inputs of 16 rows at a time are made floats of; then each token takes them."""
     inputs, sums_of_x = array_at(x, tokens * pieces * piece, np.float32(0)), array_at(sums, tokens * pieces, np.float32(0))
     total, part = array_at(totals, tokens * ROWS, np.float32(0)), np.empty(tokens * ROWS, np.float32)
-    scale, least = array_at(scales, pieces * ROWS, np.float32(0)), array_at(minima, pieces * ROWS, np.float32(0))
-    zero = array_at(zeros, pieces * ROWS, np.int8(0))
     weights, looked_up = np.empty((STEP, ROWS), np.float32), array_at(table, 16, np.float32(0))
     for i in range(tokens * ROWS):
         total[i] = np.float32(0)
     for p in range(pieces):
+        at = tile + p * piece_bytes
         for i in range(tokens * ROWS):
             part[i] = np.float32(0)
-        for step in range(p * (piece // STEP), (p + 1) * (piece // STEP)):
-            _decode(tile, step, code, looked_up, weights)
+        for step in range(piece // STEP):
+            _decode(at, step, code, looked_up, weights)
             for t in range(tokens):
-                first = t * pieces * piece + step * STEP
+                first = (t * pieces + p) * piece + step * STEP
                 for r in range(ROWS):
                     added = part[t * ROWS + r]
                     for i in range(STEP):
                         added += weights[i, r] * inputs[first + i]
                     part[t * ROWS + r] = added
+        scale, least = array_at(at + scales, ROWS, np.float32(0)), array_at(at + minima, ROWS, np.float32(0))
+        zero = array_at(at + zeros, ROWS, np.int8(0))
         for t in range(tokens):
             for r in range(ROWS):
                 product = part[t * ROWS + r]
                 if zeros:
-                    product -= np.float32(zero[p * ROWS + r]) * sums_of_x[t * pieces + p]
-                product *= scale[p * ROWS + r]
+                    product -= np.float32(zero[r]) * sums_of_x[t * pieces + p]
+                product *= scale[r]
                 if minima:
-                    product += least[p * ROWS + r] * sums_of_x[t * pieces + p]
+                    product += least[r] * sums_of_x[t * pieces + p]
                 total[t * ROWS + r] += product
 
 
-def _decode(tile: Any, step: Any, code: Any, table: Any, weights: Any) -> None:
+def _decode(piece: Any, step: Any, code: Any, table: Any, weights: Any) -> None:
     """Weights [STEP, ROWS], before the scale, of some inputs of a tile. (In compiled code.)"""
     raise NotImplementedError("for compiled code")
 
 
 @overload(_decode)
-def _decode_step(tile, step, code, table, weights):
-    def nibbles(tile, step, code, table, weights):
-        lanes = array_at(tile + step * ROWS * 4, ROWS, code)
+def _decode_step(piece, step, code, table, weights):
+    def nibbles(piece, step, code, table, weights):
+        lanes = array_at(piece + step * ROWS * 4, ROWS, code)
         is_whole = True  # the values are whole numbers in a row: these need not be looked up
         for i in range(16):
             is_whole &= table[i] == table[0] + np.float32(i)
@@ -472,8 +475,8 @@ def _decode_step(tile, step, code, table, weights):
                 for r in range(ROWS):
                     weights[i, r] = table[(lanes[r] >> shift) & np.uint32(15)]
 
-    def bytes_(tile, step, code, table, weights):
-        codes = array_at(tile + step * STEP * ROWS, STEP * ROWS, code)
+    def bytes_(piece, step, code, table, weights):
+        codes = array_at(piece + step * STEP * ROWS, STEP * ROWS, code)
         for i in range(STEP):
             for r in range(ROWS):
                 weights[i, r] = _float_of(codes[i * ROWS + r])
@@ -512,7 +515,7 @@ PAIRS, BFLOATS = ir.VectorType(BITS16, 2 * ROWS), ir.VectorType(BFloat16(), 2 * 
 
 @intrinsic
 def _multiply_tile_by_instructions(
-    typingctx, number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+    typingctx, number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
 ):
     """See `_multiply_tile`."""
 
@@ -520,7 +523,7 @@ def _multiply_tile_by_instructions(
         TileKernel(builder, number, code, *arguments[2:]).write()
         return context.get_dummy_value()
 
-    return types.none(number, code, *[types.int64] * 12), codegen
+    return types.none(number, code, *[types.int64] * 13), codegen
 
 
 class TileKernel:
@@ -530,24 +533,24 @@ class TileKernel:
     """
 
     def __init__(
-        self, builder, number, code, tile, x, tokens, pieces, piece, is_half, scales, zeros, minima, table, sums, totals
+        self, builder, number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
     ):
         self.builder, self.code, self.in_pairs = builder, code, number == types.uint16
-        self.tile, self.x, self.tokens, self.pieces, self.piece = tile, x, tokens, pieces, piece
+        self.tile, self.x, self.tokens, self.pieces, self.piece, self.piece_bytes = tile, x, tokens, pieces, piece, piece_bytes
         self.is_half, self.scales, self.zeros, self.minima = is_half, scales, zeros, minima
         self.table, self.sums, self.totals = table, sums, totals
+        self.input_bytes = 2 if self.in_pairs else 4
         self.values = self.load(table, PAIRS if self.in_pairs else FLOATS) if code == types.uint32 else None
 
     def write(self) -> None:
         b = self.builder
-        input_bytes = 2 if self.in_pairs else 4
         done = BITS64(0)
         for count in TOKENS:
             blocks = b.udiv(b.sub(self.tokens, done), BITS64(count))
             with cgutils.for_range(b, blocks) as loop:
                 first = b.add(done, b.mul(loop.index, BITS64(count)))
                 tokens = [b.add(first, BITS64(t)) for t in range(count)]
-                inputs = [self.at(self.x, b.mul(t, b.mul(self.pieces, self.piece)), input_bytes) for t in tokens]
+                inputs = [self.at(self.x, b.mul(t, b.mul(self.pieces, self.piece)), self.input_bytes) for t in tokens]
                 sums = [self.at(self.sums, b.mul(t, self.pieces), 4) for t in tokens]
                 totals = [self.variable() for _ in tokens]
                 with cgutils.for_range(b, self.pieces) as pieces:
@@ -562,55 +565,52 @@ class TileKernel:
         b = self.builder
         chains = [[self.variable() for _ in range(min(CHAINS, max(TOKENS) // len(inputs)))] for _ in inputs]
         steps = b.udiv(self.piece, BITS64(STEP))
+        codes = b.add(self.tile, b.mul(piece, self.piece_bytes))
         with cgutils.for_range(b, steps) as loop:
-            self.add_step(b.add(b.mul(piece, steps), loop.index), inputs, chains)
+            first = b.add(b.mul(piece, steps), loop.index)
+            at = self.at(codes, loop.index, ROWS * (4 if self.code == types.uint32 else STEP))
+            self.add_step(at, [self.at(x, first, STEP * self.input_bytes) for x in inputs], chains)
         products = [chain[0] for chain in chains]
         for chain in chains:
             b.store(functools.reduce(b.fadd, map(b.load, chain)), chain[0])
         with b.if_then(b.icmp_unsigned("!=", self.zeros, BITS64(0))):
-            zero = b.fneg(b.sitofp(self.load(self.at(self.zeros, piece, ROWS), BYTES), FLOATS))
-            self.add_sums(zero, piece, sums, products)
-        scale = self.scale(self.scales, piece)
+            zero = b.sitofp(self.load(b.add(codes, self.zeros), BYTES), FLOATS)
+            self.add_sums(b.fneg(zero), piece, sums, products)
+        scale = self.scale(b.add(codes, self.scales))
         for product, total in zip(products, totals, strict=True):
-            b.store(self.fma(b.load(product), scale, b.load(total)), total)
+            self.update(total, lambda so_far: self.fma(b.load(product), scale, so_far))
         with b.if_then(b.icmp_unsigned("!=", self.minima, BITS64(0))):
-            self.add_sums(self.scale(self.minima, piece), piece, sums, totals)
+            self.add_sums(self.scale(b.add(codes, self.minima)), piece, sums, totals)
 
-    def add_step(self, step, inputs, chains) -> None:
-        """8 inputs of each token."""
-        if not self.in_pairs:
-            for i in range(STEP):
-                weights = self.weights(step, i)
-                for address, chain in zip(inputs, chains, strict=True):
-                    x = self.spread(self.load(self.at(address, step, 4 * STEP), ir.FloatType(), 4 * i))
-                    self.update(chain[i % len(chain)], lambda total: self.fma(weights, x, total))
-            return
-        for i in range(0, STEP, 2):
-            weights = self.pairs(step, i)
+    def add_step(self, codes, inputs, chains) -> None:
+        """8 inputs of each token; `codes` and `inputs`: where they are."""
+        together = 2 if self.in_pairs else 1
+        for i in range(0, STEP, together):
+            weights = self.pairs(codes, i) if self.in_pairs else self.weights(codes, i)
             for address, chain in zip(inputs, chains, strict=True):
-                x = self.spread(self.load(self.at(address, step, 2 * STEP), BITS32, 2 * i))
-                self.update(chain[i // 2 % len(chain)], lambda total: self.dot(weights, x, total))
+                x = self.spread(self.load(address, BITS32 if self.in_pairs else ir.FloatType(), self.input_bytes * i))
+                add = self.dot if self.in_pairs else self.fma
+                self.update(chain[i // together % len(chain)], lambda total: add(weights, x, total))
 
-    def pairs(self, step, i):
-        """The weights of inputs i and i + 1 of a step in bfloat16, one beside the other."""
+    def pairs(self, codes, i):
+        """The weights of inputs i and i + 1 in bfloat16, one beside the other."""
         b = self.builder
         if self.code == types.uint32:
-            codes = b.lshr(self.load(self.at(self.tile, step, 4 * ROWS), PAIRS), self.all_of(PAIRS, 2 * i))
-            return self.call("llvm.x86.avx512.permvar.hi.512", PAIRS, self.values, codes)
-        low, high = (b.bitcast(self.weights(step, i + of), INTEGERS) for of in range(2))
+            places = b.lshr(self.load(codes, PAIRS), self.all_of(PAIRS, 2 * i))
+            return self.call("llvm.x86.avx512.permvar.hi.512", PAIRS, self.values, places)
+        low, high = (b.bitcast(self.weights(codes, j), INTEGERS) for j in (i, i + 1))
         return b.or_(b.lshr(low, self.all_of(INTEGERS, 16)), high)  # 8 bits fit: nothing is cut off
 
-    def weights(self, step, i):
-        """The weights of input i of a step in float32, before the scale."""
+    def weights(self, codes, i):
+        """The weights of input i in float32, before the scale."""
         b = self.builder
         if self.code == types.uint32:
             shift = self.all_of(INTEGERS, 4 * (i // 2) + 16 * (i % 2))
-            codes = b.lshr(self.load(self.at(self.tile, step, 4 * ROWS), INTEGERS), shift)
-            return self.call("llvm.x86.avx512.permvar.sf.512", FLOATS, self.values, codes)
-        codes = b.sext(self.load(self.at(self.tile, step, STEP * ROWS), BYTES, ROWS * i), INTEGERS)
+            return self.call("llvm.x86.avx512.permvar.sf.512", FLOATS, self.values, b.lshr(self.load(codes, INTEGERS), shift))
+        each = b.sext(self.load(codes, BYTES, ROWS * i), INTEGERS)
         if self.code == types.int8:
-            return b.sitofp(codes, FLOATS)
-        bits = b.and_(b.shl(codes, self.all_of(INTEGERS, 20)), self.all_of(INTEGERS, E4M3_BITS))
+            return b.sitofp(each, FLOATS)
+        bits = b.and_(b.shl(each, self.all_of(INTEGERS, 20)), self.all_of(INTEGERS, E4M3_BITS))
         return b.fmul(b.bitcast(bits, FLOATS), self.all_of(FLOATS, E4M3_SCALE))
 
     def add_sums(self, factor, piece, sums, variables) -> None:
@@ -619,14 +619,14 @@ class TileKernel:
             x = self.spread(self.load(self.at(each, piece, 4), ir.FloatType()))
             self.update(variable, lambda total: self.fma(factor, x, total))
 
-    def scale(self, address, piece):
+    def scale(self, address):
         """Scales or minima of a piece in float32."""
         b, scale = self.builder, self.variable()
         with b.if_else(b.trunc(self.is_half, ir.IntType(1))) as (half, whole):
             with half:
-                b.store(b.fpext(self.load(self.at(address, piece, 2 * ROWS), HALVES), FLOATS), scale)
+                b.store(b.fpext(self.load(address, HALVES), FLOATS), scale)
             with whole:
-                b.store(self.load(self.at(address, piece, 4 * ROWS), FLOATS), scale)
+                b.store(self.load(address, FLOATS), scale)
         return b.load(scale)
 
     def variable(self):

@@ -110,7 +110,6 @@ class PackedMatrix(Linear):
         caller."""
         num_rows, num_inputs = matrix.shape
         self.shape, self.dtype, self._rounding = matrix.shape, dtype, matrix.rounding
-        self._bias = None if bias is None else as_array(bias.contiguous())
         self._number = number_type(dtype)
         self._table = table_of(matrix)
         places, groups = pieces_of(matrix)
@@ -139,12 +138,16 @@ class PackedMatrix(Linear):
         def start(name: str) -> int:
             return record.fields[name][1] if name in record.names else 0
 
+        self._bias = None
+        if bias is not None:
+            self._bias = np.zeros(num_tiles * ROWS, np.float32)
+            self._bias[:num_rows] = bias.float().numpy()
         table = np.zeros(0) if self._table is None else self._table
         self._looked_up = np.tile(table, 2).astype(np.float32)
         if isinstance(self._number, np.uint16):
             self._looked_up = as_array(torch.from_numpy(self._looked_up).bfloat16())
         layout = (
-            *(num_rows, num_inputs, num_tiles, *places.shape, record.itemsize),
+            *(num_tiles, num_inputs, *places.shape, record.itemsize),
             *(int(record["scales"].base == np.float16), start("scales"), start("zeros"), start("minima")),
             *(0 if array is None else array.ctypes.data for array in (self._places, self._bias)),
             *(self._looked_up.ctypes.data, self._tiles.ctypes.data),
@@ -153,9 +156,10 @@ class PackedMatrix(Linear):
         self._arguments = (layout, like, self._number, np.zeros(1, code)[0])
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(len(x), self.shape[0], dtype=self.dtype)
+        num_rows = self.shape[0]
+        out = torch.empty(len(x), num_rows + -num_rows % ROWS, dtype=self.dtype)
         _multiply(x.contiguous().data_ptr(), len(x), out.data_ptr(), numba.get_num_threads(), *self._arguments)
-        return out
+        return out if out.shape[1] == num_rows else out[:, :num_rows].contiguous()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n] as the checkpoint means them: [n, in] of the model's type."""
@@ -288,13 +292,12 @@ def lanes_of(codes: Array) -> Array:
 
 @njit(parallel=True, nogil=True, cache=True)
 def _multiply(x_address, tokens, out_address, num_threads, layout, like, number, code):
-    """x [tokens, in] and out [tokens, out] are numbers like `like`; `number` is the type to multiply in (`number_type`),
+    """x [tokens, in] and out [tokens, tiles * ROWS] are numbers like `like`; `number` is the type to multiply in (`number_type`),
     that of `code` says what codes are: of 4 bits (uint32), whole numbers (int8) or floats (uint8) of 8 bits."""
-    num_rows, num_inputs, num_tiles, pieces, piece, piece_bytes = layout[:6]
-    is_half, scales, zeros, minima = layout[6:10]  # where they begin in a piece; 0: there are none
-    places, bias, table, tiles = layout[10:]  # addresses; 0: there are none
+    num_tiles, num_inputs, pieces, piece, piece_bytes = layout[:5]
+    is_half, scales, zeros, minima = layout[5:9]  # where they begin in a piece; 0: there are none
+    places, bias, table, tiles = layout[9:]  # addresses; 0: there are none
     width = pieces * piece
-    out = array_at(out_address, tokens * num_rows, like)
     # What the kernel reads: the inputs in the order of the pieces, and their sum for each of these.
     is_copied = places != 0 or _differ(number, like)
     copy = _empty(tokens * width if is_copied else 0, number)
@@ -306,12 +309,12 @@ def _multiply(x_address, tokens, out_address, num_threads, layout, like, number,
         for t in prange(tokens):
             _prepare(x_address, t, like, num_inputs, places, pieces, piece, copy, sums)
     for thread in prange(num_threads):
-        totals = np.empty(tokens * ROWS, np.float32)
-        for i in range(num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads):
+        for tile in range(num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads):
             _multiply_tile(
+                like,
                 number,
                 code,
-                tiles + i * pieces * piece_bytes,
+                tiles + tile * pieces * piece_bytes,
                 np.int64(copy.ctypes.data) if is_copied else x_address,
                 tokens,
                 pieces,
@@ -323,14 +326,11 @@ def _multiply(x_address, tokens, out_address, num_threads, layout, like, number,
                 minima,
                 table,
                 sums.ctypes.data,
-                totals.ctypes.data,
+                bias + tile * ROWS * 4 if bias else 0,
+                out_address,
+                tile,
+                num_tiles,
             )
-            for t in range(tokens):
-                for row in range(i * ROWS, min((i + 1) * ROWS, num_rows)):
-                    total = totals[t * ROWS + row - i * ROWS]
-                    if bias:
-                        total += widen(array_at(bias, num_rows, like)[row])
-                    out[t * num_rows + row] = narrow(total, like)
 
 
 @njit(cache=True, fastmath=FASTMATH)
@@ -364,12 +364,23 @@ def _sum_pieces(x, piece, sums):
 
 
 def _multiply_tile(*arguments: Any) -> None:
-    """Totals [tokens, ROWS] float32 of one tile. (In compiled code.)
+    """One tile times all tokens. (In compiled code.)
 
-    number, code, scales, zeros, minima: see `_multiply`. tile, x, table, sums, totals: addresses. x [tokens, pieces *
-    piece] are like `number`, sums [tokens, pieces] float32.
+    like, number, code, scales, zeros, minima: see `_multiply`. Addresses of: at, the tile; x [tokens, pieces * piece] like
+    `number`; table; sums [tokens, pieces] float32; bias [ROWS] float32, or 0; out [tokens, num_tiles, ROWS] like `like`.
     """
     raise NotImplementedError("for compiled code")
+
+
+def _itemsize(like: Any) -> int:
+    """Bytes of such a number."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_itemsize)
+def _itemsize_of(like):
+    size = like.bitwidth // 8
+    return lambda like: size
 
 
 def _differ(one: Any, other: Any) -> bool:
@@ -405,53 +416,133 @@ def _convert(value, like):
 
 
 @overload(_multiply_tile, jit_options={"fastmath": FASTMATH})
-def _tile_kernel(number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals):
+def _tile_kernel(
+    like,
+    number,
+    code,
+    at,
+    x,
+    tokens,
+    pieces,
+    piece,
+    piece_bytes,
+    is_half,
+    scales,
+    zeros,
+    minima,
+    table,
+    sums,
+    bias,
+    out,
+    tile,
+    num_tiles,
+):
     if isinstance(number, types.NoneType):
         return _multiply_tile_plainly
 
     def by_instructions(
-        number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
+        like,
+        number,
+        code,
+        at,
+        x,
+        tokens,
+        pieces,
+        piece,
+        piece_bytes,
+        is_half,
+        scales,
+        zeros,
+        minima,
+        table,
+        sums,
+        bias,
+        out,
+        tile,
+        num_tiles,
     ):
         _multiply_tile_by_instructions(
-            number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
+            like,
+            number,
+            code,
+            at,
+            x,
+            tokens,
+            pieces,
+            piece,
+            piece_bytes,
+            is_half,
+            scales,
+            zeros,
+            minima,
+            table,
+            sums,
+            bias,
+            out,
+            tile,
+            num_tiles,
         )
 
     return by_instructions
 
 
 def _multiply_tile_plainly(
-    number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
+    like,
+    number,
+    code,
+    at,
+    x,
+    tokens,
+    pieces,
+    piece,
+    piece_bytes,
+    is_half,
+    scales,
+    zeros,
+    minima,
+    table,
+    sums,
+    bias,
+    out,
+    tile,
+    num_tiles,
 ):
     """Eight inputs of 16 rows at a time are made floats of; then each token takes them."""
-    inputs, sums_of_x = array_at(x, tokens * pieces * piece, np.float32(0)), array_at(sums, tokens * pieces, np.float32(0))
-    total, part = array_at(totals, tokens * ROWS, np.float32(0)), np.empty(tokens * ROWS, np.float32)
+    inputs, sums_of_x = (
+        array_at(x, tokens * pieces * piece, np.float32(0)),
+        array_at(sums, tokens * pieces, np.float32(0)),
+    )
+    totals, products = np.zeros((tokens, ROWS), np.float32), np.empty((tokens, ROWS), np.float32)
     weights, looked_up = np.empty((STEP, ROWS), np.float32), array_at(table, 16, np.float32(0))
-    for i in range(tokens * ROWS):
-        total[i] = np.float32(0)
     for p in range(pieces):
-        at = tile + p * piece_bytes
-        for i in range(tokens * ROWS):
-            part[i] = np.float32(0)
+        place = at + p * piece_bytes
+        for t in range(tokens):
+            for r in range(ROWS):
+                products[t, r] = 0
         for step in range(piece // STEP):
-            _decode(at, step, code, looked_up, weights)
+            _decode(place, step, code, looked_up, weights)
             for t in range(tokens):
                 first = (t * pieces + p) * piece + step * STEP
                 for r in range(ROWS):
-                    added = part[t * ROWS + r]
+                    product = products[t, r]
                     for i in range(STEP):
-                        added += weights[i, r] * inputs[first + i]
-                    part[t * ROWS + r] = added
-        scale, least = array_at(at + scales, ROWS, np.float32(0)), array_at(at + minima, ROWS, np.float32(0))
-        zero = array_at(at + zeros, ROWS, np.int8(0))
+                        product += weights[i, r] * inputs[first + i]
+                    products[t, r] = product
+        scale, least = array_at(place + scales, ROWS, np.float32(0)), array_at(place + minima, ROWS, np.float32(0))
+        zero = array_at(place + zeros, ROWS, np.int8(0))
         for t in range(tokens):
             for r in range(ROWS):
-                product = part[t * ROWS + r]
+                product = products[t, r]
                 if zeros:
                     product -= np.float32(zero[r]) * sums_of_x[t * pieces + p]
                 product *= scale[r]
                 if minima:
                     product += least[r] * sums_of_x[t * pieces + p]
-                total[t * ROWS + r] += product
+                totals[t, r] += product
+    for t in range(tokens):
+        to = array_at(out + (t * num_tiles + tile) * ROWS * _itemsize(like), ROWS, like)
+        for r in range(ROWS):
+            to[r] = narrow(totals[t, r] + (array_at(bias, ROWS, np.float32(0))[r] if bias else np.float32(0)), like)
 
 
 def _decode(piece: Any, step: Any, code: Any, table: Any, weights: Any) -> None:
@@ -511,19 +602,39 @@ BITS8, BITS16, BITS32, BITS64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOATS, INTEGERS = ir.VectorType(ir.FloatType(), ROWS), ir.VectorType(BITS32, ROWS)
 HALVES, BYTES = ir.VectorType(ir.HalfType(), ROWS), ir.VectorType(BITS8, ROWS)
 PAIRS, BFLOATS = ir.VectorType(BITS16, 2 * ROWS), ir.VectorType(BFloat16(), 2 * ROWS)
+OUT_BFLOATS = ir.VectorType(BFloat16(), ROWS)
 
 
 @intrinsic
 def _multiply_tile_by_instructions(
-    typingctx, number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
+    typingctx,
+    like,
+    number,
+    code,
+    at,
+    x,
+    tokens,
+    pieces,
+    piece,
+    piece_bytes,
+    is_half,
+    scales,
+    zeros,
+    minima,
+    table,
+    sums,
+    bias,
+    out,
+    tile,
+    num_tiles,
 ):
     """See `_multiply_tile`."""
 
     def codegen(context, builder, signature, arguments):
-        TileKernel(builder, number, code, *arguments[2:]).write()
+        TileKernel(builder, like, number, code, *arguments[3:]).write()
         return context.get_dummy_value()
 
-    return types.none(number, code, *[types.int64] * 13), codegen
+    return types.none(like, number, code, *[types.int64] * 16), codegen
 
 
 class TileKernel:
@@ -533,14 +644,46 @@ class TileKernel:
     """
 
     def __init__(
-        self, builder, number, code, tile, x, tokens, pieces, piece, piece_bytes, is_half, scales, zeros, minima, table, sums, totals
+        self,
+        builder,
+        like,
+        number,
+        code,
+        at,
+        x,
+        tokens,
+        pieces,
+        piece,
+        piece_bytes,
+        is_half,
+        scales,
+        zeros,
+        minima,
+        table,
+        sums,
+        bias,
+        out,
+        tile,
+        num_tiles,
     ):
-        self.builder, self.code, self.in_pairs = builder, code, number == types.uint16
-        self.tile, self.x, self.tokens, self.pieces, self.piece, self.piece_bytes = tile, x, tokens, pieces, piece, piece_bytes
+        self.builder, self.code, self.in_pairs, self.rounds = (
+            builder,
+            code,
+            number == types.uint16,
+            like == types.uint16,
+        )
+        self.at, self.x, self.tokens, self.pieces, self.piece, self.piece_bytes = (
+            at,
+            x,
+            tokens,
+            pieces,
+            piece,
+            piece_bytes,
+        )
         self.is_half, self.scales, self.zeros, self.minima = is_half, scales, zeros, minima
-        self.table, self.sums, self.totals = table, sums, totals
-        self.input_bytes = 2 if self.in_pairs else 4
+        self.sums, self.bias, self.out, self.tile, self.num_tiles = sums, bias, out, tile, num_tiles
         self.values = self.load(table, PAIRS if self.in_pairs else FLOATS) if code == types.uint32 else None
+        self.input_bytes = 2 if self.in_pairs else 4
 
     def write(self) -> None:
         b = self.builder
@@ -550,14 +693,21 @@ class TileKernel:
             with cgutils.for_range(b, blocks) as loop:
                 first = b.add(done, b.mul(loop.index, BITS64(count)))
                 tokens = [b.add(first, BITS64(t)) for t in range(count)]
-                inputs = [self.at(self.x, b.mul(t, b.mul(self.pieces, self.piece)), self.input_bytes) for t in tokens]
-                sums = [self.at(self.sums, b.mul(t, self.pieces), 4) for t in tokens]
+                width = b.mul(self.pieces, self.piece)
+                inputs = [self.place(self.x, b.mul(t, width), self.input_bytes) for t in tokens]
+                sums = [self.place(self.sums, b.mul(t, self.pieces), 4) for t in tokens]
                 totals = [self.variable() for _ in tokens]
+                with b.if_then(b.icmp_unsigned("!=", self.bias, BITS64(0))):
+                    for total in totals:
+                        b.store(self.load(self.bias, FLOATS), total)
                 with cgutils.for_range(b, self.pieces) as pieces:
                     self.add_piece(pieces.index, inputs, sums, totals)
                 for token, total in zip(tokens, totals, strict=True):
-                    to = b.inttoptr(self.at(self.totals, token, 4 * ROWS), FLOATS.as_pointer())
-                    b.store(b.load(total), to, align=4)
+                    values = b.fptrunc(b.load(total), OUT_BFLOATS) if self.rounds else b.load(total)
+                    to = self.place(
+                        self.out, b.add(b.mul(token, self.num_tiles), self.tile), ROWS * (2 if self.rounds else 4)
+                    )
+                    b.store(values, b.inttoptr(to, values.type.as_pointer()), align=2)
             done = b.add(done, b.mul(blocks, BITS64(count)))
 
     def add_piece(self, piece, inputs, sums, totals) -> None:
@@ -565,11 +715,11 @@ class TileKernel:
         b = self.builder
         chains = [[self.variable() for _ in range(min(CHAINS, max(TOKENS) // len(inputs)))] for _ in inputs]
         steps = b.udiv(self.piece, BITS64(STEP))
-        codes = b.add(self.tile, b.mul(piece, self.piece_bytes))
+        codes = b.add(self.at, b.mul(piece, self.piece_bytes))
         with cgutils.for_range(b, steps) as loop:
             first = b.add(b.mul(piece, steps), loop.index)
-            at = self.at(codes, loop.index, ROWS * (4 if self.code == types.uint32 else STEP))
-            self.add_step(at, [self.at(x, first, STEP * self.input_bytes) for x in inputs], chains)
+            at = self.place(codes, loop.index, ROWS * (4 if self.code == types.uint32 else STEP))
+            self.add_step(at, [self.place(x, first, STEP * self.input_bytes) for x in inputs], chains)
         products = [chain[0] for chain in chains]
         for chain in chains:
             b.store(functools.reduce(b.fadd, map(b.load, chain)), chain[0])
@@ -606,7 +756,9 @@ class TileKernel:
         b = self.builder
         if self.code == types.uint32:
             shift = self.all_of(INTEGERS, 4 * (i // 2) + 16 * (i % 2))
-            return self.call("llvm.x86.avx512.permvar.sf.512", FLOATS, self.values, b.lshr(self.load(codes, INTEGERS), shift))
+            return self.call(
+                "llvm.x86.avx512.permvar.sf.512", FLOATS, self.values, b.lshr(self.load(codes, INTEGERS), shift)
+            )
         each = b.sext(self.load(codes, BYTES, ROWS * i), INTEGERS)
         if self.code == types.int8:
             return b.sitofp(each, FLOATS)
@@ -616,7 +768,7 @@ class TileKernel:
     def add_sums(self, factor, piece, sums, variables) -> None:
         """To each token's variable, a factor times the sum of the piece's inputs."""
         for each, variable in zip(sums, variables, strict=True):
-            x = self.spread(self.load(self.at(each, piece, 4), ir.FloatType()))
+            x = self.spread(self.load(self.place(each, piece, 4), ir.FloatType()))
             self.update(variable, lambda total: self.fma(factor, x, total))
 
     def scale(self, address):
@@ -638,7 +790,7 @@ class TileKernel:
     def update(self, variable, change) -> None:
         self.builder.store(change(self.builder.load(variable)), variable)
 
-    def at(self, address, index, size):
+    def place(self, address, index, size):
         return self.builder.add(address, self.builder.mul(index, BITS64(size)))
 
     def load(self, address, kind, offset=0):

@@ -8,12 +8,12 @@ never crosses lanes.
     4 bits   a lane has 8 codes; the lower 16 bits those of inputs 0, 2, 4, 6, the upper ones those of 1, 3, 5, 7
     8 bits   a byte for each row, input after input
 
-A code of 4 bits is looked up: a shift by 4 i, and one instruction (vpermw) takes each half lane's lowest 5 bits for the
-place in a table of 32 entries (the 16 values, twice: the fifth bit belongs to the next code). That gives 16 rows times 2
-inputs in bfloat16, and one more instruction (vdpbf16ps) multiplies them by 2 inputs of a token and adds both products to
-float32 sums, one for each row: three instructions for 32 weights. What is looked up serves up to 8 tokens. Codes are
-whole numbers of up to 8 bits, so bfloat16 holds them exactly, and so does float32 the products; scale, zero and minimum
-join in float32 once a group,
+A code of 4 bits is looked up: a shift by 4 i, and one instruction (vpermw) takes the lowest 5 bits of each half lane for
+the place in a table of 32 entries (the 16 values, twice: the fifth bit belongs to the next code). That gives 16 rows
+times 2 inputs in bfloat16, and one more instruction (vdpbf16ps) multiplies them by 2 inputs of a token and adds both
+products to float32 sums, one for each row: three instructions for 32 weights. What is looked up serves up to 8 tokens.
+Codes are whole numbers of up to 8 bits, so bfloat16 holds them exactly, and so does float32 the products; scale, zero and
+minimum join in float32 once a group,
 
     y += (sum(q * x) - z * sum(x)) * s + m * sum(x)
 
@@ -22,7 +22,7 @@ so the result is nearer to the exact product than one with weights that are roun
 the tool that made the matrix (`StoredMatrix.rounding`), except in `rows`.
 
 The instructions are there since AVX512_BF16 (AMD Zen 4, Intel Cooper Lake and Sapphire Rapids). With AVX512 alone, and
-for models in float32, the same is done with 16 floats at a time; on other processors by plain loops over the same tiles.
+for models in float32, the same is done with 16 floats at a time; on other processors by plain loops over the same memory.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -60,10 +60,10 @@ CHAINS = 4
 AT_ONCE = 2**21
 """Weights that are unpacked at one time while a matrix is laid out."""
 E4M3_BITS, E4M3_SCALE = 0x87F00000, 2.0**120
-"""A float of 8 bits (sign, 4 bits of exponent, 3 of fraction), extended by its sign to 32 bits and shifted left by 20, has
-all of them where float32 has its own, but for the sign's copies; and the exponents count from other zeros."""
+"""A float of 8 bits (sign, 4 bits of exponent, 3 of fraction), extended by its sign to 32 bits and shifted left by 20,
+has all of them where float32 has its own, but for the sign's copies; and the exponents count from other zeros."""
 LINE, ALIGNMENT = 64, 32
-"""Bytes of a line of the processor's cache, at which a matrix begins; and what the bytes of a piece are a multiple of."""
+"""Bytes of a line of the cache, at which a matrix begins; and what the bytes of a piece are a multiple of."""
 
 
 def number_type(dtype: torch.dtype) -> Any:
@@ -96,6 +96,31 @@ class Room:
         first = -self._free.ctypes.data % LINE
         taken, self._free = self._free[first : first + size], self._free[first + size :]
         return taken
+
+
+class Layout(NamedTuple):
+    """Where the kernels find what."""
+
+    num_inputs: int
+    num_pieces: int
+    piece: int
+    """Inputs of a piece."""
+    num_tiles: int
+    piece_bytes: int
+    has_half: int
+    """1: scales and minima are float16; 0: float32."""
+    scales: int
+    """Where they begin in a piece, in bytes; so do `zeros` and `minima`, of which 0 says that there are none."""
+    zeros: int
+    minima: int
+    places: int
+    """An address: which input each place of the pieces has [pieces * piece] int32. 0: these are the inputs in order."""
+    bias: int
+    """An address: [tiles * ROWS] float32. 0: there is none."""
+    table: int
+    """An address: the values of codes of 4 bits, twice, as bfloat16 or float32."""
+    tiles: int
+    """An address."""
 
 
 class PackedMatrix(Linear):
@@ -135,9 +160,7 @@ class PackedMatrix(Linear):
         for first in range(0, num_tiles, at_once):
             self._fill(matrix, slice(first, min(first + at_once, num_tiles)), groups)
 
-        def start(name: str) -> int:
-            return record.fields[name][1] if name in record.names else 0
-
+        starts = {name: at for name, (_, at, *_) in (record.fields or {}).items()}
         self._bias = None
         if bias is not None:
             self._bias = np.zeros(num_tiles * ROWS, np.float32)
@@ -146,11 +169,11 @@ class PackedMatrix(Linear):
         self._looked_up = np.tile(table, 2).astype(np.float32)
         if isinstance(self._number, np.uint16):
             self._looked_up = as_array(torch.from_numpy(self._looked_up).bfloat16())
-        layout = (
-            *(num_tiles, num_inputs, *places.shape, record.itemsize),
-            *(int(record["scales"].base == np.float16), start("scales"), start("zeros"), start("minima")),
-            *(0 if array is None else array.ctypes.data for array in (self._places, self._bias)),
-            *(self._looked_up.ctypes.data, self._tiles.ctypes.data),
+        addresses = (0 if array is None else array.ctypes.data for array in (self._places, self._bias))
+        layout = Layout(
+            *(num_inputs, *places.shape, num_tiles, record.itemsize, int(record["scales"].base == np.float16)),
+            *(starts.get(name, 0) for name in ("scales", "zeros", "minima")),
+            *(*addresses, self._looked_up.ctypes.data, self._tiles.ctypes.data),
         )
         like = np.zeros(1, np.uint16 if dtype == torch.bfloat16 else np.float32)[0]
         self._arguments = (layout, like, self._number, np.zeros(1, code)[0])
@@ -164,7 +187,7 @@ class PackedMatrix(Linear):
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n] as the checkpoint means them: [n, in] of the model's type."""
         tiles, lanes = np.divmod(ids.numpy(), ROWS)
-        parts = {name: self._tiles[name][tiles, ..., lanes] for name in self._tiles.dtype.names if name != "filled"}
+        parts = {name: self._tiles[name][tiles, ..., lanes] for name in self._tiles.dtype.fields if name != "filled"}
         codes = parts["codes"]  # [n, pieces, steps]
         if self._table is not None:
             shifts = np.array([4 * (i // 2) + 16 * (i % 2) for i in range(STEP)], np.uint32)
@@ -224,7 +247,7 @@ def pieces_of(matrix: StoredMatrix) -> tuple[Array, Array]:
 
 
 def table_of(matrix: StoredMatrix) -> Array | None:
-    """What the codes of 4 bits stand for, before the scale: [16] float32. None: the codes have 8 bits. (Those of 2 and 3
+    """What codes of 4 bits stand for, before the scale: [16] float32. None: the codes have 8 bits. (Those of 2 and 3 bits
     become 4, those of 5 and 6 become 8.)"""
     if isinstance(matrix, Codebook4):
         return matrix.table
@@ -292,82 +315,60 @@ def lanes_of(codes: Array) -> Array:
 
 @njit(parallel=True, nogil=True, cache=True)
 def _multiply(x_address, tokens, out_address, num_threads, layout, like, number, code):
-    """x [tokens, in] and out [tokens, tiles * ROWS] are numbers like `like`; `number` is the type to multiply in (`number_type`),
-    that of `code` says what codes are: of 4 bits (uint32), whole numbers (int8) or floats (uint8) of 8 bits."""
-    num_tiles, num_inputs, pieces, piece, piece_bytes = layout[:5]
-    is_half, scales, zeros, minima = layout[5:9]  # where they begin in a piece; 0: there are none
-    places, bias, table, tiles = layout[9:]  # addresses; 0: there are none
-    width = pieces * piece
-    # What the kernel reads: the inputs in the order of the pieces, and their sum for each of these.
-    is_copied = places != 0 or _differ(number, like)
-    copy = _empty(tokens * width if is_copied else 0, number)
-    sums = np.empty(tokens * pieces if zeros or minima else 0, np.float32)
+    """x [tokens, in] and out [tokens, tiles * ROWS] are numbers like `like`; `number` is the type to multiply in
+    (`number_type`), that of `code` says what codes are: of 4 bits (uint32), whole numbers (int8) or floats (uint8) of 8
+    bits."""
+    is_copied = layout.places != 0 or _differ(number, like)
+    copy = _empty(tokens * layout.num_pieces * layout.piece if is_copied else 0, number)
+    sums = np.empty(tokens * layout.num_pieces if layout.zeros or layout.minima else 0, np.float32)
+    if len(copy) or len(sums):
+        _prepare(x_address, tokens, layout, copy, sums, like)
+    for thread in prange(num_threads):
+        x = np.int64(copy.ctypes.data) if is_copied else x_address
+        for tile in range(layout.num_tiles * thread // num_threads, layout.num_tiles * (thread + 1) // num_threads):
+            _multiply_tile(tile, x, tokens, sums.ctypes.data, out_address, layout, like, number, code)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _prepare(x_address, tokens, layout, copy, sums, like):
+    """What the kernel reads: inputs in the order of the pieces, as it takes them, and each piece's sum; `copy` and
+    `sums` are empty where they are not needed."""
     if tokens <= FEW_ROWS:
         for t in range(tokens):
-            _prepare(x_address, t, like, num_inputs, places, pieces, piece, copy, sums)
+            _prepare_token(x_address, t, layout, copy, sums, like)
     else:
         for t in prange(tokens):
-            _prepare(x_address, t, like, num_inputs, places, pieces, piece, copy, sums)
-    for thread in prange(num_threads):
-        for tile in range(num_tiles * thread // num_threads, num_tiles * (thread + 1) // num_threads):
-            _multiply_tile(
-                like,
-                number,
-                code,
-                tiles + tile * pieces * piece_bytes,
-                np.int64(copy.ctypes.data) if is_copied else x_address,
-                tokens,
-                pieces,
-                piece,
-                piece_bytes,
-                is_half,
-                scales,
-                zeros,
-                minima,
-                table,
-                sums.ctypes.data,
-                bias + tile * ROWS * 4 if bias else 0,
-                out_address,
-                tile,
-                num_tiles,
-            )
+            _prepare_token(x_address, t, layout, copy, sums, like)
 
 
 @njit(cache=True, fastmath=FASTMATH)
-def _prepare(x_address, token, like, num_inputs, places_address, pieces, piece, copy, sums):
-    """What the kernel reads of a token: its inputs in the order of the pieces (`copy`, if it is not empty), and their
-    sums."""
-    x = array_at(x_address, (token + 1) * num_inputs, like)[token * num_inputs :]
-    width = pieces * piece
-    if len(copy):
-        to = copy[token * width : (token + 1) * width]
-        if places_address:
-            places = array_at(places_address, width, np.int32(0))
-            for i in range(width):
-                to[i] = _converted(x[places[i]], to[0]) if places[i] >= 0 else 0
-        else:
-            for i in range(width):
-                to[i] = _converted(x[i], to[0])
-        if len(sums):
-            _sum_pieces(to, piece, sums[token * pieces : (token + 1) * pieces])
-    elif len(sums):
-        _sum_pieces(x, piece, sums[token * pieces : (token + 1) * pieces])
-
-
-@njit(cache=True, fastmath=FASTMATH)
-def _sum_pieces(x, piece, sums):
-    for p in range(len(sums)):
+def _prepare_token(x_address, token, layout, copy, sums, like):
+    width = layout.num_pieces * layout.piece
+    x = array_at(x_address, (token + 1) * layout.num_inputs, like)[token * layout.num_inputs :]
+    to = copy[token * width : (token + 1) * width]
+    if len(to) and layout.places:
+        places = array_at(layout.places, width, np.int32(0))
+        for i in range(width):
+            to[i] = _converted(x[places[i]], to[0]) if places[i] >= 0 else 0
+    elif len(to):
+        for i in range(width):
+            to[i] = _converted(x[i], to[0])
+    for p in range(layout.num_pieces if len(sums) else 0):
         total = np.float32(0)
-        for i in range(p * piece, (p + 1) * piece):
-            total += widen(x[i])
-        sums[p] = total
+        if len(to):
+            for i in range(p * layout.piece, (p + 1) * layout.piece):
+                total += widen(to[i])
+        else:
+            for i in range(p * layout.piece, (p + 1) * layout.piece):
+                total += widen(x[i])
+        sums[token * layout.num_pieces + p] = total
 
 
-def _multiply_tile(*arguments: Any) -> None:
+def _multiply_tile(tile, x, tokens, sums, out, layout, like, number, code) -> None:
     """One tile times all tokens. (In compiled code.)
 
-    like, number, code, scales, zeros, minima: see `_multiply`. Addresses of: at, the tile; x [tokens, pieces * piece] like
-    `number`; table; sums [tokens, pieces] float32; bias [ROWS] float32, or 0; out [tokens, num_tiles, ROWS] like `like`.
+    Addresses of: x [tokens, pieces * piece] like `number`, sums [tokens, pieces] float32, out [tokens, tiles, ROWS] like
+    `like`.
     """
     raise NotImplementedError("for compiled code")
 
@@ -416,106 +417,25 @@ def _convert(value, like):
 
 
 @overload(_multiply_tile, jit_options={"fastmath": FASTMATH})
-def _tile_kernel(
-    like,
-    number,
-    code,
-    at,
-    x,
-    tokens,
-    pieces,
-    piece,
-    piece_bytes,
-    is_half,
-    scales,
-    zeros,
-    minima,
-    table,
-    sums,
-    bias,
-    out,
-    tile,
-    num_tiles,
-):
+def _tile_kernel(tile, x, tokens, sums, out, layout, like, number, code):
     if isinstance(number, types.NoneType):
         return _multiply_tile_plainly
-
-    def by_instructions(
-        like,
-        number,
-        code,
-        at,
-        x,
-        tokens,
-        pieces,
-        piece,
-        piece_bytes,
-        is_half,
-        scales,
-        zeros,
-        minima,
-        table,
-        sums,
-        bias,
-        out,
-        tile,
-        num_tiles,
-    ):
-        _multiply_tile_by_instructions(
-            like,
-            number,
-            code,
-            at,
-            x,
-            tokens,
-            pieces,
-            piece,
-            piece_bytes,
-            is_half,
-            scales,
-            zeros,
-            minima,
-            table,
-            sums,
-            bias,
-            out,
-            tile,
-            num_tiles,
-        )
-
-    return by_instructions
+    return lambda tile, x, tokens, sums, out, layout, like, number, code: _multiply_tile_by_instructions(
+        tile, x, tokens, sums, out, layout, like, number, code
+    )
 
 
-def _multiply_tile_plainly(
-    like,
-    number,
-    code,
-    at,
-    x,
-    tokens,
-    pieces,
-    piece,
-    piece_bytes,
-    is_half,
-    scales,
-    zeros,
-    minima,
-    table,
-    sums,
-    bias,
-    out,
-    tile,
-    num_tiles,
-):
-    """Eight inputs of 16 rows at a time are made floats of; then each token takes them."""
+def _multiply_tile_plainly(tile, x, tokens, sums, out, layout, like, number, code):
+    """8 inputs of 16 rows at a time are made floats of; then each token takes them."""
+    pieces, piece = layout.num_pieces, layout.piece
     inputs, sums_of_x = (
         array_at(x, tokens * pieces * piece, np.float32(0)),
         array_at(sums, tokens * pieces, np.float32(0)),
     )
     totals, products = np.zeros((tokens, ROWS), np.float32), np.empty((tokens, ROWS), np.float32)
-    weights, looked_up = np.empty((STEP, ROWS), np.float32), array_at(table, 16, np.float32(0))
+    weights, looked_up = np.empty((STEP, ROWS), np.float32), array_at(layout.table, 16, np.float32(0))
     for p in range(pieces):
-        place = at + p * piece_bytes
+        place = layout.tiles + (tile * pieces + p) * layout.piece_bytes
         for t in range(tokens):
             for r in range(ROWS):
                 products[t, r] = 0
@@ -528,21 +448,25 @@ def _multiply_tile_plainly(
                     for i in range(STEP):
                         product += weights[i, r] * inputs[first + i]
                     products[t, r] = product
-        scale, least = array_at(place + scales, ROWS, np.float32(0)), array_at(place + minima, ROWS, np.float32(0))
-        zero = array_at(place + zeros, ROWS, np.int8(0))
+        scale, least = (
+            array_at(place + layout.scales, ROWS, np.float32(0)),
+            array_at(place + layout.minima, ROWS, np.float32(0)),
+        )
+        zero = array_at(place + layout.zeros, ROWS, np.int8(0))
         for t in range(tokens):
             for r in range(ROWS):
                 product = products[t, r]
-                if zeros:
+                if layout.zeros:
                     product -= np.float32(zero[r]) * sums_of_x[t * pieces + p]
                 product *= scale[r]
-                if minima:
+                if layout.minima:
                     product += least[r] * sums_of_x[t * pieces + p]
                 totals[t, r] += product
+    bias = array_at(layout.bias + tile * ROWS * 4, ROWS, np.float32(0))
     for t in range(tokens):
-        to = array_at(out + (t * num_tiles + tile) * ROWS * _itemsize(like), ROWS, like)
+        to = array_at(out + (t * layout.num_tiles + tile) * ROWS * _itemsize(like), ROWS, like)
         for r in range(ROWS):
-            to[r] = narrow(totals[t, r] + (array_at(bias, ROWS, np.float32(0))[r] if bias else np.float32(0)), like)
+            to[r] = narrow(totals[t, r] + (bias[r] if layout.bias else np.float32(0)), like)
 
 
 def _decode(piece: Any, step: Any, code: Any, table: Any, weights: Any) -> None:
@@ -591,7 +515,7 @@ def _float_of_code(code):
 # --- Vector instructions --------------------------------------------------------------------------
 
 
-class BFloat16(ir.Type):
+class BFloat16(ir.Type):  # type: ignore[misc]
     """LLVM has this type, its Python interface has not."""
 
     def _to_string(self) -> str:
@@ -606,35 +530,15 @@ OUT_BFLOATS = ir.VectorType(BFloat16(), ROWS)
 
 
 @intrinsic
-def _multiply_tile_by_instructions(
-    typingctx,
-    like,
-    number,
-    code,
-    at,
-    x,
-    tokens,
-    pieces,
-    piece,
-    piece_bytes,
-    is_half,
-    scales,
-    zeros,
-    minima,
-    table,
-    sums,
-    bias,
-    out,
-    tile,
-    num_tiles,
-):
+def _multiply_tile_by_instructions(typingctx, tile, x, tokens, sums, out, layout, like, number, code):
     """See `_multiply_tile`."""
 
     def codegen(context, builder, signature, arguments):
-        TileKernel(builder, like, number, code, *arguments[3:]).write()
+        *numbers, layout = arguments[:6]
+        TileKernel(builder, *numbers, Layout(*cgutils.unpack_tuple(builder, layout)), like, number, code).write()
         return context.get_dummy_value()
 
-    return types.none(like, number, code, *[types.int64] * 16), codegen
+    return types.none(*[types.int64] * 5, layout, like, number, code), codegen
 
 
 class TileKernel:
@@ -643,47 +547,13 @@ class TileKernel:
     A vector has a number for each of 16 rows; those to multiply pairs by have two, of neighbouring inputs.
     """
 
-    def __init__(
-        self,
-        builder,
-        like,
-        number,
-        code,
-        at,
-        x,
-        tokens,
-        pieces,
-        piece,
-        piece_bytes,
-        is_half,
-        scales,
-        zeros,
-        minima,
-        table,
-        sums,
-        bias,
-        out,
-        tile,
-        num_tiles,
-    ):
-        self.builder, self.code, self.in_pairs, self.rounds = (
-            builder,
-            code,
-            number == types.uint16,
-            like == types.uint16,
-        )
-        self.at, self.x, self.tokens, self.pieces, self.piece, self.piece_bytes = (
-            at,
-            x,
-            tokens,
-            pieces,
-            piece,
-            piece_bytes,
-        )
-        self.is_half, self.scales, self.zeros, self.minima = is_half, scales, zeros, minima
-        self.sums, self.bias, self.out, self.tile, self.num_tiles = sums, bias, out, tile, num_tiles
-        self.values = self.load(table, PAIRS if self.in_pairs else FLOATS) if code == types.uint32 else None
+    def __init__(self, builder, tile, x, tokens, sums, out, layout, like, number, code) -> None:
+        """Numbers in the program: `tile` to `layout`. Types: `like` to `code`."""
+        self.builder, self.layout = builder, layout
+        self.tile, self.x, self.tokens, self.sums, self.out = tile, x, tokens, sums, out
+        self.code, self.in_pairs, self.rounds = code, number == types.uint16, like == types.uint16
         self.input_bytes = 2 if self.in_pairs else 4
+        self.values = self.load(layout.table, PAIRS if self.in_pairs else FLOATS) if code == types.uint32 else None
 
     def write(self) -> None:
         b = self.builder
@@ -693,20 +563,19 @@ class TileKernel:
             with cgutils.for_range(b, blocks) as loop:
                 first = b.add(done, b.mul(loop.index, BITS64(count)))
                 tokens = [b.add(first, BITS64(t)) for t in range(count)]
-                width = b.mul(self.pieces, self.piece)
+                width = b.mul(self.layout.num_pieces, self.layout.piece)
                 inputs = [self.place(self.x, b.mul(t, width), self.input_bytes) for t in tokens]
-                sums = [self.place(self.sums, b.mul(t, self.pieces), 4) for t in tokens]
+                sums = [self.place(self.sums, b.mul(t, self.layout.num_pieces), 4) for t in tokens]
                 totals = [self.variable() for _ in tokens]
-                with b.if_then(b.icmp_unsigned("!=", self.bias, BITS64(0))):
+                with self.where(self.layout.bias):
                     for total in totals:
-                        b.store(self.load(self.bias, FLOATS), total)
-                with cgutils.for_range(b, self.pieces) as pieces:
+                        b.store(self.load(self.place(self.layout.bias, self.tile, 4 * ROWS), FLOATS), total)
+                with cgutils.for_range(b, self.layout.num_pieces) as pieces:
                     self.add_piece(pieces.index, inputs, sums, totals)
                 for token, total in zip(tokens, totals, strict=True):
                     values = b.fptrunc(b.load(total), OUT_BFLOATS) if self.rounds else b.load(total)
-                    to = self.place(
-                        self.out, b.add(b.mul(token, self.num_tiles), self.tile), ROWS * (2 if self.rounds else 4)
-                    )
+                    place = b.add(b.mul(token, self.layout.num_tiles), self.tile)
+                    to = self.place(self.out, place, ROWS * (2 if self.rounds else 4))
                     b.store(values, b.inttoptr(to, values.type.as_pointer()), align=2)
             done = b.add(done, b.mul(blocks, BITS64(count)))
 
@@ -714,23 +583,24 @@ class TileKernel:
         """`inputs` and `sums`: where those of each token begin."""
         b = self.builder
         chains = [[self.variable() for _ in range(min(CHAINS, max(TOKENS) // len(inputs)))] for _ in inputs]
-        steps = b.udiv(self.piece, BITS64(STEP))
-        codes = b.add(self.at, b.mul(piece, self.piece_bytes))
+        steps = b.udiv(self.layout.piece, BITS64(STEP))
+        first = b.mul(self.tile, self.layout.num_pieces)
+        codes = b.add(self.layout.tiles, b.mul(b.add(first, piece), self.layout.piece_bytes))
         with cgutils.for_range(b, steps) as loop:
-            first = b.add(b.mul(piece, steps), loop.index)
+            step = b.add(b.mul(piece, steps), loop.index)
             at = self.place(codes, loop.index, ROWS * (4 if self.code == types.uint32 else STEP))
-            self.add_step(at, [self.place(x, first, STEP * self.input_bytes) for x in inputs], chains)
+            self.add_step(at, [self.place(x, step, STEP * self.input_bytes) for x in inputs], chains)
         products = [chain[0] for chain in chains]
         for chain in chains:
             b.store(functools.reduce(b.fadd, map(b.load, chain)), chain[0])
-        with b.if_then(b.icmp_unsigned("!=", self.zeros, BITS64(0))):
-            zero = b.sitofp(self.load(b.add(codes, self.zeros), BYTES), FLOATS)
+        with self.where(self.layout.zeros):
+            zero = b.sitofp(self.load(b.add(codes, self.layout.zeros), BYTES), FLOATS)
             self.add_sums(b.fneg(zero), piece, sums, products)
-        scale = self.scale(b.add(codes, self.scales))
+        scale = self.scale(b.add(codes, self.layout.scales))
         for product, total in zip(products, totals, strict=True):
-            self.update(total, lambda so_far: self.fma(b.load(product), scale, so_far))
-        with b.if_then(b.icmp_unsigned("!=", self.minima, BITS64(0))):
-            self.add_sums(self.scale(b.add(codes, self.minima)), piece, sums, totals)
+            self.add_product(total, b.load(product), scale)
+        with self.where(self.layout.minima):
+            self.add_sums(self.scale(b.add(codes, self.layout.minima)), piece, sums, totals)
 
     def add_step(self, codes, inputs, chains) -> None:
         """8 inputs of each token; `codes` and `inputs`: where they are."""
@@ -739,8 +609,7 @@ class TileKernel:
             weights = self.pairs(codes, i) if self.in_pairs else self.weights(codes, i)
             for address, chain in zip(inputs, chains, strict=True):
                 x = self.spread(self.load(address, BITS32 if self.in_pairs else ir.FloatType(), self.input_bytes * i))
-                add = self.dot if self.in_pairs else self.fma
-                self.update(chain[i // together % len(chain)], lambda total: add(weights, x, total))
+                self.add_product(chain[i // together % len(chain)], weights, x)
 
     def pairs(self, codes, i):
         """The weights of inputs i and i + 1 in bfloat16, one beside the other."""
@@ -749,7 +618,7 @@ class TileKernel:
             places = b.lshr(self.load(codes, PAIRS), self.all_of(PAIRS, 2 * i))
             return self.call("llvm.x86.avx512.permvar.hi.512", PAIRS, self.values, places)
         low, high = (b.bitcast(self.weights(codes, j), INTEGERS) for j in (i, i + 1))
-        return b.or_(b.lshr(low, self.all_of(INTEGERS, 16)), high)  # 8 bits fit: nothing is cut off
+        return b.bitcast(b.or_(b.lshr(low, self.all_of(INTEGERS, 16)), high), PAIRS)  # 8 bits fit: nothing is cut off
 
     def weights(self, codes, i):
         """The weights of input i in float32, before the scale."""
@@ -769,12 +638,12 @@ class TileKernel:
         """To each token's variable, a factor times the sum of the piece's inputs."""
         for each, variable in zip(sums, variables, strict=True):
             x = self.spread(self.load(self.place(each, piece, 4), ir.FloatType()))
-            self.update(variable, lambda total: self.fma(factor, x, total))
+            self.add_product(variable, factor, x)
 
     def scale(self, address):
         """Scales or minima of a piece in float32."""
         b, scale = self.builder, self.variable()
-        with b.if_else(b.trunc(self.is_half, ir.IntType(1))) as (half, whole):
+        with b.if_else(b.trunc(self.layout.has_half, ir.IntType(1))) as (half, whole):
             with half:
                 b.store(b.fpext(self.load(address, HALVES), FLOATS), scale)
             with whole:
@@ -787,8 +656,19 @@ class TileKernel:
         self.builder.store(self.all_of(FLOATS, 0.0), variable)
         return variable
 
-    def update(self, variable, change) -> None:
-        self.builder.store(change(self.builder.load(variable)), variable)
+    def add_product(self, variable, weights, x) -> None:
+        """Of floats, or of pairs: the products of both numbers."""
+        total = self.builder.load(variable)
+        if weights.type == FLOATS:
+            total = self.call("llvm.fma.v16f32", FLOATS, weights, x, total)
+        else:
+            weights, x = (self.builder.bitcast(pairs, BFLOATS) for pairs in (weights, x))
+            total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, weights, x)
+        self.builder.store(total, variable)
+
+    def where(self, number):
+        """What follows is done if the number is not 0."""
+        return self.builder.if_then(self.builder.icmp_unsigned("!=", number, BITS64(0)))
 
     def place(self, address, index, size):
         return self.builder.add(address, self.builder.mul(index, BITS64(size)))
@@ -805,13 +685,6 @@ class TileKernel:
         one = ir.VectorType(value.type, ROWS)
         first = self.builder.insert_element(ir.Constant(one, ir.Undefined), value, BITS32(0))
         return self.builder.shuffle_vector(first, first, self.all_of(INTEGERS, 0))
-
-    def fma(self, a, b, c):
-        return self.call("llvm.fma.v16f32", FLOATS, a, b, c)
-
-    def dot(self, weights, x, total):
-        weights, x = (self.builder.bitcast(pairs, BFLOATS) for pairs in (weights, x))
-        return self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, weights, x)
 
     def call(self, name, result, *arguments):
         module = self.builder.module

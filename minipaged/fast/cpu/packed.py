@@ -138,7 +138,7 @@ class PackedMatrix(Linear):
         self._number = number_type(dtype)
         self._table = table_of(matrix)
         places, groups = pieces_of(matrix)
-        num_pieces, width = places.shape[0], places.size
+        (num_pieces, self._piece), width = places.shape, places.size
         self._places = None if np.array_equal(places.ravel(), np.arange(num_inputs)) else places.ravel()
 
         types_of_parts = {name: part.dtype for name, part in parts_of(matrix, slice(0, 0)).items()}
@@ -146,11 +146,13 @@ class PackedMatrix(Linear):
         if self._table is not None:
             code, steps = np.dtype(np.uint32), steps // STEP
         fields: list[Any] = [("codes", code, (steps, ROWS))]
-        for name, kind in types_of_parts.items():
-            stays = name == "zeros" or (kind == np.float16 and self._number is not None)
-            fields.append((name, kind if stays else np.dtype(np.float32), (ROWS,)))
+        factors = {kind for name, kind in types_of_parts.items() if name != "zeros"}
+        has_half = factors == {np.dtype(np.float16)} and self._number is not None
+        factor = np.dtype(np.float16 if has_half else np.float32)
+        fields += [(name, kind if name == "zeros" else factor, (ROWS,)) for name, kind in types_of_parts.items()]
         fields.append(("filled", np.dtype(np.uint8), (-np.dtype(fields).itemsize % ALIGNMENT,)))
         record = np.dtype(fields)
+        self._names = [name for name, *_ in fields[:-1]]
 
         num_tiles = -(-num_rows // ROWS)
         self.nbytes = num_tiles * num_pieces * record.itemsize
@@ -160,7 +162,7 @@ class PackedMatrix(Linear):
         for first in range(0, num_tiles, at_once):
             self._fill(matrix, slice(first, min(first + at_once, num_tiles)), groups)
 
-        starts = {name: at for name, (_, at, *_) in (record.fields or {}).items()}
+        starts = {name: at for name, (_, at, *_) in dict(record.fields or {}).items()}
         self._bias = None
         if bias is not None:
             self._bias = np.zeros(num_tiles * ROWS, np.float32)
@@ -171,7 +173,7 @@ class PackedMatrix(Linear):
             self._looked_up = as_array(torch.from_numpy(self._looked_up).bfloat16())
         addresses = (0 if array is None else array.ctypes.data for array in (self._places, self._bias))
         layout = Layout(
-            *(num_inputs, *places.shape, num_tiles, record.itemsize, int(record["scales"].base == np.float16)),
+            *(num_inputs, *places.shape, num_tiles, record.itemsize, int(has_half)),
             *(starts.get(name, 0) for name in ("scales", "zeros", "minima")),
             *(*addresses, self._looked_up.ctypes.data, self._tiles.ctypes.data),
         )
@@ -181,26 +183,27 @@ class PackedMatrix(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         num_rows = self.shape[0]
         out = torch.empty(len(x), num_rows + -num_rows % ROWS, dtype=self.dtype)
-        _multiply(x.contiguous().data_ptr(), len(x), out.data_ptr(), numba.get_num_threads(), *self._arguments)
+        x = x.contiguous()
+        _multiply(x.data_ptr(), len(x), out.data_ptr(), numba.get_num_threads(), *self._arguments)
         return out if out.shape[1] == num_rows else out[:, :num_rows].contiguous()
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` [n] as the checkpoint means them: [n, in] of the model's type."""
         tiles, lanes = np.divmod(ids.numpy(), ROWS)
-        parts = {name: self._tiles[name][tiles, ..., lanes] for name in self._tiles.dtype.fields if name != "filled"}
+        parts = {name: self._tiles[name][tiles, ..., lanes] for name in self._names}
         codes = parts["codes"]  # [n, pieces, steps]
         if self._table is not None:
             shifts = np.array([4 * (i // 2) + 16 * (i % 2) for i in range(STEP)], np.uint32)
             weights = self._table[codes[..., None] >> shifts & np.uint32(15)]  # [n, pieces, steps, STEP]
         else:
             weights = e4m3_values()[codes] if codes.dtype == np.uint8 else codes.astype(np.float32)
-        weights = weights.reshape(*parts["scales"].shape, -1)  # [n, pieces, inputs of a piece]
+        weights = weights.reshape(*parts["scales"].shape, self._piece)  # [n, pieces, inputs of a piece]
         if "zeros" in parts:
             weights -= parts["zeros"][:, :, None]
         weights *= parts["scales"].astype(np.float32)[:, :, None]
         if "minima" in parts:
             weights += parts["minima"].astype(np.float32)[:, :, None]
-        weights = round_to(weights.reshape(len(codes), -1), self._rounding)
+        weights = round_to(weights.reshape(len(codes), codes.shape[1] * self._piece), self._rounding)
         if self._places is not None:
             ordered = np.empty((len(codes), self.shape[1]), np.float32)
             real = self._places >= 0

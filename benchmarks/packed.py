@@ -5,12 +5,11 @@
 The contestants take turns, so that a machine that slows down slows all of them; reported are medians, and ratios of
 medians. All run in this one process, with as many threads as there are cores. Weights are random.
 
-- A model's pass: every matrix of SmolLM2-135M once, one after another, as its Q4_1 file has them: 30 layers of 4 bits in
-  groups of 32 with minima, and a head of 8 bits. (For a prompt of 512 tokens the head is asked for the last one only, so
-  there it is left out.) The peer is the same pass on the same matrices in bfloat16.
+- A model's pass: every matrix of SmolLM2-135M once, one after another, as its Q4_1 file has them: 30 layers of 4 bits
+  in groups of 32 with minima, and a head of 8 bits. (For a prompt of 512 tokens the head is asked for the last one
+  only, so there it is left out.) The peer is the same pass on the same matrices in bfloat16.
 - One large matrix, 8192 x 2048, and one token: how fast the weights come. The peer is torch's product of bfloat16 with
-  4 bits. Either is asked for several such matrices in turns, which no cache holds.
-"""
+  4 bits. Either is asked for several such matrices in turns, which no cache holds."""
 
 from __future__ import annotations
 
@@ -54,7 +53,12 @@ def model_passes(layers: int, repetitions: int) -> list[Result]:
     room = Room()
     packed = [PackedMatrix(matrix, None, torch.bfloat16, room) for matrix in matrices]
     sizes = [matrix.shape for matrix in matrices]
-    dense = linears(sizes, (torch.from_numpy(matrix.rows()).bfloat16() for matrix in matrices), [None] * len(sizes))
+    dense = linears(
+        sizes,
+        (torch.from_numpy(matrix.rows()).bfloat16() for matrix in matrices),
+        [None] * len(sizes),
+        torch.empty(0).bfloat16(),
+    )
     del matrices
     results = []
     for tokens, goal in GOALS.items():

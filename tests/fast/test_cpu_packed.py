@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -97,8 +98,8 @@ def largest_parts(matrix: StoredMatrix) -> np.ndarray:
 
 
 def check_product(matrix: StoredMatrix, x: torch.Tensor, bias: torch.Tensor | None, found: torch.Tensor) -> None:
-    """As near to float64 as sums in float32 are, one rounding for each number that is added and a few for each group; and
-    to the model's type the result is rounded once."""
+    """As near to float64 as sums in float32 are, with a rounding for each number added and a few for a group; and to the
+    model's type the result is rounded once."""
     inputs = x.double().numpy()
     expected = inputs @ matrix.rows().astype(np.float64).T
     sizes = np.abs(inputs) @ largest_parts(matrix).T
@@ -192,7 +193,7 @@ def test_a_matrix_takes_the_memory_of_its_bytes_and_is_never_there_in_floats() -
 def test_matrices_lie_side_by_side() -> None:
     room = Room()
     addresses = [PackedMatrix(q4_1((40, 96)), None, torch.float32, room)._tiles.ctypes.data for _ in range(3)]
-    assert len({second - first for first, second in zip(addresses, addresses[1:], strict=False)}) == 1
+    assert len({second - first for first, second in itertools.pairwise(addresses)}) == 1
     assert addresses[1] - addresses[0] < 10_000
     assert all(address % packed.LINE == 0 for address in addresses)
 

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
+from minipaged.fast.cpu.packed import PackedMatrix, Room
 from minipaged.fast.kernels import Matrix
-from minipaged.fast.linear import expanded, quantizing
+from minipaged.fast.linear import quantizing
 from minipaged.models.quantized.stored import StoredMatrix
 
 FEW = 1
@@ -72,16 +73,19 @@ def linears(
 
     The rows of those that are tensors lie in one piece of memory. Large pieces get large pages from the system, small
     ones do not; and with pages of 4 kB a good part of the time goes into finding them (one token through all of
-    SmolLM2's matrices in bfloat16: 8.0 ms, instead of 9.6 ms with a piece of memory for each).
+    SmolLM2's matrices in bfloat16: 8.0 ms, instead of 9.6 ms with a piece of memory for each). Those that are packed
+    stay so.
     """
     prepared: list[Matrix] = []
     # Of what is not written, the system gives none.
-    room = np.empty(sum(rows * columns for rows, columns in sizes), as_array(like).dtype)
+    room, packed_room = np.empty(sum(rows * columns for rows, columns in sizes), as_array(like).dtype), Room()
     for (rows, columns), weight, bias in zip(sizes, weights, biases, strict=True):
+        if isinstance(weight, StoredMatrix):
+            prepared.append(quantizing(PackedMatrix(weight, bias, like.dtype, packed_room), weight.activations))
+            continue
         part, room = room[: rows * columns].reshape(rows, columns), room[rows * columns :]
-        part[:] = as_array(expanded(weight, like.device, like.dtype) if isinstance(weight, StoredMatrix) else weight)
-        matrix = DenseMatrix(torch.from_numpy(part).view(like.dtype), bias)
-        prepared.append(quantizing(matrix, weight.activations) if isinstance(weight, StoredMatrix) else matrix)
+        part[:] = as_array(weight)
+        prepared.append(DenseMatrix(torch.from_numpy(part).view(weight.dtype), bias))
     return prepared
 
 

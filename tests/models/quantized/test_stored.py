@@ -200,7 +200,8 @@ def test_matrices_that_become_one_keep_their_own_way_to_round_inputs() -> None:
         part = name.split(".")[-2]
         how = kinds.get(part, Activations("float8"))
         dense = torch.ones(shape)
-        weights[name] = random_grouped((shape[0], shape[1]), how) if "layers" in name and len(shape) == 2 else dense
+        packed = len(shape) == 2 and dataclasses.replace(random_grouped((shape[0], shape[1]), how), rounding="float32")
+        weights[name] = packed if "layers" in name and packed else dense
     x = np.random.default_rng(2).standard_normal((3, 128)).astype(np.float32)
     attention = "model.layers.0.self_attn"
     expected = [reference.linear(x, weights[f"{attention}.{part}.weight"]) for part in kinds]

@@ -98,7 +98,7 @@ def largest_parts(matrix: StoredMatrix) -> np.ndarray:
 
 
 def check_product(matrix: StoredMatrix, x: torch.Tensor, bias: torch.Tensor | None, found: torch.Tensor) -> None:
-    """As near to float64 as sums in float32 are, with a rounding for each number added and a few for a group; and to the
+    """As near to float64 as sums in float32 are, with a rounding for each number added and a few for a group; to the
     model's type the result is rounded once."""
     inputs = x.double().numpy()
     expected = inputs @ matrix.rows().astype(np.float64).T

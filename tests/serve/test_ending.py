@@ -301,7 +301,7 @@ def test_the_program_leaves_without_taking_everything_apart(
     assert ("error: no such model" in capsys.readouterr().err) == isinstance(end, ModelError)
 
 
-def test_settings_that_suit_no_model_are_refused_before_one_is_loaded() -> None:
+def test_settings_that_suit_no_model_are_refused_before_one_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     for settings, words in (
         ({"tier": "nope"}, "tier is 'nope'"),
         ({"dtype": "nope"}, "dtype is 'nope'"),
@@ -312,6 +312,7 @@ def test_settings_that_suit_no_model_are_refused_before_one_is_loaded() -> None:
     ):
         with pytest.raises(InvalidRequest, match=words):
             serve("no-such-model", ServeSettings(port=0), **settings)
+        assert "loading" not in capsys.readouterr().err
 
 
 def test_the_log_is_of_requests_and_not_of_those_who_watch(tiny: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:

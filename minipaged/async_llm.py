@@ -141,8 +141,9 @@ class AsyncLLM:
     What a step raises is the end of it: every reader is told (EngineDead). What is one request's trouble (bad logits,
     tokens without a text) is in its output, as everywhere.
 
-    `max_waiting`: so many requests may wait for their first turn; further ones are refused (QueueFull). `observers`
-    are told what happens, on the engine's thread. The rest is as for `LLM`.
+    `max_waiting`: where so many requests wait for their first turn, further ones are refused (QueueFull); those of one
+    `add` are taken together, though they may be more. `observers` are told what happens, on the engine's thread. The
+    rest is as for `LLM`.
     """
 
     @takes_settings
@@ -164,6 +165,7 @@ class AsyncLLM:
         self._streams: dict[str, Stream] = {}  # of the requests that go on
         self._left: set[str] = set()  # whose readers have left, and of which the engine has yet to tell the end
         self._all_ended = asyncio.Event()
+        self._ended = asyncio.Event()  # the engine's thread has
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="minipaged-engine", daemon=True)
@@ -202,7 +204,7 @@ class AsyncLLM:
 
         Raises InvalidRequest for one that could never be served, QueueFull, ShuttingDown, EngineDead.
         """
-        self._check_open(asked)
+        self.check_open(asked)
         self._start()
         stream = Stream(self, asked, finals_only=finals_only)
         self._streams |= dict.fromkeys(stream.request_ids, stream)
@@ -229,7 +231,8 @@ class AsyncLLM:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._wait_for_all(), timeout=60)  # the step in progress may be long
         self._inbox.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await self._ended.wait()  # and not in a thread that joins: who is cancelled here need not wait for the step
+        self._thread.join()
 
     async def tokenizing(self, num_characters: int, call: Callable[[], Result]) -> Result:
         """What `call` returns, which tokenizes so many characters. Long texts have a thread, in which they wait for
@@ -237,11 +240,11 @@ class AsyncLLM:
         """
         if num_characters <= LONG_TEXT:
             return call()
-        self._check_open(())
+        self.check_open()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._tokenizer, call)
         except asyncio.CancelledError:
-            self._check_open(())  # `shutdown` may have cancelled it, and not the caller
+            self.check_open()  # `shutdown` may have cancelled it, and not the caller
             raise
 
     @property
@@ -249,7 +252,8 @@ class AsyncLLM:
         """Requests that go on."""
         return len(self._streams)
 
-    def _check_open(self, asked: Iterable[Asked]) -> None:
+    def check_open(self, asked: Iterable[Asked] = ()) -> None:
+        """Raise what `add` raises at once: EngineDead, ShuttingDown, InvalidRequest."""
         if self.error is not None:
             raise EngineDead(f"the engine has stopped: {self.error!r}; start it again")
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
@@ -298,6 +302,9 @@ class AsyncLLM:
             self.error = error
             with suppress(RuntimeError):  # the loop is closed: nobody is there to be told
                 self._in_loop(self._fail_all, error)
+        finally:
+            with suppress(RuntimeError):
+                self._in_loop(self._ended.set)
 
     def _follow_inbox(self) -> bool:
         """Do what was asked for; wait for something where there is nothing else to do. False: stop."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -277,7 +278,21 @@ def serve(
         raise MinipagedError(
             f"serving needs {error.name}, which is not installed: pip install -c constraints.txt -e '.[serve]'"
         ) from None
-    raise typer.Exit(run_server(model, settings, **given_for(Settings, given)))
+    try:
+        status = run_server(model, settings, **given_for(Settings, given))
+    except MinipagedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 1
+    _leave(status)
+
+
+def _leave(status: int) -> NoReturn:
+    """Exit at once. Python would first take apart all that is loaded, which with torch and numba takes it seconds, and
+    wait for threads that have no work to lose."""
+    with suppress(OSError):  # nobody reads
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
 
 
 # --- quantize, perplexity ---------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class LLM:
         if gc.get_freeze_count() < FROZEN_BY_SOMEBODY:
             gc.collect()
             gc.freeze()
-            weakref.finalize(self, gc.unfreeze)
+            weakref.finalize(self, gc.unfreeze).atexit = False  # Python would go through them all once more, to end
 
     # --- What users call --------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class LoadedModel:
     @classmethod
     def load(cls, model: str | Path, tier: str = "auto", device: str = "auto", dtype: str = "auto") -> LoadedModel:
         """Find (or fetch) `model` and load it. Raises ModelError and InvalidRequest."""
-        dtype = {"half": "float16", "float": "float32"}[dtype] if dtype in ("half", "float") else dtype  # vLLM's names
+        dtype = known_dtype(dtype)
         chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
@@ -396,6 +396,18 @@ class LoadedModel:
     def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
         return self.tier.block_bytes(self.config, block_size, kv_cache_dtype)
+
+
+def check_before_loading(**settings: Unpack[GivenSettings]) -> None:
+    """Raise InvalidRequest for settings of an LLM that are wrong whatever its model."""
+    asked = Settings(**settings)
+    _policy(asked.scheduling_policy)
+    tiers.check_names(asked.tier, known_dtype(asked.dtype))
+
+
+def known_dtype(name: str) -> str:
+    """Our name of a dtype that vLLM calls otherwise."""
+    return {"half": "float16", "float": "float32"}.get(name, name)
 
 
 def _policy(policy: str | MakePolicy) -> MakePolicy:

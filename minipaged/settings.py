@@ -65,6 +65,10 @@ class Settings(EngineSettings):
             raise InvalidRequest(
                 f"allocator is {self.allocator!r}; it must be a class (or a function) that makes allocators"
             )
+        if self.preemption == "swap" and 0 in (self.num_swap_blocks, self.swap_space):
+            raise InvalidRequest(
+                "preemption is 'swap' but num_swap_blocks is 0; give the host pool some blocks or choose 'recompute'"
+            )
         if self.swap_space is not None and self.num_swap_blocks is not None:
             raise InvalidRequest(
                 f"swap_space is {self.swap_space} GiB and num_swap_blocks is {self.num_swap_blocks}; give one of them"

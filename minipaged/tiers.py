@@ -35,17 +35,8 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceT
 
     "auto" is the fast tier where its packages are installed and it knows the dtype, else the reference.
     """
-    if name not in ("auto", "reference", "fast"):
-        raise InvalidRequest(f"tier is {name!r}; choose 'reference', 'fast' or 'auto'")
+    check_names(name, dtype)
     missing = missing_for_fast()
-    if name == "fast" and missing:
-        raise InvalidRequest(
-            f"the fast tier needs {' and '.join(missing)}, not installed here; {HOW_TO_GET_FAST}, "
-            "or use tier='reference'"
-        )
-    if dtype not in ("auto", *FastTier.DTYPES, *ReferenceTier.DTYPES):
-        known = sorted({*FastTier.DTYPES, *ReferenceTier.DTYPES})
-        raise InvalidRequest(f"dtype is {dtype!r}; choose auto, {', '.join(known)}")
     if name == "fast" or (name == "auto" and not missing and dtype in (*FastTier.DTYPES, "auto")):
         return FastTier.on(device, dtype)
     try:
@@ -57,6 +48,21 @@ def choose_tier(name: str, device: str = "auto", dtype: str = "auto") -> DeviceT
     if name == device == "auto" and missing and dtype in (*FastTier.DTYPES, "auto") and has_nvidia_gpu():
         print(f"the GPU is not used: the fast tier is not installed; {HOW_TO_GET_FAST}", file=sys.stderr)
     return chosen
+
+
+def check_names(name: str, dtype: str) -> None:
+    """Raise InvalidRequest for a tier or a dtype that nobody knows, or a tier that is not installed."""
+    if name not in ("auto", "reference", "fast"):
+        raise InvalidRequest(f"tier is {name!r}; choose 'reference', 'fast' or 'auto'")
+    missing = missing_for_fast()
+    if name == "fast" and missing:
+        raise InvalidRequest(
+            f"the fast tier needs {' and '.join(missing)}, not installed here; {HOW_TO_GET_FAST}, "
+            "or use tier='reference'"
+        )
+    if dtype not in ("auto", *FastTier.DTYPES, *ReferenceTier.DTYPES):
+        known = sorted({*FastTier.DTYPES, *ReferenceTier.DTYPES})
+        raise InvalidRequest(f"dtype is {dtype!r}; choose auto, {', '.join(known)}")
 
 
 def missing_for_fast() -> list[str]:

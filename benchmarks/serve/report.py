@@ -95,8 +95,9 @@ def lines(measurement: Measurement) -> list[str]:
         )
     if figures.share_delivered is not None:
         found.append(
-            f"{figures.share_delivered:.0%} of the tokens came while they were asked for; the server "
-            + (f"does not keep up: {'; '.join(figures.behind_because)}" if figures.behind_because else "keeps up")
+            f"the server does not keep up: {'; '.join(figures.behind_because)}"
+            if figures.behind_because
+            else f"{figures.share_delivered:.0%} of the tokens came while they were asked for; the server keeps up"
         )
     examples = {record.error: record.message for record in reversed(measurement.run.records) if record.error}
     found += [f"failed: {count} × {kind}: {examples[kind]}" for kind, count in figures.errors.items()]

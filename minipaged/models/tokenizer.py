@@ -95,7 +95,7 @@ class Tokenizer:
                 "add_generation_prompt and continue_final_message are both True; the answer either begins a message of "
                 "its own or goes on with the last one: set add_generation_prompt=False for the latter"
             )
-        conversation = [_with_plain_content(message) for message in messages]
+        conversation = [with_plain_content(message) for message in messages]
         more = dict(chat_template_kwargs or {})
         renderer = self.in_transformers
         if taken := more.keys() & inspect.signature(renderer.apply_chat_template).parameters.keys() - {"documents"}:
@@ -153,7 +153,7 @@ class Tokenizer:
         return tokenizer
 
 
-def _with_plain_content(message: Message) -> dict[str, Any]:
+def with_plain_content(message: Message) -> dict[str, Any]:
     """The message, its content one text. As in vLLM, each part is a line."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         raise InvalidRequest(f'a message has a "role" and a "content"; got {message!r}')

@@ -33,8 +33,8 @@ from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, ModelEr
 from minipaged.serve.answers import DONE, Answer, Json, event
 from minipaged.serve.guards import KeyGuard, LengthGuard, Load, LoadGuard
 from minipaged.serve.live.routes import live_routes
-from minipaged.serve.protocol import FIELDS, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from minipaged.serve.serving import Serving, UnknownModel
+from minipaged.serve.protocol import FIELDS, SHAPES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from minipaged.serve.serving import Serving, TooLong, UnknownModel
 
 Result = TypeVar("Result")
 MOST_BODY_BYTES = 8 * 2**20
@@ -43,7 +43,7 @@ MOST_FAULTS = 10
 MOST_CHARACTERS = 200
 """Of what was sent, in the message about it."""
 RETRY_AFTER = "1"
-"""Seconds, where the queue is full."""
+"""Seconds, with each 503: the queue is full, or another server is there by then."""
 ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 CLIENT_GONE = 499
 
@@ -71,9 +71,11 @@ def create_app(serving: Serving, *, key: str | None = None, cors_origins: Sequen
     for router in routers:
         app.include_router(router)
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
-    app.state.endpoints = ", ".join(route.path for route in routes)
+    paths = [route.path.replace(":path}", "}") for route in routes] + ["/openapi.json"]
     if serving.watch:
         app.include_router(live_routes(serving.watch))
+        paths.append("/")
+    app.state.endpoints = ", ".join(paths)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(MinipagedError, _known_error)
@@ -269,12 +271,13 @@ def _telling(serving: Serving, load: Load) -> APIRouter:
         serving.check_model(name)
         return answered(serving.card(name, started))
 
-    dead: dict[int | str, dict[str, Any]] = {503: {"description": "It is dead."}}
+    dead: dict[int | str, dict[str, Any]] = {503: {"description": "It is dead, or takes no more requests."}}
 
     @router.get("/health", summary="Whether the engine lives", response_class=Response, responses=dead)
     @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def health() -> Response:
-        return Response(status_code=200 if serving.allm.error is None else 503)
+        serving.allm.check_open()
+        return Response()
 
     @router.get("/version", summary="Of minipaged")
     async def tell_version() -> Response:
@@ -303,12 +306,26 @@ def _error(message: str, kind: str, status: int, param: str | None = None) -> Js
 async def _invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     faults = error.errors()  # few: lists end with the first
-    told = [_fault(fault) for fault in faults[:MOST_FAULTS]]
-    if len(faults) > MOST_FAULTS:
-        told.append(f"and {len(faults) - MOST_FAULTS} more")
+    # One of several shapes: pydantic tells a fault for each of them.
+    told = list(dict.fromkeys(_shape(fault, error.body) or _fault(fault) for fault in faults))
+    if len(told) > MOST_FAULTS:
+        told[MOST_FAULTS:] = [f"and {len(told) - MOST_FAULTS} more"]
     where = [str(part) for part in faults[0]["loc"] if part != "body"]
     param = where[0] if where and faults[0]["type"] != "json_invalid" else None
     return answered(_error("; ".join(told), "BadRequestError", 400, param), 400)
+
+
+def _shape(fault: Json, body: Any) -> str | None:
+    """What a field should be that may be one of several things."""
+    where = fault["loc"][1:2]
+    if not where or where[0] not in SHAPES or not isinstance(body, dict):
+        return None
+    return f"{where[0]} must be {SHAPES[where[0]]} (given: {_given(body.get(where[0]))})"
+
+
+def _given(value: Any) -> str:
+    given = repr(value)
+    return given if len(given) <= MOST_CHARACTERS else given[:MOST_CHARACTERS] + "…"
 
 
 def _fault(fault: Json) -> str:
@@ -316,10 +333,10 @@ def _fault(fault: Json) -> str:
         return f"the body is not JSON: {fault['ctx']['error']}"
     if isinstance(fault.get("input"), bytes):
         return "the body was not taken for JSON; send it with the header Content-Type: application/json"
+    if fault["type"] == "missing" and fault["loc"] == ("body",):
+        return "the body is empty; send a JSON object"
     where = ".".join(str(part) for part in fault["loc"] if part != "body") or "the body"
-    given = repr(fault.get("input"))
-    given = given if len(given) <= MOST_CHARACTERS else given[:MOST_CHARACTERS] + "…"
-    return f"{where}: {fault['msg'].removeprefix('Value error, ')} (given: {given})"
+    return f"{where}: {fault['msg'].removeprefix('Value error, ')} (given: {_given(fault.get('input'))})"
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -338,8 +355,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _known_error(request: Request, error: Exception) -> Response:
     status, kind = next((STATUS[each] for each in type(error).__mro__ if each in STATUS), (500, "InternalServerError"))
-    headers = {"Retry-After": RETRY_AFTER} if isinstance(error, QueueFull) else None
-    return answered(_error(str(error), kind, status, _param(error)), status, headers)
+    headers = {"Retry-After": RETRY_AFTER} if status == 503 else None
+    told = _error(str(error), kind, status, _param(error))
+    if isinstance(error, TooLong):
+        told["error"] |= {"param": error.param, "code": error.code}
+    return answered(told, status, headers)
 
 
 def _param(error: Exception) -> str | None:

@@ -25,13 +25,16 @@ class KeyGuard:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = b"Bearer " + key.encode()
+        self._expected = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"].startswith(BEHIND_KEY):
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not secrets.compare_digest(given, self._expected):
-                await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+            scheme, _, key = given.partition(b" ")
+            right = secrets.compare_digest(key.lstrip(b" "), self._expected)
+            if scheme.lower() != b"bearer" or not right:
+                headers = {"WWW-Authenticate": "Bearer"}
+                await JSONResponse({"error": "Unauthorized"}, 401, headers)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -8,11 +8,13 @@ what is known, and not there (tools, images, LoRA …), is refused by name. null
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from minipaged.errors import InvalidRequest
+from minipaged.models.tokenizer import with_plain_content
 from minipaged.params import BeamSearchParams, SamplingParams
 
 MOST_PROMPTS = 1024
@@ -20,6 +22,8 @@ MOST_STOP_STRINGS = 4
 MOST_LOGPROBS = 20
 MOST_CHARACTERS_TO_LOOK_FOR = 1000
 """Of a stop string or a bad word, which each new token is compared with."""
+MOST_CHARACTERS_TO_TELL = 500
+"""Of what is wrong with a message, which may be long."""
 COMPLETION_TOKENS = 16
 """What OpenAI generates where a completion does not say how much."""
 
@@ -29,18 +33,27 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _64_bits(value: int) -> int:
+    if not -(2**63) <= value < 2**64:  # pydantic would say so too, in numbers that it has rounded
+        raise ValueError(f"must be from {-(2**63)} to {2**64 - 1}")
+    return value
+
+
 Whole = Annotated[int, BeforeValidator(_whole)]
 # Of a list with a fault the first one is told: of a million, all would be found before ten are told.
 TokenIds = Annotated[list[Whole], Field(fail_fast=True, max_length=2**18)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Word = Annotated[str, Field(max_length=MOST_CHARACTERS_TO_LOOK_FOR)]
 Words = Annotated[list[Word], Field(fail_fast=True, max_length=256)]
+Stops = Annotated[list[Word], Field(fail_fast=True, max_length=MOST_STOP_STRINGS)]
 Count = Annotated[Whole, Field(ge=0)]
-Seed = Annotated[Whole, Field(ge=-(2**63), lt=2**64)]
+Seed = Annotated[Whole, AfterValidator(_64_bits)]
 LogitBias = Annotated[dict[str, float], Field(max_length=1024)]
 
 
 _TOOLS = "minipaged calls no tools; leave it out, and describe them in a message"
+_ELSEWHERE = "minipaged looks nothing up and keeps nothing; leave it out, and put what is to be known into a message"
+_THOUGHTS = "models here do not think before they answer; leave it out"
 _STRUCTURE = "minipaged does not constrain output to a grammar; leave it out"
 _MEDIA = "the models that minipaged runs read and write text only; leave it out"
 REFUSED = {
@@ -48,6 +61,12 @@ REFUSED = {
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), _STRUCTURE),
     **dict.fromkeys(("guided_grammar", "response_format"), _STRUCTURE),
     **dict.fromkeys(("audio", "modalities", "mm_processor_kwargs"), _MEDIA),
+    **dict.fromkeys(("web_search_options", "documents", "store"), _ELSEWHERE),
+    **dict.fromkeys(("reasoning_effort", "thinking_token_budget", "verbosity"), _THOUGHTS),
+    "prediction": "minipaged does not take a guess at its output; leave it out, it would change no token",
+    "service_tier": "all requests are served alike; leave it out, or use priority, where the server looks at that",
+    "kv_transfer_params": "minipaged keeps its keys and values to itself; leave it out",
+    "logits_processors": "a processor is a program; logit_bias and bad_words say much of it",
     "suffix": "minipaged does not fill in the middle; leave it out",
     "best_of": "OpenAI has dropped it; ask for n with logprobs, and choose",
     "cache_salt": "equal prefixes share their blocks, whoever sent them; --no-prefix-caching keeps them apart",
@@ -55,6 +74,13 @@ REFUSED = {
     "prompt_embeds": "minipaged takes prompts as text or token ids",
 }
 """Fields that are known and not there, and what to do instead."""
+DONE_ANYWAY = {
+    "best_of": (1,),
+    "service_tier": ("default",),
+    "verbosity": ("medium",),
+    "reasoning_effort": ("minimal",),
+}
+"""Values of theirs that ask for what is done here without them."""
 NOT_WITH_BEAMS = (
     *("logprobs", "prompt_logprobs", "stop", "stop_token_ids", "min_tokens", "logit_bias", "allowed_token_ids"),
     *("bad_words", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -83,7 +109,7 @@ class SamplingBody(_Body):
     top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = 0
     min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
     seed: Seed | None = None
-    stop: Word | Words | None = None
+    stop: Word | Stops | None = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
@@ -110,7 +136,7 @@ class SamplingBody(_Body):
     def check(self) -> None:
         """Raise InvalidRequest for what goes against something else that is asked for."""
         for name, value in (self.model_extra or {}).items():
-            if name in REFUSED and value not in ASKS_FOR_NOTHING and (name, value) != ("best_of", 1):
+            if name in REFUSED and value not in (*ASKS_FOR_NOTHING, *DONE_ANYWAY.get(name, ())):
                 raise InvalidRequest(f"{name} is not supported: {REFUSED[name]}")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options has a meaning only with stream=true; set that, or leave it out")
@@ -118,14 +144,15 @@ class SamplingBody(_Body):
             raise InvalidRequest("prompt_logprobs cannot be streamed; leave out stream")
         if self.stream and self.use_beam_search:
             raise InvalidRequest("beam search has nothing that stays before its end; leave out stream")
+        if not self.use_beam_search and self.length_penalty not in (None, 1.0):
+            raise InvalidRequest(
+                "length_penalty has a meaning only with use_beam_search=true; set that, or leave it out"
+            )
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest("truncate_prompt_tokens is 0; it must be 1 or more, or -1 for as many as fit")
         for name in NOT_WITH_BEAMS if self.use_beam_search else ():
             if getattr(self, name, None) not in (None, False, [], {}, type(self).model_fields[name].default):
                 raise InvalidRequest(f"{name} has no meaning with use_beam_search, which does not sample; leave it out")
-        stop = self.stop if isinstance(self.stop, list) else []
-        if len(stop) > MOST_STOP_STRINGS:
-            raise InvalidRequest(f"stop has {len(stop)} strings; at most {MOST_STOP_STRINGS} are taken")
 
     def params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, room: int
@@ -194,6 +221,31 @@ class CompletionBody(SamplingBody):
 
 
 Message = dict[str, Any]
+SHAPES = {
+    "prompt": f"a text, a list of texts, a list of token ids, or a list of such lists of at most {2**18:,}",
+    "stop": f"a text, or a list of at most {MOST_STOP_STRINGS}, of {MOST_CHARACTERS_TO_LOOK_FOR:,} characters at most",
+}
+"""What fields may be that may be one of several things: in pydantic's words each of them would be a fault."""
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise InvalidRequest for messages that no template could write out, or that are about what there is not. Which
+    roles there are beside, the model's template knows."""
+    for place, message in enumerate(messages):
+        where, role = f"messages[{place}]", message.get("role")
+        if not isinstance(role, str):
+            raise InvalidRequest(f'{where} has no "role"; give it one, such as "system", "user" or "assistant"')
+        if role in ("tool", "function"):
+            raise InvalidRequest(f'{where} has the role "{role}": {_TOOLS}')
+        for name in ("tool_calls", "function_call"):
+            if message.get(name):
+                raise InvalidRequest(f'{where} has "{name}": {_TOOLS}')
+        if message.get("content") is None:
+            raise InvalidRequest(f'{where} has no "content"; give it one, which may be ""')
+        try:
+            with_plain_content(message)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{where}: {str(error)[:MOST_CHARACTERS_TO_TELL]}") from None
 
 
 class ChatBody(SamplingBody):

@@ -2,7 +2,8 @@
 
 A first SIGTERM or Ctrl-C ends it in order: new requests are refused with 503, those that go on may finish within
 `shutdown_timeout` seconds, what is left is aborted (its clients get what there is), and the exit status is 0. A second
-one ends it at once. If the engine's thread dies, every open request is told, /health says 503, and the exit status
+one ends it at once. Whoever does not take what he is told, and a step that does not end, are waited for a moment
+longer (`LAST_MOMENT_S`). If the engine's thread dies, every open request is told, /health says 503, and the exit status
 is 1.
 """
 
@@ -11,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import ipaddress
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import warnings
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -24,15 +27,17 @@ import uvicorn
 
 from minipaged.async_llm import AsyncLLM
 from minipaged.errors import InvalidRequest
-from minipaged.llm import LoadedModel
+from minipaged.llm import LoadedModel, check_before_loading
 from minipaged.serve.app import create_app
 from minipaged.serve.serving import Serving
 from minipaged.serve.settings import ServeSettings
 
 LAST_WORDS_S = 2
 """Seconds in which a server whose engine has died still says so."""
-HANG_S = 5
-"""Seconds that connections get to close when all is said."""
+LAST_MOMENT_S = 1
+"""Seconds beyond the time to finish: for the step in which the rest is aborted, and for connections to close."""
+QUIET = {"/health", "/ping", "/load", "/metrics"}
+"""What is asked for again and again by those who watch; the log would have nothing else."""
 M_ARENA_MAX = -8
 """glibc's name for how many heaps there may be (malloc.h)."""
 
@@ -40,13 +45,18 @@ M_ARENA_MAX = -8
 def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
     """Load the model, serve it until it ends; returns the exit status. `engine`: settings of the engine.
 
-    Raises InvalidRequest for an address that cannot be had, before the model is loaded, and what `LLM` raises.
+    Raises InvalidRequest for an address that cannot be had and for settings that suit no model, before one is loaded;
+    and what `LLM` raises.
     """
+    check_before_loading(**engine)
     with listen(settings.host, settings.port) as listening:
         print(f"loading {model} ...", file=sys.stderr, flush=True)
         use_one_heap()
         server = make_server(model, settings, **engine)
         _introduce(listening, settings, server.serving)
+        # FastAPI makes its routes with the first request, and this pydantic's complaint of them unheard, but not where
+        # another thread (as the next one does) changes what is heard at the same time.
+        warnings.filterwarnings("ignore", message="The 'alias' attribute with value 'body'")
         threading.Thread(target=server.serving.warm_up).start()
         server.run(sockets=[listening])
     return server.status
@@ -60,9 +70,16 @@ def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any
     app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
     # lifespan: nothing is to be started with the app, and what is to be ended has an end of its own.
     config = uvicorn.Config(
-        app, log_level=settings.log_level, timeout_graceful_shutdown=HANG_S, lifespan="off", server_header=False
+        app, log_level=settings.log_level, timeout_graceful_shutdown=LAST_MOMENT_S, lifespan="off", server_header=False
     )
+    logging.getLogger("uvicorn.access").addFilter(_is_told)
     return Server(config, serving, settings.shutdown_timeout)
+
+
+def _is_told(record: logging.LogRecord) -> bool:
+    """Whether a line belongs into the log of requests."""
+    _, _, path, _, status = record.args  # type: ignore[misc]  # uvicorn's: client, method, path, HTTP version, status
+    return status != 200 or str(path).partition("?")[0] not in QUIET
 
 
 class Server(uvicorn.Server):
@@ -97,11 +114,14 @@ class Server(uvicorn.Server):
         num_open = self.serving.allm.num_open
         if num_open:
             print(
-                f"{signal.Signals(sig).name}: {num_open} requests have {self._shutdown_timeout:g} s to finish; "
+                f"{signal.Signals(sig).name}: {num_open} request{'s have' if num_open > 1 else ' has'} "
+                f"{self._shutdown_timeout:g} s to finish; "
                 "a second signal ends it at once",
                 file=sys.stderr,
             )
-        await self.serving.allm.shutdown(self._shutdown_timeout)
+        with suppress(TimeoutError):
+            ending = self.serving.allm.shutdown(self._shutdown_timeout)
+            await asyncio.wait_for(ending, self._shutdown_timeout + LAST_MOMENT_S)
         self.should_exit = True
 
     def _engine_died(self, error: BaseException) -> None:
@@ -146,7 +166,8 @@ def _introduce(listening: socket.socket, settings: ServeSettings, serving: Servi
     lines = [
         f"{', '.join(serving.names)} on the {llm.loaded.tier.description}",
         f"{llm.config.num_blocks} blocks of {llm.config.block_size} tokens, {llm.config.num_swap_blocks} more to swap "
-        f"to; at most {llm.config.max_model_len} tokens a sequence",
+        f"to; at most {llm.config.max_model_len} tokens a sequence"
+        + (", for the pool holds no more" if serving.is_bound_by_pool else ""),
         f"listening on http://{host}:{port} (OpenAI's API is at /v1)",
     ]
     if settings.api_key is None and not _is_loopback(listening):

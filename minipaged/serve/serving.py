@@ -22,11 +22,23 @@ from minipaged.serve.protocol import (
     Message,
     SamplingBody,
     TokenizeBody,
+    check_messages,
 )
 
 
 class UnknownModel(MinipagedError):
     """A request names a model that is not served."""
+
+
+class TooLong(InvalidRequest):
+    """More tokens than a sequence may have, by the field `param`. The code is OpenAI's, from which clients know that
+    they have to send less."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class Serving:
@@ -47,6 +59,12 @@ class Serving:
         allm.observers.append(self.metrics)
         self.watch = Watch.of(allm.llm.engine) if page else None
         self._text_of = lru_cache(self._config.vocab_size)(self._token_text)
+
+    @property
+    def is_bound_by_pool(self) -> bool:
+        """Whether it is the pool that bounds a sequence: the model, or `max_model_len`, would let it be longer."""
+        length = self._config.max_model_len
+        return length == self._config.num_blocks * self._config.block_size < self.allm.llm.model_config.context_length
 
     def warm_up(self) -> None:
         """Write out a first conversation, which imports a library for that: the first client would wait for it."""
@@ -83,7 +101,7 @@ class Serving:
         prompts = [self._prompt(None, token_ids, body, max_tokens)]
         logprobs = body.top_logprobs or 0 if body.logprobs else None
         answer = ChatAnswer(answer_id, engine_id, self._name(body.model), body, prompts, self._tokens(body))
-        room = self._room(prompts[0], max_tokens, name)
+        room = self._room(prompts[0], max_tokens, name, "messages")
         answer.params = [body.params(max_tokens, logprobs, body.prompt_logprobs, room)]
         return answer
 
@@ -139,7 +157,7 @@ class Serving:
         if isinstance(given[0], str):
             texts: list[str] = given
             if body.truncate_prompt_tokens is None:
-                self._check_length(max(map(len, texts)))
+                self._check_length(max(map(len, texts)), "prompt")
             encoded = await self._encode(texts, body.add_special_tokens)
             return [self._prompt(*both, body, max_tokens) for both in zip(texts, encoded, strict=True)]
         return [self._prompt(None, tokens, body, max_tokens) for tokens in given]
@@ -153,14 +171,17 @@ class Serving:
             return Prompt(text, tokens)
         return Prompt(None, tokens[-most:])
 
-    def _check_length(self, num_characters: int) -> None:
+    def _check_length(self, num_characters: int, param: str) -> None:
         """Refuse at once what will be too long as tokens, which would take seconds to find out."""
         least = num_characters // self._tokenizer.longest_token
         if least > self._config.max_model_len:
-            raise InvalidRequest(
-                f"this model takes at most {self._config.max_model_len} tokens, and the prompt has {num_characters:,} "
-                "characters; shorten it"
-            )
+            raise TooLong(f"{self._longest}, and the prompt has {num_characters:,} characters; shorten it", param)
+
+    @property
+    def _longest(self) -> str:
+        """In the words that clients of OpenAI and vLLM know, after which some shorten what they send."""
+        why = " (the pool of blocks holds no more)" if self.is_bound_by_pool else ""
+        return f"this model's maximum context length is {self._config.max_model_len} tokens{why}"
 
     async def _encode(self, texts: Sequence[str], add_special_tokens: bool | None) -> list[list[int]]:
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens is not False)
@@ -178,23 +199,27 @@ class Serving:
             "continue_final_message": bool(body.continue_final_message),
             "chat_template_kwargs": body.chat_template_kwargs,
         }
-        length = sum(len(str(message.get("content"))) for message in messages)
-        self._check_length(length)
+        check_messages(messages)
+        length = sum(len(str(message["content"])) for message in messages)
+        self._check_length(length, "messages")
         encode = partial(self._tokenizer.encode_chat, messages, **options)
         if length <= LONG_TEXT:
             return await asyncio.to_thread(encode)  # the first one imports a library
         return await self.allm.tokenizing(length, encode)
 
-    def _room(self, prompt: Prompt, max_tokens: int | None, name: str = "max_tokens") -> int:
-        """How many tokens max_model_len leaves. Raises InvalidRequest where more are asked for, in the field `name`."""
+    def _room(self, prompt: Prompt, max_tokens: int | None, name: str = "max_tokens", of_prompt: str = "prompt") -> int:
+        """How many tokens max_model_len leaves. Raises TooLong: more are asked for, in the field `name`, or the prompt,
+        in the field `of_prompt`, leaves none."""
         length, room = len(prompt.token_ids), self._config.max_model_len - len(prompt.token_ids)
         if room < (max_tokens or 1):
-            raise InvalidRequest(
-                f"{name} is {max_tokens}; this model takes at most {self._config.max_model_len} tokens, and the prompt "
-                f"has {length}: shorten it, or lower {name} to {room}"
-                if max_tokens and room > 0
-                else f"this model takes at most {self._config.max_model_len} tokens, and the prompt has {length}; "
-                "shorten it, or give truncate_prompt_tokens"
+            if max_tokens and room > 0:
+                raise TooLong(
+                    f"{name} is {max_tokens}; {self._longest}, and the prompt has {length}: "
+                    f"shorten it, or lower {name} to {room}",
+                    name,
+                )
+            raise TooLong(
+                f"{self._longest}, and the prompt has {length}; shorten it, or give truncate_prompt_tokens", of_prompt
             )
         return room
 

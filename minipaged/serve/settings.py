@@ -27,7 +27,8 @@ class ServeSettings:
     served_model_name: Sequence[str] = ()
     """How clients call the model; if left open, as it is named here."""
     max_waiting: int = setting(1024, at_least=1)
-    """Requests that may wait for their first turn; more are refused with 503."""
+    """Requests that may wait for their first turn, a prompt each; where so many do, more are refused with 503. The
+    prompts of one body are taken together, though they may be more."""
     page: bool = True
     """Show the blocks at / while they are used."""
     shutdown_timeout: float = setting(30.0, at_least=0)

@@ -251,6 +251,23 @@ def test_what_python_freezes_of_its_own_keeps_no_llm_from_freezing(
 
 
 @pytest.mark.usefixtures("nothing_is_frozen")
+def test_a_program_that_ends_collects_nothing_that_is_frozen(
+    small_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It all goes anyway; to go through it takes seconds."""
+    real, made = weakref.finalize, []
+
+    def finalize(*arguments: Any) -> Any:
+        made.append(real(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(weakref, "finalize", finalize)
+    LLM(small_llama, num_blocks=64)
+    assert made
+    assert not any(each.atexit for each in made)
+
+
+@pytest.mark.usefixtures("nothing_is_frozen")
 def test_an_llm_leaves_the_garbage_collector_to_whoever_has_seen_to_it_before(small_llama: Path) -> None:
     first = LLM(small_llama, num_blocks=64)
     frozen = gc.get_freeze_count()

@@ -231,7 +231,7 @@ def test_a_full_queue_refuses(tiny: LoadedModel) -> None:
             with pytest.raises(QueueFull, match="2 requests wait"):
                 await allm.add([Asked("3", [5, 6], LONG)])
             streams[1].close()
-            streams.append(await allm.add([Asked("3", [5, 6], LONG)]))
+            streams.append(await allm.add([Asked(str(i), [5, 6], LONG) for i in range(3, 6)]))  # together, if at all
             for stream in streams:
                 stream.close()
 

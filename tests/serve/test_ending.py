@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,9 +25,12 @@ import pytest
 from starlette.types import Message
 
 from minipaged.async_llm import AsyncLLM
+from minipaged.cli import main
+from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import LoadedModel
+from minipaged.outputs import RequestUpdate
 from minipaged.serve.app import create_app
-from minipaged.serve.server import Server, make_server, serve
+from minipaged.serve.server import LAST_MOMENT_S, Server, make_server, serve
 from minipaged.serve.serving import Serving
 from minipaged.serve.settings import ServeSettings
 from tests.effort import examples, thorough
@@ -201,6 +206,10 @@ def test_terminated_it_finishes_what_runs_and_refuses_what_comes(tiny: LoadedMod
             refused = client.post(running.url + "/v1/completions", json=LONG)
             assert refused.status_code == 503
             assert "shutting down" in refused.json()["error"]["message"]
+            assert refused.headers["retry-after"] == "1"
+            ill = running.get("/health")  # so that nobody sends more
+            assert ill.status_code == 503
+            assert "shutting down" in ill.json()["error"]["message"]
             thread.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 50
         running.thread.join(30)
@@ -242,10 +251,86 @@ def test_when_the_engine_dies_all_are_told_and_the_server_ends(tiny: LoadedModel
         assert running.get("/health").status_code == 503
         late = running.post("/v1/completions", LONG)
         assert late.status_code == 503
+        assert late.headers["retry-after"] == "1"
         assert "planted" in late.json()["error"]["message"]
         running.thread.join(30)
         assert not running.thread.is_alive()
         assert running.server.status == 1
+
+
+def test_a_step_that_does_not_end_is_not_waited_for(tiny: LoadedModel) -> None:
+    """The time to finish bounds the end of the server, whatever its engine does."""
+    goes_on = threading.Event()
+    with served(tiny, ServeSettings(shutdown_timeout=0.1)) as running:
+        step = running.allm.llm.engine.step
+
+        def stuck() -> list[RequestUpdate]:
+            goes_on.wait(60)
+            return step()
+
+        running.allm.llm.engine.step = stuck  # type: ignore[method-assign]
+        asking = threading.Thread(target=lambda: running.post("/v1/completions", LONG))
+        asking.start()
+        wait_until(lambda: running.allm.num_open == 1)
+        began = time.monotonic()
+        running.terminate()
+        running.thread.join(30)
+        took = time.monotonic() - began
+        goes_on.set()
+        asking.join()
+        assert took < 0.1 + 2 * LAST_MOMENT_S + 1
+
+
+@pytest.mark.parametrize("end", [0, 1, ModelError("no such model")])
+def test_the_program_leaves_without_taking_everything_apart(
+    end: int | ModelError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With torch and numba that takes seconds, and whoever has registered something may take as long as he likes."""
+
+    def run_server(*arguments: Any, **engine: Any) -> int:
+        if isinstance(end, ModelError):
+            raise end
+        return end
+
+    left: list[int] = []
+    monkeypatch.setattr("minipaged.serve.server.serve", run_server)
+    monkeypatch.setattr(os, "_exit", left.append)
+    with pytest.raises(SystemExit):
+        main(["serve"])
+    assert left == [1 if isinstance(end, ModelError) else end]
+    assert ("error: no such model" in capsys.readouterr().err) == isinstance(end, ModelError)
+
+
+def test_settings_that_suit_no_model_are_refused_before_one_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    for settings, words in (
+        ({"tier": "nope"}, "tier is 'nope'"),
+        ({"dtype": "nope"}, "dtype is 'nope'"),
+        ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0"),
+        ({"scheduling_policy": "nope"}, "scheduling_policy is 'nope'"),
+        ({"preemption": "swap", "num_swap_blocks": 0}, "num_swap_blocks is 0"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            serve("no-such-model", ServeSettings(port=0), **settings)
+        assert "loading" not in capsys.readouterr().err
+
+
+def test_the_log_is_of_requests_and_not_of_those_who_watch(tiny: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    make_server(tiny, ServeSettings(log_level="critical"), num_blocks=64)
+    log = logging.getLogger("uvicorn.access")
+    log.addHandler(caplog.handler)
+    try:
+        for path, status in (("/metrics?x", 200), ("/health", 200), ("/health", 503), ("/v1/completions", 200)):
+            record = log.makeRecord(
+                log.name, logging.INFO, "", 0, '%s "%s %s %s" %d', ("", "GET", path, "", status), None
+            )
+            log.handle(record)
+    finally:
+        log.removeHandler(caplog.handler)
+    assert [record.args[2:] for record in caplog.records if record.args] == [
+        ("/health", "", 503),
+        ("/v1/completions", "", 200),
+    ]
 
 
 @contextmanager
@@ -326,6 +411,9 @@ def test_it_says_what_it_does_and_is_ready_for_a_chat(
     assert serve(str(tiny_folder), ServeSettings(port=0), tier="reference", num_blocks=64) == 0
     assert said == [f"loading {tiny_folder} ...\n"]
     assert "listening on http://127.0.0.1:" in capsys.readouterr().err
+    with warnings.catch_warnings(record=True) as heard:  # which a thread may not keep another from hearing
+        warnings.warn("The 'alias' attribute with value 'body' was provided", UserWarning, stacklevel=1)
+    assert not heard
     wait_until(lambda: "in_transformers" in vars(servers[0].serving.allm.llm.need_tokenizer()))
 
 
@@ -343,6 +431,7 @@ def test_what_is_wrong_with_the_command_line_is_said_before_anything_is_loaded(t
             (["--api-key", ""], "openssl"),
             (["--max-waiting", "0"], "max_waiting"),
             (["--log-level", "loud"], "log_level"),
+            (["--tier", "nope", "--scheduling-policy", "nope"], "scheduling_policy"),
         ):
             command = [sys.executable, "-m", "minipaged", "serve", "no-such-model", "--port", "0", *options]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)

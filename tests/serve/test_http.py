@@ -16,10 +16,12 @@ import pytest
 
 from minipaged.engine.detokenizer import naming_failures
 from minipaged.llm import LoadedModel
+from minipaged.serve.protocol import SHAPES
 from minipaged.serve.settings import ServeSettings
 from tests.serve.harness import Served, served
 
 COMPLETE = {"prompt": "x", "max_tokens": 1}
+HELLO = [{"role": "user", "content": "x"}]
 
 
 def test_tokens_and_texts(server: Served) -> None:
@@ -117,11 +119,11 @@ def test_a_long_prompt_keeps_nobody_waiting(server: Served) -> None:
     assert max(lags) < took / 2
 
 
-def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+def error_of(answer: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == status
+    assert error["code"] == (code or status)
     return dict(error)
 
 
@@ -249,6 +251,8 @@ def test_another_method_is_refused_and_the_right_one_named(server: Served) -> No
 def test_who_asks_for_what_there_is_not_is_told_what_there_is(server: Served, path: str) -> None:
     error = error_of(server.post(path, {}), 404)
     assert error["message"].startswith(f"there is no {path} here; there is /v1/completions, /v1/chat/completions, ")
+    assert "/v1/models/{name}, " in error["message"]
+    assert error["message"].endswith(", /openapi.json, /")
     assert error["type"] == "NotFoundError"
 
 
@@ -262,7 +266,6 @@ def test_a_body_that_is_too_long_is_told_so(server: Served, path: str, content: 
 
 
 ABOUT: list[tuple[str, dict[str, Any], str | None]] = [
-    ("completions", {"prompt": "x", "max_tokens": 5000}, "max_tokens"),
     ("completions", {"prompt": "x", "max_tokens": 3, "min_tokens": 4}, "min_tokens"),
     ("completions", {"prompt": [10**9]}, "prompt"),
     ("completions", {"prompt": []}, "prompt"),
@@ -276,12 +279,15 @@ ABOUT: list[tuple[str, dict[str, Any], str | None]] = [
     ("completions", {"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids"),
     ("completions", {"prompt": "x", "allowed_token_ids": [10**6]}, "allowed_token_ids"),
     ("completions", {"prompt": "x", "logit_bias": {"1000000": 1}}, "logit_bias"),
-    ("completions", {"prompt": "x" * 2000}, None),
     ("chat/completions", {"tools": [{}]}, "tools"),
     ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
-    ("chat/completions", {"max_completion_tokens": 5000}, "max_completion_tokens"),
     ("chat/completions", {"chat_template": "x"}, "chat_template"),
-    ("chat/completions", {"messages": [{"role": 3}]}, None),
+    ("chat/completions", {"messages": [{"role": 3, "content": "x"}]}, "messages"),
+    ("chat/completions", {"messages": [{"content": "x"}]}, "messages"),
+    ("chat/completions", {"messages": [{"role": "user"}]}, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ("completions", {"prompt": "x", "length_penalty": 2.0}, "length_penalty"),
 ]
 
 
@@ -291,6 +297,117 @@ def test_an_error_names_the_field_that_it_is_about(
 ) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], **body} if path.startswith("chat") else body
     assert error_of(server.post(f"/v1/{path}", body), 400)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": "x", "max_tokens": 5000}, "max_tokens"),
+        ("completions", {"prompt": "x" * 2000}, "prompt"),
+        ("completions", {"prompt": "long " * 300_000}, "prompt"),
+        ("chat/completions", {"messages": HELLO, "max_completion_tokens": 5000}, "max_completion_tokens"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_what_is_too_long_is_told_so_in_openais_words(
+    server: Served, path: str, body: dict[str, Any], param: str
+) -> None:
+    """Clients go by them when they shorten a conversation."""
+    error = error_of(server.post(f"/v1/{path}", body), 400, "context_length_exceeded")
+    assert error["param"] == param
+    assert f"maximum context length is {server.allm.llm.config.max_model_len} tokens" in error["message"]
+
+
+def test_where_the_pool_bounds_a_sequence_it_is_said(tiny: LoadedModel) -> None:
+    with served(tiny, num_blocks=4) as running:
+        error = error_of(running.post("/v1/completions", {"prompt": "x" * 100}), 400, "context_length_exceeded")
+        assert "64 tokens (the pool of blocks holds no more)" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            {"role": "assistant", "tool_calls": [{}], "content": None},
+            'messages[0] has "tool_calls": minipaged calls no',
+        ),
+        ({"role": "tool", "content": "x"}, 'messages[0] has the role "tool": minipaged calls no tools'),
+        ({"role": "user", "content": None}, 'messages[0] has no "content"'),
+        ({"content": "x"}, 'messages[0] has no "role"'),
+        ({"role": "user", "content": [{"type": "image_url"}]}, 'messages[0]: a part of a "content" is'),
+        ({"role": "user", "content": [{"type": "text", "text": 3}]}, 'messages[0]: a part of a "content" is'),
+    ],
+)
+def test_what_is_wrong_with_a_message_is_told_with_its_place(
+    server: Served, message: dict[str, Any], words: str
+) -> None:
+    error = error_of(server.post("/v1/chat/completions", {"messages": [message]}), 400)
+    assert error["message"].startswith(words)
+
+
+PASSED: dict[str, Any] = {
+    "metadata": {"a": "b"},
+    "store": False,
+    "user": "me",
+    "service_tier": "auto",
+    "parallel_tool_calls": True,
+    "tool_choice": "none",
+    "prompt_cache_key": "key",
+    "safety_identifier": "me",
+    "length_penalty": 1.0,
+}
+
+
+def test_what_asks_for_nothing_is_let_pass(server: Served) -> None:
+    body = {"messages": HELLO, "max_tokens": 1}
+    assert server.post("/v1/chat/completions", body | PASSED).status_code == 200
+    for changed in ({"tool_choice": "auto"}, {"service_tier": "default"}, {"tools": []}):
+        assert server.post("/v1/chat/completions", body | changed).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("web_search_options", {}),
+        ("documents", [{"text": "x"}]),
+        ("reasoning_effort", "high"),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("service_tier", "flex"),
+        ("store", True),
+        ("tool_choice", "required"),
+        ("verbosity", "low"),
+    ],
+)
+def test_what_asks_for_something_that_does_not_happen_is_refused_by_name(server: Served, name: str, value: Any) -> None:
+    error = error_of(server.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 1, name: value}), 400)
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name} is not supported: ")
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": 5}', f"prompt must be {SHAPES['prompt']} (given: 5)"),
+        (b'{"prompt": "x", "stop": 5}', f"stop must be {SHAPES['stop']} (given: 5)"),
+        (b"", "the body is empty; send a JSON object"),
+        (
+            b'{"prompt": "x", "seed": 18446744073709551616}',
+            "seed: must be from -9223372036854775808 to 18446744073709551615 (given: 18446744073709551616)",
+        ),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_a_fault_is_told_once_and_in_plain_words(server: Served, body: bytes, message: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers, timeout=60)
+    assert error_of(answer, 400)["message"] == message
+
+
+def test_ten_thousand_stop_strings_are_told_the_limit_once(server: Served) -> None:
+    error = error_of(server.post("/v1/completions", COMPLETE | {"stop": list(map(str, range(10_000)))}), 400)
+    assert error["message"].startswith("stop must be a text, or a list of at most 4, ")
+    assert error["message"].count("'0', '1'") == 1
 
 
 def test_best_of_one_asks_for_nothing(server: Served) -> None:
@@ -353,8 +470,10 @@ def test_the_key_is_asked_for_under_v1(tiny: LoadedModel) -> None:
             answer = running.post("/v1/completions", COMPLETE, headers=headers)
             assert answer.status_code == 401
             assert answer.json() == {"error": "Unauthorized"}
-        right = {"Authorization": "Bearer secret"}
-        assert running.post("/v1/completions", COMPLETE, headers=right).status_code == 200
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for scheme in ("Bearer", "bearer", "BEARER"):
+            right = {"Authorization": f"{scheme} secret"}
+            assert running.post("/v1/completions", COMPLETE, headers=right).status_code == 200
         assert running.get("/health").status_code == 200
         asks = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
         preflight = httpx.options(running.url + "/v1/completions", headers=asks)

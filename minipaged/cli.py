@@ -338,6 +338,9 @@ def quantize(
     megabytes = f"{made.num_bytes / 1e6:,.1f} MB of weights, {made.num_bytes_before / 1e6:,.1f} before"
     calibrated = f", calibrated on {made.calibration_tokens:,} tokens" if made.calibration_tokens else ""
     print(f"{output}: {made.matrices} matrices quantized{calibrated}; {megabytes}")
+    if made.calibration_tokens < calibration_tokens // 2 and calibrated:
+        few = f"the text has {made.calibration_tokens:,} tokens of the {calibration_tokens:,} to calibrate on"
+        print(f"warning: {few}; a longer one makes a better model", file=sys.stderr)
 
 
 @app.command(cls=Command)

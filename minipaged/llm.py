@@ -218,7 +218,9 @@ class LLM:
     def need_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ModelError where it has none."""
         if self.tokenizer is None:
-            raise ModelError(f"{self.folder} holds no tokenizer.json; give token ids, or put the tokenizer there")
+            raise ModelError(
+                f"{self.folder} holds no tokenizer.json; put the tokenizer there, or give token ids (from Python)"
+            )
         return self.tokenizer
 
     def stats(self) -> Stats:

@@ -132,6 +132,19 @@ def test_a_text_that_is_none_is_refused(cli: Cli, small_llama: Path, tmp_path: P
         assert said in err
 
 
+def test_a_text_that_is_short_is_said_to_be(cli: Cli, small_llama: Path, text: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    short.write_text(text.read_text()[:100])
+    status, out, err = cli("quantize", small_llama, "-o", tmp_path / "made", "--group-size=32", "--calibration", short)
+    number = len(tokens_of(short.read_text(), small_llama))
+    assert status == 0
+    assert f"calibrated on {number} tokens" in out
+    assert (
+        err
+        == f"warning: the text has {number} tokens of the 16,384 to calibrate on; a longer one makes a better model\n"
+    )
+
+
 def test_weights_that_are_no_numbers_are_named(small_llama: Path, tmp_path: Path) -> None:
     """Of a matrix; and of an embedding, which the calibration shows."""
     for name, method, said in (

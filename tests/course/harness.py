@@ -40,5 +40,11 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path.write_text(script)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, path], capture_output=True, text=True, env=environment, cwd=folder, timeout=120, check=False
+        [sys.executable, "-B", path],  # the next one may be of the same second and size
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=folder,
+        timeout=120,
+        check=False,
     )

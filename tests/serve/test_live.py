@@ -696,7 +696,7 @@ def test_the_chat_says_what_went_wrong_and_goes_on(open_page: Callable[..., Open
     opened = open_page()
     page = opened.page
     ask(page, TOO_LONG)
-    page.get_by_role("alert").get_by_text("this model takes at most 1024 tokens").wait_for()
+    page.get_by_role("alert").get_by_text("maximum context length is 1024 tokens").wait_for()
     assert any("400" in said for said in opened.watched.complaints)  # the browser's own word for it
     opened.watched.complaints.clear()
     ask(page, "better now")

@@ -626,7 +626,7 @@ class Turn {
     this.item = make("li", {}, make("b", {}, "minipaged"), this.text, make("p", {class: "note"}, this.note, " ", this.button));
     this.name = crypto.getRandomValues(new Uint32Array(4)).join("."); // to know its request by before any answer
     this.request = null;
-    say(this.note, "Sent.");
+    say(this.note, "Sent: the engine takes it up after the step that it is in.");
   }
   blocks() {
     return (this.request?.runs ?? []).flatMap(([first, number]) => Array.from({length: number}, (_, i) => first + i));

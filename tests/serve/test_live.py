@@ -475,8 +475,10 @@ def open_page(browser: Browser, teller: LoadedModel) -> Iterator[Callable[..., O
     with contextlib.ExitStack() as stack:
         opened: list[Opened] = []
 
-        def open_page(num_blocks: int = 64, step_seconds: float = 0.005, **settings: Any) -> Opened:
-            running = stack.enter_context(served(teller, num_blocks=num_blocks, num_swap_blocks=8))
+        def open_page(
+            num_blocks: int = 64, step_seconds: float = 0.005, num_swap_blocks: int = 8, **settings: Any
+        ) -> Opened:
+            running = stack.enter_context(served(teller, num_blocks=num_blocks, num_swap_blocks=num_swap_blocks))
             stack.enter_context(running.slow(step_seconds))
             client = stack.enter_context(httpx.Client(timeout=PATIENCE_S))
             found = Opened(running, Watched(browser, **settings), client, stack)
@@ -527,18 +529,18 @@ def test_the_page_shows_what_the_engine_has(open_page: Callable[..., Opened]) ->
     assert page.locator("#model").text_content() == "tiny"
     captions = " ".join(page.locator("figcaption").all_text_contents())
     assert "running, waiting (dashed), swapped (dotted): 0, 0, 0" in captions
-    assert "tokens a second: 0" in captions
+    until(page, "document.querySelector('#plots').textContent.includes('tokens a second: 0')")  # a second later
     assert re.search(r"time to first token: [\d,]+ ms", captions)
     assert re.search(r"prompt tokens found in the cache: \d+ %", captions)
     with opened.server.slow(1.0):  # one long time to first token leaves the others to be seen
         opened.add("late", 20, 1)
         opened.until("shown.requests.size === 3 && shown.figures[2] + shown.figures[3] === 0")
     plot = page.locator("figure", has_text="time to first token")
-    until(page, "document.querySelector('#plots').textContent.includes('cut at')")
-    told = re.search(r"ms \(most ([\d,]+), cut at ([\d,]+)\)", plot.text_content())
+    until(page, "document.querySelector('#plots').textContent.includes('broken bars')")
+    told = re.search(r"ms \(most ([\d,]+); broken bars: over ([\d,]+)\)", plot.text_content())
     most, cut = (int(number.replace(",", "")) for number in told.groups())
     assert cut < 1000 <= most
-    ends = [float(bar.get_attribute("points").rpartition(",")[2]) for bar in plot.locator("polyline").all()]
+    ends = [float(end) for end in re.findall(r"V([\d.]+)", plot.locator("path").get_attribute("d"))]
     assert sorted(ends)[:3] == [0, 12, pytest.approx(30)]  # both parts of the broken bar; the longest of the others
 
 
@@ -667,6 +669,25 @@ def test_the_chat_can_be_stopped_and_then_nothing_goes_on(open_page: Callable[..
     assert page.locator("#turns li").count() == 2  # the one answer, of the one question
 
 
+def test_the_chat_says_that_a_question_is_being_read_or_waits(open_page: Callable[..., Opened]) -> None:
+    opened = open_page()
+    page, question = opened.page, "a long question"
+    tokens = f"{AROUND + len(question)} prompt tokens"
+    note = "document.querySelector('#turns li:last-child .note').textContent"
+    with opened.server.slow(0.5):
+        ask(page, question)
+        until(page, f"{note}.includes('Reading {tokens} …')")
+        page.get_by_role("button", name="Stop").click()
+        page.get_by_text("Stopped.").wait_for()
+        opened.until("[...shown.requests.values()].map((r) => r.queue).join() === 'aborted'")
+        page.get_by_role("button", name="New conversation").click()
+        opened.add("other", 50, 20)
+        opened.until("[...shown.requests.values()].some((r) => r.queue === 'running')")
+        ask(page, question)
+        until(page, f"{note}.includes('Waiting for its turn, or being read already: {tokens}.')")
+    until(page, f"/[1-9][0-9]* tokens generated/.test({note})")
+
+
 TOO_LONG = "x" * 5000
 
 
@@ -675,7 +696,7 @@ def test_the_chat_says_what_went_wrong_and_goes_on(open_page: Callable[..., Open
     opened = open_page()
     page = opened.page
     ask(page, TOO_LONG)
-    page.get_by_role("alert").get_by_text("this model takes at most 1024 tokens").wait_for()
+    page.get_by_role("alert").get_by_text("maximum context length is 1024 tokens").wait_for()
     assert any("400" in said for said in opened.watched.complaints)  # the browser's own word for it
     opened.watched.complaints.clear()
     ask(page, "better now")
@@ -739,10 +760,10 @@ def test_with_a_key_the_page_asks_for_it_until_it_is_right(browser: Browser, tel
 GREY = """() => {
   const canvas = document.querySelector("#device"), pen = canvas.getContext("2d"), {device} = minipaged.shown();
   const box = canvas.getBoundingClientRect(), scale = canvas.width / box.width;
-  const {pitch, columns} = minipaged.maps.device;
+  const {pitch, columns, number} = minipaged.maps.device;
   const {data} = pen.getImageData(0, 0, canvas.width, canvas.height);
   const grey = {};
-  for (let i = 0; i < device.length; i++) {
+  for (let i = 0; i < number; i++) {
     const holders = device.holders[i];
     const kind = holders > 1 ? "shared" : holders ? "held" : device.cached[i] ? "cached" : "free";
     const place = [(i % columns) * pitch, Math.floor(i / columns) * pitch, pitch];
@@ -776,8 +797,101 @@ def test_free_cached_and_held_blocks_differ_without_colour(
     darkest = {kind: max(found) for kind, found in grey.items()}
     assert darkest["free"] + 0.03 < lightest["cached"], (lightest, darkest)
     assert darkest["cached"] + 0.03 < lightest["held"], (lightest, darkest)
+    drawn, held = opened.page.evaluate("[minipaged.maps.device.number, minipaged.shown().device.counts().held]")
+    assert held < drawn == sum(map(len, grey.values()))
     height = opened.page.locator("#device").bounding_box()["height"]
     assert height < 700
+
+
+def check_plots_and_chat_are_seen(page: Any) -> None:
+    """On a desktop without scrolling, on a phone within two screens; and nothing is empty between them."""
+    for screen, screens in (("desktop", 1), ("phone", 2)):
+        page.set_viewport_size(SCREENS[screen])
+        page.wait_for_timeout(50)
+        box = page.locator("#question").bounding_box()
+        assert box["y"] + box["height"] < screens * SCREENS[screen]["height"]
+        plot, chat = (page.locator(part).bounding_box() for part in ("figure:last-child", ".chat"))
+        assert 0 <= chat["y"] - plot["y"] - plot["height"] < 20
+        assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+
+
+def check_seen(page: Any, block: str) -> None:
+    """A block that is held is in view, in a map that scrolls by itself."""
+    page.wait_for_timeout(50)
+    drawn, top, lowest, whole = page.evaluate(f"""() => {{
+      const {{canvas, box, pitch, columns, number}} = minipaged.maps.device;
+      const [x, y] = [({block}) % columns, Math.floor(({block}) / columns)].map((place) => place * pitch);
+      const scale = canvas.width / canvas.clientWidth;
+      const copy = new OffscreenCanvas(1, 1).getContext("2d");
+      copy.drawImage(canvas, -(x + 3) * scale, -(y + 3) * scale);
+      return [copy.getImageData(0, 0, 1, 1).data[3], y - box.scrollTop, box.clientHeight - pitch, canvas.clientHeight];
+    }}""")
+    assert drawn == 255
+    assert 0 <= top <= lowest < 460 < whole
+
+
+def test_of_57_000_blocks_those_are_drawn_that_were_ever_used(open_page: Callable[..., Opened]) -> None:
+    opened = open_page(45_816, num_swap_blocks=11_454, viewport=SCREENS["desktop"])
+    page, blocks = opened.page, opened.page.get_by_role("slider", name="Device blocks")
+    assert page.locator("#device-rest").text_content() == "… 45,560 more blocks that nobody has had yet"
+    assert page.locator("#host-counts").text_content() == "Host memory: none of 11,454 blocks held"
+    assert page.locator("#host").is_hidden()
+    assert page.locator("#host-rest").is_hidden()
+    check_plots_and_chat_are_seen(page)
+    opened.add("long", 900, 2, begin=range(300, 900, 100))
+    opened.until("shown.device.reached > 256 && minipaged.maps.device.number === 512")
+    blocks.press("End")
+    assert page.locator("#tip").text_content() == "block 511: free"
+    opened.until("[...shown.requests.values()].every((r) => r.queue === 'finished')")
+    page.evaluate("""() => minipaged.history.push({device: [[0, 45_816, 0, 1, 16, 0]], host: [[0, 300, 0, 1, 16, 0]],
+      figures: [minipaged.history.latest.figures]})""")
+    page.get_by_role("button", name="Pause").click()
+    until(page, "minipaged.maps.device.number === 45_816 && minipaged.maps.host.number === 512")
+    assert page.locator("#device-rest").text_content() == "The map scrolls."
+    check_plots_and_chat_are_seen(page)
+    blocks.press("End")
+    assert page.locator("#tip").text_content().startswith("block 45815: held")
+    check_seen(page, "number - 1")
+    page.evaluate("minipaged.maps.device.box.scrollTop = 700")
+    check_seen(page, "150 * columns")
+
+
+HELD_LINE = """[...document.querySelectorAll("figure")].at(-1)?.querySelector("path")?.getAttribute("d")"""
+
+
+def test_time_goes_on_in_the_plots_while_nothing_happens(open_page: Callable[..., Opened]) -> None:
+    opened = open_page()
+    page = opened.page
+    opened.add("one", 100, 30)
+    opened.until("shown.figures[5] === 30 && shown.figures[8] === 0")
+    until(page, f"/V57H300$/.test({HELD_LINE})")
+
+    def fell() -> float:
+        """Seconds ago, as the line has it."""
+        line = page.evaluate(HELD_LINE)
+        assert re.fullmatch(r"M[\d.]+,[\d.]+(H[\d.]+V[\d.]+)+H300", line), line  # of steps alone
+        return (300 - float(re.findall(r"H([\d.]+)V57", line)[-1])) / 5
+
+    page.evaluate("{const {now} = Performance.prototype; performance.now = () => now.call(performance) + 30_000}")
+    wait_until(lambda: fell() > 29)
+    page.evaluate("""() => {
+      Object.defineProperty(document, "hidden", {value: true, configurable: true});
+      document.dispatchEvent(new Event("visibilitychange"));
+    }""")
+    hidden = fell()
+    page.wait_for_timeout(1200)
+    assert fell() == hidden
+    page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
+    assert fell() > hidden + 1
+    watch = opened.server.server.serving.watch
+    assert watch
+    watch._began -= 40  # a page that is opened later knows how long ago it was
+    page.reload()
+    until(page, f"/V57H300$/.test({HELD_LINE})")
+    assert 39 < fell() < 60
+    watch._began -= 60
+    page.reload()
+    until(page, f"{HELD_LINE} === 'M0,57H300'")
 
 
 def test_each_block_tells_of_itself_by_key_and_by_pointer(open_page: Callable[..., Opened]) -> None:

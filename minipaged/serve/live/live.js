@@ -37,6 +37,7 @@ class Blocks {
     this.holders = new Uint16Array(number);
     this.filled = new Uint16Array(number);
     this.cached = new Uint8Array(number);
+    this.reached = 0; // blocks before the first of those that nobody has had yet
   }
   get length() { return this.letter.length; }
   apply(runs) {
@@ -46,11 +47,13 @@ class Blocks {
       this.holders.fill(holders, first, end);
       this.filled.fill(filled, first, end);
       this.cached.fill(cached, first, end);
+      if (holders || cached) this.reached = Math.max(this.reached, end);
     }
   }
   copy() {
     const same = new Blocks(0);
     for (const name of ["letter", "holders", "filled", "cached"]) same[name] = this[name].slice();
+    same.reached = this.reached;
     return same;
   }
   counts() {
@@ -137,15 +140,27 @@ class History {
 // --- The map --------------------------------------------------------------------------------------
 
 const PITCHES = [56, 44, 32, 24, 18, 14, 11, 9, 7, 6, 5]; // CSS pixels from one block to the next
-const MOST_HEIGHT = 460;
+const FEWEST = 256; // blocks that are drawn, where there are so many
 
+/** Blocks to draw, of all: those that were ever used, and as many again at most, so that the map seldom changes. */
+const drawnOf = (reached, all) => {
+  let number = FEWEST;
+  while (number < reached) number *= 2;
+  return Math.min(number, all);
+};
+
+/** Blocks are handed out from the first on: those behind are not drawn before their turn comes. The box around a map
+ * has the height that it may take (live.css); where cells as small as they get do not fit, it scrolls, and what is in
+ * view is drawn. */
 class MemoryMap {
   /** `beside`: a map whose cells are as large as these may be. */
   constructor(canvas, describe, beside) {
     this.canvas = canvas;
     this.describe = describe;
     this.beside = beside;
+    this.box = canvas.parentElement;
     this.blocks = new Blocks(0);
+    this.number = 0; // of blocks that are drawn
     this.marked = new Set();
     this.cursor = 0;
     canvas.addEventListener("pointermove", (at) => this.point(at));
@@ -155,23 +170,32 @@ class MemoryMap {
     canvas.addEventListener("keydown", (key) => {
       const {cursor, columns} = this;
       const to = {ArrowLeft: cursor - 1, ArrowRight: cursor + 1, ArrowUp: cursor - columns,
-        ArrowDown: cursor + columns, Home: 0, End: this.blocks.length - 1}[key.key];
+        ArrowDown: cursor + columns, Home: 0, End: this.number - 1}[key.key];
       if (to === undefined || key.altKey || key.ctrlKey || key.metaKey) return;
       key.preventDefault();
       this.move(to);
     });
-    new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
+    this.box.addEventListener("scroll", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe(this.box);
   }
   point(at) {
     const box = this.canvas.getBoundingClientRect();
     const column = Math.floor((at.clientX - box.left) / this.pitch);
     const block = Math.floor((at.clientY - box.top) / this.pitch) * this.columns + column;
-    if (column < this.columns && block < this.blocks.length) this.move(block);
+    if (column < this.columns && block < this.number) this.move(block);
   }
   move(block) {
-    this.cursor = Math.max(0, Math.min(this.blocks.length - 1, block));
+    this.cursor = Math.max(0, Math.min(this.number - 1, block));
+    this.reveal(this.cursor);
     this.draw();
     this.tell();
+  }
+  /** Scroll as little as brings a block into view. */
+  reveal(block) {
+    const top = Math.floor(block / this.columns) * this.pitch;
+    const {scrollTop, clientHeight} = this.box;
+    if (top < scrollTop) this.box.scrollTop = top;
+    else if (top + this.pitch > scrollTop + clientHeight) this.box.scrollTop = top + this.pitch - clientHeight;
   }
   tell() {
     const text = this.describe(this.cursor);
@@ -181,11 +205,11 @@ class MemoryMap {
   }
   layOut() {
     const width = this.canvas.clientWidth;
-    const number = Math.max(1, this.blocks.length);
-    const fits = (pitch) => Math.ceil(number / Math.max(1, Math.floor(width / pitch))) * pitch <= MOST_HEIGHT;
+    const most = parseFloat(getComputedStyle(this.box).maxHeight);
+    const fits = (pitch) => Math.ceil(this.number / Math.max(1, Math.floor(width / pitch))) * pitch <= most;
     this.pitch = PITCHES.find((pitch) => pitch <= (this.beside?.pitch ?? pitch) && fits(pitch)) ?? PITCHES.at(-1);
     this.columns = Math.max(1, Math.floor(width / this.pitch));
-    const height = Math.ceil(number / this.columns) * this.pitch;
+    const height = Math.ceil(this.number / this.columns) * this.pitch;
     const scale = devicePixelRatio || 1;
     if (this.canvas.width !== Math.round(width * scale) || this.canvas.height !== Math.round(height * scale)) {
       this.canvas.width = Math.round(width * scale);
@@ -194,16 +218,18 @@ class MemoryMap {
     }
     const pen = this.canvas.getContext("2d");
     pen.setTransform(scale, 0, 0, scale, 0, 0);
-    pen.clearRect(0, 0, width, height);
-    return pen;
+    const first = Math.floor(this.box.scrollTop / this.pitch);
+    const rows = Math.ceil(this.box.clientHeight / this.pitch) + 1;
+    pen.clearRect(0, first * this.pitch, width, rows * this.pitch);
+    return [pen, first * this.columns, Math.min(this.number, (first + rows) * this.columns)];
   }
-  draw(blocks = this.blocks, marked = this.marked, size = this.size) {
-    Object.assign(this, {blocks, marked, size});
+  draw(blocks = this.blocks, number = this.number, marked = this.marked, size = this.size) {
+    Object.assign(this, {blocks, number, marked, size});
     if (!this.canvas.clientWidth) return;
-    const pen = this.layOut();
+    const [pen, first, end] = this.layOut();
     const {color: strong, caretColor: faint} = getComputedStyle(this.canvas); // as they are in this light
     const side = this.pitch - (this.pitch > 24 ? 4 : this.pitch > 12 ? 2 : 1);
-    for (let i = 0; i < blocks.length; i++) {
+    for (let i = first; i < end; i++) {
       const x = (i % this.columns) * this.pitch + 1;
       const y = Math.floor(i / this.columns) * this.pitch + 1;
       pen.globalAlpha = marked.size && !marked.has(i) ? 0.2 : 1;
@@ -287,12 +313,12 @@ const before = (series, i, seconds) => {
   while (j > 0 && series[i][T] - series[j][T] < seconds) j--;
   return j;
 };
-/** Tokens generated in the second before; a second later there were none, if nothing came. */
-const rates = (series) => series.flatMap((now, i) => {
+/** Tokens generated in the second before; a second later there were none, if nothing came until `now`. */
+const rates = (series, now) => series.flatMap((figures, i) => {
   const then = series[before(series, i, 1)];
-  const rate = (now[GENERATED] - then[GENERATED]) / Math.max(0.1, Math.min(1, now[T] - then[T]));
-  const silent = i + 1 < series.length && series[i + 1][T] - now[T] > 1;
-  return silent ? [[now[T], rate], [now[T] + 1, 0]] : [[now[T], rate]];
+  const rate = (figures[GENERATED] - then[GENERATED]) / Math.max(0.1, Math.min(1, figures[T] - then[T]));
+  const silent = (series[i + 1]?.[T] ?? now) - figures[T] > 1;
+  return silent ? [[figures[T], rate], [figures[T] + 1, 0]] : [[figures[T], rate]];
 });
 /** Share of the prompt tokens of the ten seconds before that were in the prefix cache. */
 const hits = (series) => series.flatMap((now, i) => {
@@ -301,22 +327,20 @@ const hits = (series) => series.flatMap((now, i) => {
   return queried ? [[now[T], (100 * (now[FOUND] - then[FOUND])) / queried]] : [];
 });
 const plain = (column) => (series) => series.map((figures) => [figures[T], figures[column]]);
-const lastOf = (points) => points.at(-1)?.[1];
+const ttfts = (series) => plain(TTFT)(series).filter(([, ttft]) => ttft !== null);
 /** Twice what three quarters of the values stay below: one that took very long does not flatten the others. */
 const fence = (values) => Math.max(1, 2 * values.toSorted((a, b) => a - b)[Math.floor(0.75 * (values.length - 1))]);
 const rounded = (value, unit) => (value === undefined ? "–" : `${Math.round(value).toLocaleString("en")} ${unit}`.trim());
 
+// `text` of the values that hold at a moment, and of the figures at that moment.
 const PLOTS = [
-  {title: "tokens a second", lines: [rates],
-    text: ([rate], now) => rounded(now[RUNNING] ? lastOf(rate) : 0, "")},
+  {title: "tokens a second", lines: [rates], text: ([rate]) => rounded(rate, "")},
   {title: "running, waiting (dashed), swapped (dotted)", lines: [RUNNING, WAITING, SWAPPED].map(plain),
-    text: (_, now) => `${now[RUNNING]}, ${now[WAITING]}, ${now[SWAPPED]}`},
-  {title: "time to first token", bars: true,
-    lines: [(series) => series.filter((figures) => figures[TTFT] !== null).map((figures) => [figures[T], figures[TTFT]])],
-    text: ([ttft]) => rounded(lastOf(ttft), "ms")},
-  {title: "prompt tokens found in the cache", lines: [hits], most: 100,
-    text: ([share], now) => rounded(lastOf(share) ?? (now[QUERIED] ? (100 * now[FOUND]) / now[QUERIED] : undefined), "%")},
-  {title: "blocks held", lines: [plain(HELD)], text: (_, now) => rounded(now[HELD], "")},
+    text: (numbers) => numbers.join(", ")},
+  {title: "time to first token", bars: true, lines: [ttfts], text: ([ttft]) => rounded(ttft, "ms")},
+  {title: "prompt tokens found in the cache", lines: [hits], highest: 100,
+    text: ([share], now) => rounded(share ?? (now[QUERIED] ? (100 * now[FOUND]) / now[QUERIED] : undefined), "%")},
+  {title: "blocks held", lines: [plain(HELD)], text: ([held]) => rounded(held, "")},
 ];
 const SVG = "http://www.w3.org/2000/svg";
 const shape = (tag, attributes) => {
@@ -334,28 +358,33 @@ class Plot {
     const caption = make("figcaption", {}, make("span", {}, `${plot.title}: `), make("span", {}, this.value, this.top));
     this.figure = make("figure", {}, caption, this.svg);
   }
-  /** `series`: all figures; `shown`: the place of those that the page shows, the last if it is live. */
-  draw(series, shown, live) {
-    const {lines, bars, most, text, title} = this.plot;
-    const end = series.at(-1)[T];
-    const drawn = lines.map((line) => line(series).filter(([t]) => t >= end - SECONDS));
+  /** `series`: all figures; `figures`: those that the page shows, as they are now if it is live. */
+  draw(series, figures, now, live) {
+    const {lines, bars, highest, text, title} = this.plot;
+    const at = live ? now : figures[T];
+    const end = Math.min(now, at + SECONDS); // what is shown stays in sight
+    const begin = end - SECONDS;
+    const known = lines.map((line) => line(series, now));
+    // A value holds until the next, so that the last before the minute began is drawn too; a bar is of its moment.
+    const drawn = known.map((points) => {
+      const last = bars ? -1 : points.findLastIndex(([t]) => t < begin);
+      return points.filter(([t], i) => (t >= begin || i === last) && t <= end);
+    });
     const values = drawn.flat().map(([, value]) => value);
-    const highest = most ?? Math.max(1, ...values);
-    const top = bars && values.length ? Math.min(highest, fence(values)) : highest;
-    const x = (t) => (300 * (t - end + SECONDS)) / SECONDS;
+    const most = Math.max(...values);
+    const scale = highest ?? Math.max(1, most);
+    const top = bars && values.length ? Math.min(scale, fence(values)) : scale;
+    const x = (t) => (300 * (Math.max(t, begin) - begin)) / SECONDS;
     const y = (value) => 57 - (54 * value) / top;
-    const bar = (t, value) => (value <= top
-      ? [shape("polyline", {points: `${x(t)},57 ${x(t)},${y(value)}`})]
-      : [[57, 12], [6, 0]].map(([from, to]) => shape("polyline", {points: `${x(t)},${from} ${x(t)},${to}`})));
-    const children = drawn.flatMap((points, i) => (bars
-      ? points.flatMap(([t, value]) => bar(t, value))
-      : [shape("polyline", {class: `dash${i}`, points: points.map(([t, value]) => `${x(t)},${y(value)}`).join(" ")})]));
-    if (!live) children.push(shape("line", {x1: x(series[shown][T]), x2: x(series[shown][T]), y1: 0, y2: 60}));
+    const bar = ([t, value]) => (value <= top ? `M${x(t)},57V${y(value)}` : `M${x(t)},57V12M${x(t)},6V0`); // broken
+    const steps = (points) => points.map(([t, value], i) => `${i ? "H" : "M"}${x(t)}${i ? "V" : ","}${y(value)}`);
+    const children = drawn.map((points, i) => shape("path", {class: `dash${i}`,
+      d: bars ? points.map(bar).join("") : points.length ? `${steps(points).join("")}H${x(now)}` : ""}));
+    if (!live) children.push(shape("line", {x1: x(at), x2: x(at), y1: 0, y2: 60}));
     this.svg.replaceChildren(...children);
-    const until = series.slice(0, shown + 1);
-    say(this.value, text(lines.map((line) => line(until)), until.at(-1)));
-    const cut = highest > top ? `, cut at ${rounded(top, "")}` : "";
-    say(this.top, most ? "" : ` (most ${rounded(highest, "")}${cut})`);
+    say(this.value, text(known.map((points) => points.findLast(([t]) => t <= at)?.[1]), figures));
+    const broken = most > top ? `; broken bars: over ${rounded(top, "")}` : "";
+    say(this.top, highest || !values.length ? "" : ` (most ${rounded(most, "")}${broken})`);
     this.svg.setAttribute("aria-label", `${title}, the last minute: ${this.value.textContent} now${this.top.textContent}`);
   }
 }
@@ -364,11 +393,13 @@ class Plot {
 
 const history = new History();
 let series = []; // the figures of the last changes
+let ahead = 0; // seconds of the server's clock beyond this page's
 let shown = null; // the number of the frame that is shown; null: the newest
 let state = history.latest;
 let stepped = null; // the frame that `state` is after, if that is not the newest
 let drawing = false;
 let highlighted = null; // the answer whose blocks are shown
+let revealed = null; // the one that the map was scrolled to
 
 const plots = PLOTS.map((plot) => new Plot(plot));
 find("plots").append(...plots.map((plot) => plot.figure));
@@ -407,12 +438,26 @@ const draw = () => {
     drawHistory();
     if (!state.sizes[0]) return; // nothing was told yet
     drawMemory();
-    const last = series.findLastIndex((figures) => figures[T] <= state.figures[T]);
-    for (const plot of plots) plot.draw(series, Math.max(0, last), shown === null);
+    drawPlots();
     drawRequests();
     noteTurns();
   });
 };
+
+const drawPlots = () => {
+  if (!series.length) return;
+  const now = Math.max(performance.now() / 1000 + ahead, series.at(-1)[T]);
+  for (const plot of plots) plot.draw(series, state.figures, now, shown === null);
+};
+/** Time goes on while nothing happens, where somebody can see it. */
+let ticking = null;
+const tick = () => {
+  clearInterval(ticking);
+  ticking = document.hidden ? null : setInterval(drawPlots, 1000);
+  if (!document.hidden) drawPlots();
+};
+document.addEventListener("visibilitychange", tick);
+tick();
 
 const drawHistory = () => {
   const at = shown ?? history.last;
@@ -436,11 +481,24 @@ const drawMemory = () => {
   say(find("counts"), `Device memory: ${count(sizes[0], "block")} of ${count(sizes[2], "slot")}: ${held} held`
     + ` (${shared} shared), ${cached} only cached, ${free} free`);
   find("host-memory").hidden = !host.length;
-  say(find("host-counts"), `Host memory: ${host.counts().held} of ${count(host.length, "block")} held`);
+  const onHost = host.counts().held;
+  say(find("host-counts"), `Host memory: ${onHost || "none"} of ${count(host.length, "block")} held`);
+  find("host").parentElement.hidden = !history.latest.host.reached; // it may never be
   const marked = new Set(highlighted?.blocks());
-  maps.device.draw(device, marked, sizes[2]);
-  maps.host.draw(host, new Set(), sizes[2]);
-  for (const [name, map] of Object.entries(maps)) map.canvas.setAttribute("aria-valuemax", state[name].length - 1);
+  for (const [name, map] of Object.entries(maps)) {
+    const all = state[name].length;
+    // As one steps back, the map stays as it is.
+    const number = drawnOf(Math.max(state[name].reached, history.latest[name].reached), all);
+    map.draw(state[name], number, name === "device" ? marked : new Set(), sizes[2]);
+    map.canvas.setAttribute("aria-valuemax", Math.max(0, number - 1));
+    const rest = [];
+    if (number < all) rest.push(`… ${count(all - number, "more block")} that nobody has had yet`);
+    if (map.box.scrollHeight > map.box.clientHeight) rest.push("The map scrolls.");
+    say(find(`${name}-rest`), rest.join(". "));
+    find(`${name}-rest`).hidden = !rest.length || map.box.hidden;
+  }
+  if (highlighted !== revealed && marked.size) maps.device.reveal(Math.min(...marked));
+  revealed = highlighted;
   if (told) say(find("tip"), told.tell());
 };
 
@@ -519,12 +577,14 @@ const follow = async () => {
     return;
   }
   if (!response.ok) throw new Error(`the server answered ${response.status}`);
+  ahead = Number(response.headers.get("Live-Clock")) - performance.now() / 1000;
   status("connected");
   showModel();
   for await (const text of dataOf(response)) {
     const frame = JSON.parse(text);
     series = [...(frame.whole ? [] : series), ...frame.figures].slice(-KEPT);
     history.push(frame);
+    ahead = Math.max(ahead, series.at(-1)[T] - performance.now() / 1000); // this computer's may have slept
     if (history.latest.error) status(`what the engine does cannot be followed: ${history.latest.error}`, true);
     draw();
   }
@@ -564,17 +624,27 @@ class Turn {
       draw();
     });
     this.item = make("li", {}, make("b", {}, "minipaged"), this.text, make("p", {class: "note"}, this.note, " ", this.button));
-    this.id = null;
+    this.name = crypto.getRandomValues(new Uint32Array(4)).join("."); // to know its request by before any answer
     this.request = null;
+    say(this.note, "Sent: the engine takes it up after the step that it is in.");
   }
   blocks() {
     return (this.request?.runs ?? []).flatMap(([first, number]) => Array.from({length: number}, (_, i) => first + i));
   }
-  /** What the events say of the request, by its id. */
+  /** What the events say of the request. */
   noteRequest(requests) {
-    this.request = [...requests].findLast((request) => request.id === this.id) ?? this.request;
+    this.request = requests.findLast((request) => request.id.includes(this.name)) ?? this.request;
     if (!this.request) return;
-    const {found, prompt, generated} = this.request;
+    const {queue, found, prompt, generated} = this.request;
+    if (!generated) {
+      const cached = found ? `, of which ${found.toLocaleString("en")} were in the cache` : "";
+      const tokens = `${count(prompt, "prompt token")}${cached}`;
+      const alone = requests.every((other) => other === this.request || !GONE_ON.has(other.queue));
+      say(this.note, queue === "running" || (queue === "waiting" && alone) ? `Reading ${tokens} …`
+        // A step tells what it has done when it ends.
+        : queue === "waiting" ? `Waiting for its turn, or being read already: ${tokens}.` : "");
+      return;
+    }
     const blocks = this.blocks().length;
     say(this.note, (found
       ? `Shared ${count(blocks, "block")} with what was there before: ${found} of ${prompt} prompt tokens were in the cache.`
@@ -585,14 +655,15 @@ class Turn {
 }
 
 const noteTurns = () => {
-  for (const turn of turns.slice(-3)) if (turn.id) turn.noteRequest(history.latest.requests.values());
+  for (const turn of turns.slice(-3)) turn.noteRequest([...history.latest.requests.values()]);
 };
 
 const readAnswer = async (turn, signal) => {
   const response = await fetch("/v1/chat/completions", {
     method: "POST", signal, headers: {"Content-Type": "application/json", ...headers()},
     // Small models ramble at temperature 1; these are what `minipaged chat` has.
-    body: JSON.stringify({messages, temperature: 0.2, top_p: 0.9, stream: true, stream_options: {include_usage: true}}),
+    body: JSON.stringify({messages, temperature: 0.2, top_p: 0.9, request_id: turn.name, stream: true,
+      stream_options: {include_usage: true}}),
   });
   if (!response.ok) {
     const {error} = await response.json().catch(() => ({error: `the server answered ${response.status}`}));
@@ -602,7 +673,6 @@ const readAnswer = async (turn, signal) => {
     if (text === "[DONE]") return;
     const chunk = JSON.parse(text);
     if (chunk.error) throw new Error(chunk.error.message ?? chunk.error);
-    turn.id = chunk.id;
     turn.text.append(chunk.choices[0]?.delta.content ?? "");
     const cached = chunk.usage?.prompt_tokens_details?.cached_tokens;
     if (cached !== undefined) turn.usage = ` (usage: ${cached} cached)`;
@@ -627,6 +697,7 @@ const answer = async (question) => {
     await readAnswer(turn, answering.signal);
   } catch (error) {
     const stopped = error.name === "AbortError";
+    if (!turn.request) say(turn.note, "");
     turn.item.append(make("p", stopped ? {class: "note"} : {class: "error", role: "alert"}, stopped ? "Stopped." : error.message));
   }
   if (turn.text.textContent) mine.push({role: "assistant", content: turn.text.textContent});

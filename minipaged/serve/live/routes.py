@@ -37,7 +37,8 @@ def live_routes(watch: Watch) -> APIRouter:
 
     @routes.get("/live/events")
     async def events() -> StreamingResponse:
-        return StreamingResponse(_as_events(watch), media_type="text/event-stream", headers=HEADERS)
+        headers = HEADERS | {"Live-Clock": f"{watch.now:.3f}"}  # the last figures may be old
+        return StreamingResponse(_as_events(watch), media_type="text/event-stream", headers=headers)
 
     return routes
 

@@ -150,6 +150,11 @@ class Watch:
             finally:
                 self._lock.release()
 
+    @property
+    def now(self) -> float:
+        """Seconds since it began, as the figures have them."""
+        return self._clock() - self._began
+
     # --- For the event loop -----------------------------------------------------------------------
 
     async def frames(self) -> AsyncIterator[bytes]:
@@ -193,7 +198,7 @@ class Watch:
         state = self.state
         ttft, self._ttft = self._ttft, None
         figures = (
-            round(self._clock() - self._began, 3),
+            round(self.now, 3),
             state.step,
             len(state.running),
             len(state.waiting) - state.num_swapped,

@@ -410,7 +410,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids_and_says_so(small_llama: Pa
     shutil.copytree(small_llama, folder)
     (folder / "tokenizer.json").unlink()
     llm = LLM(folder, num_blocks=10)
-    with pytest.raises(ModelError, match=r"holds no tokenizer\.json; give token ids"):
+    with pytest.raises(ModelError, match=r"holds no tokenizer\.json; put the tokenizer there, or give token ids"):
         llm.generate("abc")
     with pytest.raises(ModelError, match=r"holds no tokenizer\.json"):
         llm.chat([{"role": "user", "content": "abc"}])

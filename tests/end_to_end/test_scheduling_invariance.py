@@ -22,6 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from minipaged.models.quantized.recipe import Recipe
+from minipaged.quantizing import quantize
 from tests.effort import examples, thorough
 from tests.end_to_end.ties import check_same_or_tied
 from tests.workloads import ended
@@ -62,8 +64,14 @@ class PowerCut(Exception):
 
 def outputs_alone(model: Path | str, jobs: Sequence[Job], dtype: str, **settings: Any) -> list[RequestOutput]:
     """What each job gives when nothing disturbs it."""
-    settings |= {"num_blocks": 64, "block_size": 16, "enable_prefix_caching": False, "dtype": dtype}
-    llm = LLM(model, tier="reference", **settings)
+    settings = {
+        "tier": "reference",
+        "num_blocks": 64,
+        "block_size": 16,
+        "enable_prefix_caching": False,
+        "dtype": dtype,
+    } | settings
+    llm = LLM(model, **settings)
     return [run(llm, [job])[0] for job in jobs]
 
 
@@ -226,6 +234,33 @@ def test_in_8_bits_no_schedule_shows_in_the_tokens_either(
     assert (stats.preempted_by_swap > 0) == (preemption == "swap")
     assert (stats.preempted_by_recompute > 0) == (preemption == "recompute")
     assert (stats.blocks_copied > 0) == (kind != "greedy")
+
+
+@every_kind
+def test_with_packed_weights_no_schedule_shows_in_the_tokens_either(
+    small_llama: Path, tier: str, kind: str, tmp_path: Path
+):
+    """However many tokens are multiplied by a packed matrix at a time."""
+    jobs, folder = JOBS[kind], tmp_path / "packed"
+    quantize(small_llama, folder, Recipe("rtn", group_size=32))
+    llm = LLM(
+        folder,
+        tier=tier,
+        block_size=4,
+        num_blocks=largest_need(jobs, 4) + 4,
+        num_swap_blocks=20,
+        max_num_batched_tokens=11,
+        max_model_len=128,
+        dtype=DTYPE[kind],
+        debug=True,
+    )
+    crowded = run(llm, jobs, [0, 0, 0, 0, 5, 5, 9])
+    # A tier with itself: the fast one does not round a weight to float16, as the reference does.
+    alone = outputs_alone(folder, jobs, DTYPE[kind], tier=tier)
+    for ours, undisturbed in zip(crowded, alone, strict=True):
+        assert [each.token_ids for each in ours.outputs] == [each.token_ids for each in undisturbed.outputs]
+    check_nothing_is_held(llm)
+    assert llm.stats().preempted_by_swap + llm.stats().preempted_by_recompute > 0
 
 
 def test_a_host_pool_that_is_too_small_for_some_makes_both_kinds_of_preemption(

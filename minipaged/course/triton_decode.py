@@ -106,8 +106,9 @@ class Kernels:
         return getattr(self._kernels, name)
 
     def paged_decode(
-        self, query: Any, keys: Any, values: Any, tables: Any, rows: Any, context_lens: Any, scale: float
+        self, query: Any, keys: Any, values: Any, tables: Any, rows: Any, context_lens: Any, scale: float, _: None
     ) -> Any:
+        """The last one would be the scales of keys and values in 8 bits, which these are not."""
         import torch
 
         cache = np.stack([keys.numpy(), values.numpy()], axis=1)  # [num_blocks, 2, kv_heads, block_size, head_dim]

@@ -106,7 +106,8 @@ def attention(module: ModuleType, high: bool) -> Results:
     """Decode, in one part and in splits that are added up; prefill. Results, too, lie where the others do."""
     _, spread = placed(high)
     with patch.object(torch, "empty_like", lambda query, **_: spread(torch.zeros(query.shape, dtype=query.dtype))):
-        return [*attended(module, high), *attended_by_many_heads(module, high), split_decode(module, high)]
+        plain = [*attended(module, high), *attended_by_many_heads(module, high), split_decode(module, high)]
+        return [*plain, *attended_in_8_bits(module, high)]
 
 
 def attended(module: ModuleType, high: bool) -> Results:
@@ -118,6 +119,27 @@ def attended(module: ModuleType, high: bool) -> Results:
     decoded = module.paged_decode(query, keys, values, tables, rows, lengths, 0.1)
     start = integers(0, 3)
     filled = module.paged_prefill(query, keys, values, tables, rows[:1], start, lengths[2:], 0.1, max_query_len=3)
+    return [decoded, filled]
+
+
+def attended_in_8_bits(module: ModuleType, high: bool) -> Results:
+    """Scales lie before the codes of their block, which are 2 bytes further apart than they need be for each."""
+    blocks, spread = placed(high)
+    memory = big_cache().view(NUM_BLOCKS, -1).view(torch.uint8)  # [blocks, bytes]
+    slots = (NUM_BLOCKS, 2, KV_HEADS, BLOCK_SIZE)
+    scale_bytes = 4 * math.prod(slots[1:])
+    scales = memory[:, :scale_bytes].view(torch.float32).view(slots)
+    codes = memory[:, scale_bytes : scale_bytes + scale_bytes // 4 * HEAD_DIM].view(torch.int8).view(*slots, HEAD_DIM)
+    scales[blocks] = numbers(len(blocks), *slots[1:], dtype=torch.float32).abs() / 50
+    codes[blocks] = (20 * numbers(len(blocks), *codes.shape[1:], dtype=torch.float32)).to(torch.int8)
+    keys, values = codes.unbind(1)
+    tables, rows, lengths = spread(integers([-1] * 3, [-1] * 3, blocks)), integers(2, 2, 2), integers(1, 20, 41)
+    query = spread(numbers(3, HEADS, HEAD_DIM))
+    decoded = module.paged_decode(query, keys, values, tables, rows, lengths, 0.1, scales)
+    start = integers(0, 3)
+    filled = module.paged_prefill(
+        query, keys, values, tables, rows[:1], start, lengths[2:], 0.1, scales, max_query_len=3
+    )
     return [decoded, filled]
 
 

@@ -537,7 +537,8 @@ def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int, in_8_bits: 
     in 8 bits is in registers as the numbers that it stands for, so that tiles are smaller where there is least room.
     """
     if dtype == torch.float32:  # no tensor cores: products are sums of single multiplications, which take registers
-        return {"TILE": 16, "num_warps": 4 if dim <= 64 else 8, "num_stages": 5 if dim <= 128 else 3}
+        few = dim <= 64 and not in_8_bits
+        return {"TILE": 16, "num_warps": 4 if few else 8, "num_stages": 5 if dim <= 128 else 3}
     crowded = dim > 128 or (rows >= 64 and not _multiplies_from_shared_memory(capability))
     return {
         "TILE": 16 if crowded and in_8_bits else 32 if crowded else 64,
@@ -565,7 +566,7 @@ def prefill_options(
 ) -> dict[str, Any]:
     """What the prefill kernel is compiled for. More rows fetch K and V less often; fewer leave none of them idle."""
     most = 32 if dtype == torch.float32 else 128
-    if _padded(head_dim) > 128 and not _multiplies_from_shared_memory(capability):
+    if (_padded(head_dim) > 128 or in_8_bits) and not _multiplies_from_shared_memory(capability):
         most //= 2
     rows = max(MIN_ROWS.value, min(most, triton.next_power_of_2(max_query_len * group)))
     return _options(dtype, head_dim, group, block_size, capability, in_8_bits, rows)

@@ -205,7 +205,7 @@ class AsyncLLM:
         Raises InvalidRequest for one that could never be served, QueueFull, ShuttingDown, EngineDead.
         """
         self.check_open(asked)
-        self._start()
+        self.start()
         stream = Stream(self, asked, finals_only=finals_only)
         self._streams |= dict.fromkeys(stream.request_ids, stream)
         arrival_time = time.perf_counter()
@@ -268,10 +268,12 @@ class AsyncLLM:
                 )
             names.add(one.request_id)
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Begin to serve this event loop. (`add` does so too; until then nobody hears of it if a worker fails.)"""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
+            self.llm.engine.runner.on_failure(lambda error: self._inbox.put(partial(_raise, error)))
 
     def _leave(self, stream: Stream, request_ids: Iterable[str]) -> None:
         """The reader of this stream does not read these any more."""
@@ -387,6 +389,10 @@ class AsyncLLM:
         self._note_ends()
         if self.on_death:
             self.on_death(error)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def _prompt_length(asked: Asked) -> int:

@@ -263,6 +263,9 @@ class Runner(ABC):
     def costs(self) -> Costs:
         """What swapping and recomputing pay for here. A tier measures it, when it is first asked for or before."""
 
+    def on_failure(self, call: Callable[[Exception], None]) -> None:
+        """Call this, on any thread, should it become unable to run steps while it has none to run. (Most cannot.)"""
+
 
 # --- Choosing tokens ------------------------------------------------------------------------------
 

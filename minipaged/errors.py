@@ -74,6 +74,10 @@ class EngineDead(MinipagedError):
     """The thread that steps the engine has died; the message says what of."""
 
 
+class WorkerFailed(MinipagedError):
+    """A process that ran a part of the model has died, or hangs; the message says which, and its last words."""
+
+
 class NotAnAllocator(MinipagedError, TypeError):
     """What was given as a block allocator lacks some of its members."""
 

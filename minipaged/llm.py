@@ -87,12 +87,13 @@ class LLM:
         asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
         policy = _policy(asked.scheduling_policy)  # what is wrong with it is said before anything is loaded
         if isinstance(model, LoadedModel):
-            for name in ("tier", "device", "dtype"):
-                if (value := getattr(asked, name)) != "auto":
+            for name, left in (("tier", "auto"), ("device", "auto"), ("dtype", "auto"), ("tensor_parallel_size", 1)):
+                if (value := getattr(asked, name)) != left:
                     raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
             loaded = model
         else:
-            loaded = LoadedModel.load(model, asked.tier, asked.device, asked.dtype)
+            where = (asked.tier, asked.device, asked.dtype)
+            loaded = LoadedModel.load(model, *where, asked.tensor_parallel_size, asked.worker_timeout)
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
         self.config = self._fill_in(asked)
@@ -334,7 +335,7 @@ class LLM:
         longest sequences could fill."""
         size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
         sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
-        on_device = self.loaded.tier.free_device_bytes(self.model_config, *sizes)
+        on_device = self.loaded.tier.free_device_bytes(self.model_config, self.loaded.weights, *sizes)
         free = (_free_host_bytes() if on_device is None else on_device) * asked.gpu_memory_utilization
         num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
         if num_blocks < 1:
@@ -385,13 +386,25 @@ class LoadedModel:
     weights: Any
 
     @classmethod
-    def load(cls, model: str | Path, tier: str = "auto", device: str = "auto", dtype: str = "auto") -> LoadedModel:
-        """Find (or fetch) `model` and load it. Raises ModelError and InvalidRequest."""
+    def load(
+        cls,
+        model: str | Path,
+        tier: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        tensor_parallel_size: int = 1,
+        worker_timeout: float = 60.0,
+    ) -> LoadedModel:
+        """Find (or fetch) `model` and load it. Raises ModelError, InvalidRequest and WorkerFailed."""
         dtype = known_dtype(dtype)
         chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
         chosen = chosen.for_model(config, device, dtype)
+        if tensor_parallel_size > 1 and isinstance(chosen, tiers.FastTier):
+            from minipaged.parallel.tier import ParallelTier
+
+            chosen = ParallelTier.over(chosen, tensor_parallel_size, worker_timeout)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
         return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
 

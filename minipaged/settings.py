@@ -53,6 +53,8 @@ class Settings(EngineSettings):
     GPU, which then need not wait for the host."""
     allocator: MakeAllocator | None = None
     """A class of block allocators to use in place of the tier's own; it is checked at every call."""
+    worker_timeout: float = setting(60.0, above=0)
+    """With `tensor_parallel_size`: how many seconds a step may take in another process, before that is given up."""
     scheduling_policy: str | MakePolicy = "fcfs"
     """Who is served when: fcfs (first come, first served), priority, shortest-first, or a class of one's own
     (minipaged/scheduling.py)."""
@@ -94,6 +96,8 @@ class GivenSettings(TypedDict, total=False):
     max_model_len: int | None
     async_scheduling: bool | None
     allocator: MakeAllocator | None
+    tensor_parallel_size: int
+    worker_timeout: float
     scheduling_policy: str | MakePolicy
     seed: int
     debug: bool

@@ -18,6 +18,7 @@ from minipaged.contracts import BlockAllocator, BlockTable, Runner, Sampled, Sam
 from minipaged.devices import gpu_problem, has_nvidia_gpu
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
+from minipaged.models.shards import Shard, local_config
 from minipaged.params import EngineConfig, KVCacheDtype
 
 NEEDED_BY_FAST = ("torch", "numba")
@@ -105,8 +106,10 @@ class DeviceTier(Tier, ABC):
         """The tier's Llama with its KV cache. Raises MemoryError when there is no room for the cache."""
 
     @abstractmethod
-    def free_device_bytes(self, config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
-        """Memory of the device that a cache can have; None where the device's memory is the host's."""
+    def free_device_bytes(
+        self, config: ModelConfig, weights: Any, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> int | None:
+        """Memory of the device that a cache can have beside these weights; None where it is the host's memory."""
 
     def block_bytes(self, config: ModelConfig, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
@@ -158,7 +161,9 @@ class ReferenceTier(DeviceTier):
         )
         return Llama(config, weights, cache)
 
-    def free_device_bytes(self, config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
+    def free_device_bytes(
+        self, config: ModelConfig, weights: Any, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> int | None:
         return None
 
 
@@ -228,6 +233,16 @@ class FastTier(DeviceTier):
         return shape_problem(getattr(torch, self.dtype), config.head_dim, group, 10 * major + minor, shared_memory)
 
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
+        return self._load(folder, config)
+
+    def load_shard(self, folder: Path, config: ModelConfig, shard: Shard, group: Any) -> Any:
+        """The same for one rank (`models.shards`), which puts its results together with the others' by `group`
+        (`fast.sharded.Group`)."""
+        from minipaged.fast.sharded import over_ranks
+
+        return over_ranks(self._load(folder, config, shard), config, shard, group)
+
+    def _load(self, folder: Path, config: ModelConfig, shard: Shard | None = None) -> Any:
         import torch
 
         from minipaged.fast import kernels_for
@@ -235,9 +250,12 @@ class FastTier(DeviceTier):
         from minipaged.models.loading import load_weights
 
         device, dtype = torch.device(self.device), getattr(torch, self.dtype)
+        own = config if shard is None else local_config(config, shard)
         try:
-            loaded = load_weights(folder, config, convert=lambda values: torch.from_numpy(values).to(device, dtype))
-            return Weights.of(config, loaded, kernels_for(device))
+            loaded = load_weights(
+                folder, config, convert=lambda values: torch.from_numpy(values).to(device, dtype), shard=shard
+            )
+            return Weights.of(own, loaded, kernels_for(device))
         except torch.OutOfMemoryError:
             total, free = torch.cuda.mem_get_info()[::-1]
             raise InvalidRequest(
@@ -288,21 +306,26 @@ class FastTier(DeviceTier):
                 raise MemoryError(str(error)) from None
             raise
 
-    def free_device_bytes(self, config: ModelConfig, max_num_seqs: int, max_num_batched_tokens: int) -> int | None:
-        import torch
-
+    def free_device_bytes(
+        self, config: ModelConfig, weights: Any, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> int | None:
         if self.device != "cuda":
             return None
         from minipaged.fast.llama import BATCH_SIZES
-
-        give_back_unused()
 
         # What a step needs beside the cache: each captured step's logits, a batch's activations (a few tensors of the
         # widest layer are alive at once), and the scratch space of sampling, of swapping and of the libraries.
         item = self.ITEM_BYTES[self.dtype]
         logits = sum(size for size in BATCH_SIZES if size <= max_num_seqs) * config.vocab_size * item
         activations = 4 * max_num_batched_tokens * 2 * config.intermediate_size * item
-        return int(torch.cuda.mem_get_info()[0] - logits - activations - SCRATCH_BYTES)
+        return int(self._free_bytes(weights) - logits - activations - SCRATCH_BYTES)
+
+    def _free_bytes(self, weights: Any) -> int:
+        """Of the GPU's memory, now."""
+        import torch
+
+        give_back_unused()
+        return int(torch.cuda.mem_get_info()[0])
 
 
 def kept_as(config: ModelConfig, kv_cache_dtype: str) -> str:

@@ -105,6 +105,7 @@ def load_weights(
     dtype: npt.DTypeLike = np.float32,
     progress: Callable[[int, int], None] | None = None,
     convert: Callable[[npt.NDArray[Any]], Any] | None = None,
+    shard: Any = None,
 ) -> dict[str, Any]:
     """All weights of the model by name: arrays of `dtype` that own their memory, or what `convert` makes of each; and
     each quantized matrix as a StoredMatrix.
@@ -130,6 +131,12 @@ def load_weights(
             weights[each.name] = convert(values) if convert else values.astype(dtype, copy=False)
         if progress is not None:
             progress(len(weights), len(wanted))
+    if shard is not None:
+        from minipaged.models.shards import cut, local_name
+
+        weights = {
+            local_name(shard, n): w[c].clone() for n, w in weights.items() if (c := cut(config, shard, n)) is not None
+        }
     return weights | _kv_scales(config, stored)
 
 

@@ -1,0 +1,23 @@
+"""What a worker is started with."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Options(msgspec.Struct, frozen=True):
+    """One rank, of which model. Written as JSON, as its process's one argument."""
+
+    folder: str
+    """The checkpoint's."""
+    device: str
+    dtype: str
+    rank: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    num_threads: int
+    """Of its own."""
+    rendezvous: str = ""
+    """A file by which the ranks find each other."""
+    socket: int = -1
+    """The file descriptor of its end of the connection to the driver."""

@@ -1,0 +1,117 @@
+"""The runner that an engine is given where its model runs in several processes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minipaged.contracts import Runner, Sampled, StepResult
+from minipaged.mirror import Rows
+from minipaged.parallel.messages import Made, Make, Ran, Run
+from minipaged.parallel.workers import Workers
+from minipaged.params import EngineConfig
+from minipaged.scheduling import Costs
+from minipaged.steps import StepInput
+
+
+class ParallelRunner(Runner):
+    """Hands each step on to all workers, and what comes of it back.
+
+    Nothing is waited for before somebody looks at it: so the workers run a step while the engine commits and schedules.
+    """
+
+    def __init__(self, workers: Workers, config: EngineConfig) -> None:
+        """Let the workers reserve their caches. Raises WorkerFailed."""
+        self.workers = workers
+        self._vocab_size = config.vocab_size
+        self._rows = Rows()
+        self._launched: deque[Outcome] = deque()  # those whose answers have not come yet
+        workers.tell(Make(config))
+        made = [workers.answer(rank, patient=True) for rank in range(len(workers))]
+        assert isinstance(made[0], Made)
+        self._costs = made[0].costs
+
+    def run(self, step: StepInput) -> StepResult:
+        """Raises WorkerFailed; then nothing runs any more."""
+        self._rows.follow(step)
+        self.workers.tell(Run(step))
+        outcome = Outcome(self)
+        self._launched.append(outcome)
+        logits = None
+        if not self._rows.num_steady and any(row.num_choices < 0 for row in self._rows):  # beam search looks at once
+            logits = outcome.logits(self._vocab_size)
+        return StepResult(LateChoices(self._rows.num_choices, outcome), logits, LatePromptLogprobs(outcome))
+
+    def costs(self) -> Costs:
+        """What the first rank has measured; they all swap and recompute at the same time."""
+        return self._costs
+
+    def fetch(self, outcome: Outcome) -> Ran:
+        """Wait for this one's answer; the answers come in the order of the steps."""
+        while outcome.answer is None:
+            answer = self.workers.answer(0)
+            assert isinstance(answer, Ran)
+            self._launched.popleft().answer = answer
+        return outcome.answer
+
+
+class Outcome:
+    """What a step has come to, once the workers have told."""
+
+    def __init__(self, runner: ParallelRunner) -> None:
+        self.answer: Ran | None = None
+        self._runner = runner
+
+    def choices(self) -> list[Sampled]:
+        choices = self._runner.fetch(self).choices
+        assert choices is not None
+        return choices.sampled()
+
+    def prompt_logprobs(self) -> dict[int, list[Sampled]]:
+        return {sequence: told.sampled() for sequence, told in self._runner.fetch(self).prompt_logprobs.items()}
+
+    def logits(self, vocab_size: int) -> Tensor:
+        """[rows, vocab_size] float32."""
+        values: NDArray[np.float32] = np.frombuffer(bytearray(self._runner.fetch(self).logits), np.float32)
+        return torch.from_numpy(values).view(-1, vocab_size)
+
+
+class LateChoices(Sequence[Sampled]):
+    """A step's choices, which are waited for when they are first looked at."""
+
+    def __init__(self, count: int, outcome: Outcome) -> None:
+        self._count, self._outcome = count, outcome
+        self._known: list[Sampled] | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Sampled]:
+        return iter(self[:])
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._known is None:
+            self._known = self._outcome.choices()
+        return self._known[index]
+
+
+class LatePromptLogprobs(Mapping[int, Sequence[Sampled]]):
+    """What a step tells of prompts, likewise."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        self._outcome = outcome
+
+    def __len__(self) -> int:
+        return len(self._outcome.prompt_logprobs())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._outcome.prompt_logprobs())
+
+    def __getitem__(self, sequence: int) -> Sequence[Sampled]:
+        return self._outcome.prompt_logprobs()[sequence]

@@ -1,0 +1,80 @@
+"""The fast tier in several processes: how a model is loaded and run there, as `tiers.py` has it for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minipaged.contracts import Runner
+from minipaged.errors import InvalidRequest
+from minipaged.models.config import ModelConfig
+from minipaged.models.shards import Shard, check_parallel_sizes, local_config, shard_of
+from minipaged.parallel.messages import Loaded
+from minipaged.parallel.options import Options
+from minipaged.parallel.runner import ParallelRunner
+from minipaged.parallel.workers import Workers
+from minipaged.params import EngineConfig, KVCacheDtype
+from minipaged.tiers import FastTier
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelTier(FastTier):
+    """A model's parts, each with a worker. What it gives out as weights are the `Workers`."""
+
+    tensor_parallel_size: int = 1
+    worker_timeout: float = 60.0
+
+    @classmethod
+    def over(cls, tier: FastTier, tensor_parallel_size: int, worker_timeout: float) -> ParallelTier:
+        """`tier`, in so many processes."""
+        if tier.device == "cuda" and tensor_parallel_size > (there := torch.cuda.device_count()):
+            raise InvalidRequest(
+                f"tensor_parallel_size is {tensor_parallel_size}, and there are {there} GPUs; a rank needs one of its "
+                "own, so take fewer, or device='cpu'"
+            )
+        parts = {each.name: getattr(tier, each.name) for each in fields(FastTier)}
+        return cls(**parts, tensor_parallel_size=tensor_parallel_size, worker_timeout=worker_timeout)
+
+    @property
+    def description(self) -> str:
+        whole = FastTier.description.fget(self)  # type: ignore[attr-defined]
+        return f"{whole}, in {self.tensor_parallel_size} processes (tensor parallel)"
+
+    def for_model(self, config: ModelConfig, device: str, dtype: str) -> FastTier:
+        return self
+
+    def load_weights(self, folder: Path, config: ModelConfig) -> Any:
+        size = self.tensor_parallel_size
+        check_parallel_sizes(config, size, 1)  # before anything starts
+        num_threads = max(1, torch.get_num_threads() // size)
+        workers = Workers(
+            [Options(str(folder), self.device, self.dtype, rank, size, 1, num_threads) for rank in range(size)],
+            self.worker_timeout,
+        )
+        for rank in range(size):
+            loaded = workers.answer(rank, patient=True)
+            assert isinstance(loaded, Loaded)
+            if loaded.free_device_bytes is not None:
+                workers.free_device_bytes = min(workers.free_device_bytes, loaded.free_device_bytes)
+        return workers
+
+    def _shards(self, config: ModelConfig) -> Iterator[Shard]:
+        return (shard_of(config, rank, self.tensor_parallel_size) for rank in range(self.tensor_parallel_size))
+
+    def _free_bytes(self, weights: Any) -> int:
+        return int(weights.free_device_bytes)
+
+    def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
+        return ParallelRunner(weights, engine_config)
+
+    def block_bytes(self, config: ModelConfig, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
+        """Of all ranks, where they share a memory; of the one that has the most, where each has its own."""
+        each = [
+            FastTier.block_bytes(self, local_config(config, shard), block_size, kv_cache_dtype)
+            for shard in self._shards(config)
+        ]
+        return sum(each) if self.device == "cpu" else max(each)

@@ -1,0 +1,252 @@
+"""The driver's hold on its workers: it starts them, hears of whatever ends one, and leaves none behind.
+
+Each worker has one end of a socket pair. A worker that dies closes its end, whatever it died of, and the thread that
+reads all of them hears of it at once; a driver that dies closes its own, and the workers go by themselves. What the
+workers print goes into a file each, of which the last lines are told when one fails.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from minipaged.errors import WorkerFailed
+from minipaged.parallel.messages import Answer, Doing, Failed, Message, Where, encode, read_answer
+from minipaged.parallel.options import Options
+
+LOG_LINES = 20
+"""Of what a worker has printed, told when it fails."""
+TO_ANSWER_S = 1.0
+"""A worker says what it is doing within this time, whatever that is."""
+TO_DIE_S = 0.3
+"""Where a worker fails because another one has died, that one's end is heard of within this time."""
+TO_END_S = 5.0
+"""A worker whose driver has gone ends within this time, or is killed."""
+
+
+@dataclass(eq=False)
+class Process:
+    """One worker, as the driver sees it."""
+
+    rank: int
+    popen: subprocess.Popen[bytes]
+    connection: socket.socket
+    log: Path
+
+    def how_it_ended(self) -> str:
+        status = self.popen.poll()
+        if status is None:
+            return "has closed its connection"
+        if status >= 0:
+            return f"has ended with status {status}"
+        name = signal.Signals(-status).name
+        return f"was killed by {name}" + (" (by hand, or for want of memory)" if name == "SIGKILL" else "")
+
+    def last_lines(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        return "".join(f"\n  | {line}" for line in lines) or " (none)"
+
+
+@dataclass(eq=False)
+class Heard:
+    """What the workers have said and nobody has asked for yet."""
+
+    answers: list[deque[Answer]]
+    """Of each rank."""
+    doing: dict[int, str] = field(default_factory=dict)
+    """By rank, what they do, since they were last asked."""
+    failure: WorkerFailed | None = None
+    ending: bool = False
+    """They were told to go."""
+    on_failure: Callable[[WorkerFailed], None] | None = None
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    listener: threading.Thread | None = None
+
+
+class Workers:
+    """A model's ranks, a process each. `close` ends them; so do the garbage collector and the interpreter's end."""
+
+    def __init__(self, options: Sequence[Options], timeout: float) -> None:
+        """Start a worker with each of these. `timeout`: how many seconds a step may take, before they are given up."""
+        self.timeout = timeout
+        self.free_device_bytes: float = float("inf")
+        """Of the GPU that has the least, after loading the weights."""
+        self._heard = Heard([deque() for _ in options])
+        self._folder = tempfile.TemporaryDirectory(prefix="minipaged-workers-")
+        self._processes: list[Process] = []
+        self._end = weakref.finalize(self, _end, self._processes, self._heard, self._folder)
+        try:
+            for each in options:
+                self._processes.append(_start(each, Path(self._folder.name)))
+        except BaseException:
+            self._end()
+            raise
+        listener = threading.Thread(target=_listen, args=(self._processes, self._heard), name="workers", daemon=True)
+        self._heard.listener = listener
+        listener.start()
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        """Their processes, by rank."""
+        return [process.popen.pid for process in self._processes]
+
+    @property
+    def failure(self) -> WorkerFailed | None:
+        """What has ended them, if something has."""
+        return self._heard.failure
+
+    def on_failure(self, call: Callable[[WorkerFailed], None]) -> None:
+        """Call this when one of them fails, on a thread of its own; also if nobody waits for an answer just then."""
+        self._heard.on_failure = call
+
+    def tell(self, message: Message) -> None:
+        """The same bytes to each of them. Raises WorkerFailed if one has failed."""
+        data = encode(message)
+        for process in self._processes:
+            try:
+                process.connection.sendall(data)
+            except OSError:  # it has gone, which is heard in a moment
+                with self._heard.changed:
+                    self._heard.changed.wait_for(lambda: self._heard.failure, TO_ANSWER_S)
+        if self._heard.failure:
+            raise self._heard.failure
+
+    def answer(self, rank: int, *, patient: bool = False) -> Answer:
+        """The next answer of this rank. Raises WorkerFailed if any of them fails, or if it takes longer than the
+        timeout; `patient`: and one of them does not say what it is doing."""
+        heard = self._heard
+        while True:
+            with heard.changed:
+                heard.changed.wait_for(lambda: heard.answers[rank] or heard.failure, self.timeout)
+                if heard.failure:
+                    raise heard.failure
+                if heard.answers[rank]:
+                    return heard.answers[rank].popleft()
+            self._look_after_them(patient)
+
+    def close(self) -> None:
+        """End them all, and wait until they have."""
+        self._end()
+
+    def _look_after_them(self, patient: bool) -> None:
+        """After a long silence: who is stuck? Fails unless all of them work, and we are patient."""
+        heard = self._heard
+        heard.doing = {}
+        self.tell(Where())
+        with heard.changed:
+            heard.changed.wait_for(lambda: len(heard.doing) == len(self._processes) or heard.failure, TO_ANSWER_S)
+        silent = [process for process in self._processes if process.rank not in heard.doing]
+        if patient and not silent:
+            return
+        busy = [process for process in self._processes if "waits for" not in heard.doing.get(process.rank, "")]
+        stuck = (silent or busy or self._processes)[0]
+        stuck.popen.send_signal(signal.SIGUSR1)  # it writes down where it is
+        time.sleep(TO_DIE_S)
+        what = f"is silent for {self.timeout:g} s: " + heard.doing.get(stuck.rank, "it does not answer at all")
+        _fail(self._processes, heard, stuck, f"{what} (worker_timeout is {self.timeout:g} s)")
+
+
+def _start(options: Options, folder: Path) -> Process:
+    ours, theirs = socket.socketpair()
+    log = folder / f"{options.rank}.log"
+    given = msgspec.structs.replace(options, socket=theirs.fileno(), rendezvous=str(folder / "rendezvous"))
+    command = [sys.executable, "-m", "minipaged.parallel.worker", msgspec.json.encode(given).decode()]
+    with theirs, log.open("wb") as output:
+        popen = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()]
+        )
+    return Process(options.rank, popen, ours, log)
+
+
+def _listen(processes: list[Process], heard: Heard) -> None:
+    """Take in what the workers tell, until they have gone."""
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            selector.register(process.connection, selectors.EVENT_READ, process)
+        while selector.get_map():
+            for key, _ in selector.select():
+                process: Process = key.data
+                answer = read_answer(process.connection)
+                if answer is None:
+                    selector.unregister(process.connection)
+                    if not heard.failure and not heard.ending:
+                        _fail(processes, heard, process)
+                elif isinstance(answer, Failed):
+                    _fail(processes, heard, process, f"has failed: {answer.error}")
+                else:
+                    with heard.changed:
+                        if isinstance(answer, Doing):
+                            heard.doing[process.rank] = answer.what
+                        else:
+                            heard.answers[process.rank].append(answer)
+                        heard.changed.notify_all()
+
+
+def _fail(processes: list[Process], heard: Heard, process: Process, what: str = "") -> None:
+    """Say which worker has failed, and why; and end them all, for without one the others are of no use."""
+    ended = _wait_for_end(processes if what else [process])
+    if ended or not what:
+        process = ended or process
+        what = process.how_it_ended()
+    failure = WorkerFailed(
+        f"worker {process.rank} of {len(processes)} (process {process.popen.pid}) {what}. All workers were ended, and "
+        f"what they had computed is lost; make the model anew. Its last lines:{process.last_lines()}"
+    )
+    for each in processes:
+        each.popen.kill()
+    with heard.changed:
+        if heard.failure or heard.ending:
+            return
+        heard.failure = failure
+        heard.changed.notify_all()
+    if heard.on_failure:
+        heard.on_failure(failure)
+
+
+def _wait_for_end(processes: list[Process]) -> Process | None:
+    """The first of these to have ended. (One that fails may do so because another has died.)"""
+    deadline = time.monotonic() + TO_DIE_S
+    while time.monotonic() < deadline:
+        for process in processes:
+            if process.popen.poll() is not None:
+                return process
+        time.sleep(0.01)
+    return None
+
+
+def _end(processes: list[Process], heard: Heard, folder: tempfile.TemporaryDirectory[str]) -> None:
+    """Let the workers go, and see that they do."""
+    heard.ending = True
+    for process in processes:
+        try:
+            process.connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has gone by itself
+    deadline = time.monotonic() + TO_END_S
+    for process in processes:
+        try:
+            process.popen.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.popen.kill()
+            process.popen.wait()
+    if heard.listener:
+        heard.listener.join()
+    for process in processes:
+        process.connection.close()
+    folder.cleanup()

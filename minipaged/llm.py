@@ -228,6 +228,11 @@ class LLM:
         """Blocks used now; blocks shared, copied, swapped; tokens recomputed; cache hits; waste per kind: so far."""
         return self.engine.current_stats()
 
+    def close(self) -> None:
+        """End the processes that the model runs in, where it has its own; they also end when nobody has this LLM any
+        more. What goes on fails."""
+        self.loaded.close()
+
     # --- The loop around the engine ---------------------------------------------------------------
 
     def _run(
@@ -407,6 +412,11 @@ class LoadedModel:
             chosen = ParallelTier.over(chosen, tensor_parallel_size, worker_timeout)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
         return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
+
+    def close(self) -> None:
+        """See `LLM.close`."""
+        if close := getattr(self.weights, "close", None):  # they are the workers
+            close()
 
     def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
         """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""

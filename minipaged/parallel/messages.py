@@ -55,6 +55,12 @@ class Made(Message, frozen=True):
     costs: Costs
 
 
+class NoRoom(Message, frozen=True):
+    """There is too little memory for the cache."""
+
+    error: str
+
+
 class Ran(Message, frozen=True):
     """A step has been run. Only rank 0 tells what came of it."""
 
@@ -75,6 +81,8 @@ class Doing(Message, frozen=True):
     """What the worker does, in a few words."""
 
     what: str
+    waits: bool
+    """For another rank, so that it is not this one that is late."""
 
 
 class Choices(msgspec.Struct, array_like=True, frozen=True):
@@ -105,7 +113,7 @@ class Choices(msgspec.Struct, array_like=True, frozen=True):
 
 
 Order = Make | Run | Where
-Answer = Loaded | Made | Ran | Failed | Doing
+Answer = Loaded | Made | NoRoom | Ran | Failed | Doing
 
 _encoder = msgspec.msgpack.Encoder()
 _order_decoder = msgspec.msgpack.Decoder(Order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minipaged.contracts import Runner, Sampled, StepResult
+from minipaged.errors import InvalidRequest
 from minipaged.mirror import Rows
-from minipaged.parallel.messages import Made, Make, Ran, Run
+from minipaged.parallel.messages import Made, Make, NoRoom, Ran, Run
 from minipaged.parallel.workers import Workers
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
@@ -27,15 +28,27 @@ class ParallelRunner(Runner):
     """
 
     def __init__(self, workers: Workers, config: EngineConfig) -> None:
-        """Let the workers reserve their caches. Raises WorkerFailed."""
+        """Let the workers reserve their caches. Raises InvalidRequest where they have done so for another one,
+        MemoryError where there is no room for these (then the workers have ended), and WorkerFailed."""
+        if workers.serve_somebody:
+            raise InvalidRequest("this model's workers serve another LLM; load the model again")
+        workers.serve_somebody = True
         self.workers = workers
         self._vocab_size = config.vocab_size
         self._rows = Rows()
         self._launched: deque[Outcome] = deque()  # those whose answers have not come yet
         workers.tell(Make(config))
-        made = [workers.answer(rank, patient=True) for rank in range(len(workers))]
-        assert isinstance(made[0], Made)
-        self._costs = made[0].costs
+        self._costs = self._prepared(0)
+        for rank in range(1, len(workers)):
+            self._prepared(rank)
+
+    def _prepared(self, rank: int) -> Costs:
+        made = self.workers.answer(rank, patient=True)
+        if isinstance(made, NoRoom):
+            self.workers.close()
+            raise MemoryError(made.error)
+        assert isinstance(made, Made)
+        return made.costs
 
     def run(self, step: StepInput) -> StepResult:
         """Raises WorkerFailed; then nothing runs any more."""
@@ -51,6 +64,9 @@ class ParallelRunner(Runner):
     def costs(self) -> Costs:
         """What the first rank has measured; they all swap and recompute at the same time."""
         return self._costs
+
+    def on_failure(self, call: Callable[[Exception], None]) -> None:
+        self.workers.on_failure(call)
 
     def fetch(self, outcome: Outcome) -> Ran:
         """Wait for this one's answer; the answers come in the order of the steps."""

@@ -29,6 +29,8 @@ from minipaged.parallel.options import Options
 
 LOG_LINES = 20
 """Of what a worker has printed, told when it fails."""
+TO_START_S = 30.0
+"""Python itself has started within this time, also on a busy machine."""
 TO_ANSWER_S = 1.0
 """A worker says what it is doing within this time, whatever that is."""
 TO_DIE_S = 0.3
@@ -66,8 +68,8 @@ class Heard:
 
     answers: list[deque[Answer]]
     """Of each rank."""
-    doing: dict[int, str] = field(default_factory=dict)
-    """By rank, what they do, since they were last asked."""
+    doing: dict[int, Doing] = field(default_factory=dict)
+    """By rank, what they have said that they do, since they were last asked."""
     failure: WorkerFailed | None = None
     ending: bool = False
     """They were told to go."""
@@ -82,6 +84,8 @@ class Workers:
     def __init__(self, options: Sequence[Options], timeout: float) -> None:
         """Start a worker with each of these. `timeout`: how many seconds a step may take, before they are given up."""
         self.timeout = timeout
+        self.serve_somebody = False
+        """They have a KV cache, and there is room for one."""
         self.free_device_bytes: float = float("inf")
         """Of the GPU that has the least, after loading the weights."""
         self._heard = Heard([deque() for _ in options])
@@ -112,8 +116,11 @@ class Workers:
         return self._heard.failure
 
     def on_failure(self, call: Callable[[WorkerFailed], None]) -> None:
-        """Call this when one of them fails, on a thread of its own; also if nobody waits for an answer just then."""
-        self._heard.on_failure = call
+        """Call this when one of them fails, or has, on any thread; also if nobody waits for an answer just then."""
+        with self._heard.changed:
+            self._heard.on_failure = call
+        if self._heard.failure:
+            call(self._heard.failure)
 
     def tell(self, message: Message) -> None:
         """The same bytes to each of them. Raises WorkerFailed if one has failed."""
@@ -129,11 +136,11 @@ class Workers:
 
     def answer(self, rank: int, *, patient: bool = False) -> Answer:
         """The next answer of this rank. Raises WorkerFailed if any of them fails, or if it takes longer than the
-        timeout; `patient`: and one of them does not say what it is doing."""
-        heard = self._heard
+        timeout. `patient`: it may take as long as it takes, as long as all of them say what they are doing."""
+        heard, seconds = self._heard, max(self.timeout, TO_START_S) if patient else self.timeout
         while True:
             with heard.changed:
-                heard.changed.wait_for(lambda: heard.answers[rank] or heard.failure, self.timeout)
+                heard.changed.wait_for(lambda: heard.answers[rank] or heard.failure, seconds)
                 if heard.failure:
                     raise heard.failure
                 if heard.answers[rank]:
@@ -154,12 +161,12 @@ class Workers:
         silent = [process for process in self._processes if process.rank not in heard.doing]
         if patient and not silent:
             return
-        busy = [process for process in self._processes if "waits for" not in heard.doing.get(process.rank, "")]
-        stuck = (silent or busy or self._processes)[0]
+        late = [process for process in self._processes if process not in silent and not heard.doing[process.rank].waits]
+        stuck = (silent or late or self._processes)[0]
         stuck.popen.send_signal(signal.SIGUSR1)  # it writes down where it is
         time.sleep(TO_DIE_S)
-        what = f"is silent for {self.timeout:g} s: " + heard.doing.get(stuck.rank, "it does not answer at all")
-        _fail(self._processes, heard, stuck, f"{what} (worker_timeout is {self.timeout:g} s)")
+        what = "it does not answer at all" if silent else heard.doing[stuck.rank].what
+        _fail(self._processes, heard, stuck, f"hangs: {what} (worker_timeout is {self.timeout:g} s)")
 
 
 def _start(options: Options, folder: Path) -> Process:
@@ -192,7 +199,7 @@ def _listen(processes: list[Process], heard: Heard) -> None:
                 else:
                     with heard.changed:
                         if isinstance(answer, Doing):
-                            heard.doing[process.rank] = answer.what
+                            heard.doing[process.rank] = answer
                         else:
                             heard.answers[process.rank].append(answer)
                         heard.changed.notify_all()
@@ -213,10 +220,10 @@ def _fail(processes: list[Process], heard: Heard, process: Process, what: str = 
     with heard.changed:
         if heard.failure or heard.ending:
             return
-        heard.failure = failure
+        heard.failure, call = failure, heard.on_failure
         heard.changed.notify_all()
-    if heard.on_failure:
-        heard.on_failure(failure)
+    if call:
+        call(failure)
 
 
 def _wait_for_end(processes: list[Process]) -> Process | None:
@@ -232,7 +239,10 @@ def _wait_for_end(processes: list[Process]) -> Process | None:
 
 def _end(processes: list[Process], heard: Heard, folder: tempfile.TemporaryDirectory[str]) -> None:
     """Let the workers go, and see that they do."""
-    heard.ending = True
+    with heard.changed:
+        heard.ending = True
+        heard.failure = heard.failure or WorkerFailed("the workers of this model were closed; load it again")
+        heard.changed.notify_all()
     for process in processes:
         try:
             process.connection.shutdown(socket.SHUT_RDWR)

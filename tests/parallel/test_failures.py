@@ -1,0 +1,150 @@
+"""What ends a worker ends them all, is told at once and by name, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from minipaged import LLM, SamplingParams
+from minipaged.errors import InvalidRequest, WorkerFailed
+from minipaged.parallel.workers import Workers
+from tests.tiny_model import make_tiny_model
+
+LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    made = LLM(
+        folder,
+        tier="fast",
+        device="cpu",
+        dtype="float32",
+        num_blocks=256,
+        num_swap_blocks=8,
+        tensor_parallel_size=2,
+        worker_timeout=2,
+    )
+    with closing(made):
+        yield made
+
+
+def workers_of(llm: LLM) -> Workers:
+    workers = llm.loaded.weights
+    assert isinstance(workers, Workers)
+    return workers
+
+
+def gone(pids: list[int], within: float = 5.0) -> bool:
+    """Whether none of these processes is left, not even as a zombie."""
+    deadline = time.monotonic() + within
+    while any(psutil.pid_exists(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def run_until_it_fails(llm: LLM, kill: int, by: signal.Signals) -> tuple[WorkerFailed, float]:
+    """The error of a run in whose midst the worker with the process `kill` gets a signal; and how long that took."""
+    llm.engine.add_request([1, 2, 3], LONG)
+    for _ in range(5):
+        llm.engine.step()
+    os.kill(kill, by)
+    sent = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        while True:
+            llm.engine.step()
+    return caught.value, time.monotonic() - sent
+
+
+def test_a_worker_that_dies_is_named_at_once(llm: LLM) -> None:
+    pids = workers_of(llm).pids
+    error, seconds = run_until_it_fails(llm, pids[1], signal.SIGKILL)
+    assert seconds < 1
+    assert f"worker 1 of 2 (process {pids[1]}) was killed by SIGKILL" in str(error)
+    with pytest.raises(WorkerFailed, match="was killed by SIGKILL"):  # and so ends whatever comes after
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    for request in llm.engine.unfinished_requests:
+        llm.engine.abort(request)
+    assert llm.stats().blocks_used == llm.stats().blocks_cached
+    llm.close()
+    assert gone(pids)
+
+
+def test_one_that_dies_while_nothing_runs_is_heard_of(llm: LLM) -> None:
+    heard: list[Exception] = []
+    llm.engine.runner.on_failure(heard.append)
+    os.kill(workers_of(llm).pids[0], signal.SIGTERM)
+    deadline = time.monotonic() + 1
+    while not heard and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "worker 0 of 2" in str(heard[0])
+    assert "SIGTERM" in str(heard[0])
+
+
+def test_one_that_hangs_is_given_up_and_named(llm: LLM) -> None:
+    pids = workers_of(llm).pids
+    error, seconds = run_until_it_fails(llm, pids[1], signal.SIGSTOP)
+    assert 2 <= seconds < 5
+    assert f"worker 1 of 2 (process {pids[1]}) hangs: it does not answer at all (worker_timeout is 2 s)" in str(error)
+    llm.close()
+    assert gone(pids)
+
+
+def test_closing_leaves_nothing(folder: Path) -> None:
+    before = set(Path("/dev/shm").iterdir()), set(Path("/tmp").glob("minipaged-workers-*"))
+    llm = LLM(folder, tier="fast", device="cpu", dtype="float32", num_blocks=16, tensor_parallel_size=2)
+    pids, connections = workers_of(llm).pids, len(psutil.Process().net_connections("unix"))
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].finished
+    llm.close()
+    assert gone(pids, within=0.1)
+    assert (set(Path("/dev/shm").iterdir()), set(Path("/tmp").glob("minipaged-workers-*"))) == before
+    assert len(psutil.Process().net_connections("unix")) < connections
+    with pytest.raises(WorkerFailed, match="closed"):
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+
+
+DRIVER = """
+import sys, time
+from minipaged import LLM, SamplingParams
+llm = LLM(sys.argv[1], tier="fast", device="cpu", dtype="float32", num_blocks=256, tensor_parallel_size=2)
+print(*llm.loaded.weights.pids, flush=True)
+llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=900, temperature=0, ignore_eos=True))
+"""
+
+
+def test_workers_go_when_their_driver_is_killed(folder: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", DRIVER, str(folder)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2
+        driver.kill()
+        assert gone([pid for pid in pids if psutil.pid_exists(pid)])
+
+
+def test_what_cannot_start_is_told_at_once(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"tensor_parallel_size is 5, but the model has num_attention_heads = 4"):
+        LLM(folder, tier="fast", device="cpu", tensor_parallel_size=5)
+    loaded = LLM(folder, tier="fast", device="cpu", num_blocks=16, tensor_parallel_size=2).loaded
+    with closing(loaded), pytest.raises(InvalidRequest, match="serve another LLM"):
+        LLM(loaded, num_blocks=8)
+
+
+def test_a_rank_without_memory_says_so(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"num_blocks is \d+: .* more than there are"):
+        LLM(folder, tier="fast", device="cpu", num_blocks=2**40, num_swap_blocks=0, tensor_parallel_size=2)

@@ -1,0 +1,106 @@
+"""parallel-invariance: N processes give what the same shards give in one, bit for bit; and what one rank gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from minipaged import LLM, BeamSearchParams, SamplingParams
+from minipaged.contracts import Runner
+from minipaged.llm import LoadedModel
+from minipaged.parallel.messages import Run, encode
+from minipaged.params import EngineConfig
+from minipaged.steps import LOGITS, Begun, BlockMoves, Row, StepInput, TableChange, Told
+from tests.effort import thorough
+from tests.parallel.one_process import ShardsInOneProcess
+from tests.tiny_model import make_tiny_model
+
+BLOCK_SIZE = 4
+
+
+def random_model(folder: Path, seed: int) -> Path:
+    """Sizes that hardly ever divide."""
+    rng = random.Random(seed)
+    heads, kv_heads = rng.choice([(4, 1), (4, 2), (6, 2), (6, 3), (9, 3), (9, 3), (5, 5)])
+    return make_tiny_model(
+        folder,
+        seed=seed,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=rng.choice([4, 8]),
+        hidden_size=heads * rng.choice([4, 6]),
+        intermediate_size=rng.choice([37, 50, 64]),
+        num_hidden_layers=rng.choice([1, 2, 3]),
+        tie_word_embeddings=rng.random() < 0.5,
+        attention_bias=rng.random() < 0.3,
+        mlp_bias=rng.random() < 0.3,
+    )
+
+
+def random_steps(seed: int, vocab_size: int) -> Iterator[StepInput]:
+    """Prompts of several lengths in one batch, then tokens at random, blocks copied and swapped on the way. All of them
+    ask for logits."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 11) for _ in range(4)]
+    tables = [tuple(range(8 * i, 8 * i + 8)) for i in range(len(lengths))]
+    prompts = [tuple(rng.randrange(vocab_size) for _ in range(length)) for length in lengths]
+    begun = tuple(Begun(i, prompt, len(prompt), tables[i], None) for i, prompt in enumerate(prompts))
+    yield StepInput(0, fresh=True, begun=begun, added=tuple(Row(i, 0, n, LOGITS) for i, n in enumerate(lengths)))
+    for number in range(1, 9):
+        told = tuple(Told(i, n + number - 1, rng.randrange(vocab_size)) for i, n in enumerate(lengths))
+        changed, moves = (), BlockMoves()
+        if number == 4:  # the first block of sequence 0 goes to the host and comes back elsewhere; one is copied
+            changed = (TableChange(0, 0, (40, *tables[0][1:])), TableChange(1, 0, (41, *tables[1][1:])))
+            moves = BlockMoves(swap_out=((0, 2),), swap_in=((2, 40),), copy=((8, 41),))
+        yield StepInput(number, told=told, tables=changed, moves=moves)
+
+
+def logits_of(runner: Runner, seed: int, vocab_size: int) -> list[np.ndarray]:
+    return [runner.run(step).logits.float().numpy() for step in random_steps(seed, vocab_size)]
+
+
+def sizes(vocab_size: int) -> EngineConfig:
+    return EngineConfig(
+        block_size=BLOCK_SIZE, num_blocks=48, num_swap_blocks=4, max_model_len=64, vocab_size=vocab_size
+    )
+
+
+def check_bits(folder: Path, size: int, dtype: str, seed: int) -> None:
+    loaded = LoadedModel.load(folder, "fast", "cpu", dtype, size)
+    with closing(loaded):
+        config = sizes(loaded.config.vocab_size)
+        apart = logits_of(loaded.tier.make_runner(loaded.config, loaded.weights, config), seed, config.vocab_size)
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, before // size))  # as each worker does
+    try:
+        together = logits_of(ShardsInOneProcess(folder, dtype, size, config), seed, config.vocab_size)
+    finally:
+        torch.set_num_threads(before)
+    assert len(apart) == len(together) == 9
+    for one, other in zip(apart, together, strict=True):
+        assert one.tobytes() == other.tobytes()
+    whole = LoadedModel.load(folder, "fast", "cpu", dtype)
+    one_rank = logits_of(whole.tier.make_runner(whole.config, whole.weights, config), seed, config.vocab_size)
+    for one, other in zip(apart, one_rank, strict=True):
+        assert np.linalg.norm(one - other) <= (1e-5 if dtype == "float32" else 0.05) * np.linalg.norm(other)
+
+
+def test_three_processes_give_the_bits_of_three_shards_in_one(tmp_path: Path) -> None:
+    """Nine heads, three KV heads, and an MLP that does not divide."""
+    folder = make_tiny_model(
+        tmp_path / "m", num_attention_heads=9, num_key_value_heads=3, hidden_size=36, intermediate_size=50
+    )
+    check_bits(folder, 3, "float32", 0)
+
+
+@thorough
+@pytest.mark.parametrize("seed", range(20))
+def test_random_models(tmp_path: Path, seed: int) -> None:
+    """In turns on 2, 3 and 4 ranks, and in both types."""
+    check_bits(random_model(tmp_path / "m", seed), 2 + seed % 3, ("float32", "bfloat16")[seed % 2], seed)

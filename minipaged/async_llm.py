@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol, TypeVar, Unpack
 from uuid import uuid4
 
 from minipaged.engine.stats import Stats
-from minipaged.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
+from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, QueueFull, ShuttingDown
 from minipaged.events import Listener
 from minipaged.llm import LLM, LoadedModel, Params
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
@@ -255,7 +255,7 @@ class AsyncLLM:
     def check_open(self, asked: Iterable[Asked] = ()) -> None:
         """Raise what `add` raises at once: EngineDead, ShuttingDown, InvalidRequest."""
         if self.error is not None:
-            raise EngineDead(f"the engine has stopped: {self.error!r}; start it again")
+            raise EngineDead(f"the engine has stopped: {told(self.error)}; start it again")
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             raise InvalidRequest("this AsyncLLM is another event loop's; make another one, of the same LoadedModel")
         if self._closing:
@@ -385,10 +385,15 @@ class AsyncLLM:
     def _fail_all(self, error: BaseException) -> None:
         streams, self._streams = set(self._streams.values()), {}
         for stream in streams:
-            stream._fail(EngineDead(f"the engine has stopped: {error!r}"))
+            stream._fail(EngineDead(f"the engine has stopped: {told(error)}"))
         self._note_ends()
         if self.on_death:
             self.on_death(error)
+
+
+def told(error: BaseException) -> str:
+    """What the engine has died of; of errors that are ours, their own words."""
+    return str(error) if isinstance(error, MinipagedError) else repr(error)
 
 
 def _raise(error: Exception) -> None:

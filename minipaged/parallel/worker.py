@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import shutil
 import signal
 import socket
 import sys
 import threading
 import traceback
+from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
@@ -25,7 +27,9 @@ from minipaged.parallel.options import Options
 class Worker:
     """One connection to the driver."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, folder: Path) -> None:
+        """`folder`: of what they all leave on the disk, as long as they live."""
+        self._folder = folder
         self.doing = "starting"
         """In a few words, for whoever asks."""
         self.waits = False
@@ -41,6 +45,7 @@ class Worker:
                 self._tell(Doing(self.doing, self.waits))
             else:
                 self._orders.put(order)
+        shutil.rmtree(self._folder, ignore_errors=True)  # a driver that was killed leaves it behind
         os._exit(0)
 
     def serve(self, options: Options) -> None:
@@ -81,7 +86,7 @@ def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    worker = Worker(socket.socket(fileno=options.socket))
+    worker = Worker(socket.socket(fileno=options.socket), Path(options.rendezvous).parent)
     threading.Thread(target=worker.read_orders, name="orders", daemon=True).start()
     worker.serve(options)
 

@@ -89,7 +89,7 @@ class Workers:
         self.free_device_bytes: float = float("inf")
         """Of the GPU that has the least, after loading the weights."""
         self._heard = Heard([deque() for _ in options])
-        self._folder = tempfile.TemporaryDirectory(prefix="minipaged-workers-")
+        self._folder = tempfile.TemporaryDirectory(prefix="minipaged-workers-", ignore_cleanup_errors=True)
         self._processes: list[Process] = []
         self._end = weakref.finalize(self, _end, self._processes, self._heard, self._folder)
         try:

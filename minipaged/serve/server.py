@@ -25,7 +25,7 @@ from typing import Any
 
 import uvicorn
 
-from minipaged.async_llm import AsyncLLM
+from minipaged.async_llm import AsyncLLM, told
 from minipaged.errors import InvalidRequest
 from minipaged.llm import LoadedModel, check_before_loading
 from minipaged.serve.app import create_app
@@ -58,7 +58,10 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
         # another thread (as the next one does) changes what is heard at the same time.
         warnings.filterwarnings("ignore", message="The 'alias' attribute with value 'body'")
         threading.Thread(target=server.serving.warm_up).start()
-        server.run(sockets=[listening])
+        try:
+            server.run(sockets=[listening])
+        finally:
+            server.serving.allm.llm.close()
     return server.status
 
 
@@ -127,7 +130,7 @@ class Server(uvicorn.Server):
 
     def _engine_died(self, error: BaseException) -> None:
         self.status = 1
-        print(f"error: the engine has stopped: {error!r}", file=sys.stderr)
+        print(f"error: the engine has stopped: {told(error)}", file=sys.stderr)
         self.loop.call_later(LAST_WORDS_S, setattr, self, "should_exit", True)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -129,12 +130,14 @@ llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=900, temperature=0, igno
 
 
 def test_workers_go_when_their_driver_is_killed(folder: Path) -> None:
+    left = set(Path("/tmp").glob("minipaged-workers-*"))
     with subprocess.Popen([sys.executable, "-c", DRIVER, str(folder)], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(pids) == 2
         driver.kill()
         assert gone([pid for pid in pids if psutil.pid_exists(pid)])
+    assert set(Path("/tmp").glob("minipaged-workers-*")) == left
 
 
 def test_what_cannot_start_is_told_at_once(folder: Path) -> None:
@@ -148,3 +151,40 @@ def test_what_cannot_start_is_told_at_once(folder: Path) -> None:
 def test_a_rank_without_memory_says_so(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"num_blocks is \d+: .* more than there are"):
         LLM(folder, tier="fast", device="cpu", num_blocks=2**40, num_swap_blocks=0, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_server_whose_worker_dies_says_so_and_ends(folder: Path, idle: bool) -> None:
+    options = ["--tier", "fast", "--device", "cpu", "--dtype", "float32", "--num-blocks", "128", "--port", "0"]
+    command = [sys.executable, "-m", "minipaged", "serve", str(folder), "--tensor-parallel-size", "2", *options]
+    left = set(Path("/tmp").glob("minipaged-workers-*"))
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stderr
+        url = next(line.split("listening on ")[1].split()[0] for line in program.stderr if "listening on " in line)
+        pids = [child.pid for child in psutil.Process(program.pid).children()]
+        assert len(pids) == 2
+        body = {"prompt": "a long one", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        lines: list[str] = []
+        if idle:
+            assert httpx.get(url + "/health").status_code == 200
+            os.kill(pids[1], signal.SIGKILL)
+        else:
+            with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    lines.append(line)
+                    if len(lines) == 6:
+                        os.kill(pids[1], signal.SIGKILL)
+            assert "worker 1 of 2" in lines[-1] or "worker 1 of 2" in "".join(lines[-4:])
+        killed = time.monotonic()
+        statuses = set()
+        while time.monotonic() < killed + 10:
+            try:
+                statuses.add(httpx.get(url + "/health").status_code)
+            except httpx.TransportError:
+                break
+            time.sleep(0.02)
+        assert 503 in statuses
+        assert program.wait(10) == 1
+        assert "worker 1 of 2" in program.stderr.read()
+    assert gone(pids)
+    assert set(Path("/tmp").glob("minipaged-workers-*")) == left

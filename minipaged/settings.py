@@ -95,6 +95,8 @@ class GivenSettings(TypedDict, total=False):
     async_scheduling: bool | None
     allocator: MakeAllocator | None
     scheduling_policy: str | MakePolicy
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
     seed: int
     debug: bool
 

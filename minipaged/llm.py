@@ -28,6 +28,7 @@ from minipaged.events import Event, Listener, RequestFinished, TokenGenerated
 from minipaged.models import hub
 from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
+from minipaged.models.shards import check_parallel_sizes
 from minipaged.models.tokenizer import ChatOptions, Message, Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import (
@@ -87,8 +88,8 @@ class LLM:
         asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
         policy = _policy(asked.scheduling_policy)  # what is wrong with it is said before anything is loaded
         if isinstance(model, LoadedModel):
-            for name, left in (("tier", "auto"), ("device", "auto"), ("dtype", "auto"), ("tensor_parallel_size", 1)):
-                if (value := getattr(asked, name)) != left:
+            for name in ("tier", "device", "dtype"):
+                if (value := getattr(asked, name)) != "auto":
                     raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
             loaded = model
         else:
@@ -101,7 +102,9 @@ class LLM:
             runner = loaded.tier.make_runner(loaded.config, loaded.weights, self.config)
         except MemoryError:
             num_blocks, num_swap_blocks = self.config.num_blocks, self.config.num_swap_blocks
-            size = (num_blocks + num_swap_blocks) * loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
+            size = (num_blocks + num_swap_blocks) * loaded.block_bytes(
+                asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size
+            )
             raise InvalidRequest(
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
                 "there are; lower num_blocks, or num_swap_blocks (swap_space)"
@@ -312,9 +315,10 @@ class LLM:
                     f"has no such limit; up to max_model_len={context} it makes no difference"
                 )
             raise InvalidRequest(f"max_model_len is {asked.max_model_len}; {why}")
+        check_parallel_sizes(self.model_config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
         on_cpu = self.loaded.tier.device == "cpu"
         num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
-        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
+        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
         if num_blocks is None:
             num_blocks = self._blocks_that_fit(asked)
         if asked.swap_space is not None:
@@ -338,7 +342,7 @@ class LLM:
     def _blocks_that_fit(self, asked: Settings) -> int:
         """Blocks for the pool (both pools, where they share a memory) in the share of what is free; never more than the
         longest sequences could fill."""
-        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
+        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
         sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
         on_device = self.loaded.tier.free_device_bytes(self.model_config, self.loaded.weights, *sizes)
         free = (_free_host_bytes() if on_device is None else on_device) * asked.gpu_memory_utilization
@@ -418,9 +422,9 @@ class LoadedModel:
         if close := getattr(self.weights, "close", None):  # they are the workers
             close()
 
-    def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
-        """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
-        return self.tier.block_bytes(self.config, block_size, kv_cache_dtype)
+    def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto", tensor_parallel_size: int = 1) -> int:
+        """Memory of one block: K and V of `block_size` tokens in every layer, on all ranks together, in bytes."""
+        return self.tier.block_bytes(self.config, block_size, kv_cache_dtype, tensor_parallel_size)
 
 
 def check_before_loading(**settings: Unpack[GivenSettings]) -> None:

@@ -298,7 +298,9 @@ class EngineSettings:
     max_num_batched_tokens: int = setting(2048, at_least=1)
     """Query tokens in one batch at most; a longer prompt runs in chunks."""
     tensor_parallel_size: int = setting(1, at_least=1)
-    """Into so many parts each layer is cut, of which each is computed by a process of its own."""
+    """Ranks among which the heads, the MLP's columns and the vocabulary of each layer are shared out."""
+    pipeline_parallel_size: int = setting(1, at_least=1)
+    """Stages among which the layers are shared out."""
     seed: int = 0
     """The same seed gives the same tokens: it is where requests without a seed of their own get theirs from."""
     debug: bool = False

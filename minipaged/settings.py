@@ -99,6 +99,8 @@ class GivenSettings(TypedDict, total=False):
     tensor_parallel_size: int
     worker_timeout: float
     scheduling_policy: str | MakePolicy
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
     seed: int
     debug: bool
 

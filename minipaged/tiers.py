@@ -12,14 +12,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from minipaged.contracts import BlockAllocator, BlockTable, Runner, Sampled, SamplingInput, Tier
 from minipaged.devices import gpu_problem, has_nvidia_gpu
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
-from minipaged.models.shards import Shard, local_config
+from minipaged.models.shards import Shard, cut_weights, local_config, shards_of
 from minipaged.params import EngineConfig, KVCacheDtype
+
+if TYPE_CHECKING:
+    from minipaged.reference.llama import Llama
 
 NEEDED_BY_FAST = ("torch", "numba")
 """And triton, on a machine with a GPU."""
@@ -111,11 +114,18 @@ class DeviceTier(Tier, ABC):
     ) -> int | None:
         """Memory of the device that a cache can have beside these weights; None where it is the host's memory."""
 
-    def block_bytes(self, config: ModelConfig, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
-        """Memory of one block: K and V of `block_size` tokens in every layer, in bytes."""
+    def block_bytes(
+        self,
+        config: ModelConfig,
+        block_size: int,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        tensor_parallel_size: int = 1,
+    ) -> int:
+        """Memory of one block: K and V of `block_size` tokens in every layer, on all ranks together, in bytes."""
         in_8_bits = kept_as(config, kv_cache_dtype) != "auto"  # then each head has a scale, in float32
         per_head = config.head_dim + 4 if in_8_bits else config.head_dim * self.ITEM_BYTES[self.dtype]
-        return block_size * config.num_hidden_layers * 2 * config.num_key_value_heads * per_head
+        kv_heads = max(config.num_key_value_heads, tensor_parallel_size)  # each rank has one at least
+        return block_size * config.num_hidden_layers * 2 * kv_heads * per_head
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,18 @@ class ReferenceTier(DeviceTier):
         return load_weights(folder, config, np.dtype(self.dtype))
 
     def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
+        from minipaged.reference.sharded import ShardedLlama
+
+        shards = shards_of(config, engine_config.tensor_parallel_size, engine_config.pipeline_parallel_size)
+        if len(shards) == len(shards[0]) == 1:
+            return self._llama(config, weights, engine_config)
+
+        def llama(shard: Shard) -> Llama:
+            return self._llama(local_config(config, shard), cut_weights(config, shard, weights), engine_config)
+
+        return ShardedLlama(config, shards, [[llama(shard) for shard in stage] for stage in shards])
+
+    def _llama(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Llama:
         from minipaged.models.loading import static_scales
         from minipaged.reference.kv_cache import KVCache
         from minipaged.reference.llama import Llama

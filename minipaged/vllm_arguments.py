@@ -1,7 +1,7 @@
 """What vLLM takes and minipaged does not: why, and what to do instead. Read by `LLM`, `SamplingParams`, docs/vllm.md.
 
 Code written for vLLM should run with its import changed, as far as there is the same here. So an argument that asks for
-what is done here anyway (`tensor_parallel_size=1`) is let through, and one that asks for something else is refused with
+what is done here anyway (`enforce_eager=False`) is let through, and one that asks for something else is refused with
 the reason. None is ignored. The names are those of vLLM 0.33, and a few of older versions that scripts still give.
 """
 
@@ -38,8 +38,6 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
         "a step takes of a prompt what max_num_batched_tokens leaves room for; raise that, and fewer are cut",
         (True, None),
     ),
-    "tensor_parallel_size": NotHere(_ONE_PROCESS, (1,)),
-    "pipeline_parallel_size": NotHere(_ONE_PROCESS, (1,)),
     "data_parallel_size": NotHere(_ONE_PROCESS, (1,)),
     "distributed_executor_backend": NotHere(_ONE_PROCESS, (None, "uni")),
     "disable_custom_all_reduce": NotHere(_ONE_PROCESS, (False,)),

@@ -58,7 +58,8 @@ HOUSE = {
     ),
     # The two wings know neither each other nor the engine.
     "reference": Room(
-        "contracts errors mirror models.config models.quantized.recipe models.quantized.stored params scheduling steps",
+        "contracts errors mirror models.config models.quantized.recipe models.quantized.stored models.shards params "
+        "scheduling steps",
         "numpy",
     ),
     "fast": Room(
@@ -72,7 +73,7 @@ HOUSE = {
     # The one room that knows the wings.
     "devices": Room(late={"only the fast tier has it": "torch"}),
     "tiers": Room(
-        "contracts devices errors models.config params",
+        "contracts devices errors models.config models.shards params",
         late={"whoever chooses a tier loads what it needs, and only that": "fast models.loading numpy reference torch"},
     ),
     "doctor": Room("devices errors tiers", late={"only the fast tier has it": "torch"}),

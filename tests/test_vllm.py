@@ -120,7 +120,6 @@ REFUSED: dict[str, Any] = {
     "disable_log_stats": False,
     "trust_remote_code": True,
     "enforce_eager": True,
-    "tensor_parallel_size": 2,
     "quantization": "awq",
     "generation_config": "auto",
     "tokenizer": "org/another",

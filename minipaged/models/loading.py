@@ -14,10 +14,15 @@ so that loading needs the memory of the weights and, where a dtype is converted,
 
 A quantized matrix is several tensors: packed codes, scales, zeros. Which ones, its format says (`quantized/`); they
 become one `StoredMatrix`, packed still.
+
+A rank that has a part of a model (`shards.py`) reads the bytes of that part, and no others: rows of a matrix lie one
+after another, of columns there is a piece in each row. Only of its quantized matrices it reads the whole, one after
+another, and keeps its part: how codes and groups lie in a file is the formats' affair.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -34,6 +39,7 @@ from minipaged.models.config import ModelConfig, token_ids, weight_shapes
 from minipaged.models.quantized import formats_of
 from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor
 from minipaged.models.quantized.stored import StoredMatrix
+from minipaged.models.shards import Shard, cut, cut_weights, local_name, part_of, shard_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -105,39 +111,39 @@ def load_weights(
     dtype: npt.DTypeLike = np.float32,
     progress: Callable[[int, int], None] | None = None,
     convert: Callable[[npt.NDArray[Any]], Any] | None = None,
-    shard: Any = None,
+    shard: Shard | None = None,
 ) -> dict[str, Any]:
     """All weights of the model by name: arrays of `dtype` that own their memory, or what `convert` makes of each; and
-    each quantized matrix as a StoredMatrix.
+    each quantized matrix as a StoredMatrix. `config` is the whole model's. `shard`: only this rank's weights, by the
+    names that they have in a model of its own (`shards.local_config`).
 
     Where the checkpoint has scales for keys and values, they are there too, as float32 arrays [1] or [heads]:
     "model.layers.0.self_attn.k_scale", ...
 
     `progress` is called after each weight with (weights read, weights in all). Raises ModelError for a tensor that
     is missing, unexpected, of the wrong shape or dtype, or has contents that cannot be, and for a file that is cut
-    short.
+    short: whichever rank reads, all of the model has to be there.
     """
+    shard = shard or shard_of(config, rank=0, size=1)
     stored = checkpoint_tensors(folder)
     wanted = _wanted(folder, config, stored)
     _check(folder, config, wanted, stored)
+    parts = {each.name: part for each in wanted if (part := cut(config, shard, each.name)) is not None}
     weights: dict[str, Any] = {}
     # In the order of the files, so that a disk reads ahead.
     places = {each.name: min((stored[t].file, stored[t].offset) for t in each.parts if t in stored) for each in wanted}
-    for each in sorted(wanted, key=lambda each: places[each.name]):
+    for each in sorted((each for each in wanted if each.name in parts), key=lambda each: places[each.name]):
+        name, part = local_name(shard, each.name), parts[each.name]
         if each.format is not None:
-            weights[each.name] = _read_matrix(each, each.format, stored)
+            whole = _read_matrix(each, each.format, stored)
+            kept = part_of(whole, part, each.name)
+            weights[name] = whole if kept is whole else copy.deepcopy(kept)  # so that it keeps no other bytes
         else:
-            values = _read_tensor(stored[each.name])
-            weights[each.name] = convert(values) if convert else values.astype(dtype, copy=False)
+            values = _read_tensor(stored[each.name], part)
+            weights[name] = convert(values) if convert else values.astype(dtype, copy=False)
         if progress is not None:
-            progress(len(weights), len(wanted))
-    if shard is not None:
-        from minipaged.models.shards import cut, local_name
-
-        weights = {
-            local_name(shard, n): w[c].clone() for n, w in weights.items() if (c := cut(config, shard, n)) is not None
-        }
-    return weights | _kv_scales(config, stored)
+            progress(len(weights), len(parts))
+    return weights | cut_weights(config, shard, _kv_scales(config, stored))
 
 
 def static_scales(config: ModelConfig, weights: Mapping[str, Any]) -> npt.NDArray[np.float32]:
@@ -351,15 +357,35 @@ def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_tensor(stored: StoredTensor) -> npt.NDArray[Any]:
-    dtype, num_values = STORED_DTYPES[stored.dtype], math.prod(stored.shape)
-    values: npt.NDArray[Any] = np.fromfile(stored.file, dtype, count=num_values, offset=stored.offset)
-    values = values.reshape(stored.shape)
+def _read_tensor(stored: StoredTensor, part: tuple[slice, ...] = ()) -> npt.NDArray[Any]:
+    """A tensor, or neighbouring rows or columns of it."""
+    dtype, shape, offset = STORED_DTYPES[stored.dtype], stored.shape, stored.offset
+    if part:
+        rows = range(shape[0])[part[0]]
+        offset += rows.start * math.prod(shape[1:]) * dtype.itemsize
+        shape = (len(rows), *shape[1:])
+    values: npt.NDArray[Any]
+    if part[1:] and len(columns := range(shape[1])[part[1]]) < shape[1]:
+        values = _read_columns(stored.file, offset, dtype, (shape[0], shape[1]), columns)
+    else:
+        values = np.fromfile(stored.file, dtype, count=math.prod(shape), offset=offset).reshape(shape)
     if stored.dtype == "BF16":
         # bf16 is the upper half of an fp32: sign, exponent and the first 7 bits of the fraction.
         wide = values.astype(np.uint32)
         wide <<= 16
         return wide.view(np.float32)
+    return values
+
+
+def _read_columns(
+    path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, int], columns: range
+) -> npt.NDArray[Any]:
+    """Neighbouring columns of the matrix [rows, columns] that begins at `offset`: of each row a piece."""
+    values = np.empty((shape[0], len(columns)), dtype)
+    with path.open("rb", buffering=0) as file:  # a buffer would be filled with what lies between
+        for i, row in enumerate(values):
+            file.seek(offset + (i * shape[1] + columns.start) * dtype.itemsize)
+            file.readinto(row)
     return values
 
 

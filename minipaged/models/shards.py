@@ -21,9 +21,11 @@ Sizes need not divide. Ranges are contiguous and as even as can be, the first ra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from minipaged.errors import InvalidRequest
+from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.config import ModelConfig
 
 RUN = 128
@@ -60,6 +62,11 @@ class Shard:
     def is_last(self) -> bool:
         """Whether it is of the stage that makes logits."""
         return self.stage == self.num_stages - 1
+
+
+def shards_of(config: ModelConfig, size: int, num_stages: int) -> list[list[Shard]]:
+    """The shards of a whole model: of each stage, of each of its ranks. Raises InvalidRequest (`shard_of`)."""
+    return [[shard_of(config, rank, size, stage, num_stages) for rank in range(size)] for stage in range(num_stages)]
 
 
 def shard_of(config: ModelConfig, rank: int, size: int, stage: int = 0, num_stages: int = 1) -> Shard:
@@ -129,6 +136,8 @@ def cut(config: ModelConfig, shard: Shard, name: str) -> tuple[slice, ...] | Non
             return _rows(shard.heads, config.head_dim)
         case "k_proj" | "v_proj":
             return _rows(shard.kv_heads, config.head_dim)
+        case "self_attn":  # the scales that a checkpoint may bring for keys and values
+            return _rows(shard.kv_heads)
         case "gate_proj" | "up_proj":
             return _rows(shard.intermediate)
         case "o_proj" | "down_proj" if kind == "bias":
@@ -138,6 +147,28 @@ def cut(config: ModelConfig, shard: Shard, name: str) -> tuple[slice, ...] | Non
         case "down_proj":
             return slice(None), *_rows(shard.intermediate)
     return ()  # norms
+
+
+def cut_weights(config: ModelConfig, shard: Shard, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """One rank's weights, by its own names, out of the whole model's. They are views, but of what is quantized."""
+    return {
+        local_name(shard, name): part_of(weight, part, name)
+        for name, weight in weights.items()
+        if (part := cut(config, shard, name)) is not None
+    }
+
+
+def part_of(weight: Any, part: tuple[slice, ...], name: str) -> Any:
+    """What `cut` says of an array, or of a packed matrix. Raises ModelError for one that cannot be cut there."""
+    if name.endswith("_scale") and len(weight) == 1:  # of keys or values: one for all heads
+        return weight
+    try:
+        return weight[part] if part else weight
+    except ModelError as error:
+        raise ModelError(
+            f"'{name}' cannot be cut for this rank: {error}; use another tensor_parallel_size, or the model as it was "
+            "before it was quantized"
+        ) from None
 
 
 def local_name(shard: Shard, name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from minipaged.contracts import Runner
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
-from minipaged.models.shards import Shard, check_parallel_sizes, local_config, shard_of
+from minipaged.models.shards import check_parallel_sizes, local_config, shards_of
 from minipaged.parallel.messages import Loaded
 from minipaged.parallel.options import Options
 from minipaged.parallel.runner import ParallelRunner
@@ -62,19 +61,22 @@ class ParallelTier(FastTier):
                 workers.free_device_bytes = min(workers.free_device_bytes, loaded.free_device_bytes)
         return workers
 
-    def _shards(self, config: ModelConfig) -> Iterator[Shard]:
-        return (shard_of(config, rank, self.tensor_parallel_size) for rank in range(self.tensor_parallel_size))
-
     def _free_bytes(self, weights: Any) -> int:
         return int(weights.free_device_bytes)
 
     def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
         return ParallelRunner(weights, engine_config)
 
-    def block_bytes(self, config: ModelConfig, block_size: int, kv_cache_dtype: KVCacheDtype = "auto") -> int:
+    def block_bytes(
+        self,
+        config: ModelConfig,
+        block_size: int,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        tensor_parallel_size: int = 1,
+    ) -> int:
         """Of all ranks, where they share a memory; of the one that has the most, where each has its own."""
         each = [
             FastTier.block_bytes(self, local_config(config, shard), block_size, kv_cache_dtype)
-            for shard in self._shards(config)
+            for [shard] in zip(*shards_of(config, self.tensor_parallel_size, 1), strict=True)
         ]
         return sum(each) if self.device == "cpu" else max(each)

@@ -53,10 +53,14 @@ class Llama(MirroredRunner):
         self.attend = paged_attention  # the course puts a student's in its place
         self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
         self.inverse_frequencies = inverse_frequencies(config)  # [head_dim / 2]
-        norm = weights["model.norm.weight"]
+        norm = weights["model.layers.0.input_layernorm.weight"]
         assert isinstance(norm, np.ndarray)  # norms are never packed
         self.dtype = norm.dtype  # what is computed in
-        self.head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+
+    @property
+    def head(self) -> Weight:
+        """[vocab, hidden]."""
+        return self.weights["model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"]
 
     def forward(self, batch: Batch) -> Array:
         """Logits [rows that want them, vocab_size] after the last query token of each row."""

@@ -13,11 +13,13 @@
 A matrix is [out, in], as transformers has it: y = x @ w.T. Codes are packed along the inputs, each output's row for
 itself, so that a matrix can be cut between any two rows: what computes with one takes the weights of a few rows at a
 time (`rows`), and a full matrix of floats is never there. Where the inputs are quantized too, the matrix says how
-(`activations`).
+(`activations`). A process that has a part of a model (`models/shards.py`) has some rows of a matrix, or some of its
+inputs (`matrix[:, 128:256]`), packed still; a group that is cut then becomes several of the same scale.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -27,7 +29,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from minipaged.errors import ModelError
+
 Array = npt.NDArray[Any]
+
+LEAST_GROUP = 8
+"""Inputs with a scale of their own, at least, so that scales do not outweigh the codes."""
 
 Rounding = Literal["float32", "float16", "bfloat16"]
 
@@ -90,6 +97,34 @@ class StoredMatrix(ABC):
     def rows(self, which: slice | Array = slice(None)) -> Array:
         """The weights of some rows: [rows, in] float32."""
 
+    def __getitem__(self, part: tuple[slice, ...]) -> StoredMatrix:
+        """Neighbouring rows, or inputs, packed still: `matrix[2:4,]`, `matrix[:, 64:128]`. Views, where they can be.
+
+        The weights are the same to the last bit. Raises ModelError for inputs that cannot be cut out; `part` has steps
+        of 1.
+        """
+        both = zip(self.shape, (*part, slice(None)), strict=False)
+        rows, columns = (range(size)[which] for size, which in both)
+        matrix = self if len(rows) == self.shape[0] else self._of_outputs(rows)
+        if len(columns) == self.shape[1]:
+            return matrix
+        if (how := self.activations) is not None and how.scale is None:
+            if how.group_size is None:
+                raise ModelError(
+                    "the inputs of a token are quantized with one scale, which all ranks would have to know"
+                )
+            if columns.start % how.group_size or (columns.stop % how.group_size and columns.stop != self.shape[1]):
+                raise ModelError(f"its inputs are quantized in groups of {how.group_size}, one of which would be cut")
+        return matrix._of_inputs(columns)
+
+    def _of_outputs(self, rows: range) -> StoredMatrix:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        cut = {name: value[rows.start : rows.stop] for name, value in values.items() if _is_of_each_output(value)}
+        return replace(self, shape=(len(rows), self.shape[1]), **cut)
+
+    @abstractmethod
+    def _of_inputs(self, columns: range) -> StoredMatrix: ...
+
     @property
     def nbytes(self) -> int:
         """What the matrix takes in memory, in bytes."""
@@ -142,6 +177,19 @@ class Grouped(StoredMatrix):
             grouped += _expanded(self.minima, self.super_minima, which)[:, :, None]
         return round_to(weights, self.rounding)
 
+    def _of_inputs(self, columns: range) -> Grouped:
+        cut: dict[str, Any] = {"shape": (self.shape[0], len(columns))}
+        cut["codes"] = _cut_codes(self.codes, self.bits, columns)
+        if self.group_index is not None:
+            return replace(self, group_index=self.group_index[columns.start : columns.stop], **cut)
+        cut["group_size"], groups = _cut_groups(self.group_size, columns)
+        cut["scales"] = _written_out(self.scales, self.super_scales)[:, groups]
+        if not isinstance(self.zeros, int):
+            cut["zeros"] = self.zeros[:, groups]
+        if self.minima is not None:
+            cut["minima"] = _written_out(self.minima, self.super_minima)[:, groups]
+        return replace(self, super_scales=None, super_minima=None, **cut)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Float8(StoredMatrix):
@@ -158,6 +206,20 @@ class Float8(StoredMatrix):
         """The same with blocks of one output each."""
         outputs = np.arange(self.shape[0]) // self.block[0]
         return replace(self, scales=self.scales[outputs], block=(1, self.block[1]))
+
+    def _of_outputs(self, rows: range) -> Float8:
+        size = self.block[0]
+        blocks = slice(rows.start // size, -(-rows.stop // size))
+        if rows.start % size and blocks.stop - blocks.start > 1:  # they would not begin with the first row
+            return self.by_output()._of_outputs(rows)
+        codes = self.codes[rows.start : rows.stop]
+        return replace(self, shape=(len(rows), self.shape[1]), codes=codes, scales=self.scales[blocks])
+
+    def _of_inputs(self, columns: range) -> Float8:
+        codes = self.codes[:, columns.start : columns.stop]
+        size, groups = _cut_groups(self.block[1], columns)
+        block, scales = (self.block[0], size), self.scales[:, groups]
+        return replace(self, shape=(self.shape[0], len(columns)), codes=codes, scales=scales, block=block)
 
     def rows(self, which: slice | Array = slice(None)) -> Array:
         outputs = np.arange(self.shape[0])[which] // self.block[0]  # [rows], the block of each
@@ -180,6 +242,12 @@ class Codebook4(StoredMatrix):
     """[out, groups] float32."""
     group_size: int
     """Inputs of a group."""
+
+    def _of_inputs(self, columns: range) -> Codebook4:
+        codes = _cut_codes(self.codes, 4, columns)
+        size, groups = _cut_groups(self.group_size, columns)
+        scales = self.scales[:, groups]
+        return replace(self, shape=(self.shape[0], len(columns)), codes=codes, scales=scales, group_size=size)
 
     def rows(self, which: slice | Array = slice(None)) -> Array:
         weights: Array = self.table[unpack(self.codes[which], 4, self.shape[1])]  # [rows, in]
@@ -234,6 +302,27 @@ def _expanded(values: Array, supers: Array | None, which: slice | Array) -> Arra
         parts = expanded.reshape(len(expanded), num_supers, expanded.shape[1] // num_supers)  # [rows, super, groups]
         parts *= supers[which].astype(np.float32)[:, :, None]
     return expanded
+
+
+def _written_out(values: Array, supers: Array | None) -> Array:
+    return values if supers is None else _expanded(values, supers, slice(None))
+
+
+def _cut_codes(codes: Array, bits: int, columns: range) -> Array:
+    """Codes [out, bytes] of neighbouring inputs, the first of which begins with a byte."""
+    if columns.start * bits % 8:
+        raise ModelError(f"the codes of inputs {columns.start - 1} and {columns.start}, {bits} bits each, share a byte")
+    return codes[:, columns.start * bits // 8 : -(-columns.stop * bits // 8)]
+
+
+def _cut_groups(size: int, columns: range) -> tuple[int, Array]:
+    """The groups of neighbouring inputs that were in groups of `size`: how large they are, and in which each was."""
+    if columns.start // size == (columns.stop - 1) // size:
+        return len(columns), np.array([columns.start // size])
+    smaller = math.gcd(size, columns.start, columns.stop)
+    if smaller < min(size, LEAST_GROUP):
+        raise ModelError(f"inputs {columns.start} to {columns.stop - 1} cut through groups of {size}")
+    return smaller, np.arange(columns.start, columns.stop, smaller) // size
 
 
 def unpack(packed: Array, bits: int, count: int) -> Array:

@@ -100,10 +100,7 @@ class LayerInMaking(Llama):
         self._recipe = recipe
         self._scales: dict[str, Array] = {}  # by the matrix: what its inputs are yet to be divided by, [in]
         whole = {FIRST + name: each for name, each in own.items()}
-        head = {"model.embed_tokens.weight": np.empty((0, config.hidden_size))}  # [no tokens, hidden]
-        head["model.norm.weight"] = own["input_layernorm.weight"]  # [hidden], of which only the type is asked
-        one = replace(config, num_hidden_layers=1, tie_word_embeddings=True)
-        super().__init__(one, whole | head, cache)
+        super().__init__(replace(config, num_hidden_layers=1), whole, cache)
 
     def through(self, x: Array, tokens: FlatBatch) -> Array:
         """x [tokens, hidden] before the layer -> after it, as it is when quantized."""

@@ -1,0 +1,96 @@
+"""A Llama in parts: tensor and pipeline parallelism in one process, with the sums spelled out (paper, section 4.6).
+
+A model too large for one device is shared out (`models/shards.py`). Each *rank* is a `Llama` of its own with fewer
+heads, fewer columns of the MLP, or fewer layers: it has its part of the weights, and a KV cache of its KV heads.
+
+    embedding    a rank has the rows of some tokens, and zeros for all others             x = sum over ranks
+    attention    whole heads; its columns of o bring them back to the hidden size         x = x + sum over ranks
+    MLP          its columns of gate and up, so its columns of down                       x = x + sum over ranks
+    head         the logits of some tokens                                                one after another
+
+So what ranks exchange in a layer are two sums (Megatron-LM, section 3), and what stages exchange is x. Everything else
+each rank does by itself, with the same step: there is one scheduler and one block table, and block 7 is block 7 in
+every cache. That is why all ranks are sent the same step, and none of them ever asks another for a block.
+
+Where ranks are processes, a sum is an exchange of messages. Here it is a sum. It goes in the order of the ranks: added
+in another order, floats come out different in the last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cached_property, reduce
+
+import numpy as np
+
+from minipaged.contracts import Batch
+from minipaged.models.config import ModelConfig
+from minipaged.models.shards import Shard
+from minipaged.reference.kv_cache import Array
+from minipaged.reference.llama import Llama, flatten, rotary_tables
+from minipaged.reference.preemption import carry, measure, probe_cache
+from minipaged.scheduling import Costs
+from minipaged.steps import BlockMoves
+
+
+class ShardedLlama(Llama):
+    """Runs steps on all ranks of all stages. The logits are the whole model's, up to rounding."""
+
+    def __init__(
+        self, config: ModelConfig, shards: Sequence[Sequence[Shard]], stages: Sequence[Sequence[Llama]]
+    ) -> None:
+        """`config`: the whole model's. `shards`, `stages`: of each stage, of each of its ranks."""
+        first = stages[0][0]  # of which the size of a block is asked, and the type that is computed in
+        super().__init__(config, first.weights, first.kv_cache)
+        self.shards = shards
+        self.stages = stages
+
+    def forward(self, batch: Batch) -> Array:
+        """Logits [rows that want them, vocab_size] after the last query token of each row."""
+        tokens = flatten(batch, self.kv_cache.block_size)
+        rotation = rotary_tables(tokens.positions, self.inverse_frequencies, self.dtype)
+        x = self._embed(tokens.ids)  # [tokens, hidden]
+        for ranks in self.stages:  # x is all that one stage hands to the next
+            for i in range(ranks[0].config.num_hidden_layers):
+                before, after = (f"model.layers.{i}.{place}_layernorm" for place in ("input", "post_attention"))
+                x = x + total(rank._attention(i, rank._norm(before, x), tokens, rotation) for rank in ranks)
+                x = x + total(rank._swiglu(i, rank._norm(after, x)) for rank in ranks)
+        self.prompt_hidden = x[tokens.prompt_rows]  # [prompt tokens, hidden]
+        return self._logits(x[tokens.logit_rows])
+
+    def _embed(self, ids: Array) -> Array:
+        parts = []
+        for shard, rank in zip(self.shards[0], self.stages[0], strict=True):
+            mine = (shard.vocab.start <= ids) & (ids < shard.vocab.stop)  # [tokens]
+            part = np.zeros((len(ids), self.config.hidden_size), self.dtype)  # [tokens, hidden]
+            part[mine] = rank._embed(ids[mine] - shard.vocab.start)
+            parts.append(part)
+        return total(parts)
+
+    def _logits(self, x: Array) -> Array:
+        return np.concatenate([rank._logits(x) for rank in self.stages[-1]], axis=1)  # [rows, vocab]
+
+    def move(self, moves: BlockMoves) -> None:
+        """The same blocks in every cache."""
+        for rank in self._ranks:
+            carry(rank.kv_cache, moves)
+
+    @property
+    def _ranks(self) -> list[Llama]:
+        return [rank for ranks in self.stages for rank in ranks]
+
+    @cached_property
+    def _costs(self) -> Costs:
+        """A block is a copy in each cache, one after another."""
+        probes = [
+            [Llama(rank.config, rank.weights, probe_cache(rank.kv_cache)) for rank in each] for each in self.stages
+        ]
+        costs = measure(self.kv_cache, ShardedLlama(self.config, self.shards, probes).forward)
+        block_bytes = sum(rank.kv_cache.block_bytes for rank in self._ranks)
+        return replace(costs, copies_per_block=len(self._ranks), block_bytes=block_bytes)
+
+
+def total(parts: Iterable[Array]) -> Array:
+    """The sum over ranks, in their order."""
+    return reduce(np.add, parts)

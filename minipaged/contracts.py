@@ -265,6 +265,7 @@ class Runner(ABC):
 
     def on_failure(self, call: Callable[[Exception], None]) -> None:
         """Call this, on any thread, should it become unable to run steps while it has none to run. (Most cannot.)"""
+        del call
 
 
 # --- Choosing tokens ------------------------------------------------------------------------------

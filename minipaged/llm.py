@@ -91,6 +91,10 @@ class LLM:
             for name in ("tier", "device", "dtype"):
                 if (value := getattr(asked, name)) != "auto":
                     raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
+            if isinstance(model.tier, tiers.FastTier):
+                for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+                    if (value := getattr(asked, name)) != (settled := getattr(model.tier, name, 1)):
+                        raise InvalidRequest(f"{name} is {value}, but the model was loaded for {settled}")
             loaded = model
         else:
             where = (asked.tier, asked.device, asked.dtype)

@@ -96,7 +96,6 @@ class GivenSettings(TypedDict, total=False):
     max_model_len: int | None
     async_scheduling: bool | None
     allocator: MakeAllocator | None
-    tensor_parallel_size: int
     worker_timeout: float
     scheduling_policy: str | MakePolicy
     tensor_parallel_size: int

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
-from minipaged.contracts import Sampled, StepResult
+from minipaged.contracts import Sampled
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
 from minipaged.steps import StepInput

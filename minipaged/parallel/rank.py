@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -55,7 +56,8 @@ class Rank:
 
     def make(self, config: EngineConfig) -> Made:
         """Reserve the KV cache. Raises MemoryError."""
-        self._runner = self._tier.make_runner(self._config, self._weights, config)
+        own = replace(config, tensor_parallel_size=1, pipeline_parallel_size=1)
+        self._runner = self._tier.make_runner(self._config, self._weights, own)
         return Made(self._runner.costs())
 
     def run(self, step: StepInput) -> Ran | None:
@@ -86,7 +88,7 @@ class ProcessGroup:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up this machine's name, which not all have
         dist.init_process_group(
             "nccl" if options.device == "cuda" else "gloo",
-            store=dist.FileStore(options.rendezvous, self._size),
+            store=dist.FileStore(options.rendezvous, self._size),  # type: ignore[attr-defined]
             rank=options.rank,
             world_size=self._size,
             timeout=LONGEST_EXCHANGE,
@@ -102,4 +104,3 @@ class ProcessGroup:
         dist.all_gather([part.view(torch.uint8) for part in parts], x.view(torch.uint8))
         self._talker.waits = False
         return parts
-

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -184,8 +185,8 @@ def _start(options: Options, folder: Path) -> Process:
 def _listen(processes: list[Process], heard: Heard) -> None:
     """Take in what the workers tell, until they have gone."""
     with selectors.DefaultSelector() as selector:
-        for process in processes:
-            selector.register(process.connection, selectors.EVENT_READ, process)
+        for each in processes:
+            selector.register(each.connection, selectors.EVENT_READ, each)
         while selector.get_map():
             for key, _ in selector.select():
                 process: Process = key.data
@@ -244,10 +245,8 @@ def _end(processes: list[Process], heard: Heard, folder: tempfile.TemporaryDirec
         heard.failure = heard.failure or WorkerFailed("the workers of this model were closed; load it again")
         heard.changed.notify_all()
     for process in processes:
-        try:
+        with suppress(OSError):  # it has gone by itself
             process.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it has gone by itself
     deadline = time.monotonic() + TO_END_S
     for process in processes:
         try:

@@ -24,8 +24,10 @@ CROWDED = {"block_size": 4, "num_blocks": 34, "num_swap_blocks": 40, "max_num_ba
 
 
 def told(outputs: list[RequestOutput]) -> list[Any]:
-    return [(output.prompt_logprobs, [(o.token_ids, o.text, o.logprobs, o.cumulative_logprob) for o in output.outputs])
-            for output in outputs]
+    return [
+        (output.prompt_logprobs, [(o.token_ids, o.text, o.logprobs, o.cumulative_logprob) for o in output.outputs])
+        for output in outputs
+    ]
 
 
 @quick_cases(1)

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from minipaged import LLM, BeamSearchParams, SamplingParams
 from minipaged.contracts import Runner
 from minipaged.llm import LoadedModel
-from minipaged.parallel.messages import Run, encode
 from minipaged.params import EngineConfig
 from minipaged.steps import LOGITS, Begun, BlockMoves, Row, StepInput, TableChange, Told
 from tests.effort import thorough

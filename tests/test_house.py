@@ -63,7 +63,7 @@ HOUSE = {
         "numpy",
     ),
     "fast": Room(
-        "contracts errors mirror models.config models.quantized.stored params scheduling steps",
+        "contracts errors mirror models.config models.quantized.stored models.shards params scheduling steps",
         "llvmlite numba numpy torch triton",
         late={
             "the device decides which kernels are needed": "fast.cpu fast.device fast.gpu",
@@ -80,10 +80,19 @@ HOUSE = {
     "ties": Room("contracts tiers", "numpy"),
     "simulated": Room("contracts engine mirror scheduling steps tiers"),
     "traces": Room("contracts engine errors events params scheduling simulated"),
+    # One model in several processes.
+    "parallel": Room(
+        "contracts errors mirror models.config models.loading models.shards params scheduling steps tiers",
+        "msgspec numpy torch",
+        late={"a worker can say that it starts before it has": "parallel.rank"},
+    ),
     # What users call, and what stands on it.
     "llm": Room(
         "engine errors events models outputs params prompts scheduling settings tiers vllm_arguments",
-        late={"slow to load, and only some calls need them": "psutil rich"},
+        late={
+            "slow to load, and only some calls need them": "psutil rich",
+            "only those who ask for several processes need them": "parallel.tier",
+        },
     ),
     "texts": Room("errors models"),
     "perplexity": Room("errors llm params prompts"),

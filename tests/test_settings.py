@@ -50,6 +50,7 @@ def test_type_checkers_are_told_of_every_setting_and_its_type() -> None:
 def test_an_engine_goes_by_every_setting_that_is_about_it() -> None:
     """The others are the tier's, or the LLM's to find out."""
     above = {"tier", "device", "dtype", "gpu_memory_utilization", "swap_space", "allocator", "scheduling_policy"}
+    above.add("worker_timeout")
     assert {*names_of(Settings)} - above == {*names_of(EngineConfig)} - {"vocab_size", "eos_token_ids"}
     left_open = {each.name: each.metadata for each in fields(Settings)}
     for each in fields(EngineConfig):

@@ -297,6 +297,9 @@ class EngineSettings:
     """Sequences in one batch at most."""
     max_num_batched_tokens: int = setting(2048, at_least=1)
     """Query tokens in one batch at most; a longer prompt runs in chunks."""
+    pipeline_parallel_size: int = setting(1, at_least=1)
+    """Into so many stages the layers are cut, and as many steps are in flight at once. With more than one,
+    `async_scheduling` has no effect: a step waits for the one before of the same sequences only."""
     seed: int = 0
     """The same seed gives the same tokens: it is where requests without a seed of their own get theirs from."""
     debug: bool = False

@@ -94,6 +94,7 @@ class GivenSettings(TypedDict, total=False):
     max_model_len: int | None
     async_scheduling: bool | None
     allocator: MakeAllocator | None
+    pipeline_parallel_size: int
     scheduling_policy: str | MakePolicy
     seed: int
     debug: bool

@@ -8,7 +8,7 @@ stages, and lanes A and B:
     host   launch A 1, B 2, commit 1,  launch A 3, commit 2,  launch B 4, commit 3, ...
 
 A lane's next step is launched when its last one is committed: nothing that it runs is unknown to the host, and so
-penalties, beams and forks need no care. What the lanes share are blocks. Runners run steps in the order of launching, so
+penalties, beams and forks need no care. What lanes share are blocks. Runners run steps in the order of launching, so
 a block that a commit gives back is written by others only after those in flight have read it. Nothing in flight is
 preempted: if blocks are short for the lane whose turn it is, no step is launched until all are committed; then the
 policy is asked for a victim among all that run, whatever its lane. So the oldest request gets on, as it does in one

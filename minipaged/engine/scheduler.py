@@ -251,7 +251,7 @@ class Scheduler:
         tokens_left = self._max_tokens - plan.num_query_tokens
         while self.waiting and tokens_left > 0 and (entering := self._entering(plan.lane, tokens_left)):
             for request in entering:
-                self._writers.change_lane(request, plan.lane)
+                self._choose_lane(request, plan.lane)
                 if request.state is RequestState.SWAPPED:
                     self._blocks.swap_in(request)
                 else:
@@ -268,6 +268,11 @@ class Scheduler:
                     admitted.append(scheduled)
                     tokens_left -= scheduled.num_query_tokens
         return plan.joined_by(admitted) if admitted else plan
+
+    def _choose_lane(self, request: Request, lane: int) -> None:
+        if request.lane != lane:
+            self.plan_anew(request.lane)  # whose next step has to say that the request's sequences are over there
+            self._writers.change_lane(request, lane)
 
     def _entering(self, lane: int, tokens_left: int) -> list[Request]:
         room = self.max_sequences - num_sequences(self.running)

@@ -131,8 +131,6 @@ class StepWriters:
 
     def change_lane(self, request: Request, lane: int) -> None:
         """The request, which has waited, runs in this lane now; where it ran before, its sequences are over."""
-        if request.lane == lane:
-            return
         request.lane = lane
         for sequence in request.sequences:
             self.ended(sequence)

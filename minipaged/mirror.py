@@ -7,15 +7,15 @@
 A `MirroredRunner` is a model that is given plain batches; it need not know of differences. The reference's Llama is
 one, and so are the models without weights that tests, grader and tutorials run. A runner that wants to make use of the
 differences (the fast tier keeps block tables, positions and tokens on the device) has a mirror and looks at the steps
-itself.
+itself. With pipeline parallelism there is a mirror for each lane of steps (`PerLane`).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from minipaged.contracts import Batch, BatchRow, Logits, PromptInput, Runner, Sampled, SamplingInput, StepResult
 from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
@@ -75,11 +75,8 @@ class Rows:
         self._may_go_on = False  # whether all of them choose one token
 
     def follow(self, step: StepInput) -> None:
-        """Raises ValueError for a step that is not the next one."""
         if step.fresh:
             self.__init__()  # type: ignore[misc]
-        elif step.number != self.number + 1:
-            raise ValueError(f"step {step.number} cannot follow step {self.number}; only a fresh one can")
         self.number = step.number
         if self._may_go_on and not (step.ended or step.told or step.left_out or step.added):
             self.num_steady += 1
@@ -104,7 +101,7 @@ class Rows:
 
 
 class Mirror:
-    """All sequences that the runner was told of, and the rows of the latest step."""
+    """All sequences that the runner was told of in one lane, and the rows of the latest step there."""
 
     def __init__(self) -> None:
         self.rows = Rows()
@@ -252,11 +249,34 @@ def _begin(begun: Begun) -> Sequence:
     return Sequence(prompt, list(output), begun.blocks, begun.sampling)
 
 
+Kept = TypeVar("Kept")
+
+
+class PerLane(Generic[Kept]):
+    """Something of which each lane of steps has one: a mirror, or rows."""
+
+    def __init__(self, make: Callable[[], Kept]) -> None:
+        self._make = make
+        self._by_lane: dict[int, Kept] = {}
+        self._number = 0  # of the latest step
+
+    def of(self, step: StepInput) -> Kept:
+        """That of the step's lane. Raises ValueError for a step that is not the next one."""
+        if not step.fresh and step.number != self._number + 1:
+            raise ValueError(f"step {step.number} cannot follow step {self._number}; only a fresh one can")
+        self._number = step.number
+        if step.lane not in self._by_lane:
+            self._by_lane[step.lane] = self._make()
+        return self._by_lane[step.lane]
+
+
 class MirroredRunner(Runner):
     """A model that is given plain batches, one after another, each when the tokens of the one before are known."""
 
-    def __init__(self) -> None:
-        self.mirror = Mirror()
+    def __init__(self, make_mirror: Callable[[], Mirror] = Mirror) -> None:
+        self.mirrors = PerLane(make_mirror)
+        self.mirror = make_mirror()
+        """That of the step which is being run, and of its lane."""
 
     @abstractmethod
     def move(self, moves: BlockMoves) -> None:
@@ -281,6 +301,7 @@ class MirroredRunner(Runner):
         return {}
 
     def run(self, step: StepInput) -> StepResult:
+        self.mirror = self.mirrors.of(step)
         self.mirror.apply(step)
         self.move(step.moves)
         logits = self.forward(self.mirror.batch())

@@ -18,7 +18,7 @@ import numpy as np
 from minipaged.contracts import BatchRow, Runner, Sampled, SamplingInput
 from minipaged.errors import BadRecording, InvalidRequest
 from minipaged.llm import LoadedModel
-from minipaged.mirror import Mirror
+from minipaged.mirror import Mirror, PerLane
 from minipaged.params import EngineConfig
 from minipaged.step_files import Header, RecordedStep
 from minipaged.steps import Row, StepInput, Told
@@ -77,8 +77,10 @@ class Replay:
     """Differences that are no ties."""
     largest_error: float = 0.0
     """Between the logprobs of tokens that are the same."""
-    _mirror: Mirror = field(default_factory=Mirror)  # knows the recorded tokens
-    _corrections: list[tuple[_Choice, int]] = field(default_factory=list)  # of the step before: what was recorded
+    _mirrors: PerLane[Mirror] = field(default_factory=lambda: PerLane(Mirror))  # know the recorded tokens
+    _mirror: Mirror = field(default_factory=Mirror)  # that of the latest step's lane
+    _corrections: dict[int, list[tuple[_Choice, int]]] = field(default_factory=dict)
+    # Of the step before in each lane: what was recorded.
 
     def __iter__(self) -> Iterator[Difference]:
         for recorded in self.steps:
@@ -90,6 +92,7 @@ class Replay:
     def _run(self, recorded: RecordedStep) -> Iterator[Difference]:
         step = self._corrected(recorded.step)
         try:
+            self._mirror = self._mirrors.of(recorded.step)
             self._mirror.apply(recorded.step)
         except (ValueError, LookupError) as error:
             raise BadRecording(f"step {step.number} does not follow from those before it: {error}") from None
@@ -110,6 +113,8 @@ class Replay:
             raise BadRecording(f"step {step.number} chooses {len(choices)} tokens, and {found} are recorded")
         for choice, one, (token, logprob) in zip(choices, chosen, recorded.choices, strict=True):
             self.num_choices += 1
+            if one.token_id != token:
+                self._corrections.setdefault(step.lane, []).append((choice, token))
             if difference := self._compare(choice, one, token, logprob, result.logits):
                 yield difference
         self._mirror.chosen([Sampled(token, logprob, None) for token, logprob in recorded.choices])
@@ -135,7 +140,6 @@ class Replay:
                 return None
             off = f"its logprob is {one.logprob:.4f} and was {logprob:.4f}: rounding explains {allowed:.3g}"
             return Difference(*place, 0.0, off)
-        self._corrections.append((choice, token))
         computed = _on_host(logits[wanted.row])
         known = (*wanted.prompt_token_ids, *wanted.output_token_ids)
         objection = why_no_tie(self.exact(known), computed, wanted, one.token_id, token, self.dtype)
@@ -145,11 +149,10 @@ class Replay:
         """The step, and what the recorded tokens are where this runner has chosen others."""
         forks = {(forked.parent, forked.choice): forked.sequence for forked in step.forked}
         told: list[Told] = []
-        for choice, token in self._corrections:
+        for choice, token in self._corrections.pop(step.lane, ()):
             sequence = choice.row.sequence if choice.number == 0 else forks.get((choice.row.sequence, choice.number))
             if sequence is not None and sequence not in step.ended and not step.fresh:
                 told.append(Told(sequence, choice.row.stop, token))
-        self._corrections.clear()
         return step._replace(told=(*step.told, *told)) if told else step
 
 

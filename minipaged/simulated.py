@@ -13,7 +13,9 @@ The cost of a step is the simplest that tells prefill from decode, a roofline:
 
 Decoding waits for memory: a step of 1 row and one of 30 cost nearly the same, which is why batching pays. A prefill
 waits for arithmetic. Left out are the operations of attention itself (a few percent at contexts of 2,000 tokens) and
-whatever a machine does at the same time; a swap is paid in full, before the step that it makes room for.
+whatever a machine does at the same time; a swap is paid in full, before the step that it makes room for. The steps of
+several lanes (`pipeline_parallel_size`) take their time one after another, as on one machine: of what a pipeline would
+gain nothing is said here.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from dataclasses import dataclass, replace
 from minipaged import tiers
 from minipaged.contracts import Runner, Sampled, StepResult, Tier
 from minipaged.engine.policy import carry_seconds
-from minipaged.mirror import Rows
+from minipaged.mirror import PerLane, Rows
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves, StepInput
 
@@ -105,13 +107,13 @@ class SimulatedRunner(Runner):
         self._costs = machine.costs(block_size)
         self.now = 0.0
         """Seconds since the simulation began."""
-        self._rows = Rows()
+        self._rows = PerLane(Rows)
 
     def clock(self) -> float:
         return self.now
 
     def run(self, step: StepInput) -> StepResult:
-        rows = self._rows
+        rows = self._rows.of(step)
         rows.follow(step)
         self.move(step.moves)
         self.now += self.machine.step_seconds(rows.num_query_tokens, rows.num_context_tokens)

@@ -5,7 +5,7 @@ of its fields, in their order there, none left out:
 
 | type        | array of                                                                                             |
 |-------------|------------------------------------------------------------------------------------------------------|
-| StepInput   | number, fresh, forked, ended, begun, tables, told, moves, left_out, added                            |
+| StepInput   | number, fresh, forked, ended, begun, tables, told, moves, left_out, added, lane                      |
 | Forked      | sequence, parent, choice                                                                             |
 | Begun       | sequence, token ids, prompt length, blocks, sampling (null: the host chooses)                        |
 | Sampling    | params, seed, stream, forbidden token ids, bad words (each an array of token ids)                    |
@@ -15,9 +15,9 @@ of its fields, in their order there, none left out:
 | Row         | sequence, start, number of tokens, number of choices (-1: logits)                                    |
 
 `params` is a map: the fields of `SamplingParams` by name. A list of anything is an array. So a step in which all
-sequences go on and no table grows is the 15 bytes `9a n c2 90 90 90 90 90 94 90 90 90 90 90 90`, however many they are.
+sequences go on and no table grows is 16 bytes, `9b n c2 90 90 90 90 90 94 90 90 90 90 90 90 00`, however many they are.
 
-**A file** begins with the line `minipaged steps 1`. Then come frames, each a length in four bytes (big-endian) and so
+**A file** begins with the line `minipaged steps 2`. Then come frames, each a length in four bytes (big-endian) and so
 many bytes of MessagePack: a `Header` (a map), a `RecordedStep` (an array) for each step, and at the end the number of
 steps. A file without that was cut short.
 """
@@ -42,7 +42,7 @@ from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
 from minipaged.steps import StepInput
 
-FIRST_LINE = b"minipaged steps 1\n"
+FIRST_LINE = b"minipaged steps 2\n"
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
 _step_decoder = msgspec.msgpack.Decoder(StepInput)
@@ -159,7 +159,10 @@ class StepRecorder(Runner):
         write_frame(file, header)
 
     def run(self, step: StepInput) -> StepResult:
-        self._write(all_of_it=step.fresh)
+        for before, choices in self._pending if step.fresh else ():
+            if choices is not None and before.lane == step.lane:
+                choices.given_up = True
+        self._write()
         try:
             result = self._runner.run(step)
         except BaseException:
@@ -178,12 +181,12 @@ class StepRecorder(Runner):
     def costs(self) -> Costs:
         return self._runner.costs()
 
-    def _write(self, *, all_of_it: bool) -> None:
+    def _write(self, *, all_of_it: bool = False) -> None:
         """Write the steps whose choices are known; with `all_of_it` the others too, which nobody will look at."""
         while self._pending:
             step, choices = self._pending[0]
             seen = choices.seen if choices is not None else None
-            if choices is not None and seen is None and not all_of_it:
+            if choices is not None and seen is None and not choices.given_up and not all_of_it:
                 return
             self._pending.popleft()
             write_frame(self._file, RecordedStep(step, seen))
@@ -196,6 +199,7 @@ class _Watched(Sequence[Sampled]):
     def __init__(self, choices: Sequence[Sampled]) -> None:
         self._choices = choices
         self.seen: tuple[tuple[int, float], ...] | None = None if len(choices) else ()
+        self.given_up = False  # whether the step after it is a fresh one, before anybody has looked
 
     def __len__(self) -> int:
         return len(self._choices)

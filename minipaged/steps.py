@@ -10,6 +10,8 @@ many they are; and the same steps, in the same order, can be run anywhere.
   is told.
 - While a step is running, nobody on the host knows its tokens. Its choices are named by their place there: choice i of
   that step, counted over its rows in order.
+- With pipeline parallelism steps come in *lanes*, each with sequences of its own. A step says what has changed since
+  the one before it in its lane; the blocks are common to all.
 
 All of it is plain Python and immutable; `step_files.py` has its encoding in bytes, field by field.
 """
@@ -71,7 +73,7 @@ class Sampling(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """A sequence that the runner does not know yet."""
+    """A sequence that the runner does not know yet in this lane."""
 
     sequence: int
     token_ids: tuple[int, ...]
@@ -137,17 +139,22 @@ class StepInput(NamedTuple):
 
     The rows of a step are those of the step before, in the same order and each one token further (`Row.next`), and
     after them `added`. Rows that chose nothing do not go on, nor do sequences that have ended or that are `left_out`.
+    (The step before is everywhere the one before in the same lane, but for the number.)
     """
 
     number: int
-    """The step's: one more than that of the step before, unless it is `fresh`."""
+    """The step's: one more than that of the step before, in whatever lane, unless it is `fresh`."""
     fresh: bool = False
-    """Forget all sequences and rows first: something has failed, and what follows begins anew."""
+    """Forget all sequences and rows of the lane first: something has failed, and what follows begins anew. (When steps
+    fail, the next one of every lane is fresh.)"""
     forked: tuple[Forked, ...] = ()
     ended: tuple[int, ...] = ()
+    """Sequences that will not run again in this lane; one that was preempted may go on in another."""
     begun: tuple[Begun, ...] = ()
     tables: tuple[TableChange, ...] = ()
     told: tuple[Told, ...] = ()
     moves: BlockMoves = BlockMoves()
     left_out: tuple[int, ...] = ()
     added: tuple[Row, ...] = ()
+    lane: int = 0
+    """Of several with pipeline parallelism, whose steps are in flight at the same time."""

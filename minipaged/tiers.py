@@ -320,6 +320,7 @@ class FastTier(DeviceTier):
                 cache,
                 max_num_seqs=engine_config.max_num_seqs,
                 max_model_len=engine_config.max_model_len,
+                num_lanes=engine_config.pipeline_parallel_size,
             )
             llama.warm_up()
             return llama

@@ -103,11 +103,10 @@ class LateRunner(ContentRunner):
         super().__init__(*arguments)
         self._choose = sample_late
         self.late = LateDevice()
-        self._chosen: Sequence[Sampled] = ()
-        """By the step before."""
 
     def run(self, step: StepInput) -> StepResult:
-        mirror, before = self.mirror, self._chosen
+        mirror = self.mirror = self.mirrors.of(step)
+        before = mirror.latest  # chosen by the step before in its lane
         mirror.apply(step, wait=False)
         Later(self.late, lambda: self.move(step.moves))
         rows = self.take(mirror.batch())
@@ -116,9 +115,9 @@ class LateRunner(ContentRunner):
         logits = Later(self.late, lambda: self.compute([known(row, before) for row in rows]))
         inputs = mirror.prompt_inputs
         told = Later(self.late, lambda: self.prompt_logprobs(inputs))
-        self._chosen = self.sample(logits, mirror.sampling_inputs())
-        mirror.chosen(self._chosen)
-        return StepResult(self._chosen, logits, {one.sequence: LateLogprobs(told, one) for one in inputs})
+        chosen = self.sample(logits, mirror.sampling_inputs())
+        mirror.chosen(chosen)
+        return StepResult(chosen, logits, {one.sequence: LateLogprobs(told, one) for one in inputs})
 
 
 def known(row: GivenRow, before: Sequence[Sampled]) -> GivenRow:

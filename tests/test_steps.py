@@ -18,7 +18,7 @@ from minipaged.course.content_runner import ContentRunner, fake_logits
 from minipaged.engine.engine import Engine
 from minipaged.engine.step_writer import StepWriter
 from minipaged.errors import BadRecording, InvariantViolation
-from minipaged.mirror import Mirror
+from minipaged.mirror import Mirror, PerLane
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.reference.sampling import sample
@@ -83,6 +83,7 @@ steps = st.builds(
     moves=st.builds(BlockMoves, pairs, lists, pairs, pairs),
     left_out=lists,
     added=several(st.builds(Row, numbers, numbers, numbers, st.integers(LOGITS, 9))),
+    lane=numbers,
 )
 
 
@@ -94,10 +95,10 @@ def test_a_step_comes_back_from_its_bytes_as_it_was(step: StepInput) -> None:
 
 
 def test_the_encoding_is_what_is_documented() -> None:
-    assert encode(StepInput(7)).hex(" ") == "9a 07 c2 90 90 90 90 90 94 90 90 90 90 90 90"
-    step = StepInput(1, fresh=True, begun=(Begun(2, (3, 4), 2, (5,), None),), added=(Row(2, 0, 2, LOGITS),))
+    assert encode(StepInput(7)).hex(" ") == "9b 07 c2 90 90 90 90 90 94 90 90 90 90 90 90 00"
+    step = StepInput(1, fresh=True, begun=(Begun(2, (3, 4), 2, (5,), None),), added=(Row(2, 0, 2, LOGITS),), lane=3)
     assert encode(step).hex(" ") == (
-        "9a 01 c3 90 90 91 95 02 92 03 04 02 91 05 c0 90 90 94 90 90 90 90 90 91 94 02 00 02 ff"
+        "9b 01 c3 90 90 91 95 02 92 03 04 02 91 05 c0 90 90 94 90 90 90 90 90 91 94 02 00 02 ff 03"
     )
 
 
@@ -205,12 +206,17 @@ def test_the_oracle_finds_a_fork_of_a_table_that_has_changed(monkeypatch: pytest
 
 
 def test_a_step_that_was_missed_is_noticed() -> None:
-    mirror = Mirror()
-    mirror.apply(StepInput(1, fresh=True))
-    mirror.chosen([])
+    mirrors = PerLane(Mirror)
+    first = mirrors.of(StepInput(1, fresh=True))
     with pytest.raises(ValueError, match="step 3 cannot follow step 1; only a fresh one can"):
-        mirror.apply(StepInput(3))
-    mirror.apply(StepInput(3, fresh=True))
+        mirrors.of(StepInput(3))
+    assert mirrors.of(StepInput(3, fresh=True)) is first
+    assert mirrors.of(StepInput(4, fresh=True, lane=1)) is not first, (
+        "each lane has its own, and the numbers are common"
+    )
+    with pytest.raises(ValueError, match="step 4 cannot follow step 4"):
+        mirrors.of(StepInput(4))
+    assert mirrors.of(StepInput(5)) is first
 
 
 def test_so_many_tokens_as_were_asked_for_have_to_be_chosen() -> None:
@@ -351,7 +357,7 @@ def test_a_logprob_that_rounding_cannot_explain_is_a_difference(tmp_path: Path) 
         (lambda data: data[: len(FIRST_LINE) + 2], "was cut short"),
         (lambda data: b"", "is no recording; `minipaged generate --record-steps FILE` writes one"),
         (lambda data: b'{"event": 1}\n', "is no recording"),
-        (lambda data: data.replace(b"steps 1", b"steps 2", 1), "a recording of another kind .*steps 2"),
+        (lambda data: data.replace(b"steps 2", b"steps 1", 1), "a recording of another kind .*steps 1"),
         (lambda data: data + b"x", "is damaged: it should hold"),
         (lambda data: data[:-1] + b"\x01", "is damaged: it should hold 1 steps"),
         (lambda data: data[: len(FIRST_LINE)] + b"\0\0\0\1\x80" + data[-5:], "not what a recording holds"),

@@ -84,15 +84,19 @@ class CheckedMirror(Mirror):
     def apply(self, step: StepInput, *, wait: bool = True) -> None:
         super().apply(step, wait=wait)
         if self._runner.engine is not None:
-            self._compare(self._runner.engine)
+            self._compare(self._runner.engine, step.lane)
 
-    def _compare(self, engine: Engine) -> None:
+    def _compare(self, engine: Engine, lane: int) -> None:
         """Raise InvariantViolation unless they agree. (What has not run, or not since an error, is not mirrored.)"""
         requests = (*engine.scheduler.running, *engine.scheduler.waiting)
         theirs = {sequence.sequence_id: sequence for request in requests for sequence in request.sequences}
         for number, mine in self.sequences.items():
             if number not in theirs:
                 self._differs(f"the mirror still has sequence {number}, which has ended")
+            if theirs[number].lane != lane:
+                self._differs(
+                    f"the mirror of lane {lane} has sequence {number}, which is in lane {theirs[number].lane}"
+                )
             blocks = [] if theirs[number].swapped else list(theirs[number].table.blocks)
             if mine.blocks != blocks:
                 self._differs(f"the block table of sequence {number} is {blocks}, in the mirror {mine.blocks}")
@@ -123,7 +127,7 @@ class ContentRunner(MirroredRunner):
         swap_is_cheap: bool = True,
         choose: SampleFunction | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(lambda: CheckedMirror(self))
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.swap_is_cheap = swap_is_cheap
@@ -134,7 +138,6 @@ class ContentRunner(MirroredRunner):
         """By sequence, those that were computed and by which nothing was told yet."""
         self.engine: Engine | None = None
         """Set by the test: where the truth about the sequences comes from, with which the mirror is compared."""
-        self.mirror = CheckedMirror(self)
         self._choose = choose or reference_tier().sample
 
     def move(self, moves: BlockMoves) -> None:

@@ -17,7 +17,7 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.memory import AllocStatus
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request, RequestState, Sequence
-from minipaged.engine.step_writer import StepWriter
+from minipaged.engine.step_writer import StepWriters
 from minipaged.engine.views import view_of
 from minipaged.errors import OutOfBlocks
 from minipaged.events import (
@@ -91,7 +91,7 @@ class Scene:
             num_swap_blocks=self.num_swap_blocks,
             enable_prefix_caching=False,
         )
-        self.blocks = BlockManager(config, reference_tier(), None, StepWriter(), Kept(self.events))
+        self.blocks = BlockManager(config, reference_tier(), None, StepWriters(), Kept(self.events))
         self.events += [
             EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, MAX_MODEL_LEN),
             StepStarted(1),

@@ -219,8 +219,8 @@ class Run:
         return self.engine.has_unfinished_requests() or any(r.arrives > now for r in self.workload.requests)
 
     def _is_in_flight(self, name: str) -> bool:
-        step = self.engine.step_in_flight
-        return step is not None and any(part.request.request_id == name for part in step.plan.scheduled)
+        parts = [part for step in self.engine.steps_in_flight for part in step.plan.scheduled]
+        return any(part.request.request_id == name for part in parts)
 
     def _count(self, event: Event) -> None:
         match event:

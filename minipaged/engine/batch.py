@@ -66,6 +66,7 @@ class Plan:
     """
 
     scheduled: list[ScheduledRequest]
+    lane: int = 0
     num_query_tokens: int = field(init=False)
     rows: list[Row] = field(default_factory=list)
     """What the runner is to compute in the first of these steps."""
@@ -74,7 +75,11 @@ class Plan:
     needs_tokens: bool = False
     """Whether the step after one of these takes more of its tokens than the device knows."""
     num_steps: int = 0
-    """In so many steps they have decoded by this plan, and `count_steps` has yet to note it."""
+    """In so many steps of the engine they have held blocks by this plan, and `count_steps` has yet to note it."""
+    num_more: int = 0
+    """So many tokens more than in the first of these steps each of them holds now, and `sum_more`, the same summed
+    over the steps: one more with each step, but for those of other lanes."""
+    sum_more: int = 0
     steps_left: int = 0
     """In so many steps by this plan, the latest that was launched among them, no sequence ends by its length."""
 
@@ -84,12 +89,12 @@ class Plan:
     def joined_by(self, others: list[ScheduledRequest]) -> Plan:
         """A plan with others beside these. A step by this one may be in flight, so it stays as it is."""
         these = [ScheduledRequest(one.request, one.work, one.completes) for one in self.scheduled]
-        return Plan([*these, *others])
+        return Plan([*these, *others], self.lane)
 
     def lay_out(self, num_running: int) -> None:
         """Give each request its rows, choices and logits. Their slots are there already.
 
-        `num_running`: how many sequences run, in this step or not.
+        `num_running`: how many sequences run in its lane, in this step or not.
         """
         self.rows, self.decoding = [], []
         num_choices_before = num_logits = 0
@@ -120,15 +125,21 @@ class Plan:
         self.steps_left = min(left)
         self.decoding = [sequence for scheduled in self.scheduled for sequence, _ in scheduled.work]
 
+    def note_step(self, *, runs: bool) -> None:
+        """The engine makes a step, by this plan (`runs`) or by that of another lane."""
+        self.num_more += runs and self.num_steps > 0
+        self.num_steps += 1
+        self.sum_more += self.num_more
+
     def count_steps(self) -> None:
-        """Note the steps in which its sequences have decoded: one more token was held in each than in the one before.
+        """Note the steps in which its sequences have held blocks.
 
         To be called before it is known how one of them ends, and not again.
         """
         n, self.num_steps = self.num_steps, 0
         for sequence, row in zip(self.decoding, self.rows, strict=True):
             sequence.num_steps += n
-            sequence.token_steps += n * row.stop + n * (n - 1) // 2
+            sequence.token_steps += n * row.stop + self.sum_more
 
     def work(self) -> Iterator[tuple[Sequence, int]]:
         """The sequence of each row, and how many tokens it runs."""

@@ -19,7 +19,7 @@ from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.engine.memory import Memory
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, RequestState, Sequence
-from minipaged.engine.step_writer import StepWriter
+from minipaged.engine.step_writer import StepWriters
 from minipaged.events import (
     BlockCached,
     BlockCopied,
@@ -45,7 +45,7 @@ class BlockManager(Memory):
         config: EngineConfig,
         tier: Tier,
         allocator: Callable[[int], BlockAllocator] | None,
-        writer: StepWriter,
+        writer: StepWriters,
         emit: Emit,
     ) -> None:
         """`writer`: is told of every table that changes."""

@@ -19,7 +19,7 @@ from minipaged.engine.memory_use import slot_steps_reserved
 from minipaged.engine.results import make_output, make_update
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
-from minipaged.engine.step_writer import StepWriter
+from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import BadLogits, DetokenizerFailed, RequestFailed
 from minipaged.events import BeamFinished, Emit, RequestFinished, SequenceFinished, TokenGenerated
 from minipaged.outputs import CompletionUpdate, RequestUpdate
@@ -37,7 +37,7 @@ class Committer:
         requests: dict[str, Request],
         scheduler: Scheduler,
         blocks: Memory,
-        writer: StepWriter,
+        writer: StepWriters,
         sequence_ids: Iterator[int],
         emit: Emit,
         clock: Callable[[], float],
@@ -259,6 +259,7 @@ class Committer:
                     list(parent.tokens),
                     list(parent.output_token_ids),
                     self._blocks.new_table(),
+                    lane=parent.lane,
                     cumulative_logprob=parent.cumulative_logprob,
                     logprobs=None if parent.logprobs is None else list(parent.logprobs),
                     detokenizer=parent.detokenizer.fork() if parent.detokenizer else None,
@@ -285,7 +286,7 @@ class Committer:
     def _end_sequence(self, request: Request, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         self._writer.ended(sequence)
-        self._scheduler.plan_anew()
+        self._scheduler.plan_anew(sequence.lane)
         reserved = slot_steps_reserved(sequence)
         self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason, reserved))
         self._blocks.free(sequence)

@@ -8,8 +8,9 @@ One step, as data flows:
 4. the step is committed: tokens are appended, sequences fork and finish, blocks are given back (`commit.py`).
 
 The first three *launch* a step: on a GPU they only queue work, and nobody has seen the tokens yet. With asynchronous
-scheduling one more step is launched before this one is committed (`run_ahead.py`). If anything raises within a step,
-the error is passed on, nothing is lost and nothing leaks (`recovery.py`).
+scheduling one more step is launched before this one is committed (`run_ahead.py`); with pipeline parallelism there are
+as many in flight as stages (`pipeline.py`). If anything raises within a step, the error is passed on, nothing is lost
+and nothing leaks (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from minipaged.engine.event_queue import EventQueue
 from minipaged.engine.invariants import check_blocks, check_exclusive_writes
 from minipaged.engine.memory import MakeMemory
 from minipaged.engine.memory_use import memory_held
+from minipaged.engine.pipeline import Pipeline
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.recovery import start_over
 from minipaged.engine.run_ahead import RunAhead
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request
 from minipaged.engine.stats import Stats
-from minipaged.engine.step_writer import StepWriter
+from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.events import (
     EngineStarted,
@@ -90,19 +92,21 @@ class Engine:
         self._orders = count()
         self._step = 0  # the number of the latest
         self._last_commit = 0.0
-        self._writer = StepWriter()
-        self._written: Plan | None = None  # by which the latest step was written
-        self.blocks = memory(config, tier, allocator, self._writer, self._emit)
-        self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy)
+        self._writers = StepWriters(config.pipeline_parallel_size)
+        self._written: dict[int, Plan] = {}  # by which each lane's latest step was written
+        self.blocks = memory(config, tier, allocator, self._writers, self._emit)
+        self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy, self._writers)
         sequence_ids = count()
         self._arrivals = Arrivals(
             config, tier.beam_search, self.scheduler, self.blocks, sequence_ids, decode, encode, clock
         )
         self._committer = Committer(
-            self._requests, self.scheduler, self.blocks, self._writer, sequence_ids, self._emit, clock
+            self._requests, self.scheduler, self.blocks, self._writers, sequence_ids, self._emit, clock
         )
-        self._ahead: RunAhead | None = None
-        if config.async_scheduling:
+        self._ahead: RunAhead | Pipeline | None = None
+        if config.pipeline_parallel_size > 1:
+            self._ahead = Pipeline(self.scheduler, self._launch, self._commit)
+        elif config.async_scheduling:
             self._ahead = RunAhead(self.scheduler, self._launch, self._commit, self._requests)
         self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
 
@@ -148,8 +152,8 @@ class Engine:
     def step(self) -> list[RequestUpdate]:
         """Run one step; returns what is new of the requests since the last call, in the order in which it came.
 
-        With asynchronous scheduling: launch one step and commit the one before. What raises here (the model, a
-        listener) loses no update: they come with the next call.
+        With asynchronous scheduling, or several lanes: launch one step and commit one from before. What raises here
+        (the model, a listener) loses no update: they come with the next call.
         """
         if self._requests:
             try:
@@ -197,7 +201,7 @@ class Engine:
         if request is None:
             return
         self._committer.cut_short(request, "abort")
-        self._drop_step_of_nobody()
+        self._drop_steps_of_nobody()
         self._emit.deliver()
 
     def check_invariants(self) -> None:
@@ -205,43 +209,43 @@ class Engine:
         check_blocks((sequence for request in self._requests.values() for sequence in request.sequences), self.blocks)
 
     @property
-    def step_in_flight(self) -> LaunchedStep | None:
-        """With asynchronous scheduling: the step that was launched and not committed."""
-        return self._ahead.in_flight if self._ahead else None
+    def steps_in_flight(self) -> list[LaunchedStep]:
+        """With asynchronous scheduling, or several lanes: the steps that were launched and not committed."""
+        return self._ahead.steps_in_flight if self._ahead else []
 
     # --- One step ---------------------------------------------------------------------------------
 
     def _run_step(self) -> None:
-        """Launch a step and commit it; or, with asynchronous scheduling, the one launched before (`run_ahead.py`)."""
+        """Launch a step and commit it; or one that was launched before (`run_ahead.py`, `pipeline.py`)."""
         if self._ahead is None:
             self._commit(self._launch())
         else:
             self._ahead.run_step()
-            self._drop_step_of_nobody()
+            self._drop_steps_of_nobody()
         if not self._requests:
-            self._written = None  # or it would keep the last of them in memory
+            self._written.clear()  # or it would keep the last of them in memory
         if self.config.debug:
             self.check_invariants()
 
-    def _launch(self, ahead: Plan | None = None) -> LaunchedStep:
+    def _launch(self, ahead: Plan | None = None, lane: int = 0) -> LaunchedStep:
         """Schedule a step and hand it to the device, without looking at what it chooses. `ahead`: what is to run, where
         that is decided already."""
         started = self._clock()
         self._step += 1
         self._emit(StepStarted(self._step))
-        plan = self.scheduler.schedule(ahead)
-        self._emit(memory_held(self._step, plan, self.scheduler.running, self.blocks))
+        plan = self.scheduler.schedule(ahead, lane)
+        self._emit(memory_held(self._step, plan, self.scheduler.lanes, self.blocks))
         if self.config.debug:
             check_exclusive_writes(plan.work(), self.blocks)
-        moves = self.blocks.take_moves()
-        if plan is self._written:
-            step = self._writer.write_on(self._step, moves)
+        moves, writer = self.blocks.take_moves(), self._writers.of(plan.lane)
+        if plan is self._written.get(plan.lane):
+            step = writer.write_on(self._step, moves)
         else:
-            step = self._writer.write(self._step, plan.rows, plan.owners(), moves)
+            step = writer.write(self._step, plan.rows, plan.owners(), moves)
             for request in (scheduled.request for scheduled in plan.scheduled):
                 if request.first_scheduled_time is None:
                     request.first_scheduled_time = started
-        self._written = plan
+        self._written[plan.lane] = plan
         return LaunchedStep(self._step, started, plan, self.runner.run(step))
 
     def _commit(self, step: LaunchedStep) -> None:
@@ -256,15 +260,15 @@ class Engine:
         num_generated = self._committer.take_num_generated()
         self._emit(StepFinished(step.number, len(step.plan.rows), step.plan.num_query_tokens, seconds, num_generated))
 
-    def _drop_step_of_nobody(self) -> None:
-        """When all requests have ended, nobody will ask for what the step in flight chooses."""
-        if not self._requests and self._ahead and (step := self._ahead.take()):
+    def _drop_steps_of_nobody(self) -> None:
+        """When all requests have ended, nobody will ask for what the steps in flight choose."""
+        for step in self._ahead.take() if self._ahead and not self._requests else ():
             self._finish_step(step)
 
     def _recover(self, error: BaseException) -> None:
         """After an error within a step: nothing is lost, and what the K/V of it may be is dropped (`recovery.py`)."""
-        self._written = None
+        self._written.clear()
         if self._ahead:
             self._ahead.take()
-        dropped = start_over(self._requests.values(), self.scheduler, self.blocks, self._writer)
+        dropped = start_over(self._requests.values(), self.scheduler, self.blocks, self._writers)
         self._emit(StepFailed(self._step, repr(error), tuple(request.request_id for request in dropped)))

@@ -14,7 +14,7 @@ from enum import Enum
 from minipaged.contracts import BlockAllocator, BlockTable, Tier
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.sequence import Request, Sequence
-from minipaged.engine.step_writer import StepWriter
+from minipaged.engine.step_writer import StepWriters
 from minipaged.events import Emit
 from minipaged.params import EngineConfig
 from minipaged.steps import BlockMoves
@@ -33,7 +33,7 @@ class AllocStatus(Enum):
 class Memory(ABC):
     """Block tables of one engine. What raises OutOfBlocks has changed nothing, but for `append_one_each`.
 
-    Whenever a table changes its blocks, the memory tells the writer (`StepWriter.table_changed`), keeps `num_entries`
+    Whenever a table changes its blocks, the memory tells the writer (`StepWriters.table_changed`), keeps `num_entries`
     and `num_tokens`, and emits what happened: TokensComputed at every `append`, BlocksFreed, SequenceForked,
     BlockCopied, SwappedOut and SwappedIn. It keeps what a `Sequence` knows of its table: `swapped`, and
     `most_computed`, by which recomputing is told. `room` is for `append_one_each`, and may stay 0.
@@ -146,6 +146,6 @@ class Memory(ABC):
         """The block moves since the last call, for the coming step."""
 
 
-MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, StepWriter, Emit], Memory]
+MakeMemory = Callable[[EngineConfig, Tier, Callable[[int], BlockAllocator] | None, StepWriters, Emit], Memory]
 """A class of memories, or a function: given the settings, the tier's parts, what makes allocators in place of the
 tier's (or None), who is told of every table that changes, and of every event."""

@@ -6,27 +6,30 @@ from collections import Counter
 from collections.abc import Iterable
 
 from minipaged.engine.batch import Plan
+from minipaged.engine.lanes import Lane
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.events import StepScheduled
 
 
-def memory_held(step: int, plan: Plan, running: Iterable[Request], blocks: Memory) -> StepScheduled:
-    """What the running requests hold in this step, which takes no more time than there is to find out.
+def memory_held(step: int, plan: Plan, lanes: Iterable[Lane], blocks: Memory) -> StepScheduled:
+    """What the running requests hold in this step, by `plan`, which takes no more time than there is to find out.
 
-    Of a plan by which all go on decoding only the number of its steps is noted (`Plan.count_steps`).
+    Of a plan by which all go on decoding only the number of steps is noted (`Plan.count_steps`).
     """
     num_sequences = shared = 0
-    if plan.decoding:  # all of them have just written into blocks of their own
-        plan.num_steps += 1
-        num_sequences, running = len(plan.rows), ()
-    for request in running:
-        num_sequences += len(request.sequences)
-        for sequence in request.sequences:
-            sequence.num_steps += 1
-            sequence.token_steps += sequence.table.num_tokens
-        if len(request.sequences) > 1:
-            shared += _unfilled_again(request, blocks.block_size)
+    for lane in lanes:
+        if lane.going_on:  # all of them have written into blocks of their own
+            lane.going_on.note_step(runs=plan is lane.going_on)
+            num_sequences += len(lane.going_on.rows)
+            continue
+        for request in lane.running:
+            num_sequences += len(request.sequences)
+            for sequence in request.sequences:
+                sequence.num_steps += 1
+                sequence.token_steps += sequence.table.num_tokens
+            if len(request.sequences) > 1:
+                shared += _unfilled_again(request, blocks.block_size)
     return StepScheduled(
         step=step,
         num_sequences=num_sequences,

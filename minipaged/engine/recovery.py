@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from minipaged.engine.memory import Memory
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, RequestState
-from minipaged.engine.step_writer import StepWriter
+from minipaged.engine.step_writer import StepWriters
 
 
-def start_over(requests: Iterable[Request], scheduler: Scheduler, blocks: Memory, writer: StepWriter) -> list[Request]:
+def start_over(requests: Iterable[Request], scheduler: Scheduler, blocks: Memory, writer: StepWriters) -> list[Request]:
     """K/V that may be half written are dropped: every request that held some waits to be recomputed from its tokens.
 
     `requests`: all that have not ended; whatever raised may have left some of them in neither queue. Returns those that

@@ -38,7 +38,7 @@ class RunAhead:
 
     def run_step(self) -> None:
         """Launch a step, and commit the one launched before."""
-        before = self.take()
+        before, self.in_flight = self.in_flight, None
         launched = self._launch_ahead() if before else None
         if before:
             self._commit(before)
@@ -47,15 +47,20 @@ class RunAhead:
         self.in_flight = launched
         self._may_run_ahead = launched is not None and expect_tokens(launched)
 
-    def take(self) -> LaunchedStep | None:
-        """The step in flight, which is not in flight any more."""
-        step, self.in_flight = self.in_flight, None
-        return step
+    @property
+    def steps_in_flight(self) -> list[LaunchedStep]:
+        return [self.in_flight] if self.in_flight else []
+
+    def take(self) -> list[LaunchedStep]:
+        """The step in flight, if there is one, which is not in flight any more."""
+        steps, self.in_flight = self.steps_in_flight, None
+        return steps
 
     def _launch_ahead(self) -> LaunchedStep | None:
-        """Launch the step after the one in flight, unless it has to wait for what that one chooses, or for room."""
+        """Launch the step after the one in flight, unless it has to wait for what that one chooses, or for room; or all
+        that runs may end with that one."""
         ahead = self._scheduler.assign_ahead() if self._may_run_ahead else None
-        return self._launch(ahead) if ahead else None
+        return self._launch(ahead) if ahead and ahead.scheduled else None
 
 
 def expect_tokens(step: LaunchedStep) -> bool:

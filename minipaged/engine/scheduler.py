@@ -12,6 +12,9 @@ first served); it is asked only where its answer makes a difference, and what it
 
 With asynchronous scheduling a plan may be made while the step before it is in flight (`assign_ahead`). Its decoding
 sequences then run a token that is being chosen; those that end with that token by their length are left out.
+
+With pipeline parallelism those that run are dealt out to several lanes, and a step is one lane's (`lanes.py`).
+Otherwise there is one lane, number 0, with all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from collections.abc import Iterable
 from minipaged.contracts import Runner
 from minipaged.engine.asked_policy import AskedPolicy
 from minipaged.engine.batch import Plan, ScheduledRequest
+from minipaged.engine.lanes import Lane, num_sequences, share_of
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
+from minipaged.engine.step_writer import StepWriters
 from minipaged.events import Emit, RequestAdmitted, RequestPreempted
 from minipaged.params import EngineConfig
 from minipaged.scheduling import MakePolicy, Policy
@@ -32,13 +37,20 @@ from minipaged.scheduling import MakePolicy, Policy
 class Scheduler:
     """The queues of one engine. `waiting` and `running` are both in order of arrival."""
 
-    def __init__(self, config: EngineConfig, blocks: Memory, runner: Runner, emit: Emit, policy: MakePolicy) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        blocks: Memory,
+        runner: Runner,
+        emit: Emit,
+        policy: MakePolicy,
+        writers: StepWriters,
+    ) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.lanes = [Lane(number) for number in range(config.pipeline_parallel_size)]
         self.asked = AskedPolicy(policy, config, blocks, runner)
-        self._going_on: Plan | None = None
-        """The latest plan, if the next step may go by it too, because all that ran goes on decoding. `schedule` keeps
-        it; whatever changes a queue or the sequences of a request drops it (`plan_anew`)."""
+        self._writers = writers
         self._blocks = blocks
         self._emit = emit
         self._max_tokens = config.max_num_batched_tokens
@@ -63,80 +75,98 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """It has ended, wherever it is."""
-        (self.running if request.state is RequestState.RUNNING else self.waiting).remove(request)
+        if request.state is RequestState.RUNNING:
+            self._stop(request)
+        else:
+            self.waiting.remove(request)
         self._moved(request)
 
     def _wait(self, request: Request, state: RequestState) -> None:
         """It ran, and waits now, in its place in the order of arrival."""
-        self.running.remove(request)
+        self._stop(request)
         insort(self.waiting, request, key=_order)
         request.state = state
         self._moved(request)
 
+    def _stop(self, request: Request) -> None:
+        self.running.remove(request)
+        self.lanes[request.lane].running.remove(request)
+
     def _run(self, request: Request) -> None:
         """It waited, and runs now."""
         self.waiting.remove(request)
-        insort(self.running, request, key=_order)
+        for queue in (self.running, self.lanes[request.lane].running):
+            insort(queue, request, key=_order)
         request.state = RequestState.RUNNING
         self._moved(request)
 
-    def _moved(self, *requests: Request) -> None:
-        self.asked.queues_changed(requests)
-        self.plan_anew()
+    def _moved(self, request: Request) -> None:
+        self.asked.queues_changed([request])
+        self.plan_anew(request.lane)
 
-    def plan_anew(self) -> None:
-        """What has run will not go on as it is: the next step needs a plan of its own."""
-        if self._going_on:
-            self._going_on.count_steps()
-            self._going_on = None
+    def plan_anew(self, lane: int) -> None:
+        """What has run in the lane will not go on as it is: its next step needs a plan of its own."""
+        if going_on := self.lanes[lane].going_on:
+            going_on.count_steps()
+            self.lanes[lane].going_on = None
 
     def let_all_wait(self, requests: Iterable[Request]) -> list[Request]:
         """After an error: all of these wait, whatever the queues were. Returns them in order of arrival."""
         self.waiting, self.running = sorted(requests, key=_order), []
-        self._moved(*self.waiting)
+        self.asked.queues_changed(self.waiting)
+        for lane in self.lanes:
+            lane.running = []
+            self.plan_anew(lane.number)
         return list(self.waiting)
 
     # --- One step ---------------------------------------------------------------------------------
 
-    def schedule(self, ahead: Plan | None = None) -> Plan:
+    def schedule(self, ahead: Plan | None = None, lane: int = 0) -> Plan:
         """Decide the next step and take the blocks for it. `ahead`: what `assign_ahead` has decided already.
 
-        The same plan as for the step before if all that ran only goes on.
+        The same plan as for the step before if all that ran only goes on. The step is another lane's than `lane` where
+        all that ran in that one have had to make room.
         """
-        plan, preempted = ahead or self._assign(), False
+        plan, preempted = ahead or self._assign(lane), False
         while ahead is None and (short := self._blocks_short(plan)) > 0:
             self._preempt(short)
             preempted = True
-            plan = self._assign()
+            plan = self._assign(lane if self.lanes[lane].running else self.running[0].lane)
         self._take_blocks(plan)
         if self.waiting and not preempted:
             plan = self._admit(plan)
-        if not plan.scheduled and self.waiting:
+        if not plan.scheduled and self.waiting and not self.running:
             self.asked.stuck(self.waiting)
-        if plan is not self._going_on:
-            plan.lay_out(sum(len(request.sequences) for request in self.running))
-            self.plan_anew()
-            self._going_on = plan if plan.decoding else None
+        here = self.lanes[plan.lane]
+        if plan is not here.going_on:
+            plan.lay_out(sum(len(request.sequences) for request in here.running))
+            self.plan_anew(plan.lane)
+            here.going_on = plan if plan.decoding else None
         plan.steps_left -= 1
         return plan
 
-    def assign_ahead(self) -> Plan | None:
-        """What runs after the step in flight. None if nothing can before that is committed: for want of blocks (its
-        tokens may free some, and nothing in flight is preempted), or because all that runs may end with it."""
-        plan = self._assign()
-        return None if self._blocks_short(plan) > 0 or not plan.scheduled else plan
+    def assign_ahead(self, lane: int = 0) -> Plan | None:
+        """What those that run in the lane run next, while steps are in flight. None if nothing can be launched before
+        these are committed, for want of blocks: their tokens may free some, and nothing in flight is preempted."""
+        plan = self._assign(lane)
+        return None if self._blocks_short(plan) > 0 else plan
+
+    def has_work(self, lane: int) -> bool:
+        """Whether the lane has anything to run, or somebody would come in."""
+        return bool(self.lanes[lane].running or (self.waiting and self._entering(lane, self._max_tokens)))
 
     # --- 1. Tokens for those that run -------------------------------------------------------------
 
-    def _assign(self) -> Plan:
+    def _assign(self, lane: int) -> Plan:
         """What each running request runs: first those that decode, then the others, both in order of arrival. The plan
         of the step before, if they all go on by it."""
-        if self._going_on and self._going_on.steps_left > 0:
-            return self._going_on
+        going_on, running = self.lanes[lane].going_on, self.lanes[lane].running
+        if going_on and going_on.steps_left > 0:
+            return going_on
         decoding: list[ScheduledRequest] = []
         behind: list[ScheduledRequest] = []
         num_tokens = 0
-        for request in self.running:
+        for request in running:
             work = request.remaining()
             if any(n > 1 for _, n in work):  # prompts, and what was dropped
                 behind.append(self._whole(request))
@@ -146,10 +176,10 @@ class Scheduler:
                 num_tokens += len(work)
         wholes = decoding + behind
         if num_tokens <= self._max_tokens:
-            return Plan(wholes)
-        given = self.asked.share_tokens(self.running, wholes)
+            return Plan(wholes, lane)
+        given = self.asked.share_tokens(running, wholes)
         parts = (self._part(whole, given.get(whole.request.request_id, 0)) for whole in wholes)
-        return Plan([part for part in parts if part.work])
+        return Plan([part for part in parts if part.work], lane)
 
     def _whole(self, request: Request) -> ScheduledRequest:
         """All that the request could run in one step, however large.
@@ -219,8 +249,9 @@ class Scheduler:
         """
         admitted: list[ScheduledRequest] = []
         tokens_left = self._max_tokens - plan.num_query_tokens
-        while self.waiting and tokens_left > 0 and (entering := self._entering(tokens_left)):
+        while self.waiting and tokens_left > 0 and (entering := self._entering(plan.lane, tokens_left)):
             for request in entering:
+                self._choose_lane(request, plan.lane)
                 if request.state is RequestState.SWAPPED:
                     self._blocks.swap_in(request)
                 else:
@@ -238,9 +269,15 @@ class Scheduler:
                     tokens_left -= scheduled.num_query_tokens
         return plan.joined_by(admitted) if admitted else plan
 
-    def _entering(self, tokens_left: int) -> list[Request]:
-        room = self.max_sequences - sum(request.num_sequences for request in self.running)
-        return self.asked.admit(self.waiting, self.running, room, tokens_left)
+    def _choose_lane(self, request: Request, lane: int) -> None:
+        if request.lane != lane:
+            self.plan_anew(request.lane)  # whose next step has to say that the request's sequences are over there
+            self._writers.change_lane(request, lane)
+
+    def _entering(self, lane: int, tokens_left: int) -> list[Request]:
+        room = self.max_sequences - num_sequences(self.running)
+        named = self.asked.admit(self.waiting, self.running, room, tokens_left)
+        return share_of(self.lanes[lane], self.lanes, named)
 
 
 def _order(request: Request) -> int:

@@ -46,6 +46,8 @@ class Sequence:
     """Whether the step in flight is choosing the token after `tokens`, and it is to run."""
     index: int = 0
     """Which of the request's n samples this is."""
+    lane: int = 0
+    """Its request's."""
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, float]] | None = None
     """Of each output token, where the request asks for them."""
@@ -121,6 +123,8 @@ class Request:
     reads_along: bool = False
     """Whether its user wants to be told of each step."""
     state: RequestState = RequestState.WAITING
+    lane: int = 0
+    """The lane that it runs in, or ran in last: with pipeline parallelism there are several (`lanes.py`)."""
     prompt_computed: bool = False
     """Whether it has forked into all its sequences."""
     num_cached_tokens: int | None = None

@@ -3,6 +3,8 @@
 The other end is the runner's mirror (`mirror.py`). Nothing is compared to find out what has changed: the block manager
 says which tables have, the engine which sequences forked and ended. So the writing of a step costs what has changed,
 not what runs. (Rows are compared; but not those of a step in which all that ran only goes on: `write_on`.)
+
+With pipeline parallelism each lane has a writer, for a mirror of its own (`StepWriters`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from minipaged.steps import Begun, BlockMoves, Forked, Row, StepInput, TableChan
 class StepWriter:
     """What the runner knows, and what it has to be told."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: int = 0) -> None:
+        self._lane = lane
         self.forget()
 
     def forget(self) -> None:
@@ -50,7 +53,9 @@ class StepWriter:
         """The sequence will not run again."""
         self._changed.pop(sequence, None)
         self._told.pop(sequence.sequence_id, None)
-        if not self._forked.pop(sequence.sequence_id, None):
+        self._forked.pop(sequence.sequence_id, None)
+        if sequence.sequence_id in self._known:
+            self._known.remove(sequence.sequence_id)
             self._ended.append(sequence.sequence_id)
 
     # --- The step ---------------------------------------------------------------------------------
@@ -64,19 +69,18 @@ class StepWriter:
             self._begin(request, sequence) for request, sequence in owners if sequence.sequence_id not in self._known
         )
         left_out, added = self._compare(rows)
-        ended = tuple(one for one in self._ended if one in self._known)
-        self._known.difference_update(ended)
         step = StepInput(
             number,
             fresh=self._fresh,
             forked=tuple(self._forked.values()),
-            ended=ended,
+            ended=tuple(self._ended),
             begun=begun,
             tables=self._take_tables(),
             told=tuple(self._told.values()),
             moves=moves,
             left_out=left_out,
             added=added,
+            lane=self._lane,
         )
         self._known.update(one.sequence for one in begun)
         self._rows, self._num_since, self._fresh = rows, 0, False
@@ -86,7 +90,8 @@ class StepWriter:
     def write_on(self, number: int, moves: BlockMoves) -> StepInput:
         """The step in which all rows of the one before go on. Nothing but tables can have changed."""
         self._num_since += 1
-        return StepInput(number, tables=self._take_tables() if self._changed else (), moves=moves)
+        tables = self._take_tables() if self._changed else ()
+        return StepInput(number, tables=tables, moves=moves, lane=self._lane)
 
     def _take_tables(self) -> tuple[TableChange, ...]:
         changed, self._changed = self._changed, {}
@@ -113,3 +118,36 @@ class StepWriter:
             else:
                 left_out.append(row.sequence)
         return tuple(left_out), tuple(rows[goes_on:])
+
+
+class StepWriters:
+    """The writers of all lanes (without a pipeline, of one). What happens to a sequence is told to its lane's."""
+
+    def __init__(self, num_lanes: int = 1) -> None:
+        self._writers = [StepWriter(lane) for lane in range(num_lanes)]
+
+    def of(self, lane: int) -> StepWriter:
+        return self._writers[lane]
+
+    def change_lane(self, request: Request, lane: int) -> None:
+        """The request, which has waited, runs in this lane now; where it ran before, its sequences are over."""
+        request.lane = lane
+        for sequence in request.sequences:
+            self.ended(sequence)
+            sequence.lane = lane
+
+    def forget(self) -> None:
+        for writer in self._writers:
+            writer.forget()
+
+    def table_changed(self, sequence: Sequence, kept: int) -> None:
+        self._writers[sequence.lane].table_changed(sequence, kept)
+
+    def forked(self, child: Sequence, parent: Sequence, choice: int) -> None:
+        self._writers[parent.lane].forked(child, parent, choice)
+
+    def told(self, sequence: Sequence) -> None:
+        self._writers[sequence.lane].told(sequence)
+
+    def ended(self, sequence: Sequence) -> None:
+        self._writers[sequence.lane].ended(sequence)

@@ -150,22 +150,33 @@ class DeviceTables:
 
     The tensor stays where it is for good, so that a captured CUDA graph may read it. A sequence has a row from its
     first block to its last. Twice as many rows as sequences in a batch let the children of a beam search begin beside
-    their parents.
+    their parents. Each lane of steps has so many rows for itself, because what a sequence that changes its lane leaves
+    behind is given up only with the next step there.
     """
 
-    def __init__(self, max_rows: int, max_blocks: int, device: torch.device | str, kernels: BlockTableKernels) -> None:
-        self.tables = torch.full((max_rows, max_blocks), -1, dtype=torch.int32, device=device)
-        """[max_rows, max_blocks] int32. What a row holds past its table's last block means nothing."""
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        device: torch.device | str,
+        kernels: BlockTableKernels,
+        num_lanes: int = 1,
+    ) -> None:
+        self.tables = torch.full((num_lanes * max_rows, max_blocks), -1, dtype=torch.int32, device=device)
+        """[num_lanes * max_rows, max_blocks] int32. What a row holds past its table's last block means nothing."""
+        self.max_rows = max_rows
         self._kernels = kernels
-        self._forget()
-
-    def _forget(self) -> None:
-        self._row_of: dict[int, int] = {}  # sequence -> its row
         self._num_blocks = [0] * len(self.tables)  # in each row
-        self._vacant = list(reversed(range(len(self.tables))))  # the rows that belong to nobody; a stack
+        self._lanes = [self._empty(lane) for lane in range(num_lanes)]
+        self._row_of, self._vacant = self._lanes[0]  # those of the lane of the latest step
+
+    def _empty(self, lane: int) -> tuple[dict[int, int], list[int]]:
+        """sequence -> its row; and the rows that belong to nobody, a stack."""
+        first = lane * self.max_rows
+        return {}, list(reversed(range(first, first + self.max_rows)))
 
     def rows_of(self, sequences: Iterable[int]) -> list[int]:
-        """The rows of sequences that hold blocks."""
+        """The rows of sequences that hold blocks, in the lane of the latest step."""
         return [self._row_of[sequence] for sequence in sequences]
 
     def apply(self, step: StepInput) -> None:
@@ -174,7 +185,8 @@ class DeviceTables:
         Raises ValueError when more than `max_rows` sequences hold blocks, or one has more than `max_blocks` of them.
         """
         if step.fresh:
-            self._forget()
+            self._lanes[step.lane] = self._empty(step.lane)
+        self._row_of, self._vacant = self._lanes[step.lane]
         if step.forked:
             self._fork([(forked.sequence, forked.parent) for forked in step.forked])
         for ended in step.ended:
@@ -219,7 +231,7 @@ class DeviceTables:
 
     def _take_row(self, sequence: int) -> int:
         if not self._vacant:
-            raise ValueError(f"there are block tables for {len(self.tables)} sequences, and one more holds blocks")
+            raise ValueError(f"there are block tables for {self.max_rows} sequences, and one more holds blocks")
         row = self._row_of[sequence] = self._vacant.pop()
         return row
 

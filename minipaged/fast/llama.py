@@ -49,7 +49,7 @@ from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.linear import joined_linear
 from minipaged.fast.preemption import carry, measure
 from minipaged.fast.sampling import Samples, gather_logprobs, joined, sample
-from minipaged.mirror import Mirror
+from minipaged.mirror import Mirror, PerLane
 from minipaged.models.config import ModelConfig
 from minipaged.models.quantized.stored import StoredMatrix, can_stack, stack
 from minipaged.params import SamplingParams
@@ -180,6 +180,7 @@ class Llama(Runner):
         *,
         max_num_seqs: int = 256,
         max_model_len: int | None = None,
+        num_lanes: int = 1,
     ) -> None:
         """`weights`: ready (`Weights.of`), or tensors by transformers' names, of the cache's device and dtype.
 
@@ -194,9 +195,12 @@ class Llama(Runner):
         longest = config.context_length if max_model_len is None else max_model_len
         self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
         max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
-        self.mirror = Mirror()
-        self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels)
-        self._steady: FlatBatch | None = None  # the batch of the step before, if the rows may go on from it
+        self.mirrors = PerLane(Mirror)
+        self.mirror = Mirror()  # that of the step which is being run, and of its lane
+        self.tables = DeviceTables(2 * max_num_seqs, max_blocks, kv_cache.device, self.kernels, num_lanes)
+        self._has_lanes = num_lanes > 1
+        # The batch of the step before in a lane (by its mirror), if the rows may go on from it.
+        self._steady: dict[Mirror, FlatBatch] = {}
         self._prompt_hidden: tuple[Tensor, Tensor, Tensor] | None = None  # what `prompt_logprobs` goes on from
         self._graphs: dict[int, DecodeGraph] = {}
         first = self.weights.layers[0]
@@ -209,12 +213,15 @@ class Llama(Runner):
     @torch.inference_mode()
     def run(self, step: StepInput) -> StepResult:
         # The tokens that the step before has chosen are found on the device, if they are there.
+        self.mirror = self.mirrors.of(step)
         self.mirror.apply(step, wait=not isinstance(self.mirror.latest, Samples))
         self.tables.apply(step)
         self.move(step.moves)
         logits = self._forward()
         choices = self.sample(logits, self.mirror.sampling_inputs())
         self.mirror.chosen(choices)
+        if self._has_lanes and self._graphs:  # beam search looks at them once other lanes have run the same graphs
+            logits = logits.clone()
         return StepResult(choices, logits, self.prompt_logprobs(self.mirror.prompt_inputs))
 
     @torch.inference_mode()
@@ -258,17 +265,18 @@ class Llama(Runner):
 
     def _forward(self) -> Tensor:
         """The logits of the mirror's rows."""
-        rows, before = self.mirror.rows, self._steady
-        self._steady = None  # should this be cut short
+        rows = self.mirror.rows
+        before = self._steady.pop(self.mirror, None)  # and there is none, should this be cut short
         if not len(rows):
             return self._no_logits()
         # What the step before has chosen, on the device; the host may not know it yet.
         chosen = self.mirror.latest.token_ids if isinstance(self.mirror.latest, Samples) else None  # [choices] int64
         if rows.num_steady > 1 and chosen is not None:
-            if graph := self._graph_for(len(rows)):
+            graph = self._graph_for(len(rows))
+            if graph and not self._has_lanes:  # or it may have run another lane's since
                 return graph.run_again(chosen)
             if before:
-                self._steady = tokens = before.one_further(chosen)
+                self._steady[self.mirror] = tokens = before.one_further(chosen)
                 return self._compute(tokens)
         device_rows = self.tables.rows_of(row.sequence for row in rows)
         tokens = flatten(self.mirror.batch(), device_rows, self.tables.tables, chosen)
@@ -279,7 +287,7 @@ class Llama(Runner):
             return graph.run(tokens)
         if graph and self._has_small_layers:
             return self._run_apart(tokens, graph)
-        self._steady = tokens = tokens.on(self.kv_cache.device)
+        self._steady[self.mirror] = tokens = tokens.on(self.kv_cache.device)
         return self._compute(tokens)
 
     def _run_apart(self, tokens: FlatBatch, graph: DecodeGraph) -> Tensor:
@@ -377,7 +385,7 @@ class Llama(Runner):
         """Tiles of all sizes for prompts, as many sequences as there may be, a fork, and blocks that move."""
         cache = self.kv_cache
         most_tokens = min(len(self.cos), cache.num_blocks * cache.block_size)
-        most_seqs = len(self.tables.tables) // 2
+        most_seqs = self.tables.max_rows // 2
         hidden = self.weights.norm.new_zeros(max(PROMPT_LENGTHS), self.config.hidden_size)
         for length in sorted({min(length, most_tokens) for length in PROMPT_LENGTHS}):
             self._begin_anew([length])

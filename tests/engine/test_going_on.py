@@ -131,7 +131,7 @@ def account_of(
             account.updates.append(engine.step())
         except ZeroDivisionError:
             account.happened["failed"] += 1
-        account.happened["went on"] += engine.scheduler._going_on is not None
+        account.happened["went on"] += any(lane.going_on for lane in engine.scheduler.lanes)
         if now > 40 and not engine.has_unfinished_requests():
             break
     engine.check_invariants()
@@ -221,7 +221,7 @@ def test_who_comes_to_listen_is_told_of_everything_from_then_on() -> None:
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
     for _ in range(12):
         engine.step()
-    assert engine.scheduler._going_on
+    assert engine.scheduler.lanes[0].going_on
     heard: list[str] = []
     engine.listeners.append(lambda event: heard.append(event.name))
     engine.step()

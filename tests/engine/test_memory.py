@@ -15,7 +15,7 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, Sequence
-from minipaged.engine.step_writer import StepWriter
+from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import InvalidRequest, OutOfBlocks
 from minipaged.events import BlocksFreed, Emit, TokensComputed
 from minipaged.params import EngineConfig, SamplingParams
@@ -67,7 +67,7 @@ class Contiguous(Memory):
         config: EngineConfig,
         tier: Tier,
         allocator: Callable[[int], BlockAllocator] | None,
-        writer: StepWriter,
+        writer: StepWriters,
         emit: Emit,
     ) -> None:
         self.block_size = config.block_size

@@ -1,0 +1,62 @@
+"""Lanes: what runs where, if several steps are in flight at once (pipeline parallelism).
+
+A model that is cut into stages, each with some of the layers, is busy throughout only if every stage has a step to
+work on. A sequence cannot be in two steps at once, for its next token is not known before the last stage is done. So
+there are as many *lanes* as stages, and each request runs in one of them: its lane's steps follow one another, and
+those of other lanes run meanwhile (`pipeline.py`).
+
+- A lane has its own running requests, its own plan that may go on, and its own StepWriter, whose other end is a mirror
+  of its own. The queue of those that wait, the blocks, the moves of blocks, and the policy are common to all.
+- A request gets its lane when it comes in, and its forks are in the same one. One that was preempted comes in again,
+  perhaps into another lane: there it begins, and in the first it is over (`StepWriters.change_lane`).
+
+Without pipeline parallelism there is one lane, and all run in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+
+from minipaged.engine.batch import Plan
+from minipaged.engine.sequence import Request
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """The requests that run in one lane."""
+
+    number: int
+    running: list[Request] = field(default_factory=list)
+    """In order of arrival."""
+    going_on: Plan | None = None
+    """The lane's latest plan, if its next step may go by it too, because all that ran goes on decoding.
+    `Scheduler.schedule` keeps it; whatever changes the lane's requests or their sequences drops it (`plan_anew`)."""
+
+    @property
+    def num_sequences(self) -> int:
+        return num_sequences(self.running)
+
+
+def num_sequences(requests: ListLike[Request]) -> int:
+    """How many sequences they have, or will have once their prompts are computed."""
+    return sum(request.num_sequences for request in requests)
+
+
+def share_of(lane: Lane, lanes: ListLike[Lane], entering: ListLike[Request]) -> list[Request]:
+    """Which of those that may come in enter this lane: the first of them, until it has its even share of all sequences.
+
+    A step takes as long as its fullest stage, and every lane's step goes through all stages: so even lanes are the
+    quickest. The others enter the other lanes, whose turns come next. The lane with the fewest always takes in the
+    first, so that nobody waits for a turn in vain; and in each lane the first of those that are left come first, so
+    that nobody overtakes. Of a single lane the share is everything.
+    """
+    share = (sum(each.num_sequences for each in lanes) + num_sequences(entering)) / len(lanes)
+    taken: list[Request] = []
+    here = lane.num_sequences
+    for request in entering:
+        if here >= share:
+            break
+        taken.append(request)
+        here += request.num_sequences
+    return taken

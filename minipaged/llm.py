@@ -98,7 +98,8 @@ class LLM:
             loaded = model
         else:
             where = (asked.tier, asked.device, asked.dtype)
-            loaded = LoadedModel.load(model, *where, asked.tensor_parallel_size, asked.worker_timeout)
+            sizes = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
+            loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout)
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
         self.config = self._fill_in(asked)
@@ -406,6 +407,7 @@ class LoadedModel:
         device: str = "auto",
         dtype: str = "auto",
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         worker_timeout: float = 60.0,
     ) -> LoadedModel:
         """Find (or fetch) `model` and load it. Raises ModelError, InvalidRequest and WorkerFailed."""
@@ -414,10 +416,11 @@ class LoadedModel:
         folder = hub.resolve(model)
         config = load_config(folder)
         chosen = chosen.for_model(config, device, dtype)
-        if tensor_parallel_size > 1 and isinstance(chosen, tiers.FastTier):
+        sizes = (tensor_parallel_size, pipeline_parallel_size)
+        if sizes != (1, 1) and isinstance(chosen, tiers.FastTier):
             from minipaged.parallel.tier import ParallelTier
 
-            chosen = ParallelTier.over(chosen, tensor_parallel_size, worker_timeout)
+            chosen = ParallelTier.over(chosen, *sizes, worker_timeout)
         tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
         return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
 

@@ -11,8 +11,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from minipaged.contracts import BlockAllocator, BlockTable, Runner, Sampled, SamplingInput, Tier
 from minipaged.devices import gpu_problem, has_nvidia_gpu
@@ -22,7 +23,11 @@ from minipaged.models.shards import Shard, cut_weights, local_config, shards_of
 from minipaged.params import EngineConfig, KVCacheDtype
 
 if TYPE_CHECKING:
+    from minipaged.fast.llama import Llama as FastLlama
+    from minipaged.fast.sharded import Ranks, StageLlama
     from minipaged.reference.llama import Llama
+
+AnyLlama = TypeVar("AnyLlama", bound="FastLlama")
 
 NEEDED_BY_FAST = ("torch", "numba")
 """And triton, on a machine with a GPU."""
@@ -257,12 +262,11 @@ class FastTier(DeviceTier):
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         return self._load(folder, config)
 
-    def load_shard(self, folder: Path, config: ModelConfig, shard: Shard, group: Any) -> Any:
-        """The same for one rank (`models.shards`), which puts its results together with the others' by `group`
-        (`fast.sharded.Group`)."""
+    def load_shard(self, folder: Path, config: ModelConfig, shard: Shard, ranks: Ranks) -> Any:
+        """The same for one rank (`models.shards`), which exchanges its results with the others by `ranks`."""
         from minipaged.fast.sharded import over_ranks
 
-        return over_ranks(self._load(folder, config, shard), config, shard, group)
+        return over_ranks(self._load(folder, config, shard), config, shard, ranks)
 
     def _load(self, folder: Path, config: ModelConfig, shard: Shard | None = None) -> Any:
         import torch
@@ -286,11 +290,23 @@ class FastTier(DeviceTier):
             ) from None
 
     def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
+        from minipaged.fast.llama import Llama
+
+        return self._make(Llama, config, weights, engine_config)
+
+    def make_stage(self, config: ModelConfig, weights: Any, engine_config: EngineConfig, ranks: Ranks) -> StageLlama:
+        """The same for a stage that is not the last; `config`: the shard's own."""
+        from minipaged.fast.sharded import StageLlama
+
+        return self._make(partial(StageLlama, ranks=ranks), config, weights, engine_config)
+
+    def _make(
+        self, make: Callable[..., AnyLlama], config: ModelConfig, weights: Any, engine_config: EngineConfig
+    ) -> AnyLlama:
         import torch
 
         from minipaged.fast.cpu.llama import kernels_are_compiled
         from minipaged.fast.kv_cache import KVCache
-        from minipaged.fast.llama import Llama
         from minipaged.models.loading import static_scales
 
         if self.device == "cuda":
@@ -314,7 +330,7 @@ class FastTier(DeviceTier):
             )
             if self.device == "cpu" and not kernels_are_compiled(cache.dtype):
                 print(f"compiling the {self.dtype} kernels for this processor, once: about 20 seconds", file=sys.stderr)
-            llama = Llama(
+            llama = make(
                 config,
                 weights,
                 cache,

@@ -85,12 +85,13 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model's weights on the device, laid out for the kernels."""
+    """A model's weights on the device, laid out for the kernels. Of a model that is cut into stages, a stage has some of
+    the layers; what only the first or the last one needs is None elsewhere."""
 
-    embed: Callable[[Tensor], Tensor]  # token ids [tokens] -> [tokens, hidden]
+    embed: Callable[[Tensor], Tensor] | None  # token ids [tokens] -> [tokens, hidden]
     layers: list[Layer]
-    norm: Tensor  # [hidden]
-    head: Linear  # [vocab, hidden]
+    norm: Tensor | None  # [hidden]
+    head: Linear | None  # [vocab, hidden]
     kv_scales: Mapping[str, Any]  # by name, those for keys and values that the checkpoint brings
 
     @classmethod
@@ -108,17 +109,21 @@ class Weights:
             groups.append([f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"])
             groups += [[f"{attention}.o_proj"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [f"{mlp}.down_proj"]]
         stacks = [_stackable(weights, names) for names in groups]
-        norm, words = _tensor(weights, "model.norm"), "model.embed_tokens"
-        has_own_embedding = not config.tie_word_embeddings and isinstance(weights[f"{words}.weight"], StoredMatrix)
-        single = [[words if config.tie_word_embeddings else "lm_head"], *([[words]] if has_own_embedding else [])]
-        ready = iter(_linears(weights, [*chain.from_iterable(stacks), *single], norm, kernels))
+        norm = _tensor(weights, "model.norm") if "model.norm.weight" in weights else None
+        words, head_name = "model.embed_tokens", "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        table = weights.get(f"{words}.weight")
+        embedding = [words] if isinstance(table, StoredMatrix) and (norm is None or head_name != words) else []
+        single = [[name] for name in [*([] if norm is None else [head_name]), *embedding]]
+        ready = iter(_linears(weights, [*chain.from_iterable(stacks), *single], norms[0][0], kernels))
         matrices = [joined_linear([next(ready) for _ in each]) for each in stacks]
-        head = next(ready)
-        embed: Callable[[Tensor], Tensor]
-        if config.tie_word_embeddings or has_own_embedding:
-            embed = next(ready, head).rows
-        else:
-            embed = _tensor(weights, words).__getitem__
+        head = None if norm is None else next(ready)
+        embed: Callable[[Tensor], Tensor] | None = None
+        if embedding:
+            embed = next(ready).rows
+        elif head is not None and head_name == words:
+            embed = head.rows
+        elif isinstance(table, Tensor):
+            embed = table.__getitem__
         layers = [
             Layer(input_norm, qkv, qk_norm, o, post_norm, gate_up, down)
             for (input_norm, post_norm), qk_norm, qkv, o, gate_up, down in zip(
@@ -171,6 +176,9 @@ class Llama(Runner):
 
     Runs Llama's cousins too: Mistral, Qwen2 (biases) and Qwen3 (norms of queries and keys). See `models/config.py`.
     """
+
+    chooses = True
+    """Whether it has the last layers, and so logits."""
 
     def __init__(
         self,
@@ -320,6 +328,7 @@ class Llama(Runner):
         if slots is None:
             block_size = self.kv_cache.block_size
             slots = kernels.slot_mapping(tokens.tables, tokens.token_rows, tokens.positions, block_size)
+        assert weights.embed is not None
         residual = weights.embed(tokens.token_ids())  # [tokens, hidden]
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
         for i, layer in enumerate(weights.layers):
@@ -356,6 +365,11 @@ class Llama(Runner):
             x = layer.o(x.view(len(x), -1))  # [tokens, hidden]
             x = kernels.add_rms_norm(x, residual, layer.post_norm, eps)
             x = layer.down(kernels.swiglu(layer.gate_up(x)))  # [tokens, hidden]
+        return self._leave(tokens, x, residual)
+
+    def _leave(self, tokens: FlatBatch, x: Tensor, residual: Tensor) -> Tensor:
+        """The logits [rows that want them, vocab_size], from what comes out of the last layer: [tokens, hidden] each.
+        `residual` is used up."""
         if tokens.prompt_rows is not None:
             self._prompt_hidden = x, residual, tokens.prompt_rows
         if tokens.logit_rows is not None:
@@ -365,6 +379,8 @@ class Llama(Runner):
     def _logits(self, x: Tensor, residual: Tensor) -> Tensor:
         """[rows, vocab_size], from what comes out of the last layer: [rows, hidden] each. `residual` is used up."""
         weights = self.weights
+        assert weights.norm is not None
+        assert weights.head is not None
         return weights.head(self.kernels.add_rms_norm(x, residual, weights.norm, self.config.rms_norm_eps))
 
     def warm_up(self) -> None:
@@ -379,17 +395,20 @@ class Llama(Runner):
                 SamplingParams(repetition_penalty=2, top_k=2, top_p=0.5, logprobs=1),
             ]
         for params in chosen_by:
-            list(self._begin_anew([1], Sampling(params, seed=0, stream=0)).choices)
+            result = self._begin_anew([1], Sampling(params, seed=0, stream=0))
+            if self.chooses:
+                list(result.choices)
 
     def _warm_up_kernels(self) -> None:
         """Tiles of all sizes for prompts, as many sequences as there may be, a fork, and blocks that move."""
         cache = self.kv_cache
         most_tokens = min(len(self.cos), cache.num_blocks * cache.block_size)
         most_seqs = self.tables.max_rows // 2
-        hidden = self.weights.norm.new_zeros(max(PROMPT_LENGTHS), self.config.hidden_size)
+        hidden = self.weights.layers[0].input_norm.new_zeros(max(PROMPT_LENGTHS), self.config.hidden_size)
         for length in sorted({min(length, most_tokens) for length in PROMPT_LENGTHS}):
             self._begin_anew([length])
-            self._logits(hidden[:length], hidden[:length])  # as for prompts whose log-probabilities are asked for
+            if self.chooses:
+                self._logits(hidden[:length], hidden[:length])  # as for prompts whose log-probabilities are asked for
         self._begin_anew([1] * most_seqs)  # which may be more than a graph is captured for
         there_and_back = ((0, 0),) if cache.num_swap_blocks else ()
         copied = ((0, 1),) if cache.num_blocks > 1 else ()

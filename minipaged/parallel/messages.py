@@ -33,6 +33,8 @@ class Run(Message, frozen=True):
     """Follow this step (`steps.py`)."""
 
     step: StepInput
+    chosen: list[tuple[int, list[int]]] = []
+    """With several stages: of steps that have been run, by number, the tokens that were chosen."""
 
 
 class Where(Message, frozen=True):

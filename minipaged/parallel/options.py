@@ -13,8 +13,11 @@ class Options(msgspec.Struct, frozen=True):
     device: str
     dtype: str
     rank: int
+    """Of all ranks: first those of the first stage."""
     tensor_parallel_size: int
+    """Ranks of a stage."""
     pipeline_parallel_size: int
+    """Stages."""
     num_threads: int
     """Of its own."""
     rendezvous: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -13,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minipaged.contracts import StepResult
-from minipaged.mirror import Rows
+from minipaged.mirror import PerLane, Rows
 from minipaged.models.loading import load_config
-from minipaged.models.shards import local_config, shard_of
-from minipaged.parallel.messages import Choices, Made, Ran
+from minipaged.models.shards import Shard, local_config, shard_of
+from minipaged.parallel.messages import Choices, Made, Ran, Run
 from minipaged.parallel.options import Options
 from minipaged.params import EngineConfig
-from minipaged.steps import StepInput
 from minipaged.tiers import FastTier
 
 LONGEST_EXCHANGE = timedelta(days=1)
@@ -34,21 +32,23 @@ class Talker(Protocol):
 
 
 class Rank:
-    """Follows steps with its part of the model. Rank 0 tells what has come of them."""
+    """Follows steps with its part of the model. The first rank of the last stage tells what has come of them."""
 
     def __init__(self, options: Options, talker: Talker) -> None:
         """Load the weights."""
         torch.set_num_threads(options.num_threads)
-        self._rank = options.rank
-        group = ProcessGroup(options, talker)
-        talker.doing = "loading the weights"
+        size = options.tensor_parallel_size
         folder = Path(options.folder)
         config = load_config(folder)
-        shard = shard_of(config, options.rank, options.tensor_parallel_size)
-        self._config = local_config(config, shard)
+        self.shard = shard_of(
+            config, options.rank % size, size, options.rank // size, options.pipeline_parallel_size
+        )
+        self._others = Processes(options, self.shard, talker)
+        talker.doing = "loading the weights"
+        self._config = local_config(config, self.shard)
         self._tier = FastTier.on(options.device, options.dtype)
-        self._weights = self._tier.load_shard(folder, config, shard, group)
-        self._rows = Rows()
+        self._weights = self._tier.load_shard(folder, config, self.shard, self._others)
+        self._rows = PerLane(Rows)
 
     def free_device_bytes(self) -> int | None:
         """Of the GPU, if it is on one."""
@@ -56,51 +56,79 @@ class Rank:
 
     def make(self, config: EngineConfig) -> Made:
         """Reserve the KV cache. Raises MemoryError."""
-        own = replace(config, tensor_parallel_size=1, pipeline_parallel_size=1)
-        self._runner = self._tier.make_runner(self._config, self._weights, own)
+        made = (self._config, self._weights, config)
+        self._stage = None if self.shard.is_last else self._tier.make_stage(*made, self._others)
+        self._runner = self._stage or self._tier.make_runner(*made)
         return Made(self._runner.costs())
 
-    def run(self, step: StepInput) -> Ran | None:
+    def run(self, order: Run) -> Ran | None:
         """What has come of it, if that is this rank's to tell."""
-        self._rows.follow(step)
-        result = self._runner.run(step)
-        return self._outcome(step, result) if self._rank == 0 else None
-
-    def _outcome(self, step: StepInput, result: StepResult) -> Ran:
-        asks_for_logits = any(row.num_choices < 0 for row in self._rows)
-        return Ran(
-            step.number,
-            Choices.of(list(result.choices)),
-            {sequence: Choices.of(list(told)) for sequence, told in result.prompt_logprobs.items()},
-            result.logits.float().cpu().numpy().tobytes() if asks_for_logits else b"",
-        )
+        if self._stage:
+            for number, token_ids in order.chosen:
+                self._stage.tell(number, token_ids)
+        rows = self._rows.of(order.step)
+        rows.follow(order.step)
+        result = self._runner.run(order.step)
+        tells = self.shard.is_last and self.shard.rank == 0
+        return outcome(order.step.number, rows, result) if tells else None
 
 
-class ProcessGroup:
-    """The ranks, as one of them sees them (`fast.sharded.Group`)."""
+def outcome(number: int, rows: Rows, result: StepResult) -> Ran:
+    """A step's result, as the driver is told it."""
+    asks_for_logits = any(row.num_choices < 0 for row in rows)
+    return Ran(
+        number,
+        Choices.of(list(result.choices)),
+        {sequence: Choices.of(list(told)) for sequence, told in result.prompt_logprobs.items()},
+        result.logits.float().cpu().numpy().tobytes() if asks_for_logits else b"",
+    )
 
-    def __init__(self, options: Options, talker: Talker) -> None:
+
+class Processes:
+    """The ranks, as one of them sees them (`fast.sharded.Ranks`): all in processes of their own."""
+
+    def __init__(self, options: Options, shard: Shard, talker: Talker) -> None:
         """Find the others."""
-        self._size, self._talker = options.tensor_parallel_size, talker
+        self._rank, self._size, self._talker = options.rank, shard.size, talker
         talker.doing, talker.waits = "looking for the other ranks", True
         if options.device == "cuda":
             torch.cuda.set_device(options.rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks up this machine's name, which not all have
+        num_ranks = shard.size * shard.num_stages
         dist.init_process_group(
             "nccl" if options.device == "cuda" else "gloo",
-            store=dist.FileStore(options.rendezvous, self._size),  # type: ignore[attr-defined]
+            store=dist.FileStore(options.rendezvous, num_ranks),  # type: ignore[attr-defined]
             rank=options.rank,
-            world_size=self._size,
+            world_size=num_ranks,
             timeout=LONGEST_EXCHANGE,
         )
+        stages = [list(range(first, first + shard.size)) for first in range(0, num_ranks, shard.size)]
+        groups = [dist.new_group(ranks, timeout=LONGEST_EXCHANGE) for ranks in stages]  # everybody makes all of them
+        self._stage = groups[shard.stage]
+        self._handed_on: tuple[Tensor, dist.Work | None] | None = None
         talker.waits = False
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """What each rank has given, in their order."""
+        """What each rank of this stage has given, in their order."""
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self._size)]
         self._talker.waits = True
         # As bytes, for not every backend knows all types; and nothing is computed on the way.
-        dist.all_gather([part.view(torch.uint8) for part in parts], x.view(torch.uint8))
+        dist.all_gather([part.view(torch.uint8) for part in parts], x.view(torch.uint8), group=self._stage)
         self._talker.waits = False
         return parts
+
+    def hand_on(self, x: Tensor) -> None:
+        """Give x to the next stage, which may not have asked for it yet: the next step need not wait for that."""
+        self._talker.waits = True
+        if self._handed_on and (work := self._handed_on[1]):
+            work.wait()
+        self._talker.waits = False
+        x = x.contiguous().view(torch.uint8)
+        self._handed_on = x, dist.isend(x, self._rank + self._size)
+
+    def take(self, x: Tensor) -> None:
+        """Wait for what the stage before hands on."""
+        self._talker.waits = True
+        dist.recv(x.view(torch.uint8), self._rank - self._size)
+        self._talker.waits = False

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minipaged.contracts import Runner, Sampled, StepResult
 from minipaged.errors import InvalidRequest
-from minipaged.mirror import Rows
+from minipaged.mirror import PerLane, Rows
 from minipaged.parallel.messages import Made, Make, NoRoom, Ran, Run
 from minipaged.parallel.workers import Workers
 from minipaged.params import EngineConfig
@@ -35,8 +35,11 @@ class ParallelRunner(Runner):
         workers.serve_somebody = True
         self.workers = workers
         self._vocab_size = config.vocab_size
-        self._rows = Rows()
+        self._rows = PerLane(Rows)
         self._launched: deque[Outcome] = deque()  # those whose answers have not come yet
+        self._has_stages = config.pipeline_parallel_size > 1
+        self._teller = len(workers) - config.tensor_parallel_size  # the first rank of the last stage
+        self._untold: list[tuple[int, list[int]]] = []  # tokens that the other stages have not been told
         workers.tell(Make(config))
         self._costs = self._prepared(0)
         for rank in range(1, len(workers)):
@@ -52,14 +55,16 @@ class ParallelRunner(Runner):
 
     def run(self, step: StepInput) -> StepResult:
         """Raises WorkerFailed; then nothing runs any more."""
-        self._rows.follow(step)
-        self.workers.tell(Run(step))
+        rows = self._rows.of(step)
+        rows.follow(step)
+        untold, self._untold = self._untold, []
+        self.workers.tell(Run(step, untold))
         outcome = Outcome(self)
         self._launched.append(outcome)
         logits = None
-        if not self._rows.num_steady and any(row.num_choices < 0 for row in self._rows):  # beam search looks at once
+        if not rows.num_steady and any(row.num_choices < 0 for row in rows):  # beam search looks at once
             logits = outcome.logits(self._vocab_size)
-        return StepResult(LateChoices(self._rows.num_choices, outcome), logits, LatePromptLogprobs(outcome))
+        return StepResult(LateChoices(rows.num_choices, outcome), logits, LatePromptLogprobs(outcome))
 
     def costs(self) -> Costs:
         """What the first rank has measured; they all swap and recompute at the same time."""
@@ -71,9 +76,11 @@ class ParallelRunner(Runner):
     def fetch(self, outcome: Outcome) -> Ran:
         """Wait for this one's answer; the answers come in the order of the steps."""
         while outcome.answer is None:
-            answer = self.workers.answer(0)
+            answer = self.workers.answer(self._teller)
             assert isinstance(answer, Ran)
             self._launched.popleft().answer = answer
+            if self._has_stages and answer.choices and answer.choices.token_ids:
+                self._untold.append((answer.number, answer.choices.token_ids))
         return outcome.answer
 
 

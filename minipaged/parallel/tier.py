@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,36 +26,47 @@ class ParallelTier(FastTier):
     """A model's parts, each with a worker. What it gives out as weights are the `Workers`."""
 
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     worker_timeout: float = 60.0
 
     @classmethod
-    def over(cls, tier: FastTier, tensor_parallel_size: int, worker_timeout: float) -> ParallelTier:
+    def over(
+        cls, tier: FastTier, tensor_parallel_size: int, pipeline_parallel_size: int, worker_timeout: float
+    ) -> ParallelTier:
         """`tier`, in so many processes."""
-        if tier.device == "cuda" and tensor_parallel_size > (there := torch.cuda.device_count()):
+        num_ranks = tensor_parallel_size * pipeline_parallel_size
+        if tier.device == "cuda" and num_ranks > (there := torch.cuda.device_count()):
             raise InvalidRequest(
-                f"tensor_parallel_size is {tensor_parallel_size}, and there are {there} GPUs; a rank needs one of its "
-                "own, so take fewer, or device='cpu'"
+                f"tensor_parallel_size is {tensor_parallel_size} and pipeline_parallel_size is "
+                f"{pipeline_parallel_size}, which takes {num_ranks} GPUs, and there are {there}; take fewer, or "
+                "device='cpu'"
             )
         parts = {each.name: getattr(tier, each.name) for each in fields(FastTier)}
-        return cls(**parts, tensor_parallel_size=tensor_parallel_size, worker_timeout=worker_timeout)
+        return cls(
+            **parts,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            worker_timeout=worker_timeout,
+        )
 
     @property
     def description(self) -> str:
         whole = FastTier.description.fget(self)  # type: ignore[attr-defined]
-        return f"{whole}, in {self.tensor_parallel_size} processes (tensor parallel)"
+        sizes = f"tensor parallel {self.tensor_parallel_size}, pipeline parallel {self.pipeline_parallel_size}"
+        return f"{whole}, in {self.tensor_parallel_size * self.pipeline_parallel_size} processes ({sizes})"
 
     def for_model(self, config: ModelConfig, device: str, dtype: str) -> FastTier:
         return self
 
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
-        size = self.tensor_parallel_size
-        check_parallel_sizes(config, size, 1)  # before anything starts
-        num_threads = max(1, torch.get_num_threads() // size)
-        workers = Workers(
-            [Options(str(folder), self.device, self.dtype, rank, size, 1, num_threads) for rank in range(size)],
-            self.worker_timeout,
-        )
-        for rank in range(size):
+        sizes = (self.tensor_parallel_size, self.pipeline_parallel_size)
+        check_parallel_sizes(config, *sizes)  # before anything starts
+        num_ranks = math.prod(sizes)
+        where = (str(folder), self.device, self.dtype)
+        num_threads = max(1, torch.get_num_threads() // num_ranks)
+        options = [Options(*where, rank, *sizes, num_threads) for rank in range(num_ranks)]
+        workers = Workers(options, self.worker_timeout)
+        for rank in range(num_ranks):
             loaded = workers.answer(rank, patient=True)
             assert isinstance(loaded, Loaded)
             if loaded.free_device_bytes is not None:
@@ -77,6 +89,7 @@ class ParallelTier(FastTier):
         """Of all ranks, where they share a memory; of the one that has the most, where each has its own."""
         each = [
             FastTier.block_bytes(self, local_config(config, shard), block_size, kv_cache_dtype)
-            for [shard] in zip(*shards_of(config, self.tensor_parallel_size, 1), strict=True)
+            for stage in shards_of(config, self.tensor_parallel_size, self.pipeline_parallel_size)
+            for shard in stage
         ]
         return sum(each) if self.device == "cpu" else max(each)

@@ -64,9 +64,9 @@ class Worker:
                             self._tell(rank.make(config))
                         except MemoryError as error:
                             self._tell(NoRoom(str(error)))
-                    case Run(step):
-                        self.doing = f"running step {step.number}"
-                        if ran := rank.run(step):
+                    case Run() as order:
+                        self.doing = f"running step {order.step.number}"
+                        if ran := rank.run(order):
                             self._tell(ran)
         except BaseException as error:
             traceback.print_exc()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from minipaged import LLM, RequestOutput, SamplingParams
+from minipaged.engine.engine import Engine
 from minipaged.events import BlockCopied, Event, PrefixReused, RequestPreempted, SwappedIn, SwappedOut
 from tests.effort import quick_cases
 from tests.end_to_end.test_scheduling_invariance import BEAMS, GREEDY, SAMPLED, Job, run
@@ -32,28 +34,32 @@ def told(outputs: list[RequestOutput]) -> list[Any]:
 
 @quick_cases(1)
 @pytest.mark.parametrize(
-    ("size", "settings"),
+    ("tensor", "pipeline", "settings"),
     [
-        (3, {"preemption": "swap", "async_scheduling": True}),
-        (2, {"preemption": "recompute", "debug": True}),
-        (4, {"preemption": "swap", "debug": True, "kv_cache_dtype": "int8"}),
+        (2, 2, {"preemption": "swap", "debug": True}),
+        (3, 1, {"preemption": "swap", "async_scheduling": True}),
+        (2, 1, {"preemption": "recompute", "debug": True}),
+        (4, 1, {"preemption": "swap", "debug": True, "kv_cache_dtype": "int8"}),
+        (1, 3, {"preemption": "recompute"}),
     ],
 )
-def test_a_crowded_engine(tmp_path: Path, size: int, settings: dict[str, Any]) -> None:
+def test_a_crowded_engine(tmp_path: Path, tensor: int, pipeline: int, settings: dict[str, Any]) -> None:
     """The same requests on the same shards in one process: the same tokens, and all log-probabilities to the bit."""
-    folder = make_tiny_model(
-        tmp_path / "m", num_attention_heads=9, num_key_value_heads=3, hidden_size=36, intermediate_size=50
-    )
+    shape = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36, "intermediate_size": 50}
+    folder = make_tiny_model(tmp_path / "m", num_hidden_layers=3, **shape)
     jobs = [*GREEDY, *SAMPLED, *BEAMS, *ASKING]
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     settings = CROWDED | settings | {"tier": "fast", "device": "cpu", "dtype": "float32"}
     events: list[Event] = []
-    apart = LLM(folder, tensor_parallel_size=size, listeners=[events.append], **settings)
+    apart = LLM(folder, listeners=[events.append], **sizes, **settings)
     with closing(apart):
         outputs = run(apart, jobs, arrivals=[i // 2 for i in range(len(jobs))])
     kinds = {type(event) for event in events}
     assert {BlockCopied, PrefixReused, RequestPreempted} <= kinds
     assert (settings["preemption"] != "swap") or {SwappedOut, SwappedIn} <= kinds
 
-    together = LLM(folder, **settings)
-    together.engine.runner = ShardsInOneProcess(folder, "float32", size, together.config)
-    assert told(outputs) == told(run(together, jobs, arrivals=[i // 2 for i in range(len(jobs))]))
+    runner = ShardsInOneProcess(folder, "float32", apart.config)
+    tokenizer = apart.need_tokenizer()
+    together = Engine(apart.config, apart.loaded.tier, runner, decode=tokenizer.decode, encode=tokenizer.encode)
+    again = run(cast(LLM, SimpleNamespace(engine=together)), jobs, arrivals=[i // 2 for i in range(len(jobs))])
+    assert told(outputs) == told(again)

@@ -63,21 +63,26 @@ def logits_of(runner: Runner, seed: int, vocab_size: int) -> list[np.ndarray]:
     return [runner.run(step).logits.float().numpy() for step in random_steps(seed, vocab_size)]
 
 
-def sizes(vocab_size: int) -> EngineConfig:
+def sizes(vocab_size: int, size: int) -> EngineConfig:
     return EngineConfig(
-        block_size=BLOCK_SIZE, num_blocks=48, num_swap_blocks=4, max_model_len=64, vocab_size=vocab_size
+        block_size=BLOCK_SIZE,
+        num_blocks=48,
+        num_swap_blocks=4,
+        max_model_len=64,
+        vocab_size=vocab_size,
+        tensor_parallel_size=size,
     )
 
 
 def check_bits(folder: Path, size: int, dtype: str, seed: int) -> None:
     loaded = LoadedModel.load(folder, "fast", "cpu", dtype, size)
     with closing(loaded):
-        config = sizes(loaded.config.vocab_size)
+        config = sizes(loaded.config.vocab_size, size)
         apart = logits_of(loaded.tier.make_runner(loaded.config, loaded.weights, config), seed, config.vocab_size)
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, before // size))  # as each worker does
     try:
-        together = logits_of(ShardsInOneProcess(folder, dtype, size, config), seed, config.vocab_size)
+        together = logits_of(ShardsInOneProcess(folder, dtype, config), seed, config.vocab_size)
     finally:
         torch.set_num_threads(before)
     assert len(apart) == len(together) == 9

@@ -105,7 +105,7 @@ class Choices(msgspec.Struct, array_like=True, frozen=True):
 
     def sampled(self) -> list[Sampled]:
         """What `of` was given."""
-        chosen = [Sampled(*one, None) for one in zip(self.token_ids, self.logprobs, strict=True)]
+        chosen = list(map(Sampled, self.token_ids, self.logprobs, repeat(None)))
         for place, top in self.top_logprobs.items():
             chosen[place].top_logprobs = top
         for place, error in self.errors.items():

@@ -36,13 +36,8 @@ LAYOUTS = [(4, 2), (2, 1), (3, 1), (1, 2)]
 @pytest.fixture(scope="module")
 def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2's heads, and sizes that nothing divides."""
-    shape = {
-        "hidden_size": 72,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 8,
-        "intermediate_size": 97,
-    }
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+    sizes = {"hidden_size": 72, "intermediate_size": 97}
     return make_small_llama(tmp_path_factory.mktemp("nine_heads"), tie_word_embeddings=True, **heads, **sizes)
 
 

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.models.gguf import convert
 from minipaged.models.loading import load_config, load_weights, static_scales
 from minipaged.models.quantized.stored import StoredMatrix
 from minipaged.models.shards import (
@@ -339,6 +341,24 @@ def test_inputs_that_share_a_scale_found_anew_for_each_token_are_not_parted(name
 def arrays_of(matrix: StoredMatrix) -> list[np.ndarray]:
     values = (getattr(matrix, field.name) for field in dataclasses.fields(matrix))
     return [value for value in values if isinstance(value, np.ndarray)]
+
+
+def test_the_blocks_of_a_gguf_file_are_cut_too(
+    tiny_llama: MakeLlama, write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    """It is converted as a whole, once; ranks read the folder that it became. Its embedding is packed as well."""
+    convert(write_gguf(tiny_llama(), quantization=GGMLQuantizationType.Q8_0), tmp_path / "converted")
+    config = load_config(tmp_path / "converted")
+    stored = load_weights(tmp_path / "converted", config)
+    whole = {name: weight.rows() if isinstance(weight, StoredMatrix) else weight for name, weight in stored.items()}
+    assert isinstance(stored["model.embed_tokens.weight"], StoredMatrix)
+    for shard in (shard_of(config, rank, size) for size in ALL for rank in range(size)):
+        found = load_weights(tmp_path / "converted", config, shard=shard)
+        expected = cut_weights(config, shard, whole)
+        assert found.keys() == expected.keys()
+        for key, weight in found.items():
+            values = weight.rows() if isinstance(weight, StoredMatrix) else weight
+            np.testing.assert_array_equal(values, expected[key], err_msg=key)
 
 
 def test_stages_share_out_what_ranks_cannot(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Logits differ by the order of sums: in float64 by 1e-12 at most, in float32 by 1
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ import pytest
 
 from minipaged.contracts import BatchRow, PromptInput, SamplingInput
 from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.models.loading import load_config, load_weights
 from minipaged.models.shards import cut_weights, local_config, shards_of
 from minipaged.params import SamplingParams
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.llama import Llama
 from minipaged.reference.sharded import ShardedLlama, total
 from minipaged.steps import BlockMoves
+from tests.models.quantized.samples import write_sample
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (3, 3)]
@@ -107,6 +110,32 @@ def test_keys_and_values_in_8_bits_have_the_scales_that_they_have_in_one_piece(k
     expected = logits_of(llama_of(config, weights, np.float64, kv_cache_dtype), config.vocab_size, 0)
     found = logits_of(sharded(config, weights, np.float64, (4, 2), kv_cache_dtype), config.vocab_size, 0)
     assert np.abs(found - expected).max() <= 1e-12 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gptq_int4_g32_sym_actorder",
+        "awq_int4_g32",
+        "ct_w8a8_int8_static",
+        "bnb_nf4",
+        "fp8_block64",
+        "ct_int8_kv_tensor",
+    ],
+)
+def test_ranks_compute_with_the_packed_weights_that_they_read(name: str, tmp_path: Path) -> None:
+    folder = write_sample(name, tmp_path)
+    config = load_config(folder)
+    expected = logits_of(llama_of(config, load_weights(folder, config), np.float32), config.vocab_size, 0)
+    for layout in ((2, 1), (4, config.num_hidden_layers)):
+        shards = shards_of(config, *layout)
+        read = [[load_weights(folder, config, shard=shard) for shard in ranks] for ranks in shards]
+        stages = [
+            [llama_of(local_config(config, shard), weights, np.float32) for shard, weights in zip(*ranks, strict=True)]
+            for ranks in zip(shards, read, strict=True)
+        ]
+        found = logits_of(ShardedLlama(config, shards, stages), config.vocab_size, 0)
+        assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max(), layout
 
 
 def test_each_rank_keeps_its_own_kv_heads_in_the_same_blocks() -> None:

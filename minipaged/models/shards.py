@@ -16,7 +16,7 @@ Sizes need not divide. Ranges are contiguous and as even as can be, the first ra
 
     KV heads   whole ones, each with its query heads. Where there are fewer than ranks, ranks are dealt to KV heads in
                the same way, and the query heads of a KV head to its ranks, which all keep that head's keys and values
-    columns    of the MLP: in runs of 128 where the size has these, so that no group of a quantized matrix is cut
+    columns    of the MLP: in runs of 128, or as many as go into the size, so that no group of a quantized matrix is cut
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.config import ModelConfig
 
-RUN = 128
-"""Inputs that share a scale in most quantized matrices; a multiple of what others have."""
+RUNS = (128, 64, 32, 16, 8, 1)
+"""Columns of the MLP that are not parted, if they can be: inputs that share a scale in quantized matrices, mostly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,9 @@ def shard_of(config: ModelConfig, rank: int, size: int, stage: int = 0, num_stag
     """What is the part of this rank of `size`, in this stage of `num_stages`. Raises InvalidRequest where it would
     be nothing."""
     check_parallel_sizes(config, size, num_stages)
-    run = RUN if config.intermediate_size % RUN == 0 and config.intermediate_size // RUN >= size else 1
-    columns = _share(config.intermediate_size // run, rank, size)
+    num_columns = config.intermediate_size
+    run = next(run for run in RUNS if num_columns % run == 0 and num_columns // run >= size)
+    columns = _share(num_columns // run, rank, size)
     heads, kv_heads = _heads(config.num_attention_heads, config.num_key_value_heads, rank, size)
     return Shard(
         rank=rank,
@@ -166,8 +167,8 @@ def part_of(weight: Any, part: tuple[slice, ...], name: str) -> Any:
         return weight[part] if part else weight
     except ModelError as error:
         raise ModelError(
-            f"'{name}' cannot be cut for this rank: {error}; use another tensor_parallel_size, or the model as it was "
-            "before it was quantized"
+            f"'{name}' cannot be cut for this rank: {error}; use another tensor_parallel_size, pipeline_parallel_size "
+            "instead, or the model as it was before it was quantized"
         ) from None
 
 

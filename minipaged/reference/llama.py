@@ -56,11 +56,8 @@ class Llama(MirroredRunner):
         norm = weights["model.layers.0.input_layernorm.weight"]
         assert isinstance(norm, np.ndarray)  # norms are never packed
         self.dtype = norm.dtype  # what is computed in
-
-    @property
-    def head(self) -> Weight:
-        """[vocab, hidden]."""
-        return self.weights["model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"]
+        # Of a model in parts, not every part has a head (`sharded.py`).
+        self.head = weights.get("model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight")
 
     def forward(self, batch: Batch) -> Array:
         """Logits [rows that want them, vocab_size] after the last query token of each row."""
@@ -80,6 +77,7 @@ class Llama(MirroredRunner):
         return table[ids]  # [tokens, hidden]
 
     def _logits(self, x: Array) -> Array:
+        assert self.head is not None
         x = self._norm("model.norm", x)  # [rows, hidden]
         return np.ascontiguousarray(linear(x, self.head))  # [rows, vocab]
 

@@ -122,8 +122,8 @@ class StoredMatrix(ABC):
         cut = {name: value[rows.start : rows.stop] for name, value in values.items() if _is_of_each_output(value)}
         return replace(self, shape=(len(rows), self.shape[1]), **cut)
 
-    @abstractmethod
-    def _of_inputs(self, columns: range) -> StoredMatrix: ...
+    def _of_inputs(self, columns: range) -> StoredMatrix:
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minipaged.errors import ModelError
 from minipaged.fast import kernels_for, linear
 from minipaged.fast import llama as fast
 from minipaged.fast.linear import QuantizingLinear, expanded
@@ -242,6 +243,93 @@ def test_matrices_packed_alike_become_one(form: int) -> None:
     some = np.array([15, 0, 4])
     np.testing.assert_array_equal(stacked.rows(some), stacked.rows()[some])
     assert stack(parts[:1]) is parts[0]
+
+
+@st.composite
+def large_forms(draw: st.DrawFn) -> StoredMatrix:
+    """A matrix [6, 96] of any form, of which some columns may be cut out, in groups of 96, 64 (and 32), 32 or 16."""
+    r = np.random.default_rng(draw(st.integers(0, 1000)))
+    size, bits = draw(st.sampled_from([96, 64, 32, 16])), draw(st.sampled_from([2, 3, 4, 5, 6, 8]))
+    codes, groups = r.integers(0, 2**bits, (6, 96), dtype=np.uint8), -(-96 // size)
+    scales = r.uniform(0.1, 1, (6, groups)).astype(np.float32)
+    whole: dict[str, Any] = {"shape": (6, 96), "rounding": draw(st.sampled_from(["float32", "float16", "bfloat16"]))}
+    form = draw(st.sampled_from(["grouped", "act-order", "super", "float8", "codebook"]))
+    if form == "float8":
+        codes, block = r.integers(0, 127, (6, 96), dtype=np.uint8), (draw(st.sampled_from([1, 2, 4, 6])), size)
+        return Float8(**whole, codes=codes, scales=scales[: -(-6 // block[0])], block=block)
+    if form == "codebook":
+        size = 32 if size == 64 else size  # whole groups only
+        scales = r.uniform(0.1, 1, (6, 96 // size)).astype(np.float32)
+        table = r.standard_normal(16).astype(np.float32)
+        return Codebook4(**whole, codes=pack(codes & 15, 4), table=table, scales=scales, group_size=size)
+    zeros: Any = draw(st.sampled_from([2 ** (bits - 1), r.integers(0, 2**bits, scales.shape, dtype=np.uint8)]))
+    parts: dict[str, Any] = {"bits": bits, "codes": pack(codes, bits), "zeros": zeros, "group_size": size}
+    parts |= {"scales": scales, "minima": draw(st.sampled_from([None, -scales]))}
+    if form == "act-order":
+        parts["group_index"] = r.integers(0, groups, 96).astype(np.int32)
+    if form == "super":
+        few = r.uniform(0.1, 1, (6, 1)).astype(np.float16)
+        parts |= {"scales": (scales * 60).astype(np.uint8), "super_scales": few}
+        parts |= {} if parts["minima"] is None else {"minima": parts["scales"], "super_minima": few}
+    return Grouped(**whole, **parts)
+
+
+@given(matrix=large_forms(), data=st.data())
+def test_what_is_cut_out_of_a_packed_matrix_are_its_weights(matrix: StoredMatrix, data: st.DataObject) -> None:
+    """To the last bit, and packed as densely."""
+    rows, columns = (
+        slice(*sorted(data.draw(st.lists(which, min_size=2, max_size=2, unique=True))))
+        for which in (st.integers(0, 6), st.integers(0, 12).map((8).__mul__))
+    )
+    whole, found = matrix.rows(), matrix[rows, columns]
+    assert found.shape == whole[rows, columns].shape
+    np.testing.assert_array_equal(found.rows(), whole[rows, columns])
+    np.testing.assert_array_equal(matrix[rows,].rows(), whole[rows])
+    np.testing.assert_array_equal(found[:1, :8].rows(), whole[rows, columns][:1, :8])
+    assert found.codes.size / found.rows().size == matrix.codes.size / whole.size  # type: ignore[attr-defined]
+    assert matrix[:, :] is matrix[:,] is matrix
+
+
+def test_weights_that_share_a_byte_or_a_small_group_are_not_parted() -> None:
+    four_bits = Grouped(
+        shape=(2, 32),
+        rounding="float32",
+        bits=4,
+        codes=np.zeros((2, 16), np.uint8),
+        scales=np.ones((2, 1), np.float32),
+        zeros=8,
+        group_size=32,
+    )
+    assert four_bits[:, 6:].shape == (2, 26)
+    with pytest.raises(ModelError, match="the codes of inputs 6 and 7, 4 bits each, share a byte"):
+        four_bits[:, 7:]
+    small = dataclasses.replace(four_bits, scales=np.ones((2, 4), np.float32), group_size=8)
+    assert small[:, 8:14].shape == (2, 6)
+    with pytest.raises(ModelError, match="inputs 6 to 31 cut through groups of 8"):
+        small[:, 6:]
+
+
+@pytest.mark.parametrize(
+    ("how", "may_be_cut"),
+    [
+        (Activations("int8", scale=0.1), True),
+        (Activations("float8", group_size=16), True),
+        (Activations("float8", group_size=32), False),
+        (Activations("int8"), False),
+    ],
+    ids=str,
+)
+def test_inputs_that_share_a_scale_are_not_parted(how: Activations, may_be_cut: bool) -> None:
+    matrix = random_grouped((8, 64), how)
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    assert matrix[2:4,].shape == (2, 64)
+    if may_be_cut:
+        parts = [reference.linear(x[:, part], matrix[:, part]) for part in (slice(0, 16), slice(16, 64))]
+        np.testing.assert_allclose(sum(parts), reference.linear(x, matrix), atol=1e-4)
+        return
+    for part in (slice(0, 16), slice(16, 64)):
+        with pytest.raises(ModelError, match=r"scale, which all ranks would have to know|groups of 32, one of which"):
+            matrix[:, part]
 
 
 def test_matrices_packed_differently_stay_by_themselves() -> None:

@@ -1,0 +1,141 @@
+"""However many ranks and stages share a model: requests get the tokens that they get from one, whatever happens to
+their blocks. Every cache moves the same ones.
+
+Greedy tokens are compared in float32 and may part only at a proven tie; samples and beams in float64 (`ties.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minipaged import LLM, InvalidRequest, RequestOutput, SamplingParams
+from minipaged.contracts import BatchRow
+from minipaged.llm import LoadedModel
+from tests.effort import quick_cases, thorough
+from tests.end_to_end import yardstick
+from tests.end_to_end.small_llama import make_small_llama
+from tests.end_to_end.test_scheduling_invariance import (
+    DTYPE,
+    JOBS,
+    check_nothing_is_held,
+    check_same,
+    largest_need,
+    outputs_alone,
+    run,
+)
+from tests.end_to_end.ties import check_same_or_tied
+
+LAYOUTS = [(4, 2), (2, 1), (3, 1), (1, 2)]
+"""Tensor and pipeline parallel sizes, of a model with 9 heads, 3 KV heads and 2 layers."""
+
+
+@pytest.fixture(scope="module")
+def nine_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2's heads, and sizes that nothing divides."""
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+    sizes = {"hidden_size": 72, "intermediate_size": 97}
+    return make_small_llama(tmp_path_factory.mktemp("nine_heads"), tie_word_embeddings=True, **heads, **sizes)
+
+
+@pytest.fixture(scope="module")
+def alone(nine_heads: Path) -> dict[str, list[RequestOutput]]:
+    return {kind: outputs_alone(nine_heads, jobs, DTYPE[kind]) for kind, jobs in JOBS.items()}
+
+
+@quick_cases(6)
+@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_whatever_happens_ranks_give_the_tokens_of_one(
+    nine_heads: Path, alone: dict[str, list[RequestOutput]], layout: tuple[int, int], preemption: Any, kind: str
+) -> None:
+    """Chunks, prefix hits, preemption and copies on write; memory that is nobody's holds NaN on every rank."""
+    llm = LLM(
+        nine_heads,
+        tier="reference",
+        tensor_parallel_size=layout[0],
+        pipeline_parallel_size=layout[1],
+        block_size=4,
+        num_blocks=largest_need(JOBS[kind], 4) + 4,
+        num_swap_blocks=100,
+        preemption=preemption,
+        max_num_batched_tokens=11,
+        max_model_len=128,
+        dtype=DTYPE[kind],
+        debug=True,
+    )
+    check_same(nine_heads, JOBS[kind], run(llm, JOBS[kind], [0, 0, 0, 0, 5, 5, 9]), alone[kind])
+    check_nothing_is_held(llm)
+    stats = llm.stats()
+    assert stats.prefix_cache_hit_tokens > 0
+    assert (stats.preempted_by_swap > 0) == (preemption == "swap")
+    assert (stats.preempted_by_recompute > 0) == (preemption == "recompute")
+    assert (stats.blocks_copied > 0) == (kind != "greedy")
+
+
+def test_a_block_takes_what_all_ranks_need_for_it(nine_heads: Path) -> None:
+    loaded = LoadedModel.load(nine_heads, "reference")
+    for layout, num_kv_heads in {(1, 1): 3, (3, 2): 3, (4, 1): 4, (9, 2): 9}.items():
+        size, num_stages = layout
+        llm = LLM(loaded, num_blocks=2, tensor_parallel_size=size, pipeline_parallel_size=num_stages)
+        runner: Any = llm.engine.runner
+        stages = [[runner]] if layout == (1, 1) else runner.stages
+        assert [len(ranks) for ranks in stages] == [size] * num_stages
+        caches = [rank.kv_cache for ranks in stages for rank in ranks]
+        expected = loaded.block_bytes(16) * num_kv_heads // 3
+        assert sum(cache.block_bytes for cache in caches) == expected == loaded.block_bytes(16, "auto", size)
+
+
+def test_prompts_are_told_of_by_ranks_too(nine_heads: Path) -> None:
+    loaded = LoadedModel.load(nine_heads, "reference", dtype="float64")
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=2)
+    prompt = {"prompt_token_ids": [*range(3, 90)]}
+    one, parts = (LLM(loaded, num_blocks=16, tensor_parallel_size=size).generate(prompt, params)[0] for size in (1, 4))  # type: ignore[arg-type]
+    assert parts.outputs[0].token_ids == one.outputs[0].token_ids
+    for ours, theirs in zip(parts.prompt_logprobs or (), one.prompt_logprobs or (), strict=True):
+        assert ours == (theirs and pytest.approx(theirs, abs=1e-10))
+    assert len(parts.prompt_logprobs or ()) == 87
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tensor_parallel_size": 10}, r"tensor_parallel_size is 10, .* num_attention_heads = 9, .*; use 9 or fewer"),
+        ({"pipeline_parallel_size": 3}, r"pipeline_parallel_size is 3, .* num_hidden_layers = 2, .*; use 2 or fewer"),
+        ({"tensor_parallel_size": 10**12}, r"tensor_parallel_size is 10{12}, but .*; use 9 or fewer"),
+    ],
+)
+def test_more_ranks_than_the_model_has_parts_are_refused(nine_heads: Path, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{message}$"):
+        LLM(nine_heads, tier="reference", **sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_no_rank_at_all_is_refused(name: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} is 0; it must be 1 or more"):
+        LLM("/no/such/model", **{name: 0})  # type: ignore[arg-type]
+
+
+@thorough
+@pytest.mark.model
+@pytest.mark.parametrize("layout", [(2, 1), (3, 1), (4, 1), (2, 2)], ids=str)
+def test_smollm2_in_parts_computes_what_it_does_in_one_piece(smollm2_folder: Path, layout: tuple[int, int]) -> None:
+    """The same tokens, and each logit of a prompt within 1e-5 of the largest."""
+    loaded = LoadedModel.load(smollm2_folder, "reference", dtype="float32")
+    size, num_stages = layout
+    sizes: Any = {"num_blocks": 64, "max_model_len": 512}
+    engines = [LLM(loaded, **sizes, tensor_parallel_size=size, pipeline_parallel_size=num_stages), LLM(loaded, **sizes)]
+    params = SamplingParams(temperature=0, max_tokens=16)
+    parts, whole = (llm.generate(yardstick.TEXTS, params) for llm in engines)
+    for ours, theirs in zip(parts, whole, strict=True):
+        prompt, tokens = ours.prompt_token_ids, ours.outputs[0].token_ids
+        check_same_or_tied(smollm2_folder, prompt, tokens, theirs.outputs[0].token_ids)
+        assert len(tokens) > 8
+    row = BatchRow(whole[0].prompt_token_ids, 0, range(32), wants_logits=True)
+    runners: list[Any] = [llm.engine.runner for llm in engines]
+    found, expected = (runner.forward([row]) for runner in runners)
+    assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()

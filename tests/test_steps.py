@@ -211,9 +211,7 @@ def test_a_step_that_was_missed_is_noticed() -> None:
     with pytest.raises(ValueError, match="step 3 cannot follow step 1; only a fresh one can"):
         mirrors.of(StepInput(3))
     assert mirrors.of(StepInput(3, fresh=True)) is first
-    assert mirrors.of(StepInput(4, fresh=True, lane=1)) is not first, (
-        "each lane has its own, and the numbers are common"
-    )
+    assert mirrors.of(StepInput(4, fresh=True, lane=1)) is not first  # the numbers are common to all lanes
     with pytest.raises(ValueError, match="step 4 cannot follow step 4"):
         mirrors.of(StepInput(4))
     assert mirrors.of(StepInput(5)) is first

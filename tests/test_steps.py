@@ -238,6 +238,11 @@ HEADER = Header(
 )
 
 
+def workload_in_lanes(seed: int) -> Workload:
+    workload = random_workload(seed)
+    return replace(workload, config=replace(workload.config, pipeline_parallel_size=2 + seed % 3))
+
+
 def recorded(run: Run, folder: Path) -> Path:
     """The recording of a workload."""
     path = folder / "steps"
@@ -263,7 +268,9 @@ def replayed(run: Run, path: Path, choose: Any = None) -> Replay:
 
 
 @scaled
-@pytest.mark.parametrize("workload_of", [random_workload, async_workload], ids=["random", "async"])
+@pytest.mark.parametrize(
+    "workload_of", [random_workload, async_workload, workload_in_lanes], ids=["random", "async", "in lanes"]
+)
 @pytest.mark.parametrize("seeds", seeds(200, 50), ids=str)
 def test_a_replay_chooses_what_was_recorded(
     seeds: range, workload_of: Callable[[int], Workload], tmp_path: Path
@@ -281,11 +288,14 @@ def test_a_replay_chooses_what_was_recorded(
 
 
 @scaled
+@pytest.mark.parametrize("workload_of", [random_workload, workload_in_lanes], ids=["random", "in lanes"])
 @pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
-def test_where_another_token_is_chosen_the_recorded_ones_go_on(seeds: range, tmp_path: Path) -> None:
+def test_where_another_token_is_chosen_the_recorded_ones_go_on(
+    seeds: range, workload_of: Callable[[int], Workload], tmp_path: Path
+) -> None:
     """Every seventh choice is another one; each is reported, and nothing else is: also among samples that fork."""
     for seed in seeds:
-        run, wrong = Run(random_workload(seed)), 0
+        run, wrong = Run(workload_of(seed)), 0
         path = recorded(run, tmp_path)
 
         def choose(logits: Any, inputs: Sequence[SamplingInput]) -> list[Sampled]:
@@ -316,7 +326,8 @@ def test_a_run_with_errors_is_replayed_up_to_them_and_from_there_on(tmp_path: Pa
                 raise Power
             return logits
 
-    for workload in CROWDED.values():
+    in_lanes = (replace(one, config=replace(one.config, pipeline_parallel_size=2)) for one in CROWDED.values())
+    for workload in (*CROWDED.values(), *in_lanes):
         run = Run(workload, make_runner=Unsteady)
         step = run.engine.step
 

@@ -148,7 +148,7 @@ class Watched(LateRunner):
 @scaled
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("tier", [REFERENCE, FAST], ids=["reference", "fast"])
-@pytest.mark.parametrize("seeds", seeds(300, 100), ids=str)
+@pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
 def test_every_invariant_holds_in_random_workloads(seeds: range, tier: Tier, lanes: int) -> None:
     """Content, exclusive-write, exact-references, conservation, liveness, scheduling-invariance: every request gets
     the tokens that it gets alone."""
@@ -162,7 +162,7 @@ def test_every_invariant_holds_in_random_workloads(seeds: range, tier: Tier, lan
 
 @scaled
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("seeds", seeds(300, 100), ids=str)
+@pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
 def test_every_invariant_holds_on_a_device_that_is_as_late_as_it_may_be(seeds: range, lanes: int) -> None:
     """The same; what the prefix cache offers has been computed; and no sequence is in two steps at once."""
     for seed in seeds:
@@ -260,7 +260,7 @@ def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_swap_raises(
 
 @scaled
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("seeds", seeds(200, 50), ids=str)
+@pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
 def test_random_workloads_survive_an_error_anywhere(seeds: range, lanes: int) -> None:
     for seed in seeds:
         drawn = random.Random(seed)
@@ -586,7 +586,7 @@ def test_a_step_in_which_256_sequences_go_on_in_each_lane_is_less_than_2_kilobyt
     engine = Engine(config, LATE, runner)
     runner.engine = engine
     for number in range(512):
-        prompt = [number % 20, number // 20, *range(number % 16)]
+        prompt = [number % 20, number // 20 % 20, *range(number % 16)]
         engine.add_request(prompt, SamplingParams(max_tokens=30, ignore_eos=True, seed=number))
     widths: set[tuple[int, ...]] = set()
     while engine.has_unfinished_requests():
@@ -615,7 +615,7 @@ def scene_in(lanes: int) -> Callable[[int], Scene]:
 
 @scaled
 @pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("seeds", seeds(200, 50, least=20), ids=str)
+@pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
 def test_going_on_is_the_same_as_asking_at_every_step(
     seeds: range, lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -635,7 +635,7 @@ def test_going_on_is_the_same_as_asking_at_every_step(
 def test_one_lane_by_the_pipelines_rules_is_what_there_is_without_it(seeds: range) -> None:
     """The same steps, events and updates."""
     for seed in seeds:
-        told: list[tuple[list[StepInput], list[Event], dict[str, list[RequestUpdate]]]] = []
+        told: list[tuple[list[StepInput], list[Event], list[Any]]] = []
         for by_the_pipeline in (False, True):
 
             class Runner(ContentRunner):
@@ -652,7 +652,8 @@ def test_one_lane_by_the_pipelines_rules_is_what_there_is_without_it(seeds: rang
             if by_the_pipeline:
                 engine._ahead = Pipeline(engine.scheduler, engine._launch, engine._commit)
             run.to_the_end()
-            told.append((steps, events, {**run.updates}))
+            updates = [(name, [one.completions for one in of]) for name, of in run.updates.items()]
+            told.append((steps, events, updates))
         assert told[0] == told[1], seed
 
 

@@ -211,9 +211,7 @@ def test_a_step_that_was_missed_is_noticed() -> None:
     with pytest.raises(ValueError, match="step 3 cannot follow step 1; only a fresh one can"):
         mirrors.of(StepInput(3))
     assert mirrors.of(StepInput(3, fresh=True)) is first
-    assert mirrors.of(StepInput(4, fresh=True, lane=1)) is not first, (
-        "each lane has its own, and the numbers are common"
-    )
+    assert mirrors.of(StepInput(4, fresh=True, lane=1)) is not first  # the numbers are common to all lanes
     with pytest.raises(ValueError, match="step 4 cannot follow step 4"):
         mirrors.of(StepInput(4))
     assert mirrors.of(StepInput(5)) is first
@@ -238,6 +236,11 @@ HEADER = Header(
     dtype="float32",
     engine_config=EngineConfig(num_blocks=4, max_model_len=16, vocab_size=11),
 )
+
+
+def workload_in_lanes(seed: int) -> Workload:
+    workload = random_workload(seed)
+    return replace(workload, config=replace(workload.config, pipeline_parallel_size=2 + seed % 3))
 
 
 def recorded(run: Run, folder: Path) -> Path:
@@ -265,7 +268,9 @@ def replayed(run: Run, path: Path, choose: Any = None) -> Replay:
 
 
 @scaled
-@pytest.mark.parametrize("workload_of", [random_workload, async_workload], ids=["random", "async"])
+@pytest.mark.parametrize(
+    "workload_of", [random_workload, async_workload, workload_in_lanes], ids=["random", "async", "in lanes"]
+)
 @pytest.mark.parametrize("seeds", seeds(200, 50), ids=str)
 def test_a_replay_chooses_what_was_recorded(
     seeds: range, workload_of: Callable[[int], Workload], tmp_path: Path
@@ -283,11 +288,14 @@ def test_a_replay_chooses_what_was_recorded(
 
 
 @scaled
+@pytest.mark.parametrize("workload_of", [random_workload, workload_in_lanes], ids=["random", "in lanes"])
 @pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
-def test_where_another_token_is_chosen_the_recorded_ones_go_on(seeds: range, tmp_path: Path) -> None:
+def test_where_another_token_is_chosen_the_recorded_ones_go_on(
+    seeds: range, workload_of: Callable[[int], Workload], tmp_path: Path
+) -> None:
     """Every seventh choice is another one; each is reported, and nothing else is: also among samples that fork."""
     for seed in seeds:
-        run, wrong = Run(random_workload(seed)), 0
+        run, wrong = Run(workload_of(seed)), 0
         path = recorded(run, tmp_path)
 
         def choose(logits: Any, inputs: Sequence[SamplingInput]) -> list[Sampled]:
@@ -318,7 +326,8 @@ def test_a_run_with_errors_is_replayed_up_to_them_and_from_there_on(tmp_path: Pa
                 raise Power
             return logits
 
-    for workload in CROWDED.values():
+    in_lanes = (replace(one, config=replace(one.config, pipeline_parallel_size=2)) for one in CROWDED.values())
+    for workload in (*CROWDED.values(), *in_lanes):
         run = Run(workload, make_runner=Unsteady)
         step = run.engine.step
 

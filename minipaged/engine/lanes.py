@@ -43,20 +43,18 @@ def num_sequences(requests: ListLike[Request]) -> int:
     return sum(request.num_sequences for request in requests)
 
 
-def share_of(lane: Lane, lanes: ListLike[Lane], entering: ListLike[Request]) -> list[Request]:
-    """Which of those that may come in enter this lane: the first of them, until it has its even share of all sequences.
+def share_of(lane: Lane, lanes: ListLike[Lane], entering: ListLike[Request]) -> ListLike[Request]:
+    """Which of those that may come in enter this lane: the first of them, as many as it gets if each is dealt to the
+    lane that has the fewest sequences then. The others enter the other lanes, whose turns come next.
 
-    A step takes as long as its fullest stage, and every lane's step goes through all stages: so even lanes are the
-    quickest. The others enter the other lanes, whose turns come next. The lane with the fewest always takes in the
-    first, so that nobody waits for a turn in vain; and in each lane the first of those that are left come first, so
-    that nobody overtakes. Of a single lane the share is everything.
+    The fewest, because every lane's step goes through all stages, and the stages wait for the one that has the most to
+    do: even lanes keep all of them busy. The first, so that nobody is overtaken; and the lane with the fewest takes one
+    at least, so that nobody waits for a turn in vain. A single lane takes all.
     """
-    share = (sum(each.num_sequences for each in lanes) + num_sequences(entering)) / len(lanes)
-    taken: list[Request] = []
-    here = lane.num_sequences
+    counts = {each: each.num_sequences for each in lanes}
+    num_entering = 0
     for request in entering:
-        if here >= share:
-            break
-        taken.append(request)
-        here += request.num_sequences
-    return taken
+        fewest = min(lanes, key=lambda each: (counts[each], each is not lane))
+        counts[fewest] += request.num_sequences
+        num_entering += fewest is lane
+    return entering[:num_entering]

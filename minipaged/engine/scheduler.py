@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
 
 from minipaged.contracts import Runner
 from minipaged.engine.asked_policy import AskedPolicy
@@ -274,7 +275,7 @@ class Scheduler:
             self.plan_anew(request.lane)  # whose next step has to say that the request's sequences are over there
             self._writers.change_lane(request, lane)
 
-    def _entering(self, lane: int, tokens_left: int) -> list[Request]:
+    def _entering(self, lane: int, tokens_left: int) -> ListLike[Request]:
         room = self.max_sequences - num_sequences(self.running)
         named = self.asked.admit(self.waiting, self.running, room, tokens_left)
         return share_of(self.lanes[lane], self.lanes, named)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -235,10 +235,11 @@ def test_the_tables_on_the_device_are_those_of_the_engine(
 ) -> None:
     """At every step, with twice as many rows as sequences may run. (The oracle makes sure that the mirror is right.)"""
     for seed in range(examples(thorough)):
-        run = Run(random_workload(seed), make_runner=TablesRunner)
-        config = run.workload.config
+        workload, num_lanes = random_workload(seed), 1 + seed % 3
+        config = replace(workload.config, pipeline_parallel_size=num_lanes)
+        run = Run(replace(workload, config=config), make_runner=TablesRunner)
         assert isinstance(run.runner, TablesRunner)
-        run.runner.tables = DeviceTables(2 * config.max_num_seqs, config.num_blocks, device, kernels)
+        run.runner.tables = DeviceTables(2 * config.max_num_seqs, config.num_blocks, device, kernels, num_lanes)
         run.to_the_end()
         run.check_outputs()
 

@@ -145,6 +145,10 @@ def ahead(workload: Workload) -> Workload:
     return replace(workload, config=replace(workload.config, async_scheduling=True))
 
 
+def in_lanes(workload: Workload) -> Workload:
+    return replace(workload, config=replace(workload.config, pipeline_parallel_size=3))
+
+
 @scaled
 @pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
 def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range) -> None:
@@ -153,6 +157,7 @@ def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range)
         try:
             check_any_prefix(Run(workload), seed)
             check_any_prefix(Run(ahead(workload)), seed)
+            check_any_prefix(Run(in_lanes(workload)), seed)
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise
@@ -167,6 +172,7 @@ def test_the_state_is_right_after_a_step_that_failed(part: str, workload: Any) -
     for number in range(1, 60, 2):
         follow(wired(workload, Fuse(part, number)), Timeline())
         follow(wired(ahead(workload), Fuse(part, number)), Timeline())
+        follow(wired(in_lanes(workload), Fuse(part, number)), Timeline())
 
 
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)

@@ -33,6 +33,9 @@ class Invariant(StrEnum):
     NO_ORPHAN = "no-orphan"
     """Whatever ends a request (its reader gone, an error, a signal), its blocks are free before the next step, and its
     reader is told."""
+    PARALLEL_INVARIANCE = "parallel-invariance"
+    """Ranks in several processes give what the same shards give in one, bit for bit; and the tokens that one rank
+    gives."""
 
 
 # --- The exceptions -------------------------------------------------------------------------------

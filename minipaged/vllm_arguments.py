@@ -26,7 +26,6 @@ class NotHere:
     """The values that ask for what is done here anyway."""
 
 
-_ONE_PROCESS = "a model runs in one process, on one device; leave it out"
 _NO_LORA = "there is no LoRA here; merge the adapter into the weights, and load those"
 _NO_IMAGES = "models here read text alone; leave it out"
 _NO_SPECULATION = "every token is the model's own choice, nothing is speculated; leave it out"
@@ -38,9 +37,11 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
         "a step takes of a prompt what max_num_batched_tokens leaves room for; raise that, and fewer are cut",
         (True, None),
     ),
-    "data_parallel_size": NotHere(_ONE_PROCESS, (1,)),
-    "distributed_executor_backend": NotHere(_ONE_PROCESS, (None, "uni")),
-    "disable_custom_all_reduce": NotHere(_ONE_PROCESS, (False,)),
+    "data_parallel_size": NotHere("several engines are a server's: minipaged serve --replicas", (1,)),
+    "distributed_executor_backend": NotHere(
+        "the ranks of a model are processes of this machine; leave it out", (None, "uni", "mp")
+    ),
+    "disable_custom_all_reduce": NotHere("sums over ranks are torch.distributed's; leave it out", (False, True)),
     "quantization": NotHere("the checkpoint's config.json says how its weights are quantized; leave it out"),
     "trust_remote_code": NotHere("no code that comes with a model is ever run; leave it out", (False,)),
     "enforce_eager": NotHere(_GRAPHS, (False,)),

@@ -85,8 +85,8 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A model's weights on the device, laid out for the kernels. Of a model that is cut into stages, a stage has some of
-    the layers; what only the first or the last one needs is None elsewhere."""
+    """A model's weights on the device, laid out for the kernels. A stage of a model has some of the layers; what only
+    the first or the last one needs is None elsewhere."""
 
     embed: Callable[[Tensor], Tensor] | None  # token ids [tokens] -> [tokens, hidden]
     layers: list[Layer]

@@ -31,8 +31,8 @@ from minipaged.fast.kernels import Linear
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.llama import FlatBatch, Llama, Weights
 from minipaged.models.config import ModelConfig
-from minipaged.models.shards import Shard, shard_of
 from minipaged.models.quantized.stored import StoredMatrix
+from minipaged.models.shards import Shard, shard_of
 from minipaged.steps import StepInput
 
 

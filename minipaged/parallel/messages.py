@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Sequence
+from itertools import repeat
 
 import msgspec
 

@@ -40,9 +40,7 @@ class Rank:
         size = options.tensor_parallel_size
         folder = Path(options.folder)
         config = load_config(folder)
-        self.shard = shard_of(
-            config, options.rank % size, size, options.rank // size, options.pipeline_parallel_size
-        )
+        self.shard = shard_of(config, options.rank % size, size, options.rank // size, options.pipeline_parallel_size)
         self._others = Processes(options, self.shard, talker)
         talker.doing = "loading the weights"
         self._config = local_config(config, self.shard)

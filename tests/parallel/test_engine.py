@@ -61,5 +61,5 @@ def test_a_crowded_engine(tmp_path: Path, tensor: int, pipeline: int, settings: 
     runner = ShardsInOneProcess(folder, "float32", apart.config)
     tokenizer = apart.need_tokenizer()
     together = Engine(apart.config, apart.loaded.tier, runner, decode=tokenizer.decode, encode=tokenizer.encode)
-    again = run(cast(LLM, SimpleNamespace(engine=together)), jobs, arrivals=[i // 2 for i in range(len(jobs))])
+    again = run(cast("LLM", SimpleNamespace(engine=together)), jobs, arrivals=[i // 2 for i in range(len(jobs))])
     assert told(outputs) == told(again)

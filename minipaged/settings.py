@@ -54,8 +54,8 @@ class Settings(EngineSettings):
     allocator: MakeAllocator | None = None
     """A class of block allocators to use in place of the tier's own; it is checked at every call."""
     worker_timeout: float = setting(60.0, above=0)
-    """With `tensor_parallel_size` or `pipeline_parallel_size`: how many seconds a step may take in another process, before
-    that is given up."""
+    """With `tensor_parallel_size` or `pipeline_parallel_size`: how many seconds a step may take in other processes,
+    before it is given up."""
     scheduling_policy: str | MakePolicy = "fcfs"
     """Who is served when: fcfs (first come, first served), priority, shortest-first, or a class of one's own
     (minipaged/scheduling.py)."""

@@ -16,11 +16,13 @@ Sizes need not divide. Ranges are contiguous and as even as can be, the first ra
 
     KV heads   whole ones, each with its query heads. Where there are fewer than ranks, ranks are dealt to KV heads in
                the same way, and the query heads of a KV head to its ranks, which all keep that head's keys and values
-    columns    of the MLP: in runs of 128, or as many as go into the size, so that no group of a quantized matrix is cut
+    columns    of the MLP: in runs of 128, or of 64, 32, ... as the size allows, so that a quantized matrix' groups stay
+               whole
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,7 +30,7 @@ from typing import Any
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.config import ModelConfig
 
-RUNS = (128, 64, 32, 16, 8, 1)
+RUN = 128
 """Columns of the MLP that are not parted, if they can be: inputs that share a scale in quantized matrices, mostly."""
 
 
@@ -73,9 +75,10 @@ def shard_of(config: ModelConfig, rank: int, size: int, stage: int = 0, num_stag
     """What is the part of this rank of `size`, in this stage of `num_stages`. Raises InvalidRequest where it would
     be nothing."""
     check_parallel_sizes(config, size, num_stages)
-    num_columns = config.intermediate_size
-    run = next(run for run in RUNS if num_columns % run == 0 and num_columns // run >= size)
-    columns = _share(num_columns // run, rank, size)
+    run = math.gcd(config.intermediate_size, RUN)
+    while config.intermediate_size // run < size:
+        run //= 2
+    columns = _share(config.intermediate_size // run, rank, size)
     heads, kv_heads = _heads(config.num_attention_heads, config.num_key_value_heads, rank, size)
     return Shard(
         rank=rank,

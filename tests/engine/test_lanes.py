@@ -598,7 +598,7 @@ def test_a_step_in_which_256_sequences_go_on_in_each_lane_is_less_than_2_kilobyt
     assert len(going_on) > 40
     sizes = [len(encode(step)) for step in going_on]
     assert max(sizes) <= 2048
-    assert min(sizes) == 16
+    assert sum(sizes) / len(sizes) < 300
     assert not any(step.told for step in going_on)
 
 

@@ -88,10 +88,11 @@ def test_ranks_have_everything_once_in_order_and_as_evenly_as_can_be(case: tuple
         lengths["vocab"] = [len(shard.vocab) for shard in ranks]
         lengths["intermediate"] = [len(shard.intermediate) for shard in ranks]
         lengths["kv_heads"] = [len(shard.kv_heads) for shard in ranks]
-    runs = lengths.pop("intermediate")
-    assert max(runs) - min(runs) in (0, run := math.gcd(*runs))
-    assert run >= min(128, math.gcd(config.intermediate_size, 128)) or config.intermediate_size < 2 * run * size
-    assert runs == sorted(runs, reverse=True)
+    columns = lengths.pop("intermediate")
+    assert max(columns) - min(columns) in (0, run := math.gcd(*columns))
+    longest = math.gcd(config.intermediate_size, 128)
+    assert run >= longest or config.intermediate_size < 2 * run * size, "runs twice as long would do"
+    assert columns == sorted(columns, reverse=True)
     for part, found in lengths.items():
         assert min(found) > 0
         assert max(found) - min(found) <= 1, part

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.errors import ModelError
@@ -33,6 +33,7 @@ from minipaged.models.quantized.stored import (
     unpack,
 )
 from minipaged.reference import linear as reference
+from tests.effort import examples
 from tests.models.quantized.samples import CONFIG
 
 FLOAT8 = torch.float8_e4m3fn
@@ -245,15 +246,17 @@ def test_matrices_packed_alike_become_one(form: int) -> None:
     assert stack(parts[:1]) is parts[0]
 
 
+FORMS = ["grouped", "act-order", "super", "float8", "codebook"]
+
+
 @st.composite
-def large_forms(draw: st.DrawFn) -> StoredMatrix:
-    """A matrix [6, 96] of any form, of which some columns may be cut out, in groups of 96, 64 (and 32), 32 or 16."""
+def large_forms(draw: st.DrawFn, form: str) -> StoredMatrix:
+    """A matrix [6, 96] of one of FORMS, of which columns can be cut out, in groups of 96, 64 (and 32), 32 or 16."""
     r = np.random.default_rng(draw(st.integers(0, 1000)))
     size, bits = draw(st.sampled_from([96, 64, 32, 16])), draw(st.sampled_from([2, 3, 4, 5, 6, 8]))
     codes, groups = r.integers(0, 2**bits, (6, 96), dtype=np.uint8), -(-96 // size)
     scales = r.uniform(0.1, 1, (6, groups)).astype(np.float32)
     whole: dict[str, Any] = {"shape": (6, 96), "rounding": draw(st.sampled_from(["float32", "float16", "bfloat16"]))}
-    form = draw(st.sampled_from(["grouped", "act-order", "super", "float8", "codebook"]))
     if form == "float8":
         codes, block = r.integers(0, 127, (6, 96), dtype=np.uint8), (draw(st.sampled_from([1, 2, 4, 6])), size)
         return Float8(**whole, codes=codes, scales=scales[: -(-6 // block[0])], block=block)
@@ -274,9 +277,12 @@ def large_forms(draw: st.DrawFn) -> StoredMatrix:
     return Grouped(**whole, **parts)
 
 
-@given(matrix=large_forms(), data=st.data())
-def test_what_is_cut_out_of_a_packed_matrix_are_its_weights(matrix: StoredMatrix, data: st.DataObject) -> None:
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=examples(300))
+@given(data=st.data())
+def test_what_is_cut_out_of_a_packed_matrix_are_its_weights(form: str, data: st.DataObject) -> None:
     """To the last bit, and packed as densely."""
+    matrix = data.draw(large_forms(form))
     rows, columns = (
         slice(*sorted(data.draw(st.lists(which, min_size=2, max_size=2, unique=True))))
         for which in (st.integers(0, 6), st.integers(0, 12).map((8).__mul__))

@@ -13,9 +13,10 @@ import torch
 
 from minipaged.contracts import Runner
 from minipaged.llm import LoadedModel
+from minipaged.models import hub
 from minipaged.params import EngineConfig
 from minipaged.steps import LOGITS, Begun, BlockMoves, Row, StepInput, TableChange, Told
-from tests.effort import thorough
+from tests.effort import scaled, seeds, thorough
 from tests.parallel.one_process import ShardsInOneProcess
 from tests.tiny_model import make_tiny_model
 
@@ -103,7 +104,15 @@ def test_three_processes_give_the_bits_of_three_shards_in_one(tmp_path: Path) ->
 
 
 @thorough
-@pytest.mark.parametrize("seed", range(20))
-def test_random_models(tmp_path: Path, seed: int) -> None:
+@scaled
+@pytest.mark.parametrize("seeds", seeds(6, 1))
+def test_random_models(tmp_path: Path, seeds: range) -> None:
     """In turns on 2, 3 and 4 ranks, and in both types."""
-    check_bits(random_model(tmp_path / "m", seed), 2 + seed % 3, ("float32", "bfloat16")[seed % 2], seed)
+    for seed in seeds:
+        check_bits(random_model(tmp_path / "m", seed), 2 + seed % 3, ("float32", "bfloat16")[seed % 2], seed)
+
+
+@thorough
+@pytest.mark.model
+def test_smollm2_on_as_many_ranks_as_it_has_kv_heads() -> None:
+    check_bits(hub.resolve("smollm2-135m-instruct"), 3, "float32", 0)

@@ -51,6 +51,12 @@ class Loaded(Message, frozen=True):
     free_device_bytes: int | None
 
 
+class Refused(Message, frozen=True):
+    """The checkpoint cannot be loaded, or not cut so."""
+
+    error: str
+
+
 class Made(Message, frozen=True):
     """Steps can come."""
 
@@ -115,7 +121,7 @@ class Choices(msgspec.Struct, array_like=True, frozen=True):
 
 
 Order = Make | Run | Where
-Answer = Loaded | Made | NoRoom | Ran | Failed | Doing
+Answer = Loaded | Refused | Made | NoRoom | Ran | Failed | Doing
 
 _encoder = msgspec.msgpack.Encoder()
 _order_decoder = msgspec.msgpack.Decoder(Order)

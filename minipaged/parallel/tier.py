@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from minipaged.contracts import Runner
-from minipaged.errors import InvalidRequest
+from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.config import ModelConfig
 from minipaged.models.shards import check_parallel_sizes, local_config, shards_of
-from minipaged.parallel.messages import Loaded
+from minipaged.parallel.messages import Loaded, Refused
 from minipaged.parallel.options import Options
 from minipaged.parallel.runner import ParallelRunner
 from minipaged.parallel.workers import Workers
@@ -68,6 +68,9 @@ class ParallelTier(FastTier):
         workers = Workers(options, self.worker_timeout)
         for rank in range(num_ranks):
             loaded = workers.answer(rank, patient=True)
+            if isinstance(loaded, Refused):
+                workers.close()
+                raise ModelError(loaded.error)
             assert isinstance(loaded, Loaded)
             if loaded.free_device_bytes is not None:
                 workers.free_device_bytes = min(workers.free_device_bytes, loaded.free_device_bytes)

@@ -20,7 +20,20 @@ from queue import SimpleQueue
 
 import msgspec
 
-from minipaged.parallel.messages import Answer, Doing, Failed, Loaded, Make, NoRoom, Run, Where, encode, read_order
+from minipaged.errors import ModelError
+from minipaged.parallel.messages import (
+    Answer,
+    Doing,
+    Failed,
+    Loaded,
+    Make,
+    NoRoom,
+    Refused,
+    Run,
+    Where,
+    encode,
+    read_order,
+)
 from minipaged.parallel.options import Options
 
 
@@ -53,7 +66,11 @@ class Worker:
         try:
             from minipaged.parallel.rank import Rank
 
-            rank = Rank(options, self)
+            try:
+                rank = Rank(options, self)
+            except ModelError as error:
+                self._tell(Refused(str(error)))
+                threading.Event().wait()  # the driver ends all of us
             self._tell(Loaded(rank.free_device_bytes()))
             while True:
                 self.doing = "waiting for a step"

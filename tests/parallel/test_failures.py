@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 
 from minipaged import LLM, SamplingParams
-from minipaged.errors import InvalidRequest, WorkerFailed
+from minipaged.errors import InvalidRequest, ModelError, WorkerFailed
 from minipaged.parallel.workers import Workers
 from tests.tiny_model import make_tiny_model
 
@@ -147,6 +148,14 @@ def test_what_cannot_start_is_told_at_once(folder: Path) -> None:
     loaded = LLM(folder, tier="fast", device="cpu", num_blocks=16, tensor_parallel_size=2).loaded
     with closing(loaded), pytest.raises(InvalidRequest, match="serve another LLM"):
         LLM(loaded, num_blocks=8, tensor_parallel_size=2)
+
+
+def test_a_checkpoint_that_no_rank_can_load_is_told_as_ever(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match="truncated"):
+        LLM(tmp_path / "cut", tier="fast", device="cpu", tensor_parallel_size=2)
 
 
 def test_a_rank_without_memory_says_so(folder: Path) -> None:

@@ -298,8 +298,7 @@ class EngineSettings:
     max_num_batched_tokens: int = setting(2048, at_least=1)
     """Query tokens in one batch at most; a longer prompt runs in chunks."""
     pipeline_parallel_size: int = setting(1, at_least=1)
-    """Into so many stages the layers are cut, and as many steps are in flight at once. With more than one,
-    `async_scheduling` has no effect: a step waits for the one before of the same sequences only."""
+    """Stages among which the layers are shared out."""
     seed: int = 0
     """The same seed gives the same tokens: it is where requests without a seed of their own get theirs from."""
     debug: bool = False
@@ -321,7 +320,8 @@ class EngineConfig(EngineSettings):
     eos_token_ids: tuple[int, ...] = ()
     """The model's end-of-sequence tokens."""
     async_scheduling: bool = False
-    """Launch the next step before the tokens of this one are known to the host, where no request needs them there."""
+    """Launch the next step before the tokens of this one are known to the host, where no request needs them there. No
+    effect with `pipeline_parallel_size` above 1, by which steps of other sequences are in flight meanwhile."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -322,7 +322,8 @@ class EngineConfig(EngineSettings):
     eos_token_ids: tuple[int, ...] = ()
     """The model's end-of-sequence tokens."""
     async_scheduling: bool = False
-    """Launch the next step before the tokens of this one are known to the host, where no request needs them there."""
+    """Launch the next step before the tokens of this one are known to the host, where no request needs them there. No
+    effect with `pipeline_parallel_size` above 1, by which steps of other sequences are in flight meanwhile."""
 
     def __post_init__(self) -> None:
         check(self)

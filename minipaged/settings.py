@@ -50,7 +50,7 @@ class Settings(EngineSettings):
     window reaches, where it has one), or the pool's where that is smaller."""
     async_scheduling: bool | None = left_open("async_scheduling")
     """Launch a step before the tokens of the one before are known; it changes no token. If left open, where there is a
-    GPU, which then need not wait for the host."""
+    GPU, which then need not wait for the host. No effect with `pipeline_parallel_size` above 1."""
     allocator: MakeAllocator | None = None
     """A class of block allocators to use in place of the tier's own; it is checked at every call."""
     worker_timeout: float = setting(60.0, above=0)

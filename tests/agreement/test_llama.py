@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from minipaged.contracts import BatchRow, Sampled, SamplingInput
+from minipaged.contracts import BatchRow, Sampled, SamplingInput, StepResult
 from minipaged.engine.sequence import Sequence
 from minipaged.engine.step_writer import StepWriter
 from minipaged.fast import llama as fast_llama
 from minipaged.fast import preemption
+from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.fast.llama import DecodeGraph
 from minipaged.fast.llama import Llama as FastLlama
@@ -35,7 +36,7 @@ from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.reference.llama import inverse_frequencies as reference_frequencies
 from minipaged.steps import LOGITS, BlockMoves, Row, Sampling, StepInput
-from tests.agreement.kernels import TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
+from tests.agreement.kernels import CPU, TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
 from tests.effort import examples, thorough
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -504,6 +505,39 @@ def run_at_random(way: str, num_steps: int = 20) -> list[str]:
         steps.append("".join("dDpP"[2 * (n > 1) + chosen] for n, chosen in rows))
     assert bool(replays.sizes) == bool(twins.fast._graphs)
     return steps
+
+
+@pytest.mark.usefixtures("uncaptured")
+def test_lanes_take_the_graphs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two lanes that decode by the same graph: each with its own tokens, positions and tables. What the graph has
+    computed for one is there still when the other has run."""
+    twins = Twins(CPU, torch.float32, config_of(), seed=11)
+    fast, kernels = twins.fast, CPU.kernels
+    monkeypatch.setattr(fast, "tables", DeviceTables(16, NUM_BLOCKS, CPU.device, kernels, num_lanes=2))
+    monkeypatch.setattr(fast, "_has_lanes", True)
+    captured(twins)
+    for each in fast._graphs.values():
+        each.graph.decode = each
+    replays = Replays(fast)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    run = fast.run
+
+    def watched(step: StepInput) -> StepResult:
+        result = run(step)
+        kept.append((result.logits, result.logits.clone()))
+        return result
+
+    monkeypatch.setattr(fast, "run", watched)
+    for number in range(8):
+        twins.begin(DIGITS[number:], 5)
+    writers = [StepWriter(lane) for lane in range(2)]
+    for tokens in (5, 1, 1, 1, 1, 1):
+        for lane in range(2):
+            twins.writer = writers[lane]
+            here = [number // 4 == lane for number in range(8)]
+            twins.run([tokens * mine for mine in here], [int(mine) for mine in here])
+    assert replays.sizes == [4] * 10
+    assert all(torch.equal(logits, as_they_were) for logits, as_they_were in kept)
 
 
 @thorough

@@ -74,6 +74,10 @@ class EngineDead(MinipagedError):
     """The thread that steps the engine has died; the message says what of."""
 
 
+class NoReplica(MinipagedError):
+    """Of several engines behind one endpoint none can take a request."""
+
+
 class NotAnAllocator(MinipagedError, TypeError):
     """What was given as a block allocator lacks some of its members."""
 

@@ -105,7 +105,7 @@ class PrefixAware(RoundRobin):
         most_stored: int = 1 << 16,
         most_coming: int = 1 << 14,
     ) -> None:
-        """`block_size`: of the replicas' engines, in tokens. `most_stored`, `most_coming`: blocks known of a replica."""
+        """`block_size`: of the replicas' engines, in tokens. `most_stored`, `most_coming`: known of a replica."""
         super().__init__()
         self.block_size = block_size
         self.apart = apart

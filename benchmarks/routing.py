@@ -39,7 +39,7 @@ from minipaged.replicas.routing import CacheNews, LeastLoaded, PrefixAware, Roun
 from minipaged.simulated import Machine, SimulatedRunner, simulated_tier
 
 REPLICAS = 4
-BLOCK_SIZE = 64
+BLOCK_SIZE = 128
 HASHED_TOKENS = 512
 """So many tokens of a trace's prompts have one hash."""
 LOADS = (0.4, 0.6, 0.8)
@@ -122,7 +122,7 @@ def _hashed_prompt(hashes: Sequence[int], num_tokens: int) -> tuple[tuple[int, i
 def hot_prefixes(num_requests: int, *, num_prefixes: int = 24, without: float = 0.2, seed: int = 0) -> list[Asked]:
     """System prompts, the n-th 1/n as often as the first (Zipf), each followed by a text of the request's own."""
     rng = random.Random(seed)
-    lengths = [rng.randrange(512, 4097, 64) for _ in range(num_prefixes)]
+    lengths = [rng.randrange(512, 4097, 128) for _ in range(num_prefixes)]
     chances = [1 / (n + 1) for n in range(num_prefixes)]
     found, now = [], 0.0
     for i in range(num_requests):
@@ -282,7 +282,7 @@ def simulate(requests: Sequence[Asked], router: Router, load: float, machine: Ma
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="serve this trace too: JSON lines, .gz or not")
-    parser.add_argument("--requests", type=int, default=2000, metavar="N", help="of each workload (2000)")
+    parser.add_argument("--requests", type=int, default=1000, metavar="N", help="of each workload (1000)")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, metavar="SHARE", help="to be served under")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it there: .svg or .png (needs matplotlib)")
     given = parser.parse_args()

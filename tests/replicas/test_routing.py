@@ -167,6 +167,15 @@ def test_what_is_known_of_a_replica_is_bounded(data: st.DataObject, most_stored:
         assert len(router._known["a"].coming) <= most_coming
 
 
+def test_what_is_coming_is_bounded_where_nothing_is_ever_told() -> None:
+    router = prefix_aware("a", most_coming=15)
+    for seed in range(1, 5):
+        router.choose(prompt(seed), {"a": 0})
+    coming = router._known["a"].coming
+    last, before = block_hashes(prompt(4), BLOCK_SIZE), block_hashes(prompt(3), BLOCK_SIZE)
+    assert set(coming) == {*last, *before[:5]}, "children are forgotten before their parents"
+
+
 def test_the_least_recently_used_is_forgotten_first() -> None:
     router = prefix_aware("a", most_stored=2 * 10)
     for seed in (1, 2):

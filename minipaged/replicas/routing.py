@@ -87,8 +87,8 @@ class LeastLoaded(RoundRobin):
 class PrefixAware(RoundRobin):
     """Whoever has computed the longest beginning of the prompt, unless it has too much to do already.
 
-    The rule is SGLang's, with limits for loads of tens of requests instead of hundreds. A prompt goes to the least
-    loaded replica
+    The rule is SGLang's, with limits for loads of tens of requests instead of hundreds, and asked of the replica that
+    would be chosen instead of the most loaded one. A prompt goes to the least loaded replica
 
     - where the one with the longest match has more than `apart` requests more than the least loaded, and more than
       `ratio` times as many;

@@ -276,6 +276,8 @@ class BlockCached(Event):
     sequence: int
     logical_block: int
     block: int
+    block_hash: int = 0
+    """What its content is known by (`block_hashes.py`)."""
 
 
 @dataclass(frozen=True, slots=True)

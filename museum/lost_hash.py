@@ -80,6 +80,9 @@ class PrefixCache:
             self._allocator.free(block)
         return evicted
 
+    def hash_of(self, block):
+        return self._hash_of[block]
+
     def __contains__(self, block):
         return block in self._hash_of
 

@@ -33,6 +33,7 @@ class Room:
 HOUSE = {
     # The ground: plain Python, which runs wherever Python runs.
     "errors": Room(),
+    "block_hashes": Room(),
     "events": Room(),
     "outputs": Room(),
     "scheduling": Room(),
@@ -44,7 +45,9 @@ HOUSE = {
     "mirror": Room("contracts steps"),
     "settings": Room("contracts errors params scheduling"),
     # The engine knows no tier, and no NumPy.
-    "engine": Room("contracts errors events outputs params scheduling steps"),
+    "engine": Room("block_hashes contracts errors events outputs params scheduling steps"),
+    # Several engines behind one endpoint.
+    "replicas": Room("block_hashes errors events"),
     # A run followed from its events.
     "replay": Room("errors events"),
     # Where models come from.

@@ -29,7 +29,8 @@
 # values depend on.
 
 # %%
-from minipaged.engine.prefix_cache import PrefixCache, chain_hash
+from minipaged.block_hashes import chain_hash
+from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 

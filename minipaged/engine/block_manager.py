@@ -216,7 +216,8 @@ class BlockManager(Memory):
         published = self.prefix_cache.publish(tokens, sequence.table, sequence.num_published)
         for logical, own, cached in published:
             if own == cached:
-                self._emit(BlockCached(sequence.sequence_id, logical, cached))
+                block_hash = self.prefix_cache.hash_of(cached)
+                self._emit(BlockCached(sequence.sequence_id, logical, cached, block_hash))
             else:
                 self._writer.table_changed(sequence, logical)
                 self._emit(BlockDeduplicated(sequence.sequence_id, logical, own, cached))

@@ -18,19 +18,13 @@ evicting the oldest never leaves a child without its parent.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from minipaged.block_hashes import NO_HASH, ChainHash, chain_hash, hash_blocks
 from minipaged.contracts import BlockAllocator, BlockTable
 
-ChainHash = Callable[[int, tuple[int, ...]], int]
-
 NO_PARENT = -1
-
-
-def chain_hash(parent: int, tokens: tuple[int, ...]) -> int:
-    """The hash of a block from its parent's and its own tokens (numbers only, so the same in every process)."""
-    return hash((parent, tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +58,10 @@ class PrefixCache:
         """Blocks that could be given back now."""
         return len(self._evictable)
 
+    def hash_of(self, block: int) -> int:
+        """What a cached block is known by (`block_hashes.py`)."""
+        return self._hash_of[block]
+
     def is_evictable(self, block: int) -> bool:
         return block in self._evictable
 
@@ -71,7 +69,7 @@ class PrefixCache:
         """The cached blocks that hold the longest prefix of `tokens`, leaving at least one token to run."""
         found: list[int] = []
         parent = NO_PARENT
-        for _, key, block_tokens in self._chain(tokens, 0, (len(tokens) - 1) // self.block_size, 0):
+        for _, key, block_tokens in self._chain(tokens, 0, (len(tokens) - 1) // self.block_size, NO_HASH):
             entry = self._entries.get(key)
             if entry is None or entry.tokens != block_tokens or entry.parent_block != parent:
                 break
@@ -97,7 +95,7 @@ class PrefixCache:
         reference on the table's own; where that content was cached already, the table now holds the cached block.
         """
         parent = table.blocks[num_published - 1] if num_published else NO_PARENT
-        key = self._hash_of.get(parent, 0)
+        key = self._hash_of.get(parent, NO_HASH)
         if num_published and parent not in self._hash_of:
             return  # its parent met a hash collision and is not cached
         chain = self._chain(tokens, num_published, len(tokens) // self.block_size, key)
@@ -121,10 +119,7 @@ class PrefixCache:
         self, tokens: Sequence[int], start: int, stop: int, key: int
     ) -> Iterator[tuple[int, int, tuple[int, ...]]]:
         """Of each logical block from start to stop - 1 its number, hash and tokens. `key`: the hash before them."""
-        for logical in range(start, stop):
-            block_tokens = tuple(tokens[logical * self.block_size : (logical + 1) * self.block_size])
-            key = self._chain_hash(key, block_tokens)
-            yield logical, key, block_tokens
+        return hash_blocks(tokens, self.block_size, start, stop, key, self._chain_hash)
 
     def evict(self, num_blocks: int) -> list[int]:
         """Give back the `num_blocks` least recently used evictable blocks."""

@@ -1,0 +1,1 @@
+"""Several engines behind one endpoint: who gets a request (`routing.py`)."""

@@ -79,6 +79,8 @@ class EngineDead(MinipagedError):
 
 class WorkerFailed(MinipagedError):
     """A process that ran a part of the model has died, or hangs; the message says which, and its last words."""
+
+
 class NoReplica(MinipagedError):
     """Of several engines behind one endpoint none can take a request."""
 

@@ -385,7 +385,7 @@ def doctor() -> None:
 
 
 @app.command(cls=Command)
-@takes(Settings, only=("tier", "allocator", "kv_cache_dtype"))
+@takes(Settings, only=("tier", "allocator", "kv_cache_dtype", "tensor_parallel_size"))
 def demo(
     context: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(help="Your own, for --scene yours.")] = None,
@@ -428,6 +428,7 @@ def demo(
                 "block_size",
                 "num_blocks",
                 "kv_cache_dtype",
+                "tensor_parallel_size",
                 "allocator",
                 "seed",
                 "json_output",
@@ -439,7 +440,7 @@ def demo(
         if scene == "trace":
             _refuse_given(
                 context,
-                ("prompts", "model", "tier", "kv_cache_dtype", "seed", "steps"),
+                ("prompts", "model", "tier", "kv_cache_dtype", "tensor_parallel_size", "seed", "steps"),
                 "has no meaning with --scene trace, which runs no model",
             )
             if trace is None:

@@ -115,6 +115,7 @@ class Stage:
     player: Player | None = None
     """Shows the runs; None: they are run without being watched."""
     kv_cache_dtype: KVCacheDtype = "auto"
+    tensor_parallel_size: int = 1
 
     @property
     def max_model_len(self) -> int:
@@ -156,6 +157,7 @@ class Stage:
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_dtype=self.kv_cache_dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
             max_model_len=self.max_model_len,
             allocator=self.allocator,
             async_scheduling=False,  # the story is told step by step
@@ -180,7 +182,14 @@ class Stage:
         """Compile whatever the tier compiles, which may take a while and be told on stderr."""
         from minipaged.llm import LLM
 
-        LLM(self.model, num_blocks=8, block_size=16, num_swap_blocks=0, kv_cache_dtype=self.kv_cache_dtype)
+        LLM(
+            self.model,
+            num_blocks=8,
+            block_size=16,
+            num_swap_blocks=0,
+            kv_cache_dtype=self.kv_cache_dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
 
     # --- Sizes ------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipaged.contracts import StepResult
+from minipaged.contracts import Runner, StepResult
+from minipaged.fast.sharded import StageLlama
 from minipaged.mirror import PerLane, Rows
 from minipaged.models.loading import load_config
 from minipaged.models.shards import Shard, local_config, shard_of
@@ -46,7 +47,8 @@ class Rank:
         self._config = local_config(config, self.shard)
         self._tier = FastTier.on(options.device, options.dtype)
         self._weights = self._tier.load_shard(folder, config, self.shard, self._others)
-        self._rows = PerLane(Rows)
+        self._stage: StageLlama | None = None
+        self._runner: Runner | None = None
 
     def free_device_bytes(self) -> int | None:
         """Of the GPU, if it is on one."""
@@ -54,6 +56,8 @@ class Rank:
 
     def make(self, config: EngineConfig) -> Made:
         """Reserve the KV cache. Raises MemoryError."""
+        self._runner = self._stage = None  # a former one's cache is given back first
+        self._rows = PerLane(Rows)
         made = (self._config, self._weights, config)
         self._stage = None if self.shard.is_last else self._tier.make_stage(*made, self._others)
         self._runner = self._stage or self._tier.make_runner(*made)
@@ -66,6 +70,7 @@ class Rank:
                 self._stage.tell(number, token_ids)
         rows = self._rows.of(order.step)
         rows.follow(order.step)
+        assert self._runner is not None
         result = self._runner.run(order.step)
         tells = self.shard.is_last and self.shard.rank == 0
         return outcome(order.step.number, rows, result) if tells else None

@@ -24,6 +24,7 @@ from minipaged.events import Event
 from minipaged.options import Command, given_for, names_of, place_in_users_file, takes
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.settings import Settings
 
@@ -263,7 +264,7 @@ def chat(
 
 
 @app.command(cls=Command)
-@takes(ServeSettings, Settings)
+@takes(ServeSettings, ReplicaSettings, Settings)
 def serve(
     model: Annotated[str, typer.Argument(help="A known name, a folder, a .gguf file, or a hub id.")] = (
         "smollm2-135m-instruct"
@@ -272,14 +273,21 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI does: POST /v1/chat/completions, and more; GET / shows the blocks."""
     settings = ServeSettings(**given_for(ServeSettings, given))
+    replicas = ReplicaSettings(**given_for(ReplicaSettings, given))
+    extra = "ray" if replicas.replicas else "serve"
     try:
-        from minipaged.serve.server import serve as run_server
+        if replicas.replicas:
+            from minipaged.replicas.server import serve_replicas as run_server
+        else:
+            from minipaged.serve.server import serve as run_server
     except ModuleNotFoundError as error:
         raise MinipagedError(
-            f"serving needs {error.name}, which is not installed: pip install -c constraints.txt -e '.[serve]'"
+            f"serving {'replicas ' * (extra == 'ray')}needs {error.name}, which is not installed: "
+            f"pip install -c constraints.txt -e '.[{extra}]'"
         ) from None
     try:
-        status = run_server(model, settings, **given_for(Settings, given))
+        among = (replicas,) if replicas.replicas else ()
+        status = run_server(model, settings, *among, **given_for(Settings, given))
     except MinipagedError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -274,20 +275,23 @@ def serve(
     """Serve a model over HTTP, as OpenAI does: POST /v1/chat/completions, and more; GET / shows the blocks."""
     settings = ServeSettings(**given_for(ServeSettings, given))
     replicas = ReplicaSettings(**given_for(ReplicaSettings, given))
-    extra = "ray" if replicas.replicas else "serve"
+    of_engine = given_for(Settings, given)
     try:
-        if replicas.replicas:
-            from minipaged.replicas.server import serve_replicas as run_server
+        if replicas.replicas is None:
+            from minipaged.serve.server import serve as serve_one
+
+            run_server = partial(serve_one, model, settings, **of_engine)
         else:
-            from minipaged.serve.server import serve as run_server
+            from minipaged.replicas.server import serve_replicas
+
+            run_server = partial(serve_replicas, model, settings, replicas, **of_engine)
     except ModuleNotFoundError as error:
+        extra, what = ("serve", "serving") if replicas.replicas is None else ("ray", "serving by replicas")
         raise MinipagedError(
-            f"serving {'replicas ' * (extra == 'ray')}needs {error.name}, which is not installed: "
-            f"pip install -c constraints.txt -e '.[{extra}]'"
+            f"{what} needs {error.name}, which is not installed: pip install -c constraints.txt -e '.[{extra}]'"
         ) from None
     try:
-        among = (replicas,) if replicas.replicas else ()
-        status = run_server(model, settings, *among, **given_for(Settings, given))
+        status = run_server()
     except MinipagedError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1

@@ -76,8 +76,6 @@ class RemoteStream:
             raise StopAsyncIteration
         try:
             update = await anext(self._replies)
-        except StopAsyncIteration:
-            raise
         except (RayError, RayServeException) as error:
             raise self._died(error) from None
         if not isinstance(update, RequestUpdate):
@@ -229,7 +227,7 @@ class _Told:
 
 def _exposition(accept: str, metrics: list[Metric]) -> tuple[bytes, str]:
     registry = CollectorRegistry()
-    registry.register(_Told(metrics))  # type: ignore[arg-type]
+    registry.register(_Told(metrics))
     ProcessCollector(registry=registry)
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
@@ -241,9 +239,7 @@ class Endpoint:
     async def __init__(self, replicas: Any, names: Sequence[str], settings: ServeSettings) -> None:  # type: ignore[misc]
         self._facts: Facts = await replicas.facts.remote()  # waits for the first of them
         self._engines = Engines(replicas, self._facts)
-        serving = Replicated(
-            self._engines, names, replicas, trust_chat_templates=settings.trust_request_chat_template
-        )
+        serving = Replicated(self._engines, names, replicas, trust_chat_templates=settings.trust_request_chat_template)
         self._app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
         await asyncio.to_thread(serving.warm_up)
 
@@ -258,8 +254,8 @@ class Endpoint:
         """HTTP requests that go on."""
         return self._engines.num_open
 
-    async def shutdown(self, timeout: float) -> None:
-        """Finish what goes on, and refuse the rest."""
+    async def end(self, timeout: float) -> None:
+        """Finish what goes on, and refuse the rest. (`shutdown` is a method of Ray's handle.)"""
         await self._engines.shutdown(timeout)
 
 

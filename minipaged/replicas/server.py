@@ -22,13 +22,15 @@ from ray.serve.schema import LoggingConfig
 
 from minipaged.errors import ModelError
 from minipaged.llm import check_before_loading
-from minipaged.params import EngineSettings
+from minipaged.models import hub
+from minipaged.models.loading import load_config
 from minipaged.replicas.endpoint import Endpoint
 from minipaged.replicas.ray_router import RayRouter
 from minipaged.replicas.replica import Facts, Replica
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.server import LAST_MOMENT_S, listen
 from minipaged.serve.settings import ServeSettings
+from minipaged.settings import Settings
 
 NAME = "minipaged"
 """Of the application, to Ray."""
@@ -45,8 +47,7 @@ def application(
     model: str, settings: ServeSettings, replicas: ReplicaSettings, *, cpus: float, gpus: float, **engine: Any
 ) -> serve.Application:
     """What Ray is to run: replicas of an engine, and the endpoint before them. `cpus`, `gpus`: of each replica."""
-    names = settings.served_model_name or (model,)
-    most_at_once = engine.get("max_num_seqs", EngineSettings.max_num_seqs)
+    names, asked = settings.served_model_name or (model,), Settings(**engine)
     common = {
         "max_ongoing_requests": NO_LIMIT,
         "graceful_shutdown_timeout_s": settings.shutdown_timeout + LAST_MOMENT_S,
@@ -59,7 +60,7 @@ def application(
         request_router_class=RayRouter,
         request_router_kwargs={
             "routing": replicas.routing,
-            "block_size": engine.get("block_size", EngineSettings.block_size),
+            "block_size": asked.block_size,
         },
         request_routing_stats_period_s=NEWS_S,
     )
@@ -69,7 +70,7 @@ def application(
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=replicas.replicas,
                 max_replicas=replicas.max_replicas,
-                target_ongoing_requests=most_at_once,
+                target_ongoing_requests=asked.max_num_seqs,
                 upscale_delay_s=10.0,
                 downscale_delay_s=300.0,
             )
@@ -106,10 +107,17 @@ def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSetting
     started, and ModelError where no replica can be.
     """
     check_before_loading(**engine)
+    load_config(hub.resolve(model))  # fetched once, and not by each of them
     with listen(settings.host, settings.port) as listening:  # Ray would try for ever
         port = listening.getsockname()[1]
     cores = os.cpu_count() or 1
     print(f"starting Ray and {replicas.replicas} x {model} ...", file=sys.stderr, flush=True)
+    # What Ray has to say of processes that die, it says on stdout.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return _run(model, settings, replicas, port, cores, **engine)
+
+
+def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: int, cores: int, **engine: Any) -> int:
     _start_ray(replicas, max(cores, replicas.most))
     signals = Signals()
     try:
@@ -165,7 +173,7 @@ def _start_ray(replicas: ReplicaSettings, num_cpus: int) -> None:
         ray.init(address=replicas.ray_address, namespace=NAME, **quiet)
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=num_cpus, include_dashboard=False, namespace=NAME, **quiet)
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAME, **quiet)
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
 
 
@@ -177,7 +185,7 @@ def _end(endpoint: Any, settings: ServeSettings) -> None:
             "a second signal ends it at once",
             file=sys.stderr,
         )
-    endpoint.shutdown.remote(settings.shutdown_timeout).result()
+    endpoint.end.remote(settings.shutdown_timeout).result()
 
 
 def _introduce(facts: Facts, settings: ServeSettings, replicas: ReplicaSettings, port: int) -> None:

@@ -17,7 +17,9 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
 from minipaged.errors import ModelError
@@ -138,8 +140,10 @@ def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: i
         except RuntimeError as error:
             raise ModelError(f"no replica could be started: {_reason(error)}") from None
         _introduce(endpoint.facts.remote().result(), settings, replicas, port)
+        signals.started = True
         signals.come.wait()
-        _end(endpoint, settings)
+        with contextlib.suppress(RayError, RayServeException):  # the endpoint has died: nothing goes on
+            _end(endpoint, settings)
     finally:
         with contextlib.suppress(Exception):
             if replicas.ray_address:
@@ -151,16 +155,17 @@ def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: i
 
 
 class Signals:
-    """SIGTERM and Ctrl-C: the first is noted, a second ends the process at once."""
+    """SIGTERM and Ctrl-C: the first is noted, a second ends the process at once, as any does before it has `started`.
+    Ray's processes end with it."""
 
     def __init__(self) -> None:
         self.come = threading.Event()
+        self.started = False
         for one in (signal.SIGTERM, signal.SIGINT):
             signal.signal(one, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.come.is_set():
-            ray.shutdown()
+        if self.come.is_set() or not self.started:
             os._exit(128 + number)
         self.come.set()
 
@@ -168,6 +173,7 @@ class Signals:
 def _start_ray(replicas: ReplicaSettings, num_cpus: int) -> None:
     """Ray, silent: what it has to say is in its own logs, under /tmp/ray."""
     quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    # A replica that takes no GPU sees them all the same: several may share one. (Else Ray says that this will change.)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if replicas.ray_address:
         ray.init(address=replicas.ray_address, namespace=NAME, **quiet)

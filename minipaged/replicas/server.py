@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -43,6 +44,9 @@ NO_LIMIT = 1 << 20
 a batch all but empty."""
 ATTEMPTS = 2
 """To start a replica, before it is said what is wrong."""
+
+LAST_WORDS = re.compile(r"^[\w.]*(?:Error|Exception|errors\.\w+): (?!Traceback)(.+)$", re.MULTILINE)
+"""Of a traceback: what was wrong."""
 
 
 def application(
@@ -207,9 +211,10 @@ def _introduce(facts: Facts, settings: ServeSettings, replicas: ReplicaSettings,
 
 
 def _reason(error: Exception) -> str:
-    """The last line of what a replica said, in Ray's account of it."""
-    statuses = serve.status().applications[NAME].deployments.values() if NAME in serve.status().applications else ()
-    told = [line.strip() for each in statuses for line in each.message.splitlines() if "Error:" in line]
+    """What a replica said last, in Ray's account of it."""
+    applications = serve.status().applications
+    deployments = applications[NAME].deployments.values() if NAME in applications else ()
+    told = [words for each in deployments for words in LAST_WORDS.findall(each.message)]
     return told[-1] if told else str(error)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from minipaged.replicas.settings import ReplicaSettings
@@ -51,6 +52,7 @@ def test_the_manifest_gives_options_that_there_are():
 
 
 @thorough
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own
 def test_ray_understands_what_the_manifest_has_it_serve():
     from ray.serve.schema import ServeDeploySchema
 

@@ -266,3 +266,13 @@ def test_where_the_command_is_killed_nothing_is_left(model: Path, tmp_path: Path
     running.process.kill()
     running.process.wait()
     check_nothing_is_left(running, processes, segments)
+
+
+def test_why_no_replica_starts_is_said_in_a_line(model: Path) -> None:
+    command = [sys.executable, "-m", "minipaged", "serve", str(model), "--replicas", "2", "--port", "0", *OPTIONS]
+    done = subprocess.run([*command, "--max-model-len", "5000"], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1
+    assert not done.stdout
+    first, error = done.stderr.splitlines()
+    assert first.startswith("starting Ray")
+    assert error.startswith("error: no replica could be started: max_model_len is 5000; this model was made for")

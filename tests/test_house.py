@@ -131,8 +131,8 @@ HOUSE = {
         "typer",
         late={
             "the command line answers at once, and a command loads what it needs": (
-                "chat course demo doctor llm models perplexity quantizing replay replay_steps replicas serve step_files "
-                "stepper texts"
+                "chat course demo doctor llm models perplexity quantizing replay replay_steps replicas serve "
+                "step_files stepper texts"
             )
         },
     ),

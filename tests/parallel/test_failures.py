@@ -20,6 +20,7 @@ import pytest
 from minipaged import LLM, SamplingParams
 from minipaged.errors import InvalidRequest, ModelError, WorkerFailed
 from minipaged.parallel.workers import Workers
+from tests.effort import thorough
 from tests.tiny_model import make_tiny_model
 
 LONG = SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)
@@ -90,6 +91,7 @@ def test_a_worker_that_dies_is_named_at_once(llm: LLM) -> None:
     assert gone(pids)
 
 
+@thorough
 def test_one_that_dies_while_nothing_runs_is_heard_of(llm: LLM) -> None:
     heard: list[Exception] = []
     llm.engine.runner.on_failure(heard.append)
@@ -101,6 +103,7 @@ def test_one_that_dies_while_nothing_runs_is_heard_of(llm: LLM) -> None:
     assert "SIGTERM" in str(heard[0])
 
 
+@thorough
 def test_one_that_hangs_is_given_up_and_named(llm: LLM) -> None:
     pids = workers_of(llm).pids
     error, seconds = run_until_it_fails(llm, pids[1], signal.SIGSTOP)
@@ -110,6 +113,7 @@ def test_one_that_hangs_is_given_up_and_named(llm: LLM) -> None:
     assert gone(pids)
 
 
+@thorough
 def test_closing_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     llm = LLM(folder, tier="fast", device="cpu", dtype="float32", num_blocks=16, tensor_parallel_size=2)
@@ -132,6 +136,7 @@ llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=900, temperature=0, igno
 """
 
 
+@thorough
 def test_workers_go_when_their_driver_is_killed(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", DRIVER, str(folder)]
     own_place = os.environ | {"TMPDIR": str(tmp_path)}
@@ -150,6 +155,7 @@ def test_what_cannot_start_is_told_at_once(folder: Path) -> None:
         LLM(folder, tier="fast", device="cpu", tensor_parallel_size=5)
 
 
+@thorough
 def test_workers_serve_one_llm_after_another(folder: Path) -> None:
     first = LLM(folder, tier="fast", device="cpu", dtype="float32", num_blocks=16, tensor_parallel_size=2)
     with closing(first):
@@ -165,6 +171,7 @@ def test_workers_serve_one_llm_after_another(folder: Path) -> None:
             LLM(first.loaded, num_blocks=8, tensor_parallel_size=3)
 
 
+@thorough
 def test_a_checkpoint_that_no_rank_can_load_is_told_as_ever(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
@@ -173,11 +180,13 @@ def test_a_checkpoint_that_no_rank_can_load_is_told_as_ever(folder: Path, tmp_pa
         LLM(tmp_path / "cut", tier="fast", device="cpu", tensor_parallel_size=2)
 
 
+@thorough
 def test_a_rank_without_memory_says_so(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"num_blocks is \d+: .* more than there are"):
         LLM(folder, tier="fast", device="cpu", num_blocks=2**40, num_swap_blocks=0, tensor_parallel_size=2)
 
 
+@thorough
 @pytest.mark.parametrize("idle", [False, True])
 def test_a_server_whose_worker_dies_says_so_and_ends(folder: Path, tmp_path: Path, idle: bool) -> None:
     options = ["--tier", "fast", "--device", "cpu", "--dtype", "float32", "--num-blocks", "128", "--port", "0"]

@@ -7,16 +7,19 @@ that it is always a little too small. Prefix caching is off except in the scene 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minipaged.demo.measures import Measures
 from minipaged.demo.stage import Arrival, Run, Stage
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
+from minipaged.models.shards import Shard, shard_of
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, PreemptionMode, SamplingParams
 from minipaged.replay.state import LiveSequence
+from minipaged.replay.teller import blocks_only
 
 FOUR_SCORE = "Four score and seven years ago our"
 """The prompt of the paper's Fig. 6 and Fig. 8: seven tokens for this model as well."""
@@ -70,6 +73,18 @@ class TableRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RankPool:
+    """The pool of one rank of a model in parts, as a run has left it."""
+
+    rank: int
+    kv_heads: tuple[int, ...]
+    """Whose keys and values it keeps."""
+    block_bytes: int
+    blocks_written: tuple[int, ...]
+    """Those in which there is anything."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """All that a scene has to show."""
 
@@ -84,6 +99,8 @@ class Outcome:
     """Of each run."""
     block_table: tuple[TableRow, ...] = ()
     """Of the first sequence, as it was at its end; only where the scene is about it."""
+    rank_pools: tuple[RankPool, ...] = ()
+    """Only where the model was in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +330,70 @@ def first_difference(expected: RequestOutput, actual: RequestOutput) -> int | No
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+# --- Two ranks ------------------------------------------------------------------------------------
+
+RANKS = 2
+
+
+def tensor_parallel(stage: Stage) -> Outcome:
+    """The same requests on one rank, then on two: two pools, one block table (section 4.6)."""
+    stage = stage.in_one_process()
+    num_tokens = stage.tokens(24)
+    lighthouse = "Write the first sentence of a story about a lighthouse."
+    samples = SamplingParams(n=2, temperature=0.8, top_p=0.9, seed=stage.seed, max_tokens=num_tokens)
+    arrivals = [stage.ask(lighthouse, samples)]
+    arrivals += [stage.ask(QUESTIONS[4], SamplingParams(temperature=0, max_tokens=num_tokens), step=4)]
+    size = stage.block_size_or(8)
+    shards = [shard_of(stage.model.config, rank, RANKS) for rank in range(RANKS)]
+
+    def play(name: str, num_ranks: int) -> Run:
+        return stage.run(
+            name,
+            arrivals,
+            {"join": 2, "fork": 1, "copy": 1, "grow": 2, "leave": 2},
+            block_size=size,
+            num_blocks=stage.blocks_of(1024, size),
+            shown_as=name,
+            paced=num_ranks > 1,
+            ranks=[f"rank {shard.rank}: KV {heads_of(shard.kv_heads)}" for shard in shards] if num_ranks > 1 else (),
+            num_swap_blocks=0,
+            enable_prefix_caching=False,
+            tensor_parallel_size=num_ranks,
+        )
+
+    one, two = play("one rank", 1), play("two ranks", RANKS)
+    whole = pool_of(shard_of(stage.model.config, 0, 1), one.runner)
+    pools = tuple(map(pool_of, shards, two.runner.stages[0]))  # type: ignore[attr-defined]
+    in_tables = tuple(sorted({*two.state.device.holders, *two.state.device.last_request}))
+    same_blocks = all(pool.blocks_written == in_tables for pool in (whole, *pools))
+    alone, together = ([each.token_ids for output in run.outputs for each in output.outputs] for run in (one, two))
+    counts = " and ".join(str(len(pool.blocks_written)) for pool in pools)
+    sizes = " + ".join(f"{pool.block_bytes:,}" for pool in pools)
+    findings = [
+        f"The block tables named {len(in_tables)} blocks; {counts} were written on the ranks, "
+        + ("the very same ones, as on a single rank." if same_blocks else "DIFFERENT ones."),
+        f"A block takes {sizes} bytes on the ranks, each for its KV heads; on a single one {whole.block_bytes:,}.",
+        f"{sum(map(len, together))} tokens on two ranks: "
+        + ("the same" if alone == together else "DIFFERENT")
+        + " as on one.",
+    ]
+    texts, measures, events = texts_of(arrivals, two.outputs), [one.measures, two.measures], (one.events, two.events)
+    holds = same_blocks and alone == together
+    return Outcome(texts, two.story, measures, findings, holds, events, rank_pools=pools)
+
+
+def heads_of(kv_heads: Sequence[int]) -> str:
+    """Numbers of heads, as they are told."""
+    return f"head{'s' * (len(kv_heads) > 1)} {blocks_only(kv_heads)}"
+
+
+def pool_of(shard: Shard, rank: Any) -> RankPool:
+    """What is in the cache of one rank, a Llama of the reference tier."""
+    cache = rank.kv_cache
+    written = tuple(block for block in range(cache.num_blocks) if cache.device_blocks[block].tobytes().strip(b"\0"))
+    return RankPool(shard.rank, tuple(shard.kv_heads), cache.block_bytes, written)
+
+
 # --- The user's own prompts ------------------------------------------------------------------------
 
 
@@ -424,6 +505,14 @@ SCENES = (
     ),
 )
 
+TENSOR_PARALLEL = Scene(
+    "tensor-parallel",
+    "Two ranks, one block table",
+    "Watch the pools of two ranks, each with its own KV heads: a block has the same number in both (section 4.6). Both "
+    "are in this process (reference tier).",
+    tensor_parallel,
+)
+"""Not one of all: a large model would be loaded a second time, into NumPy."""
 YOURS = Scene(
     "yours",
     "Your prompts",

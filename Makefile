@@ -30,12 +30,12 @@ test: .venv/test
 	$(PYTEST) -m 'not thorough'
 
 # The tests that `make test` leaves out, and those with random examples once more, with all of them.
-test-thorough: .venv/test
+test-thorough: .venv/test .venv/ray
 	$(PYTEST) -m 'thorough or scaled or hypothesis' --hypothesis-profile thorough --hypothesis-seed $(SEED)
 
 test-all: test test-thorough
 
-test-nightly: .venv/test
+test-nightly: .venv/test .venv/ray
 	$(PYTEST) --hypothesis-profile nightly --hypothesis-seed $(SEED)
 
 lint: .venv/test
@@ -84,6 +84,11 @@ define install_torch_cpu
 	  "get its wheel into a folder, and PIP_FIND_LINKS=FOLDER make test, or take the one for GPUs (2.5 GB), which also runs" \
 	  "without one: make test TORCH=cuda"; exit 1; }
 endef
+
+# Ray is large, and a few thorough tests alone need it.
+.venv/ray: .venv/test
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	touch $@
 
 # `===`: `==` would be content with the build for CPUs.
 define install_torch_cuda

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 INDEX = "https://pypi.org/simple"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-EXTRAS = ("base", "course", "docs", "fast", "serve", "test")  # base: no extra
+EXTRAS = ("base", "course", "docs", "fast", "ray", "serve", "test")  # base: no extra
 MACHINES = {
     "Linux x86-64": "x86_64-manylinux_2_28",
     "Linux aarch64": "aarch64-manylinux_2_28",
@@ -25,7 +25,7 @@ MACHINES = {
     "macOS Intel": "x86_64-apple-darwin",
     "Windows x86-64": "x86_64-pc-windows-msvc",
 }
-NO_WHEELS = {"macOS Intel": (("fast", "test"), "there is no torch and no numba for it")}
+NO_WHEELS = {"macOS Intel": (("fast", "ray", "test"), "there is no torch, no numba and no ray for it")}
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_"))} | {
     "MACOSX_DEPLOYMENT_TARGET": "14.0",  # torch's wheels need it
 }
@@ -47,7 +47,7 @@ def by_uv(cache: str, machine: str, python: str, *extras: str) -> str:
 def by_pip() -> str:
     # fast-deps: of a wheel whose metadata the index does not serve apart, only the end is read, not all its gigabytes.
     command = f"pip install --quiet --isolated --index-url {INDEX} --dry-run --ignore-installed --no-cache-dir"
-    return run(*command.split(), "--use-feature=fast-deps", "--constraint", "constraints.txt", ".[test]")
+    return run(*command.split(), "--use-feature=fast-deps", "--constraint", "constraints.txt", ".[ray,test]")
 
 
 def check(cache: str, machine: str, python: str) -> tuple[str, str]:

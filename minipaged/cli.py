@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -24,6 +25,7 @@ from minipaged.events import Event
 from minipaged.options import Command, given_for, names_of, place_in_users_file, takes
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.settings import Settings
 
@@ -263,7 +265,7 @@ def chat(
 
 
 @app.command(cls=Command)
-@takes(ServeSettings, Settings)
+@takes(ServeSettings, ReplicaSettings, Settings)
 def serve(
     model: Annotated[str, typer.Argument(help="A known name, a folder, a .gguf file, or a hub id.")] = (
         "smollm2-135m-instruct"
@@ -272,14 +274,24 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI does: POST /v1/chat/completions, and more; GET / shows the blocks."""
     settings = ServeSettings(**given_for(ServeSettings, given))
+    replicas = ReplicaSettings(**given_for(ReplicaSettings, given))
+    of_engine = given_for(Settings, given)
     try:
-        from minipaged.serve.server import serve as run_server
+        if replicas.replicas is None:
+            from minipaged.serve.server import serve as serve_one
+
+            run_server = partial(serve_one, model, settings, **of_engine)
+        else:
+            from minipaged.replicas.server import serve_replicas
+
+            run_server = partial(serve_replicas, model, settings, replicas, **of_engine)
     except ModuleNotFoundError as error:
+        extra, what = ("serve", "serving") if replicas.replicas is None else ("ray", "serving by replicas")
         raise MinipagedError(
-            f"serving needs {error.name}, which is not installed: pip install -c constraints.txt -e '.[serve]'"
+            f"{what} needs {error.name}, which is not installed: pip install -c constraints.txt -e '.[{extra}]'"
         ) from None
     try:
-        status = run_server(model, settings, **given_for(Settings, given))
+        status = run_server()
     except MinipagedError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1
@@ -385,7 +397,7 @@ def doctor() -> None:
 
 
 @app.command(cls=Command)
-@takes(Settings, only=("tier", "allocator", "kv_cache_dtype"))
+@takes(Settings, only=("tier", "allocator", "kv_cache_dtype", "tensor_parallel_size"))
 def demo(
     context: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(help="Your own, for --scene yours.")] = None,
@@ -428,6 +440,7 @@ def demo(
                 "block_size",
                 "num_blocks",
                 "kv_cache_dtype",
+                "tensor_parallel_size",
                 "allocator",
                 "seed",
                 "json_output",
@@ -439,7 +452,7 @@ def demo(
         if scene == "trace":
             _refuse_given(
                 context,
-                ("prompts", "model", "tier", "kv_cache_dtype", "seed", "steps"),
+                ("prompts", "model", "tier", "kv_cache_dtype", "tensor_parallel_size", "seed", "steps"),
                 "has no meaning with --scene trace, which runs no model",
             )
             if trace is None:

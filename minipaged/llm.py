@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Unpack
@@ -92,9 +92,12 @@ class LLM:
                 if (value := getattr(asked, name)) != "auto":
                     raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
             if isinstance(model.tier, tiers.FastTier):
+                settled: dict[str, Any] = {}
                 for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-                    if (value := getattr(asked, name)) != (settled := getattr(model.tier, name, 1)):
-                        raise InvalidRequest(f"{name} is {value}, but the model was loaded for {settled}")
+                    settled[name] = getattr(model.tier, name, 1)
+                    if (value := getattr(asked, name)) not in (1, settled[name]):
+                        raise InvalidRequest(f"{name} is {value}, but the model was loaded for {settled[name]}")
+                asked = replace(asked, **settled)
             loaded = model
         else:
             where = (asked.tier, asked.device, asked.dtype)

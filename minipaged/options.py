@@ -24,6 +24,7 @@ from typer.core import TyperCommand
 
 from minipaged.errors import InvalidRequest
 from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.settings import Function, Settings, with_parameters
 
@@ -32,6 +33,7 @@ PANELS = {
     BeamSearchParams: "Beam search",
     Settings: "The engine",
     ServeSettings: "The server",
+    ReplicaSettings: "Several replicas, on Ray",
 }
 
 

@@ -46,8 +46,6 @@ HOUSE = {
     "settings": Room("contracts errors params scheduling"),
     # The engine knows no tier, and no NumPy.
     "engine": Room("block_hashes contracts errors events outputs params scheduling steps"),
-    # Several engines behind one endpoint.
-    "replicas": Room("block_hashes errors events"),
     # A run followed from its events.
     "replay": Room("errors events"),
     # Where models come from.
@@ -132,14 +130,19 @@ HOUSE = {
         "async_llm engine errors events llm models outputs params replay",
         "fastapi msgspec prometheus_client pydantic starlette uvicorn",
     ),
-    "options": Room("errors params serve.settings settings", "typer"),
+    # Several engines behind one endpoint; `replicas.routing` needs no more than the ground, and no Ray.
+    "replicas": Room(
+        "async_llm block_hashes errors events llm models outputs params serve settings",
+        "prometheus_client ray starlette",
+    ),
+    "options": Room("errors params replicas.settings serve.settings settings", "typer"),
     "cli": Room(
-        "errors events options outputs params serve.settings settings",
+        "errors events options outputs params replicas.settings serve.settings settings",
         "typer",
         late={
             "the command line answers at once, and a command loads what it needs": (
-                "chat course demo doctor llm models perplexity quantizing replay replay_steps serve step_files stepper "
-                "texts"
+                "chat course demo doctor llm models perplexity quantizing replay replay_steps replicas serve "
+                "step_files stepper texts"
             )
         },
     ),

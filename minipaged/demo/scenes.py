@@ -330,61 +330,67 @@ def first_difference(expected: RequestOutput, actual: RequestOutput) -> int | No
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-# --- Two ranks ------------------------------------------------------------------------------------
-
-RANKS = 2
+# --- Several ranks --------------------------------------------------------------------------------
 
 
 def tensor_parallel(stage: Stage) -> Outcome:
-    """The same requests on one rank, then on two: two pools, one block table (section 4.6)."""
-    stage = stage.in_one_process()
+    """The same requests on one rank, then on two, or as many as are asked for: a pool each, and one block table
+    (section 4.6)."""
     num_tokens = stage.tokens(24)
     lighthouse = "Write the first sentence of a story about a lighthouse."
     samples = SamplingParams(n=2, temperature=0.8, top_p=0.9, seed=stage.seed, max_tokens=num_tokens)
     arrivals = [stage.ask(lighthouse, samples)]
     arrivals += [stage.ask(QUESTIONS[4], SamplingParams(temperature=0, max_tokens=num_tokens), step=4)]
     size = stage.block_size_or(8)
-    shards = [shard_of(stage.model.config, rank, RANKS) for rank in range(RANKS)]
+    single = stage.in_one_process(1)
+    parted = single.in_one_process(max(2, stage.tensor_parallel_size))
 
-    def play(name: str, num_ranks: int) -> Run:
-        return stage.run(
+    def play(name: str, on: Stage, ranks: Sequence[str] = ()) -> Run:
+        return on.run(
             name,
             arrivals,
             {"join": 2, "fork": 1, "copy": 1, "grow": 2, "leave": 2},
             block_size=size,
             num_blocks=stage.blocks_of(1024, size),
             shown_as=name,
-            paced=num_ranks > 1,
-            ranks=[f"rank {shard.rank}: KV {heads_of(shard.kv_heads)}" for shard in shards] if num_ranks > 1 else (),
+            paced=bool(ranks),
+            ranks=ranks,
             num_swap_blocks=0,
             enable_prefix_caching=False,
-            tensor_parallel_size=num_ranks,
         )
 
-    one, two = play("one rank", 1), play("two ranks", RANKS)
+    shards = [
+        shard_of(stage.model.config, rank, parted.tensor_parallel_size) for rank in range(parted.tensor_parallel_size)
+    ]
+    one = play("1 rank", single)
+    several = play(f"{len(shards)} ranks", parted, [f"rank {shard.rank}: {heads_of(shard)}" for shard in shards])
     whole = pool_of(shard_of(stage.model.config, 0, 1), one.runner)
-    pools = tuple(map(pool_of, shards, two.runner.stages[0]))  # type: ignore[attr-defined]
-    in_tables = tuple(sorted({*two.state.device.holders, *two.state.device.last_request}))
+    pools = tuple(map(pool_of, shards, several.runner.stages[0]))  # type: ignore[attr-defined]
+    in_tables = tuple(sorted({*several.state.device.holders, *several.state.device.last_request}))
     same_blocks = all(pool.blocks_written == in_tables for pool in (whole, *pools))
-    alone, together = ([each.token_ids for output in run.outputs for each in output.outputs] for run in (one, two))
+    alone, together = ([each.token_ids for output in run.outputs for each in output.outputs] for run in (one, several))
     counts = " and ".join(str(len(pool.blocks_written)) for pool in pools)
     sizes = " + ".join(f"{pool.block_bytes:,}" for pool in pools)
+    verdict = "the same" if alone == together else "DIFFERENT"
     findings = [
         f"The block tables named {len(in_tables)} blocks; {counts} were written on the ranks, "
         + ("the very same ones, as on a single rank." if same_blocks else "DIFFERENT ones."),
         f"A block takes {sizes} bytes on the ranks, each for its KV heads; on a single one {whole.block_bytes:,}.",
-        f"{sum(map(len, together))} tokens on two ranks: "
-        + ("the same" if alone == together else "DIFFERENT")
-        + " as on one.",
+        f"{sum(map(len, together))} tokens on {len(shards)} ranks: {verdict} as on one.",
     ]
-    texts, measures, events = texts_of(arrivals, two.outputs), [one.measures, two.measures], (one.events, two.events)
+    runs = (one, several)
+    texts, measures, events = (
+        texts_of(arrivals, several.outputs),
+        [run.measures for run in runs],
+        tuple(run.events for run in runs),
+    )
     holds = same_blocks and alone == together
-    return Outcome(texts, two.story, measures, findings, holds, events, rank_pools=pools)
+    return Outcome(texts, several.story, measures, findings, holds, events, rank_pools=pools)
 
 
-def heads_of(kv_heads: Sequence[int]) -> str:
-    """Numbers of heads, as they are told."""
-    return f"head{'s' * (len(kv_heads) > 1)} {blocks_only(kv_heads)}"
+def heads_of(shard: Shard) -> str:
+    """Whose keys and values a rank keeps."""
+    return f"KV head{'s' * (len(shard.kv_heads) > 1)} {blocks_only(shard.kv_heads)}"
 
 
 def pool_of(shard: Shard, rank: Any) -> RankPool:
@@ -507,9 +513,9 @@ SCENES = (
 
 TENSOR_PARALLEL = Scene(
     "tensor-parallel",
-    "Two ranks, one block table",
-    "Watch the pools of two ranks, each with its own KV heads: a block has the same number in both (section 4.6). Both "
-    "are in this process (reference tier).",
+    "Several ranks, one block table",
+    "Watch the pools of the ranks, each with its own KV heads: a block has the same number in all of them (section "
+    "4.6). The ranks are in this process (reference tier).",
     tensor_parallel,
 )
 """Not one of all: a large model would be loaded a second time, into NumPy."""

@@ -44,6 +44,7 @@ def run_demo(
     block_size: int | None = None,
     num_blocks: int | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    tensor_parallel_size: int = 1,
     allocator: Callable[[int], BlockAllocator] | None = None,
     seed: int = 0,
     steps: int | None = None,
@@ -69,8 +70,18 @@ def run_demo(
     # The demo shows that preemption changes no text. In bfloat16, rounding would.
     if _draws(console) and not json_output:
         print(f"loading {model} ...", flush=True)
-    loaded = LoadedModel.load(model, tier, dtype="float32")
-    stage = Stage(loaded, seed, block_size, num_blocks, allocator, steps, tuple(prompts), kv_cache_dtype=kv_cache_dtype)
+    loaded = LoadedModel.load(model, tier, dtype="float32", tensor_parallel_size=tensor_parallel_size)
+    stage = Stage(
+        loaded,
+        seed,
+        block_size,
+        num_blocks,
+        allocator,
+        steps,
+        tuple(prompts),
+        kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=tensor_parallel_size,
+    )
     show(*report.opening(stage))
     outcomes: dict[str, Outcome] = {}
     with player(console, stage.tokenizer.decode, speed, recording, live=not json_output, before=stage.warm_up) as one:

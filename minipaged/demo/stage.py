@@ -117,6 +117,7 @@ class Stage:
     player: Player | None = None
     """Shows the runs; None: they are run without being watched."""
     kv_cache_dtype: KVCacheDtype = "auto"
+    tensor_parallel_size: int = 1
 
     @property
     def max_model_len(self) -> int:
@@ -125,7 +126,7 @@ class Stage:
     @property
     def bytes_per_token(self) -> int:
         """That its keys and values take."""
-        return self.model.block_bytes(1, self.kv_cache_dtype)
+        return self.model.block_bytes(1, self.kv_cache_dtype, self.tensor_parallel_size)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -160,6 +161,7 @@ class Stage:
             block_size=block_size,
             num_blocks=num_blocks,
             kv_cache_dtype=self.kv_cache_dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
             max_model_len=self.max_model_len,
             allocator=self.allocator,
             async_scheduling=False,  # the story is told step by step
@@ -175,27 +177,34 @@ class Stage:
             pass
         timeline.seek(len(timeline))
         state = timeline.state
-        slot_bytes = self.model.block_bytes(1, self.kv_cache_dtype, llm.config.tensor_parallel_size)
-        measures = measure(name, llm.stats(), slot_bytes, state.most_sequences, serving.seconds)
+        measures = measure(name, llm.stats(), self.bytes_per_token, state.most_sequences, serving.seconds)
         return Run(serving.outputs, story(events, topics), events, state, measures, llm.engine.runner)
 
     def played_by(self, player: Player | None) -> Stage:
         """The same stage, watched by that player."""
         return replace(self, player=player)
 
-    def in_one_process(self) -> Stage:
-        """The same stage on the reference tier, where the ranks of a model are in one process and can be looked at."""
+    def in_one_process(self, tensor_parallel_size: int) -> Stage:
+        """The same stage with so many ranks on the reference tier: all in one process, where they can be looked at."""
         from minipaged.llm import LoadedModel
 
-        if self.model.tier.name == "reference":
-            return self
-        return replace(self, model=LoadedModel.load(self.model.folder, "reference", dtype="float32"))
+        model = self.model
+        if model.tier.name != "reference":
+            model = LoadedModel.load(model.folder, "reference", dtype="float32")
+        return replace(self, model=model, tensor_parallel_size=tensor_parallel_size)
 
     def warm_up(self) -> None:
         """Compile whatever the tier compiles, which may take a while and be told on stderr."""
         from minipaged.llm import LLM
 
-        LLM(self.model, num_blocks=8, block_size=16, num_swap_blocks=0, kv_cache_dtype=self.kv_cache_dtype)
+        LLM(
+            self.model,
+            num_blocks=8,
+            block_size=16,
+            num_swap_blocks=0,
+            kv_cache_dtype=self.kv_cache_dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
+        )
 
     # --- Sizes ------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipaged.contracts import StepResult
+from minipaged.contracts import Runner, StepResult
 from minipaged.mirror import PerLane, Rows
 from minipaged.models.loading import load_config
 from minipaged.models.shards import Shard, local_config, shard_of
@@ -46,7 +47,8 @@ class Rank:
         self._config = local_config(config, self.shard)
         self._tier = FastTier.on(options.device, options.dtype)
         self._weights = self._tier.load_shard(folder, config, self.shard, self._others)
-        self._rows = PerLane(Rows)
+        self._runner: Runner | None = None
+        self._note_choices: Callable[[int, list[int]], None] | None = None  # of a stage that does not choose
 
     def free_device_bytes(self) -> int | None:
         """Of the GPU, if it is on one."""
@@ -54,18 +56,24 @@ class Rank:
 
     def make(self, config: EngineConfig) -> Made:
         """Reserve the KV cache. Raises MemoryError."""
+        self._runner = self._note_choices = None  # a former one's cache is given back first
+        self._rows = PerLane(Rows)
         made = (self._config, self._weights, config)
-        self._stage = None if self.shard.is_last else self._tier.make_stage(*made, self._others)
-        self._runner = self._stage or self._tier.make_runner(*made)
+        if self.shard.is_last:
+            self._runner = self._tier.make_runner(*made)
+        else:
+            self._runner = stage = self._tier.make_stage(*made, self._others)
+            self._note_choices = stage.tell
         return Made(self._runner.costs())
 
     def run(self, order: Run) -> Ran | None:
         """What has come of it, if that is this rank's to tell."""
-        if self._stage:
+        if self._note_choices:
             for number, token_ids in order.chosen:
-                self._stage.tell(number, token_ids)
+                self._note_choices(number, token_ids)
         rows = self._rows.of(order.step)
         rows.follow(order.step)
+        assert self._runner is not None
         result = self._runner.run(order.step)
         tells = self.shard.is_last and self.shard.rank == 0
         return outcome(order.step.number, rows, result) if tells else None

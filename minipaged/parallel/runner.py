@@ -28,11 +28,9 @@ class ParallelRunner(Runner):
     """
 
     def __init__(self, workers: Workers, config: EngineConfig) -> None:
-        """Let the workers reserve their caches. Raises InvalidRequest where they have done so for another one,
-        MemoryError where there is no room for these (then the workers have ended), and WorkerFailed."""
-        if workers.serve_somebody:
-            raise InvalidRequest("this model's workers serve another LLM; load the model again")
-        workers.serve_somebody = True
+        """Let the workers reserve their caches; those of a runner before this one are given up. Raises MemoryError
+        where there is no room (then the workers have ended), and WorkerFailed."""
+        workers.serves = self
         self.workers = workers
         self._vocab_size = config.vocab_size
         self._rows = PerLane(Rows)
@@ -47,6 +45,8 @@ class ParallelRunner(Runner):
 
     def _prepared(self, rank: int) -> Costs:
         made = self.workers.answer(rank, patient=True)
+        while isinstance(made, Ran):  # what was left of a former runner
+            made = self.workers.answer(rank, patient=True)
         if isinstance(made, NoRoom):
             self.workers.close()
             raise MemoryError(made.error)
@@ -54,7 +54,9 @@ class ParallelRunner(Runner):
         return made.costs
 
     def run(self, step: StepInput) -> StepResult:
-        """Raises WorkerFailed; then nothing runs any more."""
+        """Raises WorkerFailed; then nothing runs any more. And InvalidRequest where another runner has taken over."""
+        if self.workers.serves is not self:
+            raise InvalidRequest("another LLM was made of the same LoadedModel, and its workers serve that one now")
         rows = self._rows.of(step)
         rows.follow(step)
         untold, self._untold = self._untold, []

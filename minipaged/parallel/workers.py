@@ -85,8 +85,8 @@ class Workers:
     def __init__(self, options: Sequence[Options], timeout: float) -> None:
         """Start a worker with each of these. `timeout`: how many seconds a step may take, before they are given up."""
         self.timeout = timeout
-        self.serve_somebody = False
-        """They have a KV cache, and there is room for one."""
+        self.serves: object = None
+        """Whose steps they run. They have one KV cache, so it is one at a time."""
         self.free_device_bytes: float = float("inf")
         """Of the GPU that has the least, after loading the weights."""
         self._heard = Heard([deque() for _ in options])

@@ -28,13 +28,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from minipaged.async_llm import Stream
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, ModelError, QueueFull, ShuttingDown
 from minipaged.serve.answers import DONE, Answer, Json, event
 from minipaged.serve.guards import KeyGuard, LengthGuard, Load, LoadGuard
 from minipaged.serve.live.routes import live_routes
 from minipaged.serve.protocol import FIELDS, SHAPES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from minipaged.serve.serving import Serving, TooLong, UnknownModel
+from minipaged.serve.serving import Stream, TooLong, UnknownModel, Words
 
 Result = TypeVar("Result")
 MOST_BODY_BYTES = 8 * 2**20
@@ -57,7 +56,7 @@ STATUS = {
 }
 
 
-def create_app(serving: Serving, *, key: str | None = None, cors_origins: Sequence[str] = ()) -> FastAPI:
+def create_app(serving: Words, *, key: str | None = None, cors_origins: Sequence[str] = ()) -> FastAPI:
     """The server's application. `key`: what clients have to send; `cors_origins`: pages elsewhere that may call it."""
     app = FastAPI(
         title="minipaged",
@@ -127,7 +126,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _generating(serving: Serving) -> APIRouter:
+def _generating(serving: Words) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, responses=ERRORS)
     pieces: Json = {"text/event-stream": {}}
     told: dict[int | str, dict[str, Any]] = {200: {"description": "In pieces with stream=true.", "content": pieces}}
@@ -165,7 +164,7 @@ def _names(request: Request, given: str | None, prefix: str) -> tuple[str, str]:
     return f"{prefix}-{name}", f"{prefix}-{name}-{own}"
 
 
-async def _respond(serving: Serving, answer: Answer | None, request: Request) -> Response:
+async def _respond(serving: Words, answer: Answer | None, request: Request) -> Response:
     """Have the engine do what the answer is about, and answer: whole, or in pieces as they come."""
     if answer is None:
         return Response(status_code=CLIENT_GONE)
@@ -258,7 +257,7 @@ def answered(data: Json | None, status: int = 200, headers: dict[str, str] | Non
 # --- Endpoints that tell --------------------------------------------------------------------------
 
 
-def _telling(serving: Serving, load: Load) -> APIRouter:
+def _telling(serving: Words, load: Load) -> APIRouter:
     router = APIRouter()
     started = int(time.time())
 
@@ -276,7 +275,7 @@ def _telling(serving: Serving, load: Load) -> APIRouter:
     @router.get("/health", summary="Whether the engine lives", response_class=Response, responses=dead)
     @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def health() -> Response:
-        serving.allm.check_open()
+        await serving.check_health()
         return Response()
 
     @router.get("/version", summary="Of minipaged")
@@ -286,7 +285,7 @@ def _telling(serving: Serving, load: Load) -> APIRouter:
     @router.get("/metrics", summary="For Prometheus, by vLLM's names", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         accept = request.headers.get("accept", "")
-        text, content_type = await asyncio.to_thread(serving.metrics.exposition, accept)
+        text, content_type = await serving.exposition(accept)
         return Response(text, headers={"Content-Type": content_type})
 
     @router.get("/load", summary="How many requests are being served")

@@ -75,11 +75,12 @@ class Metrics:
     counted only then, and its inter-token latencies never.
     """
 
-    def __init__(self, model_name: str, config: EngineConfig) -> None:
+    def __init__(self, model_name: str, config: EngineConfig, *, engine: str = "0") -> None:
+        """`engine`: the label by which several are told apart."""
         self.registry = CollectorRegistry()
         self._lock = Lock()
         self._config = config
-        self._labels = {"model_name": model_name, "engine": "0"}
+        self._labels = {"model_name": model_name, "engine": engine}
         self._open: dict[str, _Open] = {}
         self._stats = Stats(blocks_total=config.num_blocks)  # after the latest step
         self._num_running = self._num_waiting = self._num_prompt_tokens = 0

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from minipaged.async_llm import LONG_TEXT, AsyncLLM
+from minipaged.async_llm import LONG_TEXT, Asked, AsyncLLM
 from minipaged.errors import InvalidRequest, MinipagedError
+from minipaged.models.config import ModelConfig
 from minipaged.models.tokenizer import Tokenizer
+from minipaged.outputs import RequestOutput, RequestUpdate
+from minipaged.params import EngineConfig
 from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
 from minipaged.serve.live.watch import Watch
 from minipaged.serve.metrics import Metrics
@@ -24,6 +29,8 @@ from minipaged.serve.protocol import (
     TokenizeBody,
     check_messages,
 )
+
+Result = TypeVar("Result")
 
 
 class UnknownModel(MinipagedError):
@@ -41,24 +48,60 @@ class TooLong(InvalidRequest):
         self.param = param
 
 
-class Serving:
+class Stream(Protocol):
+    """What is new of some requests, as `async_llm.Stream` tells it."""
+
+    def __aiter__(self) -> AsyncIterator[RequestUpdate]: ...
+
+    async def outputs(self) -> list[RequestOutput]: ...
+
+    def close(self) -> None: ...
+
+
+class Model(Protocol):
+    """What is asked of a model that is served: `LLM` knows it all."""
+
+    folder: Path
+    config: EngineConfig
+    model_config: ModelConfig
+
+    def need_tokenizer(self) -> Tokenizer: ...
+
+
+class Engine(Protocol):
+    """Who does what requests ask for: an `AsyncLLM`, or several of them (`replicas/`)."""
+
+    @property
+    def llm(self) -> Model: ...
+
+    async def add(self, asked: Sequence[Asked], *, finals_only: bool = False) -> Stream: ...
+
+    async def tokenizing(self, num_characters: int, call: Callable[[], Result]) -> Result: ...
+
+
+class Words(ABC):
     """One model, under the names by which clients call it.
 
-    `trust_chat_templates`: whether a request may bring a chat template of its own, which is a program. `page`: whether
-    there is a page that shows what the engine does (it must not have done anything yet).
+    `trust_chat_templates`: whether a request may bring a chat template of its own, which is a program.
     """
 
-    def __init__(
-        self, allm: AsyncLLM, names: Sequence[str], *, trust_chat_templates: bool = False, page: bool = False
-    ) -> None:
+    watch: Watch | None = None
+    """What the page shows, if there is one."""
+
+    def __init__(self, allm: Engine, names: Sequence[str], *, trust_chat_templates: bool = False) -> None:
         self.allm = allm
         self.names = names
         self._trust_chat_templates = trust_chat_templates
         self._config = allm.llm.config
-        self.metrics = Metrics(names[0], self._config)
-        allm.observers.append(self.metrics)
-        self.watch = Watch.of(allm.llm.engine) if page else None
         self._text_of = lru_cache(self._config.vocab_size)(self._token_text)
+
+    @abstractmethod
+    async def check_health(self) -> None:
+        """Raise EngineDead or ShuttingDown where requests are not taken."""
+
+    @abstractmethod
+    async def exposition(self, accept: str) -> tuple[bytes, str]:
+        """The metrics, and their content type, for a scrape that accepts this."""
 
     @property
     def is_bound_by_pool(self) -> bool:
@@ -69,7 +112,7 @@ class Serving:
     def warm_up(self) -> None:
         """Write out a first conversation, which imports a library for that: the first client would wait for it."""
         with suppress(Exception):  # where it cannot be done, whoever asks for it is told
-            self.allm.llm.encode_chat([{"role": "user", "content": ""}])
+            self._tokenizer.encode_chat([{"role": "user", "content": ""}])
 
     async def completion(self, body: CompletionBody, answer_id: str, engine_id: str) -> CompletionAnswer:
         """What is to be answered, and asked of the engine. Raises InvalidRequest, UnknownModel."""
@@ -233,3 +276,26 @@ class Serving:
 
     def _token_text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+class Serving(Words):
+    """A model whose engine is in this process.
+
+    `page`: whether there is a page that shows what the engine does (it must not have done anything yet).
+    """
+
+    allm: AsyncLLM
+
+    def __init__(
+        self, allm: AsyncLLM, names: Sequence[str], *, trust_chat_templates: bool = False, page: bool = False
+    ) -> None:
+        super().__init__(allm, names, trust_chat_templates=trust_chat_templates)
+        self.metrics = Metrics(names[0], self._config)
+        allm.observers.append(self.metrics)
+        self.watch = Watch.of(allm.llm.engine) if page else None
+
+    async def check_health(self) -> None:
+        self.allm.check_open()
+
+    async def exposition(self, accept: str) -> tuple[bytes, str]:
+        return await asyncio.to_thread(self.metrics.exposition, accept)

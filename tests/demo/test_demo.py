@@ -211,6 +211,13 @@ def test_two_ranks_write_the_same_blocks_each_for_its_own_heads(played: dict[str
     assert plain[0] == plain[1]  # nobody is told of ranks
 
 
+def test_as_many_ranks_can_be_seen_as_are_asked_for(tiny_model: Path) -> None:
+    (outcome,) = run_demo(model=tiny_model, tier="reference", scene="tensor-parallel", tensor_parallel_size=4)
+    assert [pool.kv_heads for pool in outcome.rank_pools] == [(0,), (0,), (1,), (1,)]
+    assert outcome.runs[1].pool_bytes == 2 * outcome.runs[0].pool_bytes  # two ranks keep each KV head
+    assert outcome.holds
+
+
 def test_a_rank_that_copies_no_block_is_found_out(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardedLlama, "move", lambda self, moves: carry(self.stages[0][0].kv_cache, moves))
     (outcome,) = run_demo(model=tiny_model, scene="tensor-parallel")

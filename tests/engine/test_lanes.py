@@ -673,7 +673,7 @@ def test_a_model_gives_the_same_tokens_in_lanes(tiny_model: Path, tier: str, pre
         SamplingParams(temperature=1, seed=4, max_tokens=24, ignore_eos=True),
     ]
     told: list[dict[str, list[tuple[int, ...]]]] = []
-    for lanes in (1, 2, 3):
+    for lanes in (1, 2):  # as many stages as the model has layers
         config = EngineConfig(
             num_blocks=20,
             num_swap_blocks=40,
@@ -699,4 +699,3 @@ def test_a_model_gives_the_same_tokens_in_lanes(tiny_model: Path, tier: str, pre
         told.append({one.request_id: [each.token_ids for each in one.outputs] for one in outputs})
         assert preempted
     assert told[1] == told[0]
-    assert told[2] == told[0]

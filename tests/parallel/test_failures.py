@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -109,14 +110,14 @@ def test_one_that_hangs_is_given_up_and_named(llm: LLM) -> None:
     assert gone(pids)
 
 
-def test_closing_leaves_nothing(folder: Path) -> None:
-    before = set(Path("/dev/shm").iterdir()), set(Path("/tmp").glob("minipaged-workers-*"))
+def test_closing_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     llm = LLM(folder, tier="fast", device="cpu", dtype="float32", num_blocks=16, tensor_parallel_size=2)
     pids, connections = workers_of(llm).pids, len(psutil.Process().net_connections("unix"))
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].finished
     llm.close()
     assert gone(pids, within=0.1)
-    assert (set(Path("/dev/shm").iterdir()), set(Path("/tmp").glob("minipaged-workers-*"))) == before
+    assert not list(tmp_path.iterdir())
     assert len(psutil.Process().net_connections("unix")) < connections
     with pytest.raises(WorkerFailed, match="closed"):
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
@@ -131,23 +132,37 @@ llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=900, temperature=0, igno
 """
 
 
-def test_workers_go_when_their_driver_is_killed(folder: Path) -> None:
-    left = set(Path("/tmp").glob("minipaged-workers-*"))
-    with subprocess.Popen([sys.executable, "-c", DRIVER, str(folder)], stdout=subprocess.PIPE, text=True) as driver:
+def test_workers_go_when_their_driver_is_killed(folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DRIVER, str(folder)]
+    own_place = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own_place) as driver:
         assert driver.stdout
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(pids) == 2
+        assert list(tmp_path.glob("minipaged-workers-*"))
         driver.kill()
-        assert gone([pid for pid in pids if psutil.pid_exists(pid)])
-    assert set(Path("/tmp").glob("minipaged-workers-*")) == left
+        assert gone(pids)
+    assert not list(tmp_path.glob("minipaged-workers-*"))
 
 
 def test_what_cannot_start_is_told_at_once(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"tensor_parallel_size is 5, but the model has num_attention_heads = 4"):
         LLM(folder, tier="fast", device="cpu", tensor_parallel_size=5)
-    loaded = LLM(folder, tier="fast", device="cpu", num_blocks=16, tensor_parallel_size=2).loaded
-    with closing(loaded), pytest.raises(InvalidRequest, match="serve another LLM"):
-        LLM(loaded, num_blocks=8, tensor_parallel_size=2)
+
+
+def test_workers_serve_one_llm_after_another(folder: Path) -> None:
+    first = LLM(folder, tier="fast", device="cpu", dtype="float32", num_blocks=16, tensor_parallel_size=2)
+    with closing(first):
+        params = SamplingParams(max_tokens=6, temperature=0)
+        expected = first.generate([[1, 2, 3]], params)[0].outputs[0].token_ids
+        first.engine.add_request([1, 2, 3], LONG)
+        first.engine.step()
+        second = LLM(first.loaded, num_blocks=8)
+        assert second.generate([[1, 2, 3]], params)[0].outputs[0].token_ids == expected
+        with pytest.raises(InvalidRequest, match="its workers serve that one now"):
+            first.engine.step()
+        with pytest.raises(InvalidRequest, match="tensor_parallel_size is 3, but the model was loaded for 2"):
+            LLM(first.loaded, num_blocks=8, tensor_parallel_size=3)
 
 
 def test_a_checkpoint_that_no_rank_can_load_is_told_as_ever(folder: Path, tmp_path: Path) -> None:
@@ -164,11 +179,11 @@ def test_a_rank_without_memory_says_so(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("idle", [False, True])
-def test_a_server_whose_worker_dies_says_so_and_ends(folder: Path, idle: bool) -> None:
+def test_a_server_whose_worker_dies_says_so_and_ends(folder: Path, tmp_path: Path, idle: bool) -> None:
     options = ["--tier", "fast", "--device", "cpu", "--dtype", "float32", "--num-blocks", "128", "--port", "0"]
     command = [sys.executable, "-m", "minipaged", "serve", str(folder), "--tensor-parallel-size", "2", *options]
-    left = set(Path("/tmp").glob("minipaged-workers-*"))
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+    own_place = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=own_place) as program:
         assert program.stderr
         url = next(line.split("listening on ")[1].split()[0] for line in program.stderr if "listening on " in line)
         pids = [child.pid for child in psutil.Process(program.pid).children()]
@@ -197,4 +212,4 @@ def test_a_server_whose_worker_dies_says_so_and_ends(folder: Path, idle: bool) -
         assert program.wait(10) == 1
         assert "worker 1 of 2" in program.stderr.read()
     assert gone(pids)
-    assert set(Path("/tmp").glob("minipaged-workers-*")) == left
+    assert not list(tmp_path.glob("minipaged-workers-*"))

@@ -23,23 +23,22 @@ from tests.tiny_model import make_tiny_model
 BLOCK_SIZE = 4
 
 
-def random_model(folder: Path, seed: int) -> Path:
-    """Sizes that hardly ever divide."""
+def random_model(folder: Path, seed: int, **shape: int) -> Path:
+    """Sizes that hardly ever divide. `shape`: what is not left to chance."""
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 1), (4, 2), (6, 2), (6, 3), (9, 3), (9, 3), (5, 5)])
-    return make_tiny_model(
-        folder,
-        seed=seed,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=rng.choice([4, 8]),
-        hidden_size=heads * rng.choice([4, 6]),
-        intermediate_size=rng.choice([37, 50, 64]),
-        num_hidden_layers=rng.choice([1, 2, 3]),
-        tie_word_embeddings=rng.random() < 0.5,
-        attention_bias=rng.random() < 0.3,
-        mlp_bias=rng.random() < 0.3,
-    )
+    chosen = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": rng.choice([4, 8]),
+        "hidden_size": heads * rng.choice([4, 6]),
+        "intermediate_size": rng.choice([37, 50, 64]),
+        "num_hidden_layers": rng.choice([1, 2, 3]),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "attention_bias": rng.random() < 0.3,
+        "mlp_bias": rng.random() < 0.3,
+    }
+    return make_tiny_model(folder, seed=seed, **chosen | shape)
 
 
 def random_steps(seed: int, vocab_size: int) -> Iterator[StepInput]:
@@ -61,7 +60,7 @@ def random_steps(seed: int, vocab_size: int) -> Iterator[StepInput]:
 
 
 def logits_of(runner: Runner, seed: int, vocab_size: int) -> list[np.ndarray]:
-    return [runner.run(step).logits.float().numpy() for step in random_steps(seed, vocab_size)]
+    return [torch.as_tensor(runner.run(step).logits).float().numpy() for step in random_steps(seed, vocab_size)]
 
 
 def sizes(vocab_size: int, size: int) -> EngineConfig:

@@ -1,0 +1,105 @@
+"""One of several engines: an `AsyncLLM` in a process that Ray has started, and starts again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Metric
+from ray import serve
+
+from minipaged.async_llm import Asked, AsyncLLM
+from minipaged.errors import MinipagedError
+from minipaged.models.config import ModelConfig
+from minipaged.outputs import RequestUpdate
+from minipaged.params import EngineConfig
+from minipaged.replicas.routing import CacheNews
+from minipaged.serve.metrics import Metrics
+from minipaged.serve.server import LAST_WORDS_S, use_one_heap
+
+MOST_TOLD = 1 << 12
+"""Hashes of its cache that a replica publishes each time, those cached last: 32 KB."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the endpoint has to know of the engines, which are all alike."""
+
+    folder: Path
+    config: EngineConfig
+    model_config: ModelConfig
+    tier: str
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The first thing said of requests: this replica has them."""
+
+    replica: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Or it has not; nothing was begun."""
+
+    replica: str
+    error: MinipagedError
+
+
+class Replica:
+    """What Ray makes so many of. Its methods are called by the endpoint, and some by Ray."""
+
+    def __init__(self, model: str, name: str, max_waiting: int, engine: dict[str, Any]) -> None:
+        use_one_heap()
+        self.id = serve.get_replica_context().replica_id.unique_id
+        self.news = CacheNews()
+        self.allm = AsyncLLM(model, listeners=[self.news], max_waiting=max_waiting, **engine)
+        self.metrics = Metrics(name, self.allm.llm.config, engine=self.id)
+        self.allm.observers.append(self.metrics)
+        self.allm.on_death = self._engine_died
+
+    async def generate(
+        self, asked: Sequence[Asked], finals_only: bool, avoid: Sequence[str]
+    ) -> AsyncIterator[Taken | Refused | RequestUpdate | MinipagedError]:
+        """Whether the requests are taken, then what is new of them, and at the end the error, if the engine dies of
+        one. `avoid` is for the router. Whoever leaves early ends them."""
+        try:
+            stream = await self.allm.add(asked, finals_only=finals_only)
+        except MinipagedError as error:
+            yield Refused(self.id, error)
+            return
+        try:
+            yield Taken(self.id)
+            async for update in stream:
+                yield update
+        except MinipagedError as error:
+            yield error
+        finally:
+            stream.close()
+
+    async def facts(self) -> Facts:
+        """What all of them have in common."""
+        llm = self.allm.llm
+        return Facts(llm.folder, llm.config, llm.model_config, llm.loaded.tier.description)
+
+    async def alive(self) -> None:
+        """Raises EngineDead, ShuttingDown."""
+        self.allm.check_open()
+
+    async def collect(self) -> list[Metric]:
+        """Its metrics, labelled as this replica's."""
+        return self.metrics.collect()
+
+    # --- Called by Ray ----------------------------------------------------------------------------
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What is in its prefix cache: for the routers, to which Ray brings it."""
+        return {"cached": self.news.held(MOST_TOLD)}
+
+    def _engine_died(self, error: BaseException) -> None:
+        """All readers are told; let them hear it, and have Ray start another process."""
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)

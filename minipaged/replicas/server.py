@@ -1,0 +1,222 @@
+"""From the command line to several replicas: what `minipaged serve --replicas N` runs, until a signal ends it.
+
+Ray starts the processes, starts those again that die, and adds and ends some with the load. Where it is not told of a
+cluster (`ray_address`), it starts with this command and ends with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import LoggingConfig
+
+from minipaged.errors import ModelError
+from minipaged.llm import check_before_loading
+from minipaged.models import hub
+from minipaged.models.loading import load_config
+from minipaged.replicas.endpoint import Endpoint
+from minipaged.replicas.ray_router import RayRouter
+from minipaged.replicas.replica import Facts, Replica
+from minipaged.replicas.settings import ReplicaSettings
+from minipaged.serve.server import LAST_MOMENT_S, listen
+from minipaged.serve.settings import ServeSettings
+from minipaged.settings import Settings
+
+NAME = "minipaged"
+"""Of the application, to Ray."""
+NEWS_S = 1.0
+"""Seconds after which a replica tells again what it has cached."""
+NO_LIMIT = 1 << 20
+"""Requests that Ray may send one replica: its engine has a queue, and says when that is full. Ray's own 5 would leave
+a batch all but empty."""
+ATTEMPTS = 2
+"""To start a replica, before it is said what is wrong."""
+
+LAST_WORDS = re.compile(r"^[\w.]*(?:Error|Exception|errors\.\w+): (?!Traceback)(.+)$", re.MULTILINE)
+"""Of a traceback: what was wrong."""
+
+
+def application(
+    model: str, settings: ServeSettings, replicas: ReplicaSettings, *, cpus: float, gpus: float, **engine: Any
+) -> serve.Application:
+    """What Ray is to run: replicas of an engine, and the endpoint before them. `cpus`, `gpus`: of each replica."""
+    names, asked = settings.served_model_name or (model,), Settings(**engine)
+    common = {
+        "max_ongoing_requests": NO_LIMIT,
+        "graceful_shutdown_timeout_s": settings.shutdown_timeout + LAST_MOMENT_S,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "health_check_period_s": 1.0,
+        "max_constructor_retry_count": ATTEMPTS,
+        "logging_config": LoggingConfig(log_level=_log_level(settings), enable_access_log=False),
+    }
+    router = RequestRouterConfig(
+        request_router_class=RayRouter,
+        request_router_kwargs={
+            "routing": replicas.routing,
+            "block_size": asked.block_size,
+        },
+        request_routing_stats_period_s=NEWS_S,
+    )
+    scaled: dict[str, Any] = {"num_replicas": replicas.replicas}
+    if replicas.max_replicas is not None:
+        scaled = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=replicas.replicas,
+                max_replicas=replicas.max_replicas,
+                target_ongoing_requests=asked.max_num_seqs,
+                upscale_delay_s=10.0,
+                downscale_delay_s=300.0,
+            )
+        }
+    engines = serve.deployment(
+        Replica,
+        name="replica",
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        request_router_config=router,
+        **scaled,
+        **common,
+    ).bind(model, names[0], settings.max_waiting, engine)
+    endpoint = serve.deployment(Endpoint, name="endpoint", ray_actor_options={"num_cpus": 0}, **common)
+    return endpoint.bind(engines, names, settings)
+
+
+def from_arguments(arguments: Mapping[str, Any]) -> serve.Application:
+    """The same from the `args` of a Serve config file, as a RayService of KubeRay has one: the options of
+    `minipaged serve` by name, with `_` for `-`."""
+    given = dict(arguments)
+    model = str(given.pop("model", "smollm2-135m-instruct"))
+    own = {name: given.pop(name) for name in list(given) if name in ReplicaSettings.__dataclass_fields__}
+    of_server = {name: given.pop(name) for name in list(given) if name in ServeSettings.__dataclass_fields__}
+    check_before_loading(**given)
+    replicas = ReplicaSettings(**({"replicas": 1} | own))
+    cpus, gpus = replicas.cpus_per_replica or 1, replicas.gpus_per_replica or 0
+    return application(model, ServeSettings(**of_server), replicas, cpus=cpus, gpus=gpus, **given)
+
+
+def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSettings, **engine: Any) -> int:
+    """Serve a model by several replicas until a signal comes; returns the exit status.
+
+    Raises InvalidRequest for an address that cannot be had and for settings that suit no model, before anything is
+    started, and ModelError where no replica can be.
+    """
+    check_before_loading(**engine)
+    load_config(hub.resolve(model))  # fetched once, and not by each of them
+    with listen(settings.host, settings.port) as listening:  # Ray would try for ever
+        port = listening.getsockname()[1]
+    cores = os.cpu_count() or 1
+    print(f"starting Ray and {replicas.replicas} x {model} ...", file=sys.stderr, flush=True)
+    # What Ray has to say of processes that die, it says on stdout.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return _run(model, settings, replicas, port, cores, **engine)
+
+
+def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: int, cores: int, **engine: Any) -> int:
+    _start_ray(replicas, max(cores, replicas.most))
+    signals = Signals()
+    try:
+        gpus, cpus = replicas.gpus_per_replica, replicas.cpus_per_replica
+        if gpus is None:
+            on_cpu = engine.get("device") == "cpu" or engine.get("tier") == "reference"
+            gpus = 1 if not on_cpu and ray.cluster_resources().get("GPU") else 0
+        if cpus is None:
+            cpus = 1 if replicas.ray_address else max(1, cores // replicas.most)
+        serve.start(
+            proxy_location=ProxyLocation.EveryNode if replicas.ray_address else ProxyLocation.HeadOnly,
+            http_options=HTTPOptions(host=settings.host, port=port, keep_alive_timeout_s=5),
+            logging_config=LoggingConfig(log_level=_log_level(settings), enable_access_log=False),
+        )
+        built = application(model, settings, replicas, cpus=cpus, gpus=gpus, **engine)
+        try:
+            endpoint = serve.run(built, name=NAME, route_prefix="/", blocking=False)
+        except RuntimeError as error:
+            raise ModelError(f"no replica could be started: {_reason(error)}") from None
+        _introduce(endpoint.facts.remote().result(), settings, replicas, port)
+        signals.started = True
+        signals.come.wait()
+        with contextlib.suppress(RayError, RayServeException):  # the endpoint has died: nothing goes on
+            _end(endpoint, settings)
+    finally:
+        with contextlib.suppress(Exception):
+            if replicas.ray_address:
+                serve.delete(NAME)
+            else:
+                serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+class Signals:
+    """SIGTERM and Ctrl-C: the first is noted, a second ends the process at once, as any does before it has `started`.
+    Ray's processes end with it."""
+
+    def __init__(self) -> None:
+        self.come = threading.Event()
+        self.started = False
+        for one in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(one, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        if self.come.is_set() or not self.started:
+            os._exit(128 + number)
+        self.come.set()
+
+
+def _start_ray(replicas: ReplicaSettings, num_cpus: int) -> None:
+    """Ray, silent: what it has to say is in its own logs, under /tmp/ray."""
+    quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    # A replica that takes no GPU sees them all the same: several may share one. (Else Ray says that this will change.)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if replicas.ray_address:
+        ray.init(address=replicas.ray_address, namespace=NAME, **quiet)
+    else:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAME, **quiet)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+
+
+def _end(endpoint: Any, settings: ServeSettings) -> None:
+    num_open = endpoint.num_open.remote().result()
+    if num_open:
+        print(
+            f"{num_open} request{'s have' if num_open > 1 else ' has'} {settings.shutdown_timeout:g} s to finish; "
+            "a second signal ends it at once",
+            file=sys.stderr,
+        )
+    endpoint.end.remote(settings.shutdown_timeout).result()
+
+
+def _introduce(facts: Facts, settings: ServeSettings, replicas: ReplicaSettings, port: int) -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    up_to = f" to {replicas.max_replicas}" if replicas.max_replicas else ""
+    lines = [
+        f"{replicas.replicas}{up_to} replicas of {facts.folder.name} on the {facts.tier}, by {replicas.routing}",
+        f"each: {facts.config.num_blocks} blocks of {facts.config.block_size} tokens; at most "
+        f"{facts.config.max_model_len} tokens a sequence",
+        f"listening on http://{host}:{port} (OpenAI's API is at /v1)",
+    ]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _reason(error: Exception) -> str:
+    """What a replica said last, in Ray's account of it."""
+    applications = serve.status().applications
+    deployments = applications[NAME].deployments.values() if NAME in applications else ()
+    told = [words for each in deployments for words in LAST_WORDS.findall(each.message)]
+    return told[-1] if told else str(error)
+
+
+def _log_level(settings: ServeSettings) -> str:
+    return {"trace": "DEBUG"}.get(settings.log_level, settings.log_level.upper())

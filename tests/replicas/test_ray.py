@@ -1,0 +1,278 @@
+"""Several engines behind one endpoint, by the command line: what Ray starts, kills and ends. All of these are thorough,
+for which `make test-all` installs Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from minipaged.llm import LLM
+from minipaged.params import SamplingParams
+from tests.effort import thorough
+from tests.tiny_model import make_tiny_model
+
+pytestmark = thorough
+PATIENCE_S = 120
+OPTIONS = ("--tier", "reference", "--num-blocks", "64", "--num-swap-blocks", "0", "--shutdown-timeout", "20")
+"""The reference tier: its steps are slow enough that something goes on when a replica is killed."""
+
+
+@dataclass
+class Running:
+    """`minipaged serve --replicas 2`."""
+
+    url: str
+    process: subprocess.Popen[str]
+    said: Path
+
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post(self.url + "/v1/completions", json=body, timeout=PATIENCE_S)
+
+    def processes(self) -> list[psutil.Process]:
+        """The command's, and all that it has started, itself or by others."""
+        own = psutil.Process(self.process.pid)
+        return [own, *own.children(recursive=True)]
+
+    def replicas(self) -> list[psutil.Process]:
+        return [one for one in self.processes() if _title(one) == "ray::ServeReplica:minipaged:replica"]
+
+    def count(self, name: str, **labels: str) -> float:
+        """The sum of a metric over the replicas."""
+        lines = httpx.get(self.url + "/metrics", timeout=PATIENCE_S).text.splitlines()
+        wanted = [line for line in lines if line.startswith(name + "{")]
+        has = [line for line in wanted if all(f'{label}="{value}"' in line for label, value in labels.items())]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in has)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return (process.cmdline() or [""])[0]
+    except psutil.Error:
+        return ""
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(true: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end, f"{what} has not come to be in {PATIENCE_S} s"
+        time.sleep(0.1)
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(url + "/health", timeout=10).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("replicas") / "tiny")
+
+
+def start(model: Path, folder: Path, *options: str) -> Running:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "minipaged", "serve", str(model), "--replicas", "2", "--port", str(port)]
+    said = folder / "said"
+    with said.open("w") as out:
+        process = subprocess.Popen([*command, *OPTIONS, *options], stdout=out, stderr=out, text=True)
+    running = Running(f"http://127.0.0.1:{port}", process, said)
+    wait_until(lambda: process.poll() is not None or is_healthy(running.url), "the endpoint")
+    assert process.poll() is None, said.read_text()
+    wait_until(lambda: "listening" in said.read_text(), "its first words")
+    return running
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    segments = set(os.listdir("/dev/shm"))
+    running = start(model, tmp_path_factory.mktemp("running"))
+    yield running
+    processes = running.processes()
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(PATIENCE_S) == 0, running.said.read_text()
+    check_nothing_is_left(running, processes, segments)
+
+
+def check_nothing_is_left(running: Running, processes: list[psutil.Process], segments: set[str]) -> None:
+    """No process, no port, no shared memory."""
+    assert len(processes) > 5
+    wait_until(lambda: not any(_lives(one) for one in processes), "the end of all processes")
+    wait_until(lambda: set(os.listdir("/dev/shm")) <= segments, "the end of shared memory")  # others may use it, too
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", int(running.url.rpartition(":")[2])))
+
+
+def test_replicas_say_what_one_engine_says(running: Running, model: Path) -> None:
+    prompts = [f"{n} and then" for n in range(8)]
+    llm = LLM(model, tier="reference", num_blocks=64, num_swap_blocks=0)
+    right = [one.outputs[0] for one in llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0))]
+    assert llm.tokenizer is not None
+    with ThreadPoolExecutor(8) as pool:
+        bodies = [{"prompt": one, "max_tokens": 12, "temperature": 0, "return_token_ids": True} for one in prompts]
+        answers = [one.json() for one in pool.map(lambda body: running.post(**body), bodies)]
+        streamed = list(pool.map(lambda body: read_stream(running, body), bodies))
+    assert [tuple(one["choices"][0]["token_ids"]) for one in answers] == [one.token_ids for one in right]
+    assert [one["choices"][0]["text"] for one in answers] == [one.text for one in right]
+    assert [text for text, _ in streamed] == [one.text for one in right]
+    assert {error for _, error in streamed} == {None}
+    both = httpx.post(running.url + "/v1/completions", json=bodies[0] | {"prompt": prompts[:2]}, timeout=PATIENCE_S)
+    assert [one["text"] for one in both.json()["choices"]] == [one.text for one in right[:2]]
+    # Both replicas have worked, each under a name of its own.
+    text = httpx.get(running.url + "/metrics", timeout=PATIENCE_S).text
+    told = re.findall(r'^vllm:generation_tokens_total\{engine="(\w+)".*\} (.*)$', text, re.MULTILINE)
+    assert len(dict(told)) == 2
+    assert all(float(number) > 0 for _, number in told)
+    assert text.count("# TYPE vllm:generation_tokens_total ") == 1
+
+
+def read_stream(running: Running, body: dict[str, Any]) -> tuple[str, str | None]:
+    """What a stream says, and the error that it ends with, if it does. Raises for one that is cut off."""
+    text, error, line = "", None, ""
+    url = running.url + "/v1/completions"
+    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=PATIENCE_S) as answer:
+        if answer.status_code != 200:
+            return "", json.loads(answer.read())["error"]["message"]
+        for line in filter(None, answer.iter_lines()):
+            event = {} if line == "data: [DONE]" else json.loads(line.removeprefix("data: "))
+            error = event["error"]["message"] if "error" in event else error
+            text += "".join(choice["text"] for choice in event.get("choices", ()))
+    assert line == "data: [DONE]"
+    return text, error
+
+
+def test_errors_are_those_of_one_engine(running: Running) -> None:
+    refused = running.post(prompt="", max_tokens=1)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "prompt"
+    unknown = running.post(prompt="x", model="no-such")
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "NotFoundError")
+    assert httpx.get(running.url + "/", timeout=PATIENCE_S).status_code == 404  # no page
+    twice = running.post(prompt="x", max_tokens=1, request_id="mine")
+    assert twice.json()["id"] == "cmpl-mine"
+
+
+def test_who_hangs_up_ends_the_request(running: Running) -> None:
+    aborted = running.count("vllm:request_success_total", finished_reason="abort")
+    body = {"prompt": "for ever", "max_tokens": 900, "ignore_eos": True}
+    with httpx.stream("POST", running.url + "/v1/completions", json=body | {"stream": True}, timeout=60) as answer:
+        lines = answer.iter_lines()  # kept: the connection is closed when it goes
+        assert next(lines)
+        assert running.count("vllm:num_requests_running") == 1
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(running.url + "/v1/completions", json=body, timeout=0.5)
+    wait_until(lambda: running.count("vllm:request_success_total", finished_reason="abort") == aborted + 2, "both ends")
+    assert running.count("minipaged:blocks", state="held") == 0
+    assert httpx.get(running.url + "/load", timeout=PATIENCE_S).json() == {"server_load": 0}
+
+
+def test_a_prompt_goes_where_its_beginning_was_computed(running: Running) -> None:
+    beginning = "All of these begin in the same way, and at some length, so that it is worth while. "
+    hits = running.count("vllm:prefix_cache_hits_total")
+    for number in range(6):
+        assert running.post(prompt=f"{beginning}{number}", max_tokens=1).status_code == 200
+    found = running.count("vllm:prefix_cache_hits_total") - hits
+    assert found == 5 * (len(beginning) // 16 * 16)  # a token a byte: all but the first find it
+
+
+def test_when_a_replica_is_killed_every_request_is_right_or_told(running: Running, model: Path) -> None:
+    llm = LLM(model, tier="reference", num_blocks=64, num_swap_blocks=0)
+    prompts = [f"{n} of them" for n in range(20)]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    right = [one.outputs[0].text for one in llm.generate(prompts, params)]
+    victim, others = running.replicas()
+    came = Counter[str]()
+
+    def ask(number: int) -> None:
+        if number == 200:
+            victim.kill()
+        body = {"prompt": prompts[number % 20], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        if number % 2:
+            text, error = read_stream(running, body)
+            expected = right[number % 20]
+            came["told" if error else "right" if text == expected else "wrong"] += 1
+            assert not error or ("has died" in error and expected.startswith(text))
+            return
+        answer = running.post(**body)
+        if answer.status_code == 200:
+            came["right" if answer.json()["choices"][0]["text"] == right[number % 20] else "wrong"] += 1
+        else:
+            assert answer.status_code == 503
+            assert "has died" in answer.json()["error"]["message"]
+            assert answer.headers["retry-after"] == "1"
+            came["told"] += 1
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(500)))
+    assert came["right"] + came["told"] == 500, came
+    assert came["told"] <= 16  # those that it had
+    wait_until(lambda: len(running.replicas()) == 2, "another replica")
+    assert others.is_running()
+    assert victim.pid not in [one.pid for one in running.replicas()]
+    assert is_healthy(running.url)
+    said = running.said.read_text().splitlines()
+    assert len(said) == 4, said  # Ray's own words are not here
+
+
+def test_a_first_signal_lets_requests_finish_and_nothing_is_left(model: Path, tmp_path: Path) -> None:
+    segments = set(os.listdir("/dev/shm"))
+    running = start(model, tmp_path)
+    body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", running.url + "/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        processes = running.processes()
+        running.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "1 request has 20 s to finish" in running.said.read_text(), "what it says of that")
+        refused = running.post(prompt="y", max_tokens=1)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        said = [line for line in lines if line]
+    assert said[-1] == "data: [DONE]"
+    assert json.loads(said[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert running.process.wait(PATIENCE_S) == 0, running.said.read_text()
+    check_nothing_is_left(running, processes, segments)
+
+
+def test_where_the_command_is_killed_nothing_is_left(model: Path, tmp_path: Path) -> None:
+    segments = set(os.listdir("/dev/shm"))
+    running = start(model, tmp_path)
+    processes = running.processes()
+    running.process.kill()
+    running.process.wait()
+    check_nothing_is_left(running, processes, segments)
+
+
+def test_why_no_replica_starts_is_said_in_a_line(model: Path) -> None:
+    command = [sys.executable, "-m", "minipaged", "serve", str(model), "--replicas", "2", "--port", "0", *OPTIONS]
+    done = subprocess.run([*command, "--max-model-len", "5000"], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1
+    assert not done.stdout
+    first, error = done.stderr.splitlines()
+    assert first.startswith("starting Ray")
+    assert error.startswith("error: no replica could be started: max_model_len is 5000; this model was made for")

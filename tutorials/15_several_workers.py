@@ -368,14 +368,14 @@ Cells(rows, {"idle": "empty", "lane 0": "lines", "lane 1": "dots"})
 # The steps are those of a real engine, and the numbers are theirs. With one lane half of the time is lost. With as many
 # lanes as stages nothing is, but for the beginning and the end: while stage 1 works on lane 0's step, stage 0 has lane
 # 1's. A lane is no more than this: a request stays in the one that it was given, and each has its own rows, and its own
-# "what has changed". Blocks and queues are common ([`engine/lanes.py`](../minipaged/engine/lanes.py),
-# [`engine/pipeline.py`](../minipaged/engine/pipeline.py)).
+# "what has changed". Blocks and queues are common ([engine/lanes.py](../minipaged/engine/lanes.py),
+# [engine/pipeline.py](../minipaged/engine/pipeline.py)).
 #
 # ## Exercise
 #
 # How much do two ranks, and two stages, have to send each other? Count the numbers that one of them gives away in a
 # step of one token of SmolLM2: as rank 0 of two, and as stage 0 of two. Then check how many sums there are with a
-# counting `total` in [`reference/sharded.py`](../minipaged/reference/sharded.py). Which of the two ways would you
+# counting `total` in [reference/sharded.py](../minipaged/reference/sharded.py). Which of the two ways would you
 # choose between machines, and which within one?
 
 # %% tags=["solution"]

@@ -112,7 +112,7 @@ HOUSE = {
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
     ),
     "demo": Room(
-        "contracts engine errors events outputs params replay settings traces",
+        "contracts engine errors events models.shards outputs params replay settings traces",
         "rich",
         late={"a run is shown again, or simulated, without a model": "llm"},
     ),

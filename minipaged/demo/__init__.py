@@ -1,6 +1,6 @@
 """The demo: a live memory map of paging on a real model. `minipaged demo`, or `python -m minipaged.demo`.
 
-scenes.py     what is shown: six scenes, one idea of the paper each, and one for the user's own prompts
+scenes.py     what is shown: six scenes, one idea of the paper each, one of two ranks, and one for one's own prompts
 stage.py      one loaded model, an engine for each run, requests that arrive step by step
 ticker.py     a run in plain lines
 view.py       a state, drawn

@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -162,15 +162,17 @@ class Player:
         run: str = "",
         questions: Mapping[str, str] | None = None,
         paced: bool = True,
+        ranks: Sequence[str] = (),
     ) -> None:
         """Show a run to its end. `advance` makes the engine do one more step (False: there is nothing left to do).
 
-        `paced`: stay where something happens; otherwise run as fast as the engine does. Raises NextScene and Quit.
+        `paced`: stay where something happens; otherwise run as fast as the engine does. `ranks`: see `Caption`. Raises
+        NextScene and Quit.
         """
         self._timeline, self._advance = timeline, advance
         self._notes, self._told, self._here = [], Counter(), None
         self.view.questions = {} if questions is None else questions  # may be filled as the run goes on
-        self.caption = replace(self.caption, run=run, measured=())
+        self.caption = replace(self.caption, run=run, measured=(), ranks=tuple(ranks))
         self._due = self._screen.now()
         while timeline.at_end and self._run_engine():
             pass  # until there is something to show

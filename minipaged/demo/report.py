@@ -9,10 +9,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from minipaged.demo.measures import Measures
-from minipaged.demo.scenes import Outcome, Scene, TableRow, Text
+from minipaged.demo.scenes import Outcome, RankPool, Scene, TableRow, Text
 from minipaged.demo.stage import Stage
 from minipaged.demo.ticker import printable
 from minipaged.replay.state import State
+from minipaged.replay.teller import blocks_only
 
 WIDTH = 80
 INDENT = "  "
@@ -51,7 +52,7 @@ def outcome_lines(outcome: Outcome) -> list[str]:
     """Printed after a scene was played."""
     lines = [*_text_lines(outcome.texts), ""]
     lines += [wrapped for line in outcome.story for wrapped in _wrap(line, hang=10)]
-    lines += [*_table_lines(outcome.block_table), ""]
+    lines += [*_table_lines(outcome.block_table), *_pool_lines(outcome.rank_pools), ""]
     fullest = max(outcome.runs, key=lambda run: run.peak_blocks_used / run.num_blocks)
     lines += [*_memory_lines(fullest, named=len(outcome.runs) > 1), "", *_count_lines(outcome.runs)]
     if outcome.findings:
@@ -81,6 +82,17 @@ def _table_lines(rows: Sequence[TableRow], most_rows: int = 8) -> Iterator[str]:
         yield line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
     if len(rows) > most_rows:
         yield f"{INDENT}{'':10}... and {len(rows) - most_rows} more"
+
+
+def _pool_lines(pools: Sequence[RankPool]) -> Iterator[str]:
+    """What each rank has kept, under one block table."""
+    if not pools:
+        return
+    yield f"{INDENT}{'':<8}{'KV heads':>10}{'bytes a block':>16}   blocks written"
+    for pool in pools:
+        rank, heads = f"rank {pool.rank}", blocks_only(pool.kv_heads)
+        line = f"{INDENT}{rank:<8}{heads:>10}{pool.block_bytes:>16,}   {blocks_only(pool.blocks_written)}"
+        yield line if len(line) <= WIDTH else line[: WIDTH - 4] + " ..."
 
 
 def _one_line(text: str) -> str:

@@ -7,16 +7,19 @@ that it is always a little too small. Prefix caching is off except in the scene 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minipaged.demo.measures import Measures
 from minipaged.demo.stage import Arrival, Run, Stage
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
+from minipaged.models.shards import Shard, shard_of
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, PreemptionMode, SamplingParams
 from minipaged.replay.state import LiveSequence
+from minipaged.replay.teller import blocks_only
 
 FOUR_SCORE = "Four score and seven years ago our"
 """The prompt of the paper's Fig. 6 and Fig. 8: seven tokens for this model as well."""
@@ -70,6 +73,18 @@ class TableRow:
 
 
 @dataclass(frozen=True, slots=True)
+class RankPool:
+    """The pool of one rank of a model in parts, as a run has left it."""
+
+    rank: int
+    kv_heads: tuple[int, ...]
+    """Whose keys and values it keeps."""
+    block_bytes: int
+    blocks_written: tuple[int, ...]
+    """Those in which there is anything."""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """All that a scene has to show."""
 
@@ -84,6 +99,8 @@ class Outcome:
     """Of each run."""
     block_table: tuple[TableRow, ...] = ()
     """Of the first sequence, as it was at its end; only where the scene is about it."""
+    rank_pools: tuple[RankPool, ...] = ()
+    """Only where the model was in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +330,76 @@ def first_difference(expected: RequestOutput, actual: RequestOutput) -> int | No
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+# --- Several ranks --------------------------------------------------------------------------------
+
+
+def tensor_parallel(stage: Stage) -> Outcome:
+    """The same requests on one rank, then on two, or as many as are asked for: a pool each, and one block table
+    (section 4.6)."""
+    num_tokens = stage.tokens(24)
+    lighthouse = "Write the first sentence of a story about a lighthouse."
+    samples = SamplingParams(n=2, temperature=0.8, top_p=0.9, seed=stage.seed, max_tokens=num_tokens)
+    arrivals = [stage.ask(lighthouse, samples)]
+    arrivals += [stage.ask(QUESTIONS[4], SamplingParams(temperature=0, max_tokens=num_tokens), step=4)]
+    size = stage.block_size_or(8)
+    single = stage.in_one_process(1)
+    parted = single.in_one_process(max(2, stage.tensor_parallel_size))
+
+    def play(name: str, on: Stage, ranks: Sequence[str] = ()) -> Run:
+        return on.run(
+            name,
+            arrivals,
+            {"join": 2, "fork": 1, "copy": 1, "grow": 2, "leave": 2},
+            block_size=size,
+            num_blocks=stage.blocks_of(1024, size),
+            shown_as=name,
+            paced=bool(ranks),
+            ranks=ranks,
+            num_swap_blocks=0,
+            enable_prefix_caching=False,
+        )
+
+    shards = [
+        shard_of(stage.model.config, rank, parted.tensor_parallel_size) for rank in range(parted.tensor_parallel_size)
+    ]
+    one = play("1 rank", single)
+    several = play(f"{len(shards)} ranks", parted, [f"rank {shard.rank}: {heads_of(shard)}" for shard in shards])
+    whole = pool_of(shard_of(stage.model.config, 0, 1), one.runner)
+    pools = tuple(map(pool_of, shards, several.runner.stages[0]))  # type: ignore[attr-defined]
+    in_tables = tuple(sorted({*several.state.device.holders, *several.state.device.last_request}))
+    same_blocks = all(pool.blocks_written == in_tables for pool in (whole, *pools))
+    alone, together = ([each.token_ids for output in run.outputs for each in output.outputs] for run in (one, several))
+    counts = " and ".join(str(len(pool.blocks_written)) for pool in pools)
+    sizes = " + ".join(f"{pool.block_bytes:,}" for pool in pools)
+    verdict = "the same" if alone == together else "DIFFERENT"
+    findings = [
+        f"The block tables named {len(in_tables)} blocks; {counts} were written on the ranks, "
+        + ("the very same ones, as on a single rank." if same_blocks else "DIFFERENT ones."),
+        f"A block takes {sizes} bytes on the ranks, each for its KV heads; on a single one {whole.block_bytes:,}.",
+        f"{sum(map(len, together))} tokens on {len(shards)} ranks: {verdict} as on one.",
+    ]
+    runs = (one, several)
+    texts, measures, events = (
+        texts_of(arrivals, several.outputs),
+        [run.measures for run in runs],
+        tuple(run.events for run in runs),
+    )
+    holds = same_blocks and alone == together
+    return Outcome(texts, several.story, measures, findings, holds, events, rank_pools=pools)
+
+
+def heads_of(shard: Shard) -> str:
+    """Whose keys and values a rank keeps."""
+    return f"KV head{'s' * (len(shard.kv_heads) > 1)} {blocks_only(shard.kv_heads)}"
+
+
+def pool_of(shard: Shard, rank: Any) -> RankPool:
+    """What is in the cache of one rank, a Llama of the reference tier."""
+    cache = rank.kv_cache
+    written = tuple(block for block in range(cache.num_blocks) if cache.device_blocks[block].tobytes().strip(b"\0"))
+    return RankPool(shard.rank, tuple(shard.kv_heads), cache.block_bytes, written)
+
+
 # --- The user's own prompts ------------------------------------------------------------------------
 
 
@@ -424,6 +511,14 @@ SCENES = (
     ),
 )
 
+TENSOR_PARALLEL = Scene(
+    "tensor-parallel",
+    "Several ranks, one block table",
+    "Watch the pools of the ranks, each with its own KV heads: a block has the same number in all of them (section "
+    "4.6). The ranks are in this process (reference tier).",
+    tensor_parallel,
+)
+"""Not one of all: a large model would be loaded a second time, into NumPy."""
 YOURS = Scene(
     "yours",
     "Your prompts",

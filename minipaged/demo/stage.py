@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from minipaged.contracts import BlockAllocator
+from minipaged.contracts import BlockAllocator, Runner
 from minipaged.demo.measures import Measures, measure
 from minipaged.demo.player import Player
 from minipaged.demo.ticker import story
@@ -57,6 +57,8 @@ class Run:
     state: State
     """After the last event."""
     measures: Measures
+    runner: Runner
+    """With its KV cache, as the run has left it."""
 
 
 class Serving:
@@ -124,7 +126,7 @@ class Stage:
     @property
     def bytes_per_token(self) -> int:
         """That its keys and values take."""
-        return self.model.block_bytes(1, self.kv_cache_dtype)
+        return self.model.block_bytes(1, self.kv_cache_dtype, self.tensor_parallel_size)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -142,12 +144,14 @@ class Stage:
         num_blocks: int,
         shown_as: str = "",
         paced: bool = True,
+        ranks: Sequence[str] = (),
         **options: Any,
     ) -> Run:
         """Serve the arrivals (in order of their steps) with an engine of these sizes. `options`: those of LLM.
 
         `topics`: what to tell of it in lines, and how often at most. `shown_as`: its name
-        on the screen, where a scene has several. `paced`: whether it is to be watched slowly.
+        on the screen, where a scene has several. `paced`: whether it is to be watched slowly. `ranks`: a pool is drawn
+        for each of these.
         """
         from minipaged.llm import LLM
 
@@ -166,17 +170,28 @@ class Stage:
         )
         serving = Serving(llm.engine, arrivals, self.max_steps)
         if self.player:
-            self.player.play(timeline, serving.advance, run=shown_as, questions=serving.questions, paced=paced)
+            self.player.play(
+                timeline, serving.advance, run=shown_as, questions=serving.questions, paced=paced, ranks=ranks
+            )
         while serving.advance():
             pass
         timeline.seek(len(timeline))
         state = timeline.state
         measures = measure(name, llm.stats(), self.bytes_per_token, state.most_sequences, serving.seconds)
-        return Run(serving.outputs, story(events, topics), events, state, measures)
+        return Run(serving.outputs, story(events, topics), events, state, measures, llm.engine.runner)
 
     def played_by(self, player: Player | None) -> Stage:
         """The same stage, watched by that player."""
         return replace(self, player=player)
+
+    def in_one_process(self, tensor_parallel_size: int) -> Stage:
+        """The same stage with so many ranks on the reference tier: all in one process, where they can be looked at."""
+        from minipaged.llm import LoadedModel
+
+        model = self.model
+        if model.tier.name != "reference":
+            model = LoadedModel.load(model.folder, "reference", dtype="float32")
+        return replace(self, model=model, tensor_parallel_size=tensor_parallel_size)
 
     def warm_up(self) -> None:
         """Compile whatever the tier compiles, which may take a while and be told on stderr."""

@@ -68,6 +68,8 @@ class Caption:
     """Which run of the scene it is."""
     measured: tuple[str, ...] = ()
     """In place of the ticker, when the scene is over."""
+    ranks: tuple[str, ...] = ()
+    """What each keeps of every block, where a model is in parts: the pool is drawn for each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,11 @@ class View:
         news = self._news(caption, notes, width, 6 if roomy else 3)
         room = height - len(head) - len(low) - len(news) - len(keys) - 2 * roomy
         touched = notes[-1].sentence if notes else None
-        memory = self._memory(state, width, max(3, min(room - 4, round(room * 0.5))), touched)
+        rows = max(3, min(room - 4, round(room * 0.5)))
+        if caption.ranks:
+            memory = self._pools(state, width, rows, touched, caption.ranks)
+        else:
+            memory = self._memory(state, width, rows, touched)
         tables = self._tables(state, width, room - len(memory))
         blank: list[Line] = [[]] if roomy else []
         tables += [[] for _ in range(room - len(memory) - len(tables))]
@@ -191,13 +197,21 @@ class View:
             beside, _ = self._grid(state, host, host_width, len(tiles), now[1])
             right = [_rule(f"host: {len(host.holders)} of {host.num_blocks} held", host_width), *beside]
             right += [[] for _ in range(len(lines) - len(right))]
-            divider = Segment(" │ ", DIM)
-            lines = [
-                [*Segment.adjust_line_length(a, grid_width), divider, *b] for a, b in zip(lines, right, strict=True)
-            ]
+            lines = _beside([lines, right], grid_width)
         if legend_rows:
             lines.append([Segment(f" {legend}", DIM)])
         return lines
+
+    def _pools(self, state: State, width: int, rows: int, touched: Sentence | None, ranks: Sequence[str]) -> list[Line]:
+        """The same blocks on each rank, side by side: all follow one block table."""
+        pool = state.device
+        each = max(1, (width - 3 * (len(ranks) - 1)) // len(ranks))
+        legend_rows = 1 if rows > 4 else 0
+        now = set(touched.blocks) if touched else set()
+        tiles, legend = self._grid(state, pool, each, rows - 1 - legend_rows, now)
+        counts = f"{len(pool.holders)} of {pool.num_blocks}"
+        lines = _beside([[_rule(f"{rank}: {counts}", each), *tiles] for rank in ranks], each)
+        return [*lines, [Segment(f" {legend}", DIM)]] if legend_rows else lines
 
     def _grid(self, state: State, pool: Pool, width: int, rows: int, touched: set[int]) -> tuple[list[Line], str]:
         """The blocks of one pool in at most so many rows, and what the signs mean."""
@@ -518,6 +532,16 @@ def _rule(title: str, width: int) -> Line:
         Segment(title[: width - 4], BOLD),
         Segment(" " + "─" * max(0, width - 4 - len(title)), DIM),
     ]
+
+
+def _beside(columns: Sequence[list[Line]], width: int) -> list[Line]:
+    """Columns of equally many lines, each but the last so wide."""
+    divider = Segment(" │ ", DIM)
+    *others, last = columns
+    lines = last
+    for column in reversed(others):
+        lines = [[*Segment.adjust_line_length(a, width), divider, *b] for a, b in zip(column, lines, strict=True)]
+    return lines
 
 
 def _watch(caption: Caption, width: int, rows: int) -> list[Line]:

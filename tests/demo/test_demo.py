@@ -15,26 +15,29 @@ from minipaged import InvalidRequest, InvariantViolation, SamplingParams
 from minipaged.demo import replay, run_demo
 from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, compare
 from minipaged.demo.stage import Stage
-from minipaged.events import StepFinished, from_json
+from minipaged.events import BlockCopied, StepFinished, TokensComputed, from_json
 from minipaged.llm import LLM, LoadedModel
 from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.reference.preemption import carry
+from minipaged.reference.sharded import ShardedLlama
 from minipaged.replay.teller import Topic, numbers
 from minipaged.replay.timeline import Timeline
 from tests.tiny_model import make_tiny_model
 
 NAMES = [scene.name for scene in SCENES]
+EVERY = [*NAMES, "tensor-parallel"]
 
 
 @pytest.fixture(scope="session")
 def played(tiny_model: Path) -> dict[str, Outcome]:
     """Every scene, played once."""
-    return dict(zip(NAMES, run_demo(model=tiny_model), strict=True))
+    return dict(zip(EVERY, run_demo(model=tiny_model, scene=",".join(EVERY)), strict=True))
 
 
 # --- Every scene ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_scene_shows_texts_and_what_happened(played: dict[str, Outcome], name: str) -> None:
     outcome = played[name]
     assert outcome.holds
@@ -43,7 +46,7 @@ def test_a_scene_shows_texts_and_what_happened(played: dict[str, Outcome], name:
     assert all(ids and len(text) for t in outcome.texts for ids, text in zip(t.token_ids, t.outputs, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_breakdown_of_memory_adds_up_to_the_pool(played: dict[str, Outcome], name: str) -> None:
     for run in played[name].runs:
         for memory in (run.paged, run.contiguous):
@@ -58,12 +61,16 @@ def test_the_breakdown_of_memory_adds_up_to_the_pool(played: dict[str, Outcome],
 def test_a_scene_is_printed_in_eighty_columns_without_control_characters(
     tiny_model: Path, capsys: pytest.CaptureFixture[str], block_size: int | None
 ) -> None:
-    run_demo(model=tiny_model, block_size=block_size)
+    run_demo(model=tiny_model, block_size=block_size, scene=",".join(EVERY))
     printed = capsys.readouterr().out
     assert max(len(line) for line in printed.split("\n")) <= 80
     assert "\x1b" not in printed
-    for name in NAMES:
+    for name in EVERY:
         assert f"({name}) ===" in printed
+    assert [line.split()[:3] for line in printed.splitlines() if line.startswith("  rank ")] == [
+        ["rank", "0", "0"],
+        ["rank", "1", "1"],
+    ]
 
 
 def test_json_is_one_document_with_all_scenes(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,13 +88,13 @@ def test_json_is_one_document_with_all_scenes(tiny_model: Path, capsys: pytest.C
 
 @pytest.mark.parametrize("block_size", [1, 256])
 def test_every_scene_runs_with_any_block_size(tiny_model: Path, block_size: int) -> None:
-    outcomes = run_demo(model=tiny_model, block_size=block_size)
+    outcomes = run_demo(model=tiny_model, block_size=block_size, scene=",".join(EVERY))
     assert all(run.block_size == block_size for outcome in outcomes for run in outcome.runs)
 
 
 def test_every_scene_runs_on_a_model_with_a_short_context_and_no_chat_template(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "short", chat_template=False, max_position_embeddings=96)
-    outcomes = run_demo(model=folder)
+    outcomes = run_demo(model=folder, scene=",".join(EVERY))
     assert all(run.max_model_len == 96 for outcome in outcomes for run in outcome.runs)
 
 
@@ -183,6 +190,39 @@ def test_both_kinds_of_preemption_happen_and_the_tokens_are_the_same(played: dic
     assert sum("the same" in finding for finding in outcome.findings) == 2
     assert any("preempted by swap" in line for line in outcome.story)
     assert any("preempted by recompute" in line for line in outcome.story)
+
+
+def test_two_ranks_write_the_same_blocks_each_for_its_own_heads(played: dict[str, Outcome]) -> None:
+    outcome = played["tensor-parallel"]
+    first, second = outcome.rank_pools
+    assert (first.kv_heads, second.kv_heads) == ((0,), (1,))
+    named = {block for event in outcome.events[1] if isinstance(event, TokensComputed) for block in event.new_blocks}
+    named |= {event.destination for event in outcome.events[1] if isinstance(event, BlockCopied)}
+    assert set(first.blocks_written) == set(second.blocks_written) == named
+    assert len(named) > 9
+    assert first.block_bytes == second.block_bytes == 8 * 2 * 2 * 8 * 4  # slots, K and V, layers, head_dim, fp32
+    assert outcome.runs[1].blocks_copied == 1
+    assert "the very same ones" in outcome.findings[0]
+    assert "the same as on one" in outcome.findings[2]
+    plain = [
+        [replace(event, seconds=0) if isinstance(event, StepFinished) else event for event in run]
+        for run in outcome.events
+    ]
+    assert plain[0] == plain[1]  # nobody is told of ranks
+
+
+def test_as_many_ranks_can_be_seen_as_are_asked_for(tiny_model: Path) -> None:
+    (outcome,) = run_demo(model=tiny_model, tier="reference", scene="tensor-parallel", tensor_parallel_size=4)
+    assert [pool.kv_heads for pool in outcome.rank_pools] == [(0,), (0,), (1,), (1,)]
+    assert outcome.runs[1].pool_bytes == 2 * outcome.runs[0].pool_bytes  # two ranks keep each KV head
+    assert outcome.holds
+
+
+def test_a_rank_that_copies_no_block_is_found_out(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardedLlama, "move", lambda self, moves: carry(self.stages[0][0].kv_cache, moves))
+    (outcome,) = run_demo(model=tiny_model, scene="tensor-parallel")
+    assert not outcome.holds
+    assert "DIFFERENT" in outcome.findings[2]
 
 
 def test_a_difference_in_a_single_token_is_reported(tiny_model: Path) -> None:
@@ -304,8 +344,8 @@ def test_ones_own_prompts_can_come_from_a_file(tiny_model: Path, tmp_path: Path)
 
 
 def test_every_scene_can_be_cut_short(tiny_model: Path) -> None:
-    outcomes = run_demo(model=tiny_model, tier="reference", steps=3)
-    assert len(outcomes) == len(NAMES)
+    outcomes = run_demo(model=tiny_model, tier="reference", steps=3, scene=",".join(EVERY))
+    assert len(outcomes) == len(EVERY)
     assert all(run.steps <= 3 for outcome in outcomes for run in outcome.runs)
     preempted = outcomes[NAMES.index("preemption")]
     assert preempted.holds  # as far as the runs went

@@ -171,6 +171,22 @@ def test_a_picture_is_as_wide_and_as_high_as_the_terminal(seed: int, width: int,
         assert all(cell_len("".join(text for text, _, _ in line)) == width for line in frame.lines)
 
 
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_ranks_have_the_same_pool_side_by_side(events: list[Event], width: int, height: int) -> None:
+    timeline = Timeline(events)
+    timeline.seek(after(events, BlockCopied))
+    ranks = ("rank 0", "rank 1", "rank 2")
+    frame = View(letters).frame(timeline.state, width, height, replace(CAPTION, ranks=ranks), [], Status())
+    assert len(frame.lines) == height
+    assert all(cell_len("".join(text for text, _, _ in line)) == width for line in frame.lines)
+    pools = [line.split(" │ ") for line in frame.text().splitlines() if " │ " in line]
+    assert len(pools) > 2 or height < 12
+    for tiles in pools[1:]:
+        assert len({each.rstrip() for each in tiles}) == 1
+    if width >= 60:
+        assert [title.split(":")[0] for title in pools[0]] == [f"── {rank}" for rank in ranks]
+
+
 def test_wide_and_unprintable_characters_break_no_line(events: list[Event]) -> None:
     view = View(lambda tokens: "".join("界\x1b[2J\n🚆\u200b"[token % 7] for token in tokens))
     timeline = Timeline(events)

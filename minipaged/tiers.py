@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from minipaged.contracts import BlockAllocator, BlockTable, Runner, Sampled, SamplingInput, Tier
 from minipaged.devices import gpu_problem, has_nvidia_gpu
 from minipaged.errors import InvalidRequest
-from minipaged.models.config import ModelConfig
+from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.models.shards import Shard, cut_weights, local_config, shards_of
 from minipaged.params import EngineConfig, KVCacheDtype
 
@@ -293,6 +293,29 @@ class FastTier(DeviceTier):
         from minipaged.fast.llama import Llama
 
         return self._make(Llama, config, weights, engine_config)
+
+    def compile_kernels(self, config: ModelConfig) -> None:
+        """On a CPU, and if that was not done before: what numba compiles, it keeps for whoever comes next. Runs a model
+        of one small layer for it."""
+        import torch
+
+        from minipaged.fast.cpu.llama import kernels_are_compiled
+
+        dtype = getattr(torch, self.dtype)
+        if self.device != "cpu" or kernels_are_compiled(dtype):
+            return
+        small = replace(
+            config,
+            vocab_size=16,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=config.num_attention_heads // config.num_key_value_heads,
+            num_key_value_heads=1,
+        )
+        weights = {name: torch.ones(shape, dtype=dtype) for name, shape in weight_shapes(small).items()}
+        sizes = EngineConfig(num_blocks=4, num_swap_blocks=4, max_model_len=32, max_num_seqs=1, vocab_size=16)
+        FastTier.make_runner(self, small, weights, sizes)
 
     def make_stage(self, config: ModelConfig, weights: Any, engine_config: EngineConfig, ranks: Ranks) -> StageLlama:
         """The same for a stage that is not the last; `config`: the shard's own."""

@@ -7,9 +7,9 @@ workers print goes into a file each, of which the last lines are told when one f
 
 from __future__ import annotations
 
-import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -59,7 +59,9 @@ class Process:
         return f"was killed by {name}" + (" (by hand, or for want of memory)" if name == "SIGKILL" else "")
 
     def last_lines(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        lines: list[str] = []
+        with suppress(OSError):  # they are being closed
+            lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
         return "".join(f"\n  | {line}" for line in lines) or " (none)"
 
 
@@ -76,7 +78,8 @@ class Heard:
     """They were told to go."""
     on_failure: Callable[[WorkerFailed], None] | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
-    listener: threading.Thread | None = None
+    listeners: list[threading.Thread] = field(default_factory=list)
+    """One for each worker, which may stop in the middle of what it tells."""
 
 
 class Workers:
@@ -95,13 +98,15 @@ class Workers:
         self._end = weakref.finalize(self, _end, self._processes, self._heard, self._folder)
         try:
             for each in options:
-                self._processes.append(_start(each, Path(self._folder.name)))
+                self._processes.append(_start(each, Path(self._folder.name), timeout))
         except BaseException:
             self._end()
             raise
-        listener = threading.Thread(target=_listen, args=(self._processes, self._heard), name="workers", daemon=True)
-        self._heard.listener = listener
-        listener.start()
+        for process in self._processes:
+            arguments = (process, self._processes, self._heard)
+            listener = threading.Thread(target=_listen, args=arguments, name=f"worker {process.rank}", daemon=True)
+            self._heard.listeners.append(listener)
+            listener.start()
 
     def __len__(self) -> int:
         return len(self._processes)
@@ -125,15 +130,22 @@ class Workers:
 
     def tell(self, message: Message) -> None:
         """The same bytes to each of them. Raises WorkerFailed if one has failed."""
-        data = encode(message)
+        data, heard = encode(message), self._heard
+        if heard.failure:
+            raise heard.failure
         for process in self._processes:
             try:
                 process.connection.sendall(data)
-            except OSError:  # it has gone, which is heard in a moment
-                with self._heard.changed:
-                    self._heard.changed.wait_for(lambda: self._heard.failure, TO_ANSWER_S)
-        if self._heard.failure:
-            raise self._heard.failure
+            except OSError:  # it has gone, which is heard in a moment; or it hangs, and there is no more room
+                with heard.changed:
+                    heard.changed.wait_for(lambda: heard.failure, TO_ANSWER_S)
+                if not heard.failure:
+                    _fail(self._processes, heard, process, "hangs: it takes no more messages")
+            except BaseException:  # Ctrl-C: some have been told and others not, and would wait for each other
+                _fail(self._processes, heard, process, "was interrupted while it was told what to do")
+                raise
+        if heard.failure:
+            raise heard.failure
 
     def answer(self, rank: int, *, patient: bool = False) -> Answer:
         """The next answer of this rank. Raises WorkerFailed if any of them fails, or if it takes longer than the
@@ -170,8 +182,9 @@ class Workers:
         _fail(self._processes, heard, stuck, f"hangs: {what} (worker_timeout is {self.timeout:g} s)")
 
 
-def _start(options: Options, folder: Path) -> Process:
+def _start(options: Options, folder: Path, timeout: float) -> Process:
     ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout) + 1, 0))
     log = folder / f"{options.rank}.log"
     given = msgspec.structs.replace(options, socket=theirs.fileno(), rendezvous=str(folder / "rendezvous"))
     command = [sys.executable, "-m", "minipaged.parallel.worker", msgspec.json.encode(given).decode()]
@@ -182,28 +195,20 @@ def _start(options: Options, folder: Path) -> Process:
     return Process(options.rank, popen, ours, log)
 
 
-def _listen(processes: list[Process], heard: Heard) -> None:
-    """Take in what the workers tell, until they have gone."""
-    with selectors.DefaultSelector() as selector:
-        for each in processes:
-            selector.register(each.connection, selectors.EVENT_READ, each)
-        while selector.get_map():
-            for key, _ in selector.select():
-                process: Process = key.data
-                answer = read_answer(process.connection)
-                if answer is None:
-                    selector.unregister(process.connection)
-                    if not heard.failure and not heard.ending:
-                        _fail(processes, heard, process)
-                elif isinstance(answer, Failed):
-                    _fail(processes, heard, process, f"has failed: {answer.error}")
-                else:
-                    with heard.changed:
-                        if isinstance(answer, Doing):
-                            heard.doing[process.rank] = answer
-                        else:
-                            heard.answers[process.rank].append(answer)
-                        heard.changed.notify_all()
+def _listen(process: Process, processes: list[Process], heard: Heard) -> None:
+    """Take in what one worker tells, until it has gone."""
+    while answer := read_answer(process.connection):
+        if isinstance(answer, Failed):
+            _fail(processes, heard, process, f"has failed: {answer.error}")
+            continue
+        with heard.changed:
+            if isinstance(answer, Doing):
+                heard.doing[process.rank] = answer
+            else:
+                heard.answers[process.rank].append(answer)
+            heard.changed.notify_all()
+    if not heard.failure and not heard.ending:
+        _fail(processes, heard, process)
 
 
 def _fail(processes: list[Process], heard: Heard, process: Process, what: str = "") -> None:
@@ -254,8 +259,9 @@ def _end(processes: list[Process], heard: Heard, folder: tempfile.TemporaryDirec
         except subprocess.TimeoutExpired:
             process.popen.kill()
             process.popen.wait()
-    if heard.listener:
-        heard.listener.join()
+    for listener in heard.listeners:
+        if listener is not threading.current_thread():  # the garbage collector may have run in any
+            listener.join(TO_END_S)
     for process in processes:
         process.connection.close()
     folder.cleanup()

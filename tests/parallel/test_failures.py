@@ -19,7 +19,9 @@ import pytest
 
 from minipaged import LLM, SamplingParams
 from minipaged.errors import InvalidRequest, ModelError, WorkerFailed
+from minipaged.parallel.messages import Run
 from minipaged.parallel.workers import Workers
+from minipaged.steps import StepInput, Told
 from tests.effort import thorough
 from tests.tiny_model import make_tiny_model
 
@@ -222,3 +224,33 @@ def test_a_server_whose_worker_dies_says_so_and_ends(folder: Path, tmp_path: Pat
         assert "worker 1 of 2" in program.stderr.read()
     assert gone(pids)
     assert not list(tmp_path.glob("minipaged-workers-*"))
+
+
+@thorough
+def test_a_message_that_nobody_reads_does_not_hold_the_driver_up(llm: LLM) -> None:
+    """Longer than what a socket holds, to a worker that has stopped."""
+    pids = workers_of(llm).pids
+    os.kill(pids[0], signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(WorkerFailed, match=f"process {pids[0]}.*takes no more messages"):
+        workers_of(llm).tell(Run(StepInput(1, told=tuple(Told(i, i, i) for i in range(400_000)))))
+    assert time.monotonic() - started < 10
+
+
+@thorough
+def test_an_interrupted_message_ends_all_workers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were told would wait for those that were not, or take the next step's numbers for this one's."""
+    second = workers_of(llm)._processes[1]
+
+    class Interrupted:
+        def sendall(self, data: bytes) -> None:
+            raise KeyboardInterrupt
+
+    connection = second.connection
+    monkeypatch.setattr(second, "connection", Interrupted())
+    llm.engine.add_request([1, 2, 3], LONG)
+    with pytest.raises(KeyboardInterrupt):
+        llm.engine.step()
+    monkeypatch.setattr(second, "connection", connection)
+    with pytest.raises(WorkerFailed, match="interrupted"):
+        llm.engine.step()

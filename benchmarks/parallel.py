@@ -1,10 +1,10 @@
 """`python -m benchmarks.parallel [--starts 100]`: what it costs the driver that a model runs in several processes.
 
 - The message of a step in which 256 sequences go on decoding, in bytes, as each worker gets it.
-- What the driver computes in such a step, all of its threads, beside what the engine of one process does: scheduling,
-  writing the step, committing, updates; in one process following the step too (its mirror and block tables, but no
-  model: `host_cost.py`), in several what it takes to send and to read. Seconds of the processor, not of the clock; in
-  turns, five rounds.
+- What the driver computes in such a step, all of its threads, beside what the engine of one process does with the same
+  model: scheduling, writing the step, committing, updates. In several processes sending and reading are counted too; in
+  one the runner is not, but for the choices that come of it. Seconds of the processor, not of the clock; in turns, five
+  rounds.
 - `--starts`: so many times two workers are started and ended, half of them killed at a random moment. What is left
   behind: processes, files, shared memory, sockets, threads.
 
@@ -28,12 +28,14 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.host_cost import decoding
 from minipaged import LLM, SamplingParams
+from minipaged.contracts import Runner, StepResult
 from minipaged.engine.engine import Engine
 from minipaged.errors import WorkerFailed
 from minipaged.parallel.messages import Message, encode
 from minipaged.parallel.workers import Workers
+from minipaged.scheduling import Costs
+from minipaged.steps import StepInput
 from tests.tiny_model import make_tiny_model
 
 SEQUENCES, STEPS, ROUNDS = 256, 48, 5
@@ -64,12 +66,7 @@ def print_cost(model: Path, tensor: int, pipeline: int) -> None:
             sizes.append(len(encode(message)))
             tell(message)
 
-        engine = Engine(llm.config, llm.loaded.tier, llm.engine.runner)  # without text, as the other one
-        for i in range(SEQUENCES):
-            prompt = [(i * 7 + k) % 256 for k in range(64)]
-            engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
-        while engine.scheduler.waiting or not all(r.prompt_computed for r in engine.scheduler.running):
-            engine.step()
+        engine = decoding(llm)
         workers.tell = counted  # type: ignore[method-assign]
         for _ in range(32):
             engine.step()
@@ -78,12 +75,16 @@ def print_cost(model: Path, tensor: int, pipeline: int) -> None:
             f"{tensor} x {pipeline} ranks: the message of a step, {SEQUENCES} sequences: {min(sizes)} to {max(sizes)} "
             f"bytes (<= {TARGET_BYTES})"
         )
-        alone = decoding(SEQUENCES, async_scheduling=False)
+        alone = decoding(start(model, 1, 1))
+        runner = alone.runner = Timed(alone.runner)
         for step in (alone.step, engine.step):
             seconds_of(step)
         ratios, microseconds = [], []
         for _ in range(ROUNDS):
-            one, several = seconds_of(alone.step), seconds_of(engine.step) * pipeline
+            runner.seconds, began = 0.0, time.thread_time()
+            seconds_of(alone.step)
+            one = (time.thread_time() - began - runner.seconds) / STEPS
+            several = seconds_of(engine.step) * pipeline
             ratios.append(several / one)
             microseconds.append((one * 1e6 / SEQUENCES, several * 1e6 / SEQUENCES))
         one, several = (statistics.median(each) for each in zip(*microseconds, strict=True))
@@ -91,6 +92,34 @@ def print_cost(model: Path, tensor: int, pipeline: int) -> None:
             f"  the driver's work / that of one process: {statistics.median(ratios):.2f} ({min(ratios):.2f} to "
             f"{max(ratios):.2f}; {several:.1f} and {one:.1f} us a sequence and step; <= {TARGET_RATIO})"
         )
+
+
+class Timed(Runner):
+    """Another runner, and the seconds that it took of this thread."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.seconds = 0.0
+        self._runner = runner
+
+    def run(self, step: StepInput) -> StepResult:
+        began = time.thread_time()
+        result = self._runner.run(step)
+        self.seconds += time.thread_time() - began
+        return result
+
+    def costs(self) -> Costs:
+        return self._runner.costs()
+
+
+def decoding(llm: LLM) -> Engine:
+    """An engine in which all go on decoding. It makes no text, which costs the same anywhere."""
+    engine = Engine(llm.config, llm.loaded.tier, llm.engine.runner)
+    for i in range(SEQUENCES):
+        prompt = [(i * 7 + k) % 256 for k in range(64)]
+        engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=900, ignore_eos=True))
+    while engine.scheduler.waiting or not all(request.prompt_computed for request in engine.scheduler.running):
+        engine.step()
+    return engine
 
 
 def start(model: Path, tensor: int, pipeline: int) -> LLM:

@@ -219,7 +219,7 @@ class AsyncLLM:
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Take no more requests, let those that go on finish for `timeout` seconds, abort the rest; then the engine's
-        thread ends. Readers get what was generated until then."""
+        thread ends. Readers get what was generated until then. (Workers end by `LLM.close`, or with the LLM.)"""
         self._closing = True
         self._tokenizer.shutdown(wait=False, cancel_futures=True)
         if not self._thread.is_alive():
@@ -273,7 +273,8 @@ class AsyncLLM:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._thread.start()
-            self.llm.engine.runner.on_failure(lambda error: self._inbox.put(partial(_raise, error)))
+            inbox = self._inbox  # the workers, which others keep, must not keep all of this
+            self.llm.engine.runner.on_failure(lambda error: inbox.put(partial(_raise, error)))
 
     def _leave(self, stream: Stream, request_ids: Iterable[str]) -> None:
         """The reader of this stream does not read these any more."""

@@ -312,6 +312,7 @@ class FastTier(DeviceTier):
             num_hidden_layers=1,
             num_attention_heads=config.num_attention_heads // config.num_key_value_heads,
             num_key_value_heads=1,
+            kv_cache_dtype="auto",
         )
         weights = {name: torch.ones(shape, dtype=dtype) for name, shape in weight_shapes(small).items()}
         sizes = EngineConfig(num_blocks=4, num_swap_blocks=4, max_model_len=32, max_num_seqs=1, vocab_size=16)

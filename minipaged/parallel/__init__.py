@@ -4,14 +4,15 @@
     Engine: scheduler, block tables, requests          a rank's weights, its part of every block
       │ StepInput: what has changed, to each of them     │ mirror of the sequences, `fast/sharded.py`
       └──────── the same bytes, one message a step ────► run ◄─── sums over the ranks (torch.distributed) ───►
-      ◄──────── the tokens that rank 0 has chosen ───────┘
+      ◄──────── the tokens, told by one of them ─────────┘
 
 Nobody but the driver decides anything: a block has one number, and each worker keeps its heads' part of it under that
 number. The workers are told of block tables by their differences, as every runner is (`steps.py`), so a step in which
-all go on is a message of some 20 bytes, however many sequences run.
+all go on is a message of 26 bytes, however many sequences run (and with stages the tokens of the lane's step before).
 
     messages.py   what goes back and forth
     worker.py     a worker's process
     workers.py    the driver's hold on them: starts them, hears of their ends, leaves none behind
-    runner.py     the runner that the engine is given
+    rank.py       what a worker runs: its part of the model, and its place among the others
+    runner.py     the runner that the engine is given; tier.py: how a model gets its workers
 """

@@ -28,6 +28,8 @@ class Make(Message, frozen=True):
     """Reserve the KV cache and get ready to run steps."""
 
     config: EngineConfig
+    number: int
+    """How many were asked for, this one included."""
 
 
 class Run(Message, frozen=True):
@@ -60,6 +62,8 @@ class Refused(Message, frozen=True):
 class Made(Message, frozen=True):
     """Steps can come."""
 
+    number: int
+    """As in `Make`."""
     costs: Costs
 
 
@@ -70,10 +74,10 @@ class NoRoom(Message, frozen=True):
 
 
 class Ran(Message, frozen=True):
-    """A step has been run. Only rank 0 tells what came of it."""
+    """A step has been run. The first rank of the last stage tells what came of it."""
 
     number: int
-    choices: Choices | None = None
+    choices: Choices
     prompt_logprobs: dict[int, Choices] = {}
     logits: bytes = b""
     """[rows that ask for logits or choose, vocab], float32, where some ask for them."""

@@ -54,7 +54,7 @@ class Rank:
         """Of the GPU, if it is on one."""
         return torch.cuda.mem_get_info()[0] if self._tier.device == "cuda" else None
 
-    def make(self, config: EngineConfig) -> Made:
+    def make(self, config: EngineConfig, number: int) -> Made:
         """Reserve the KV cache. Raises MemoryError."""
         self._runner = self._note_choices = None  # a former one's cache is given back first
         self._rows = PerLane(Rows)
@@ -64,7 +64,7 @@ class Rank:
         else:
             self._runner = stage = self._tier.make_stage(*made, self._others)
             self._note_choices = stage.tell
-        return Made(self._runner.costs())
+        return Made(number, self._runner.costs())
 
     def run(self, order: Run) -> Ran | None:
         """What has come of it, if that is this rank's to tell."""
@@ -81,7 +81,7 @@ class Rank:
 
 def outcome(number: int, rows: Rows, result: StepResult) -> Ran:
     """A step's result, as the driver is told it."""
-    asks_for_logits = any(row.num_choices < 0 for row in rows)
+    asks_for_logits = not rows.num_steady and any(row.num_choices < 0 for row in rows)
     return Ran(
         number,
         Choices.of(list(result.choices)),

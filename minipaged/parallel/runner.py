@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,39 +29,41 @@ class ParallelRunner(Runner):
     def __init__(self, workers: Workers, config: EngineConfig) -> None:
         """Let the workers reserve their caches; those of a runner before this one are given up. Raises MemoryError
         where there is no room (then the workers have ended), and WorkerFailed."""
-        workers.serves = self
+        self._turn = workers.serves = object()
         self.workers = workers
         self._vocab_size = config.vocab_size
         self._rows = PerLane(Rows)
-        self._launched: deque[Outcome] = deque()  # those whose answers have not come yet
+        self._launched: dict[int, Outcome] = {}  # by step, those whose answers have not come yet
+        self._latest: dict[int, Outcome] = {}  # of each lane
         self._has_stages = config.pipeline_parallel_size > 1
         self._teller = len(workers) - config.tensor_parallel_size  # the first rank of the last stage
         self._untold: list[tuple[int, list[int]]] = []  # tokens that the other stages have not been told
-        workers.tell(Make(config))
+        workers.num_served += 1
+        workers.tell(Make(config, workers.num_served))
         self._costs = self._prepared(0)
         for rank in range(1, len(workers)):
             self._prepared(rank)
 
     def _prepared(self, rank: int) -> Costs:
-        made = self.workers.answer(rank, patient=True)
-        while isinstance(made, Ran):  # what was left of a former runner
+        while True:
             made = self.workers.answer(rank, patient=True)
-        if isinstance(made, NoRoom):
-            self.workers.close()
-            raise MemoryError(made.error)
-        assert isinstance(made, Made)
-        return made.costs
+            if isinstance(made, NoRoom):
+                self.workers.close()
+                raise MemoryError(made.error)
+            if isinstance(made, Made) and made.number == self.workers.num_served:
+                return made.costs  # and whatever else was there is left of a former runner
 
     def run(self, step: StepInput) -> StepResult:
         """Raises WorkerFailed; then nothing runs any more. And InvalidRequest where another runner has taken over."""
-        if self.workers.serves is not self:
+        if self.workers.serves is not self._turn:
             raise InvalidRequest("another LLM was made of the same LoadedModel, and its workers serve that one now")
         rows = self._rows.of(step)
         rows.follow(step)
+        if self._has_stages and not step.fresh and step.lane in self._latest:
+            self.fetch(self._latest[step.lane])  # where all requests were aborted nobody has, but stages have to know
+        outcome = self._launched[step.number] = self._latest[step.lane] = Outcome(self)
         untold, self._untold = self._untold, []
         self.workers.tell(Run(step, untold))
-        outcome = Outcome(self)
-        self._launched.append(outcome)
         logits = None
         if not rows.num_steady and any(row.num_choices < 0 for row in rows):  # beam search looks at once
             logits = outcome.logits(self._vocab_size)
@@ -76,12 +77,14 @@ class ParallelRunner(Runner):
         self.workers.on_failure(call)
 
     def fetch(self, outcome: Outcome) -> Ran:
-        """Wait for this one's answer; the answers come in the order of the steps."""
+        """Wait for this one's answer. They come in the order of the steps; for some of them nobody asks any more."""
         while outcome.answer is None:
             answer = self.workers.answer(self._teller)
-            assert isinstance(answer, Ran)
-            self._launched.popleft().answer = answer
-            if self._has_stages and answer.choices and answer.choices.token_ids:
+            if not isinstance(answer, Ran):
+                continue
+            if found := self._launched.pop(answer.number, None):
+                found.answer = answer
+            if self._has_stages and answer.choices.token_ids:
                 self._untold.append((answer.number, answer.choices.token_ids))
         return outcome.answer
 
@@ -94,9 +97,7 @@ class Outcome:
         self._runner = runner
 
     def choices(self) -> list[Sampled]:
-        choices = self._runner.fetch(self).choices
-        assert choices is not None
-        return choices.sampled()
+        return self._runner.fetch(self).choices.sampled()
 
     def prompt_logprobs(self) -> dict[int, list[Sampled]]:
         return {sequence: told.sampled() for sequence, told in self._runner.fetch(self).prompt_logprobs.items()}

@@ -53,13 +53,15 @@ class Worker:
 
     def read_orders(self) -> None:
         """Until the driver goes; then all ends."""
-        while order := read_order(self._connection):
-            if isinstance(order, Where):
-                self._tell(Doing(self.doing, self.waits))
-            else:
-                self._orders.put(order)
-        shutil.rmtree(self._folder, ignore_errors=True)  # a driver that was killed leaves it behind
-        os._exit(0)
+        try:
+            while order := read_order(self._connection):
+                if isinstance(order, Where):
+                    self._tell(Doing(self.doing, self.waits))
+                else:
+                    self._orders.put(order)
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)  # a driver that was killed leaves it behind
+            os._exit(0)
 
     def serve(self, options: Options) -> None:
         """Load a rank's part of the model, and run the steps that come."""
@@ -73,15 +75,17 @@ class Worker:
                 threading.Event().wait()  # the driver ends all of us
             self._tell(Loaded(rank.free_device_bytes()))
             while True:
-                self.doing = "waiting for a step"
-                match self._orders.get():
-                    case Make(config):
+                self.doing, self.waits = "waiting for a step", True
+                order = self._orders.get()
+                self.waits = False
+                match order:
+                    case Make(config, number):
                         self.doing = "reserving the KV cache and preparing the kernels"
                         try:
-                            self._tell(rank.make(config))
+                            self._tell(rank.make(config, number))
                         except MemoryError as error:
                             self._tell(NoRoom(str(error)))
-                    case Run() as order:
+                    case Run():
                         self.doing = f"running step {order.step.number}"
                         if ran := rank.run(order):
                             self._tell(ran)
@@ -101,7 +105,8 @@ class Worker:
 
 def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the driver
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # those are for the driver, though all may get them
+        signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     worker = Worker(socket.socket(fileno=options.socket), Path(options.rendezvous).parent)
     threading.Thread(target=worker.read_orders, name="orders", daemon=True).start()

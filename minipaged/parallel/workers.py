@@ -7,6 +7,7 @@ workers print goes into a file each, of which the last lines are told when one f
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import struct
@@ -25,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from minipaged.errors import WorkerFailed
-from minipaged.parallel.messages import Answer, Doing, Failed, Message, Where, encode, read_answer
+from minipaged.parallel.messages import Answer, Doing, Failed, Message, NoRoom, Refused, Where, encode, read_answer
 from minipaged.parallel.options import Options
 
 LOG_LINES = 20
@@ -55,7 +56,7 @@ class Process:
             return "has closed its connection"
         if status >= 0:
             return f"has ended with status {status}"
-        name = signal.Signals(-status).name
+        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         return f"was killed by {name}" + (" (by hand, or for want of memory)" if name == "SIGKILL" else "")
 
     def last_lines(self) -> str:
@@ -73,11 +74,13 @@ class Heard:
     """Of each rank."""
     doing: dict[int, Doing] = field(default_factory=dict)
     """By rank, what they have said that they do, since they were last asked."""
-    failure: WorkerFailed | None = None
+    failure: str | None = None
+    """What has ended them. (An exception would keep all that it has passed through.)"""
     ending: bool = False
     """They were told to go."""
     on_failure: Callable[[WorkerFailed], None] | None = None
     changed: threading.Condition = field(default_factory=threading.Condition)
+    driver: int = field(default_factory=os.getpid)
     listeners: list[threading.Thread] = field(default_factory=list)
     """One for each worker, which may stop in the middle of what it tells."""
 
@@ -88,6 +91,7 @@ class Workers:
     def __init__(self, options: Sequence[Options], timeout: float) -> None:
         """Start a worker with each of these. `timeout`: how many seconds a step may take, before they are given up."""
         self.timeout = timeout
+        self.num_served = 0
         self.serves: object = None
         """Whose steps they run. They have one KV cache, so it is one at a time."""
         self.free_device_bytes: float = float("inf")
@@ -116,23 +120,18 @@ class Workers:
         """Their processes, by rank."""
         return [process.popen.pid for process in self._processes]
 
-    @property
-    def failure(self) -> WorkerFailed | None:
-        """What has ended them, if something has."""
-        return self._heard.failure
-
     def on_failure(self, call: Callable[[WorkerFailed], None]) -> None:
         """Call this when one of them fails, or has, on any thread; also if nobody waits for an answer just then."""
         with self._heard.changed:
             self._heard.on_failure = call
         if self._heard.failure:
-            call(self._heard.failure)
+            call(WorkerFailed(self._heard.failure))
 
     def tell(self, message: Message) -> None:
         """The same bytes to each of them. Raises WorkerFailed if one has failed."""
         data, heard = encode(message), self._heard
         if heard.failure:
-            raise heard.failure
+            raise WorkerFailed(heard.failure)
         for process in self._processes:
             try:
                 process.connection.sendall(data)
@@ -145,7 +144,7 @@ class Workers:
                 _fail(self._processes, heard, process, "was interrupted while it was told what to do")
                 raise
         if heard.failure:
-            raise heard.failure
+            raise WorkerFailed(heard.failure)
 
     def answer(self, rank: int, *, patient: bool = False) -> Answer:
         """The next answer of this rank. Raises WorkerFailed if any of them fails, or if it takes longer than the
@@ -155,7 +154,7 @@ class Workers:
             with heard.changed:
                 heard.changed.wait_for(lambda: heard.answers[rank] or heard.failure, seconds)
                 if heard.failure:
-                    raise heard.failure
+                    raise WorkerFailed(heard.failure)
                 if heard.answers[rank]:
                     return heard.answers[rank].popleft()
             self._look_after_them(patient)
@@ -169,8 +168,9 @@ class Workers:
         heard = self._heard
         heard.doing = {}
         self.tell(Where())
+        seconds = TO_START_S if patient else TO_ANSWER_S  # what is imported or compiled may keep all threads waiting
         with heard.changed:
-            heard.changed.wait_for(lambda: len(heard.doing) == len(self._processes) or heard.failure, TO_ANSWER_S)
+            heard.changed.wait_for(lambda: len(heard.doing) == len(self._processes) or heard.failure, seconds)
         silent = [process for process in self._processes if process.rank not in heard.doing]
         if patient and not silent:
             return
@@ -204,6 +204,9 @@ def _listen(process: Process, processes: list[Process], heard: Heard) -> None:
         with heard.changed:
             if isinstance(answer, Doing):
                 heard.doing[process.rank] = answer
+            elif isinstance(answer, NoRoom | Refused):  # it is everybody's, for the others wait for this one
+                for answers in heard.answers:
+                    answers.append(answer)
             else:
                 heard.answers[process.rank].append(answer)
             heard.changed.notify_all()
@@ -217,7 +220,7 @@ def _fail(processes: list[Process], heard: Heard, process: Process, what: str = 
     if ended or not what:
         process = ended or process
         what = process.how_it_ended()
-    failure = WorkerFailed(
+    failure = (
         f"worker {process.rank} of {len(processes)} (process {process.popen.pid}) {what}. All workers were ended, and "
         f"what they had computed is lost; make the model anew. Its last lines:{process.last_lines()}"
     )
@@ -229,7 +232,10 @@ def _fail(processes: list[Process], heard: Heard, process: Process, what: str = 
         heard.failure, call = failure, heard.on_failure
         heard.changed.notify_all()
     if call:
-        call(failure)
+        call(WorkerFailed(failure))
+    for each in processes:
+        with suppress(subprocess.TimeoutExpired):
+            each.popen.wait(TO_ANSWER_S)
 
 
 def _wait_for_end(processes: list[Process]) -> Process | None:
@@ -245,9 +251,11 @@ def _wait_for_end(processes: list[Process]) -> Process | None:
 
 def _end(processes: list[Process], heard: Heard, folder: tempfile.TemporaryDirectory[str]) -> None:
     """Let the workers go, and see that they do."""
+    if os.getpid() != heard.driver:  # a process that was forked from it
+        return
     with heard.changed:
         heard.ending = True
-        heard.failure = heard.failure or WorkerFailed("the workers of this model were closed; load it again")
+        heard.failure = heard.failure or "the workers of this model were closed; load it again"
         heard.changed.notify_all()
     for process in processes:
         with suppress(OSError):  # it has gone by itself

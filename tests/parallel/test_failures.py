@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -97,12 +99,12 @@ def test_a_worker_that_dies_is_named_at_once(llm: LLM) -> None:
 def test_one_that_dies_while_nothing_runs_is_heard_of(llm: LLM) -> None:
     heard: list[Exception] = []
     llm.engine.runner.on_failure(heard.append)
-    os.kill(workers_of(llm).pids[0], signal.SIGTERM)
+    os.kill(workers_of(llm).pids[0], signal.SIGKILL)
     deadline = time.monotonic() + 1
     while not heard and time.monotonic() < deadline:
         time.sleep(0.01)
     assert "worker 0 of 2" in str(heard[0])
-    assert "SIGTERM" in str(heard[0])
+    assert "SIGKILL" in str(heard[0])
 
 
 @thorough
@@ -254,3 +256,45 @@ def test_an_interrupted_message_ends_all_workers(llm: LLM, monkeypatch: pytest.M
     monkeypatch.setattr(second, "connection", connection)
     with pytest.raises(WorkerFailed, match="interrupted"):
         llm.engine.step()
+
+
+@thorough
+def test_stages_go_on_after_all_requests_were_aborted(folder: Path) -> None:
+    """Nobody asks for what the steps in flight have chosen; the first stage has to know it all the same."""
+    llm = LLM(folder, tier="fast", device="cpu", dtype="float32", num_blocks=64, pipeline_parallel_size=2)
+    with closing(llm):
+        names = [llm.engine.add_request([1, 2, 3 + i], LONG) for i in range(2)]
+        for _ in range(3):
+            llm.engine.step()
+        for name in names:
+            llm.engine.abort(name)
+        params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+        outputs = llm.generate([[1, 2, 3], [4, 5]], params)
+        alone = LLM(folder, tier="fast", device="cpu", dtype="float32", num_blocks=64).generate(
+            [[1, 2, 3], [4, 5]], params
+        )
+        assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
+
+
+@thorough
+def test_one_rank_without_memory_is_enough(llm: LLM) -> None:
+    """The others have room, and wait for it."""
+    process = psutil.Process(workers_of(llm).pids[1])
+    most = process.memory_info().vms + (128 << 20)
+    process.rlimit(psutil.RLIMIT_AS, (most, most))
+    with pytest.raises(InvalidRequest, match=r"num_blocks is 120000: .* more than there are"):
+        LLM(llm.loaded, num_blocks=120_000, num_swap_blocks=0)
+
+
+@thorough
+def test_after_a_failure_nothing_keeps_the_workers(folder: Path) -> None:
+    llm = LLM(folder, tier="fast", device="cpu", dtype="float32", num_blocks=64, tensor_parallel_size=2)
+    workers = workers_of(llm)
+    pids, kept = workers.pids, weakref.ref(workers)
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerFailed, match="SIGKILL"):
+        llm.generate([[1, 2, 3]], LONG)
+    del llm, workers
+    gc.collect()
+    assert kept() is None
+    assert gone(pids)

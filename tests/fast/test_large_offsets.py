@@ -31,7 +31,9 @@ if torch.cuda.is_available():
 from triton.runtime.interpreter import InterpretedFunction, InterpreterError
 
 import minipaged.fast
+from minipaged.models.quantized.stored import Activations
 from tests.effort import thorough
+from tests.fast.test_gpu_packed import grouped
 from tests.triton_interpreter import watched
 
 FOLDER = Path(minipaged.fast.__file__).parent / "gpu"
@@ -226,6 +228,92 @@ def llama(module: ModuleType, high: bool) -> Results:
     ]
 
 
+def packed(module: ModuleType, high: bool) -> Results:
+    """Products, in one part and in splits that are added up; rows looked up; inputs that are quantized, too."""
+    _, spread = placed(high)
+    matrix = grouped((OUTPUTS, 128), 4, 32, zeros="each", minima=True)
+    codes = grouped((OUTPUTS, 128), 8, 32, activations=Activations("int8", group_size=32))
+    x, bias = spread(numbers(3, 128, dtype=torch.float32)), numbers(OUTPUTS, dtype=torch.float32)
+    multiply = laid_apart(module.packed(matrix, bias, torch.float32, x.device), high)
+    with few_programs(module), patch.object(Tensor, "new_empty", thrifty(Tensor.new_empty)):
+        whole = multiply(x)
+        with patch.object(module, "_steps_a_split", lambda *_: 1), patch.object(torch, "empty", thrifty(torch.empty)):
+            in_splits = multiply(x)
+    if high:
+        multiply.shape = (APART, APART)
+    with patch.object(torch, "empty", thrifty(torch.empty)):
+        rows = multiply.rows(integers(5, 0, OUTPUTS - 1))
+    quantized = module.quantized(x, Activations("int8", symmetric=False))
+    of_codes = scaled_by_groups(module, module.packed(codes, None, torch.float32, x.device), high)
+    return [whole[:, :OUTPUTS], in_splits[:, :OUTPUTS], rows[:, :128], *quantized, of_codes]
+
+
+OUTPUTS = 256
+"""A whole number of any kernel's tiles: no program reaches beyond them."""
+
+
+def laid_apart(matrix: Any, high: bool) -> Any:
+    """`high`: as one of `APART` outputs has it in memory, with the first few there."""
+    if high:
+        blocks, _, width = matrix._codes.shape
+        codes = untouched(blocks * APART * width, matrix._codes.dtype).view(blocks, APART, width)
+        codes[:, :OUTPUTS] = matrix._codes
+        matrix.shape, matrix._codes = (APART, matrix.shape[1]), codes
+        for name in ("_scales", "_zeros", "_minima"):
+            setattr(matrix, name, far_apart(getattr(matrix, name)))
+    return matrix
+
+
+@contextmanager
+def few_programs(module: ModuleType) -> Iterator[None]:
+    """Those of the first `OUTPUTS` outputs alone."""
+
+    class Few:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*args: Any, **options: Any) -> None:
+                tile = options.get("TILE_OUT") or options["TILE"]
+                self.kernel[(OUTPUTS // tile, *grid[1:])](*args, **options)
+
+            return launch
+
+    with (
+        patch.object(module, "_multiply", Few(module._multiply)),
+        patch.object(module, "_sum", Few(module._sum)),
+    ):
+        yield
+
+
+def thrifty(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.empty` or `Tensor.new_empty`, of memory that exists only where it is touched if there is much of it."""
+
+    def made(*given: Any, **options: Any) -> Tensor:
+        like, shape = (given[0], given[1:]) if isinstance(given[0], Tensor) else (None, given)
+        if not all(isinstance(size, int) for size in shape) or math.prod(shape) < APART:
+            return make(*given, **options)
+        dtype = like.dtype if like is not None else options["dtype"]
+        return untouched(math.prod(shape), dtype).view(shape)
+
+    return made
+
+
+def scaled_by_groups(module: ModuleType, matrix: Any, high: bool) -> Tensor:
+    """34 tokens; `high`: with scales for the groups of nearly 2^31 inputs each."""
+    of_codes = module.quantized(numbers(34, 128, dtype=torch.float32), matrix._activations)
+    codes, scales, _ = of_codes
+    if high:
+        inputs = 2**31 - 64
+        groups = inputs // 32
+        apart = untouched(34 * groups, scales.dtype).view(34, groups)[:, : scales.shape[1]]
+        of_codes = codes, apart.copy_(scales), None
+        matrix.shape = (OUTPUTS, inputs)
+    with patch.object(module, "quantized", lambda *_: of_codes):
+        found: Tensor = matrix(torch.empty(34, 128))
+    return found
+
+
 def sampling(module: ModuleType, high: bool) -> Results:
     _, spread = placed(high)
     logits = spread(numbers(3, 100))
@@ -236,7 +324,7 @@ def sampling(module: ModuleType, high: bool) -> Results:
     return [token_ids, peaks, log_totals, drawn]
 
 
-SETS = [attention, block_table, kv_cache, llama, sampling]
+SETS = [attention, block_table, kv_cache, llama, packed, sampling]
 
 
 def same(low: Results, high: Results) -> bool:

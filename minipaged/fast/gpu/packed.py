@@ -611,7 +611,7 @@ def _look_up(
     """Program (token, block): one block of one row."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    n = tl.load(ids + token).to(tl.int64) + tl.zeros([1], tl.int64)  # [1]
+    n = tl.load(ids + token) + tl.zeros([1], tl.int64)  # [1]
     k = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     WIDTH: tl.constexpr = BLOCK if FORM >= INT8 else BLOCK // (8 if FORM == NIBBLES or FORM == TABLE else 4)
     code = tl.load(codes + (block.to(tl.int64) * outputs + n)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :])

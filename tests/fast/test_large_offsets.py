@@ -306,8 +306,8 @@ def scaled_by_groups(module: ModuleType, matrix: Any, high: bool) -> Tensor:
     if high:
         inputs = 2**31 - 64
         groups = inputs // 32
-        apart = untouched(34 * groups, scales.dtype).view(34, groups)[:, : scales.shape[1]]
-        of_codes = codes, apart.copy_(scales), None
+        memory = untouched(2**31 + 34 * groups, scales.dtype)[2**31 :]  # before them, for an offset that is negative
+        of_codes = codes, memory.view(34, groups)[:, : scales.shape[1]].copy_(scales), None
         matrix.shape = (OUTPUTS, inputs)
     with patch.object(module, "quantized", lambda *_: of_codes):
         found: Tensor = matrix(torch.empty(34, 128))

@@ -114,8 +114,8 @@ class Weights:
         table = weights.get(f"{words}.weight")
         embedding = [words] if isinstance(table, StoredMatrix) and (norm is None or head_name != words) else []
         single = [[name] for name in [*([] if norm is None else [head_name]), *embedding]]
-        ready = iter(_linears(weights, [*chain.from_iterable(stacks), *single], norms[0][0], kernels))
-        matrices = [joined_linear([next(ready) for _ in each]) for each in stacks]
+        # The largest first: when the last one is laid out, nearly all of the model is there twice.
+        ready = iter(_linears(weights, [*single, *chain.from_iterable(stacks)], norms[0][0], kernels))
         head = None if norm is None else next(ready)
         embed: Callable[[Tensor], Tensor] | None = None
         if embedding:
@@ -124,6 +124,7 @@ class Weights:
             embed = head.rows
         elif isinstance(table, Tensor):
             embed = table.__getitem__
+        matrices = [joined_linear([next(ready) for _ in each]) for each in stacks]
         layers = [
             Layer(input_norm, qkv, qk_norm, o, post_norm, gate_up, down)
             for (input_norm, post_norm), qk_norm, qkv, o, gate_up, down in zip(

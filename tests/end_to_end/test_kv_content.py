@@ -125,6 +125,7 @@ suddenly a White Rabbit with pink eyes ran close by."""
 
 
 @thorough
+@pytest.mark.model
 def test_a_real_models_logits_move_by_two_percent_in_int8_at_most_and_five_in_fp8(smollm2_folder: Path) -> None:
     """Of all the logits after 12 beginnings of a text, by their Euclidean norm."""
     model = LoadedModel.load(smollm2_folder, "fast", device="cpu", dtype="float32")

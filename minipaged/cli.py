@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from minipaged.errors import InvalidRequest, MinipagedError
+from minipaged.errors import InvalidRequest, MinipagedError, ModelError
 from minipaged.events import Event
 from minipaged.options import Command, given_for, names_of, place_in_users_file, takes
 from minipaged.outputs import RequestOutput
@@ -107,6 +107,7 @@ def generate(
         if events:
             file = stack.enter_context(_open_for_writing(events))
             listeners.append(lambda event: print(event.to_json(), file=file))
+        _check_tokenizer(model)
         llm = LLM(model, listeners=listeners, **settings)
         if record_steps:
             stack.enter_context(_recording(llm, model, record_steps))
@@ -256,6 +257,7 @@ def chat(
     from minipaged.chat import run_chat
     from minipaged.llm import LLM
 
+    _check_tokenizer(model)
     # One sequence, so that the pool is no larger than the longest conversation.
     llm = LLM(model, num_swap_blocks=0, max_num_seqs=1, **given_for(Settings, given))
     raise typer.Exit(run_chat(llm, params, system))
@@ -375,6 +377,7 @@ def perplexity(
     from minipaged.texts import text_of, tokens_of
 
     words = text_of(text, for_calibration=False)
+    _check_tokenizer(model)
     llm = LLM(model, num_swap_blocks=0, **given_for(Settings, given))
     found = measure(llm, tokens_of(words, llm.folder)[:tokens], window)
     print(f"{found.value:.3f}  ({found.num_tokens:,} tokens)")
@@ -470,6 +473,7 @@ def demo(
                 json_output=json_output,
             )
             return
+        _check_tokenizer(model)
         show.run_demo(
             scene=scene,
             prompts=_ask_for_prompts() if scene == "yours" and not prompts else prompts or (),
@@ -496,6 +500,14 @@ def _ask_for_prompts() -> list[str]:
         print("one prompt a line; an empty line starts", file=sys.stderr)
     lines = (line.strip() for line in sys.stdin)
     return list(itertools.takewhile(bool, lines))
+
+
+def _check_tokenizer(model: str) -> None:
+    """Raise ModelError for a folder without a tokenizer, which texts need, before the weights in it are loaded."""
+    from minipaged.models import hub
+
+    if Path(model).expanduser().is_dir() and not ((folder := hub.resolve(model)) / "tokenizer.json").is_file():
+        raise ModelError(f"{folder} holds no tokenizer.json; put the tokenizer there, or give token ids (from Python)")
 
 
 def _decoder(model: str) -> Callable[[Sequence[int]], str]:

@@ -98,11 +98,12 @@ class LLM:
                     if (value := getattr(asked, name)) not in (1, settled[name]):
                         raise InvalidRequest(f"{name} is {value}, but the model was loaded for {settled[name]}")
                 asked = replace(asked, **settled)
+            _check_length(model.config, asked.max_model_len)
             loaded = model
         else:
             where = (asked.tier, asked.device, asked.dtype)
             sizes = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
-            loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout)
+            loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len)
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
         self.config = self._fill_in(asked)
@@ -314,15 +315,6 @@ class LLM:
 
     def _fill_in(self, asked: Settings) -> EngineConfig:
         """The sizes that were asked for, and for those left open what suits the model and the memory."""
-        context, made_for = self.model_config.context_length, self.model_config.max_position_embeddings
-        if asked.max_model_len is not None and asked.max_model_len > context:
-            why = f"this model was made for at most {context} tokens"
-            if context < made_for:
-                why = (
-                    f"this model sees no further back than {context} tokens (its sliding window), and attention here "
-                    f"has no such limit; up to max_model_len={context} it makes no difference"
-                )
-            raise InvalidRequest(f"max_model_len is {asked.max_model_len}; {why}")
         check_parallel_sizes(self.model_config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
         on_cpu = self.loaded.tier.device == "cpu"
         num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
@@ -336,7 +328,7 @@ class LLM:
             room = int(_free_host_bytes() / (2 if on_cpu else 4) / size)
             num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
         if max_model_len is None:
-            max_model_len = min(context, num_blocks * asked.block_size)
+            max_model_len = min(self.model_config.context_length, num_blocks * asked.block_size)
         return EngineConfig(
             num_blocks=num_blocks,
             num_swap_blocks=num_swap_blocks,
@@ -412,12 +404,17 @@ class LoadedModel:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         worker_timeout: float = 60.0,
+        max_model_len: int | None = None,
     ) -> LoadedModel:
-        """Find (or fetch) `model` and load it. Raises ModelError, InvalidRequest and WorkerFailed."""
+        """Find (or fetch) `model` and load it. Raises ModelError, InvalidRequest and WorkerFailed.
+
+        `max_model_len`: refused before the weights are loaded, if the model was not made for it.
+        """
         dtype = known_dtype(dtype)
         chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
+        _check_length(config, max_model_len)
         chosen = chosen.for_model(config, device, dtype)
         sizes = (tensor_parallel_size, pipeline_parallel_size)
         if sizes != (1, 1) and isinstance(chosen, tiers.FastTier):
@@ -442,6 +439,20 @@ def check_before_loading(**settings: Unpack[GivenSettings]) -> None:
     asked = Settings(**settings)
     _policy(asked.scheduling_policy)
     tiers.check_names(asked.tier, known_dtype(asked.dtype))
+
+
+def _check_length(config: ModelConfig, max_model_len: int | None) -> None:
+    """Raise InvalidRequest for sequences that are longer than what the model was made for."""
+    context, made_for = config.context_length, config.max_position_embeddings
+    if max_model_len is None or max_model_len <= context:
+        return
+    why = f"this model was made for at most {context} tokens"
+    if context < made_for:
+        why = (
+            f"this model sees no further back than {context} tokens (its sliding window), and attention here "
+            f"has no such limit; up to max_model_len={context} it makes no difference"
+        )
+    raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
 
 
 def known_dtype(name: str) -> str:

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from minipaged.errors import ModelError
 from minipaged.models.config import ModelConfig, token_ids, weight_shapes
-from minipaged.models.quantized import formats_of
+from minipaged.models.quantized import check_unquantized, formats_of
 from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor
 from minipaged.models.quantized.stored import StoredMatrix
 from minipaged.models.shards import Shard, cut, cut_weights, local_name, part_of, shard_of
@@ -181,6 +181,11 @@ class Wanted:
 
 def _wanted(folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> list[Wanted]:
     formats = load_formats(folder)
+    if formats is None:
+        try:
+            check_unquantized(stored)
+        except ModelError as error:
+            raise ModelError(f"{folder}: {error}") from None
     dtypes = {name: tensor.dtype for name, tensor in stored.items()}
     wanted = []
     shapes = weight_shapes(config)

@@ -420,6 +420,24 @@ def test_a_model_without_a_tokenizer_takes_token_ids_and_says_so(small_llama: Pa
     assert llm.generate([3, 4], GREEDY)[0].outputs[0].text == ""
 
 
+def test_what_a_model_cannot_do_is_told_before_its_weights_are_read(
+    cli: Callable[..., tuple[int, str, str]], small_llama: Path, tmp_path: Path
+):
+    folder = tmp_path / "model"
+    shutil.copytree(small_llama, folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(InvalidRequest, match=r"max_model_len is 1000000; this model was made for at most \d+ tokens"):
+        LLM(folder, max_model_len=1_000_000)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match=r"holds neither model\.safetensors"):
+        LLM(folder)
+    commands = [("generate", "abc", "--model", folder), ("chat", "--model", folder), ("demo", "--model", folder)]
+    for command in [*commands, ("perplexity", folder)]:
+        code, out, err = cli(*command)
+        assert (code, out) == (1, "")
+        assert "holds no tokenizer.json; put the tokenizer there" in one_error_line(err)
+
+
 def test_a_chat_with_a_model_that_has_no_template_points_to_generate(
     cli: Callable[..., tuple[int, str, str]], small_llama: Path, tmp_path: Path
 ):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from minipaged.errors import ModelError
@@ -21,6 +21,27 @@ WAY_OUT = (
     "use another checkpoint of this model: GPTQ, AWQ (version 'gemm'), compressed-tensors, FP8, bitsandbytes in 4 "
     "bits, a .gguf file, or the original in fp32, fp16 or bf16"
 )
+
+NAMES_OF_TOOLS = {
+    ".g_idx": "GPTQ",
+    ".qweight": "GPTQ or AWQ",
+    ".weight_packed": "compressed-tensors",
+    ".weight.absmax": "bitsandbytes",
+    ".weight_scale_inv": "FP8 (in blocks)",
+    ".weight_scale": "FP8 or compressed-tensors",
+}
+"""What only their tensors are called behind a module's name; the first that is found says most."""
+
+
+def check_unquantized(names: Collection[str]) -> None:
+    """Raise ModelError if tensors are called as only a quantized checkpoint's are."""
+    for part, tool in NAMES_OF_TOOLS.items():
+        if found := sorted(name for name in names if name.endswith(part)):
+            raise ModelError(
+                f"tensor '{found[0]}' has a name that {tool} gives, so the weights are quantized, but the "
+                "quantization_config that says how is missing in config.json; take the config.json (or "
+                f"quantize_config.json, quant_config.json) that was published with these weights, or {WAY_OUT}"
+            )
 
 
 def formats_of(config: Mapping[str, Any]) -> Formats:

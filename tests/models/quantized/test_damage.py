@@ -125,6 +125,28 @@ def change(folder: Path, name: str, values: np.ndarray) -> None:
 K_PROJ = "model.layers.0.self_attn.k_proj"
 
 
+TOOLS = {
+    "gptq_int4_g32_sym_actorder": r"\.g_idx' has a name that GPTQ gives",
+    "awq_int4_g32": r"\.qweight' has a name that GPTQ or AWQ gives",
+    "ct_w4a16_g32_sym": r"\.weight_packed' has a name that compressed-tensors gives",
+    "ct_w8a8_int8_dynamic": r"\.weight_scale' has a name that FP8 or compressed-tensors gives",
+    "fp8_block64": r"\.weight_scale_inv' has a name that FP8",
+    "bnb_nf4": r"\.weight\.absmax' has a name that bitsandbytes gives",
+}
+
+
+@pytest.mark.parametrize(("name", "tool"), TOOLS.items())
+def test_quantized_weights_whose_config_says_nothing_of_it_are_told_by_their_tool(
+    name: str, tool: str, tmp_path: Path
+) -> None:
+    folder = write_sample(name, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"{tool}.*quantization_config that says how is missing in config.json; take"):
+        load(folder)
+
+
 def test_groups_that_are_not_there_are_told(tmp_path: Path) -> None:
     folder = write_sample("gptq_int4_g32_sym_actorder", tmp_path)
     change(folder, f"{K_PROJ}.g_idx", np.full(128, 4, "<i4"))

@@ -35,7 +35,7 @@ from minipaged.steps import (
     TableChange,
     Told,
 )
-from tests.effort import scaled, seeds
+from tests.effort import quick_cases, scaled, seeds
 from tests.engine.test_async_scheduling import workload_of as async_workload
 from tests.engine.test_failure_injection import WORKLOADS as CROWDED
 from tests.workloads import REFERENCE, Run, Workload, random_workload
@@ -133,6 +133,7 @@ class Watched(ContentRunner):
         return super().run(step)
 
 
+@quick_cases(1)
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_step_in_which_256_sequences_go_on_is_less_than_2_kilobytes(async_scheduling: bool) -> None:
     """However full their blocks are: one in `block_size` grows at each step. And nothing is said of their tokens."""

@@ -27,7 +27,7 @@ from minipaged.fast import sampling as fast
 from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
 from tests.agreement.kernels import KERNEL_SETS, KernelSet
-from tests.effort import examples
+from tests.effort import examples, quick_cases
 
 FloatArray = NDArray[np.floating[Any]]
 
@@ -192,6 +192,7 @@ def test_both_tiers_tell_the_same_of_given_tokens(
     assert_same(list(found), expected, TOLERANCE[logits.dtype])
 
 
+@quick_cases(36)
 @pytest.mark.parametrize(
     "params",
     [

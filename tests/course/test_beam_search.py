@@ -39,6 +39,7 @@ def test_the_points_sum_to_100() -> None:
     assert ASSIGNMENT.max_score == 100
 
 
+@thorough
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
     result = grade(ASSIGNMENT, Submission(STARTER), model=None)
     assert result.score == 0
@@ -129,6 +130,7 @@ def test_the_model_test_fails_for_a_wrong_search(
 NOT_STEPS = ("None", "3", "BeamStep(None, [])", "BeamStep([0], [])", "BeamStep([], [(1, 2, 3)])", "object()")
 
 
+@quick_cases(2)
 @pytest.mark.parametrize("value", NOT_STEPS)
 def test_what_is_no_step_is_told_so(value: str, tmp_path: Path) -> None:
     source = REFERENCE_SOURCE.replace("return BeamStep(survivors, finished)", f"return {value}")

@@ -104,6 +104,7 @@ def mutant(name: str) -> Mutant:
     return next(mutant for mutant in MUTANTS if mutant.name == name)
 
 
+@thorough
 def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
     result = first_failure(submit(mutant("copy-keeps-the-reference").source(), tmp_path))
     assert result is not None
@@ -147,6 +148,7 @@ def test_a_random_allocator_is_repeatable_too(tmp_path: Path) -> None:
     assert run_script(first.failure.script, tmp_path).returncode == 1
 
 
+@thorough
 def test_a_failed_test_caps_the_score(tmp_path: Path) -> None:
     """A bug that only the last property finds costs more than its points."""
     source = mutant("copy-gives-up-first").source()

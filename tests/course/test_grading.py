@@ -23,6 +23,7 @@ from minipaged.course.autograder import write_autograder
 from minipaged.course.grading import grade
 from minipaged.errors import Invariant
 from tests.course.submissions import REFERENCE_SOURCE, RIGHT, hostile, right
+from tests.effort import thorough
 
 SCHEMAS = Path(minipaged.__file__).parent / "course" / "schemas"
 ASSIGNMENT = block_allocator.ASSIGNMENT
@@ -259,6 +260,7 @@ def test_a_failure_is_explained(grades: dict[str, Grade]) -> None:
     assert "it printed:" in verdict
 
 
+@thorough
 def test_the_docs_show_what_the_grader_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def test_the_points_sum_to_100() -> None:
     assert ASSIGNMENT.max_score == 100
 
 
+@thorough
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
     result = grade(ASSIGNMENT, Submission(STARTER), model=None)
     assert result.score == 0
@@ -150,6 +151,7 @@ def test_a_request_that_waits_for_tokens_is_told_how_many_it_needs(tmp_path: Pat
     assert re.search(r"has to come in; it needs 1 token at least, of the \d+ left for it, and ", result.message)
 
 
+@thorough
 def test_the_same_seed_gives_the_same_score_and_the_same_counterexamples(tmp_path: Path) -> None:
     submission = submit(wrong("over capacity").source(), tmp_path)
     first, again = (result_of(POOL, submission, seed=1) for _ in range(2))

@@ -10,7 +10,7 @@ from minipaged.course import student_tests
 from minipaged.course.allocator_mutants import MUTANTS
 from minipaged.course.assignment import CannotBeGraded, Grade, Status, Submission
 from minipaged.course.student_tests import RIGHT, grade_tests, run_tests
-from tests.effort import thorough
+from tests.effort import quick_cases, thorough
 
 HEAD = """
 import pytest
@@ -116,6 +116,7 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
     assert messages["num-free-never-changes"] == "found by test_allocate"
 
 
+@quick_cases(3)
 @pytest.mark.parametrize(
     ("test", "message"),
     [

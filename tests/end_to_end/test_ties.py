@@ -11,6 +11,7 @@ import pytest
 from minipaged import SamplingParams
 from minipaged.contracts import SamplingInput
 from minipaged.reference.sampling import sample
+from tests.effort import quick_cases
 from tests.end_to_end.ties import (
     check_same_or_tied,
     check_tie,
@@ -59,6 +60,7 @@ def drawing(seed: int, **filters: Any) -> SamplingInput:
     return SamplingInput(0, SamplingParams(temperature=0.5, **filters), [1], [], seed=seed, stream=0)
 
 
+@quick_cases(2)
 @pytest.mark.parametrize("filters", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.01}, {"repetition_penalty": 1.3}])
 def test_only_tokens_beside_the_number_drawn_are_a_tie(filters: dict[str, Any]) -> None:
     """Of many draws from logits that are off by rounding: those which differ are ties, and no others would be."""

@@ -20,7 +20,7 @@ from minipaged.outputs import RequestUpdate
 from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.steps import StepInput
-from tests.effort import scaled, seeds
+from tests.effort import quick_cases, scaled, seeds
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE
 
@@ -190,6 +190,7 @@ def test_going_on_works_on_a_device_that_is_as_late_as_it_may_be(monkeypatch: py
         check_same(scene_of(seed, async_scheduling=True), monkeypatch, LATE, LateRunner)
 
 
+@quick_cases(1)
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_an_error_while_going_on_costs_time_and_nothing_else(
     async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +203,7 @@ def test_an_error_while_going_on_costs_time_and_nothing_else(
             assert account.happened["failed"] == 1
 
 
+@quick_cases(1)
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_an_allocator_that_fails_while_going_on_costs_time_and_nothing_else(
     async_scheduling: bool, monkeypatch: pytest.MonkeyPatch

@@ -233,7 +233,7 @@ def test_the_workloads_bring_about_everything_that_can_happen(lanes: int, monkey
 # --- Failures -------------------------------------------------------------------------------------
 
 
-@quick_cases(11)
+@quick_cases(5)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize("part", PARTS)

@@ -23,6 +23,7 @@ from minipaged.reference.quantize.awq import ALPHAS, SHRINKS, awq_clipped, awq_s
 from minipaged.reference.quantize.gptq import DAMP, gptq
 from minipaged.reference.quantize.layers import FED, NOT_CLIPPED, in_one_batch, quantize_layers
 from minipaged.reference.quantize.rtn import rtn
+from tests.effort import quick_cases
 from tests.end_to_end.small_llama import make_small_llama
 
 BITS = st.sampled_from((2, 3, 4, 8))
@@ -172,6 +173,7 @@ def test_gptq_is_elimination_column_by_column(case: tuple[Recipe, Array, Array])
     check_gptq(weight, inputs, recipe)
 
 
+@quick_cases(4)
 @pytest.mark.parametrize("act_order", ["none", "static", "group"])
 @pytest.mark.parametrize(("num_inputs", "group_size"), [(256, -1), (384, 192), (300, -1), (256, 64)])
 def test_gptq_by_blocks_is_the_same(num_inputs: int, group_size: int, act_order: Any) -> None:

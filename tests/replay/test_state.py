@@ -163,7 +163,7 @@ def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range)
             raise
 
 
-@quick_cases(6)
+@quick_cases(3)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize(
     "part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "sample", "fetch"]

@@ -120,6 +120,7 @@ def test_the_events_of_a_random_workload_give_the_engines_statistics_after_every
             raise
 
 
+@quick_cases(8)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize("part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "fetch"])
 def test_also_where_steps_fail(part: str, workload: Any) -> None:

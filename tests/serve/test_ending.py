@@ -354,7 +354,10 @@ def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str]
             program.kill()
 
 
-@pytest.mark.parametrize("moment", [0.0, 0.1, pytest.param(0.5, marks=thorough), pytest.param(1.0, marks=thorough)])
+@pytest.mark.parametrize(
+    "moment",
+    [0.0, pytest.param(0.1, marks=thorough), pytest.param(0.5, marks=thorough), pytest.param(1.0, marks=thorough)],
+)
 def test_sigterm_ends_the_program_in_order(tiny_folder: Path, moment: float) -> None:
     with process(tiny_folder, "--num-blocks", "64", "--shutdown-timeout", "20") as (program, url):
         answers: list[int | str] = []
@@ -422,6 +425,7 @@ def test_a_model_without_a_tokenizer_is_served_all_the_same(tiny: LoadedModel) -
     serving.warm_up()
 
 
+@thorough
 def test_what_is_wrong_with_the_command_line_is_said_before_anything_is_loaded(tiny_folder: Path) -> None:
     with process(tiny_folder, "--num-blocks", "64") as (_, url):
         port = url.rpartition(":")[2]

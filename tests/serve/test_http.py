@@ -18,6 +18,7 @@ from minipaged.engine.detokenizer import naming_failures
 from minipaged.llm import LoadedModel
 from minipaged.serve.protocol import SHAPES
 from minipaged.serve.settings import ServeSettings
+from tests.effort import thorough
 from tests.serve.harness import Served, served
 
 COMPLETE = {"prompt": "x", "max_tokens": 1}
@@ -101,6 +102,7 @@ def test_an_id_may_come_again_while_the_engine_has_the_first(server: Served) -> 
     server.check_nothing_is_left()
 
 
+@thorough
 def test_a_long_prompt_keeps_nobody_waiting(server: Served) -> None:
     """Tokenizing lets the event loop go on: it is asked for something else all the while."""
     lags: list[float] = []

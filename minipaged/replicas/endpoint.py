@@ -4,11 +4,12 @@
                                                                      └─► Replica: engine
 
 Prompts are tokenized here, for the router goes by their tokens. What a client hears is what one engine would say, with
-two errors more:
+some errors more:
 
 - a replica that dies, or refuses, before it has taken a request: another one is asked, and nobody notices;
-- one that dies afterwards: its requests end with an error. They are not tried again: a stream has been read, and a
-  request of which replicas die would kill all of them.
+- one that dies afterwards, or is ended by Ray: its requests end with an error. They are not tried again: a stream has
+  been read, and a request of which replicas die would kill all of them;
+- one in which something raises that is no error of ours: that is told, as it is, and nobody else is asked.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.exposition import choose_encoder
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -42,6 +43,8 @@ TAKEN_S = 60
 """Seconds in which some replica has to take a request; there may be none for a while, when one is started again."""
 ALIVE_S = 5
 """Seconds in which one has to say that it lives."""
+KILLED_BY_RAY = "killed by `ray.kill`"
+"""What Ray says of a replica that it has ended: one too many, whose time to finish was over, or one that is not well."""
 
 
 class ServedModel:
@@ -65,19 +68,22 @@ class RemoteStream:
         self._open = set(request_ids)
         self._replies = replies
         self._closed = closed
+        self._error: Exception | None = None
 
     def __aiter__(self) -> AsyncIterator[RequestUpdate]:
         return self
 
     async def __anext__(self) -> RequestUpdate:
-        """Raises EngineDead when the replica has died."""
+        """Raises EngineDead when the replica has died, what it raised itself, and what `end` was given."""
+        if self._error:
+            raise self._error
         if not self._open:
             self.close()
             raise StopAsyncIteration
         try:
             update = await anext(self._replies)
         except (RayError, RayServeException) as error:
-            raise self._died(error) from None
+            raise self._error or _cause(error) from None
         if not isinstance(update, RequestUpdate):
             raise update  # EngineDead, from the replica itself
         if update.output:
@@ -96,8 +102,18 @@ class RemoteStream:
         self._open = set()
         self._closed()
 
-    def _died(self, error: Exception) -> EngineDead:
-        return EngineDead("the replica that had the request has died; what it said until then is all; ask again")
+    def end(self, error: Exception) -> None:
+        """What goes on is aborted, and the reader is told why."""
+        self._error = error
+        self.close()
+
+
+def _cause(error: Exception) -> Exception:
+    """What ended requests that a replica had taken, of what Ray says of it."""
+    if isinstance(error, RayTaskError):
+        return error.cause
+    what = "was ended by Ray" if KILLED_BY_RAY in str(error) else "has died"
+    return EngineDead(f"the replica that had the request {what}; what it said until then is all; ask again")
 
 
 class Engines:
@@ -115,7 +131,7 @@ class Engines:
     async def add(self, asked: Sequence[Asked], *, finals_only: bool = False) -> RemoteStream:
         """Have some replica take these requests, all of them or none.
 
-        Raises what `AsyncLLM.add` raises; QueueFull where all queues are full.
+        Raises what `AsyncLLM.add` raises; QueueFull where all queues are full; anything else that a replica raised.
         """
         self.check_open()
         try:
@@ -136,6 +152,8 @@ class Engines:
                 first = await anext(replies)
             except BackPressureError:
                 raise QueueFull("as many requests wait already as may; ask again later") from None
+            except RayTaskError as error:  # it lives, and another one would do the same
+                raise error.cause from None
             except (RayError, RayServeException):  # it has died: the router knows it, too
                 await asyncio.sleep(0.1)
                 continue
@@ -170,8 +188,9 @@ class Engines:
                 while self._streams:
                     self._all_ended.clear()
                     await self._all_ended.wait()
+        over = "the server is shutting down, and the time to finish is over; what was said until then is all; ask again"
         for stream in list(self._streams):
-            stream.close()
+            stream.end(ShuttingDown(over))
 
     @property
     def num_open(self) -> int:

@@ -53,7 +53,9 @@ class Refused:
 class Replica:
     """What Ray makes so many of. Its methods are called by the endpoint, and some by Ray."""
 
-    def __init__(self, model: str, name: str, max_waiting: int, engine: dict[str, Any]) -> None:
+    async def __init__(  # type: ignore[misc]
+        self, model: str, name: str, max_waiting: int, engine: dict[str, Any]
+    ) -> None:
         use_one_heap()
         self.id = serve.get_replica_context().replica_id.unique_id
         self.news = CacheNews()
@@ -61,6 +63,7 @@ class Replica:
         self.metrics = Metrics(name, self.allm.llm.config, engine=self.id)
         self.allm.observers.append(self.metrics)
         self.allm.on_death = self._engine_died
+        self.allm.start()  # so that a worker's death is heard of before the next request
 
     async def generate(
         self, asked: Sequence[Asked], finals_only: bool, avoid: Sequence[str]
@@ -95,6 +98,10 @@ class Replica:
         return self.metrics.collect()
 
     # --- Called by Ray ----------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Raises EngineDead: of such a one Ray makes another, should it not end by itself."""
+        self.allm.check_open()
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """What is in its prefix cache: for the routers, to which Ray brings it."""

@@ -125,12 +125,11 @@ def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSetting
 
 def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: int, cores: int, **engine: Any) -> int:
     _start_ray(replicas, max(cores, replicas.most))
-    signals = Signals()
+    signals = Signals(has_to_clear_up=replicas.ray_address is not None)
     try:
         gpus, cpus = replicas.gpus_per_replica, replicas.cpus_per_replica
         if gpus is None:
-            on_cpu = engine.get("device") == "cpu" or engine.get("tier") == "reference"
-            gpus = 1 if not on_cpu and ray.cluster_resources().get("GPU") else 0
+            gpus = gpus_needed(ray.cluster_resources(), **engine)
         if cpus is None:
             cpus = 1 if replicas.ray_address else max(1, cores // replicas.most)
         serve.start(
@@ -158,20 +157,37 @@ def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: i
     return 0
 
 
+def gpus_needed(there: Mapping[str, float], **engine: Any) -> int:
+    """GPUs that a replica takes where nobody says how many, of what a cluster has: one for each of its ranks."""
+    if not there.get("GPU") or engine.get("device") == "cpu" or engine.get("tier") == "reference":
+        return 0
+    asked = Settings(**engine)
+    return asked.tensor_parallel_size * asked.pipeline_parallel_size
+
+
 class Signals:
     """SIGTERM and Ctrl-C: the first is noted, a second ends the process at once, as any does before it has `started`.
-    Ray's processes end with it."""
 
-    def __init__(self) -> None:
+    Ray's processes end with it. A cluster of others does not, and would keep the application: there (`has_to_clear_up`)
+    the end is an exception in the main thread, which takes the application away on its way out; one signal more does
+    not wait for that.
+    """
+
+    def __init__(self, *, has_to_clear_up: bool) -> None:
         self.come = threading.Event()
         self.started = False
+        self._clears_up = has_to_clear_up
         for one in (signal.SIGTERM, signal.SIGINT):
             signal.signal(one, self._note)
 
     def _note(self, number: int, frame: Any) -> None:
-        if self.come.is_set() or not self.started:
+        if self.started and not self.come.is_set():
+            self.come.set()
+        elif self._clears_up:
+            self._clears_up = False
+            raise SystemExit(128 + number)
+        else:
             os._exit(128 + number)
-        self.come.set()
 
 
 def _start_ray(replicas: ReplicaSettings, num_cpus: int) -> None:

@@ -26,7 +26,7 @@ class ReplicaSettings:
     cpus_per_replica: int | None = setting(None, at_least=1)
     """Cores that a replica takes; if left open, this machine's are shared out, and in a cluster it is one."""
     gpus_per_replica: int | None = setting(None, at_least=0)
-    """GPUs that a replica takes; if left open, one where there are some."""
+    """GPUs that a replica takes; if left open, one for each of its ranks, where there are GPUs."""
 
     def __post_init__(self) -> None:
         check(self)

@@ -219,8 +219,8 @@ class EventStream(Response):
                     break
             if not error and self._answer.body.wants_usage:
                 await send({"type": "http.response.body", "body": self._answer.usage_piece(), "more_body": True})
-        except EngineDead as dead:
-            error = str(dead)
+        except (EngineDead, ShuttingDown) as ended:
+            error = str(ended)
         except Exception as failed:
             logging.getLogger("uvicorn.error").exception("an answer could not be written")
             error = f"{type(failed).__name__}: {failed}"

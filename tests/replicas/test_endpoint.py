@@ -1,0 +1,267 @@
+"""The endpoint, a replica and what is asked of Ray, each without the others. Thorough, as all that needs Ray installed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minipaged.async_llm import Asked
+from minipaged.errors import EngineDead, ShuttingDown, WorkerFailed
+from minipaged.outputs import RequestUpdate
+from minipaged.params import SamplingParams
+from minipaged.replicas.settings import ReplicaSettings
+from minipaged.serve.settings import ServeSettings
+from tests.effort import thorough
+from tests.tiny_model import make_tiny_model
+
+pytestmark = thorough
+ASKED = [Asked("mine", [1, 2, 3], SamplingParams(max_tokens=4), None, 0)]
+
+
+class Replies:
+    """What a replica says, an error last; like Ray's, it raises where it was cancelled."""
+
+    def __init__(self, *said: object) -> None:
+        self.said = list(said)
+        self.cancelled = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[object]:
+        return self
+
+    async def __anext__(self) -> object:
+        from ray.exceptions import TaskCancelledError
+
+        if not self.said:
+            await self.cancelled.wait()
+            raise TaskCancelledError
+        one = self.said.pop(0)
+        if isinstance(one, Exception):
+            raise one
+        return one
+
+    def cancel(self) -> None:
+        self.cancelled.set()
+
+
+def engines(*replies: Replies) -> Any:
+    """The endpoint's engines before replicas that answer one call after the other so, and then no more."""
+    from minipaged.replicas.endpoint import Engines
+
+    waiting = list(replies)
+    generate = SimpleNamespace(remote=lambda *_: waiting.pop(0))
+    facts = SimpleNamespace(folder=Path("nowhere"), config=None, model_config=None)
+    return Engines(SimpleNamespace(options=lambda **_: generate), facts)  # type: ignore[arg-type]
+
+
+def raised_there(cause: Exception) -> Exception:
+    """As Ray hands on what a replica raises."""
+    from ray.exceptions import RayTaskError
+
+    error: Exception = RayTaskError("generate", "Traceback", cause).as_instanceof_cause()
+    return error
+
+
+def killed_by_ray(how: str) -> Exception:
+    from ray.exceptions import RayActorError
+
+    return RayActorError("00", f"The actor died unexpectedly before finishing this task.\n{how}")  # type: ignore[no-any-return]
+
+
+def taken() -> Any:
+    from minipaged.replicas.replica import Taken
+
+    return Taken("a")
+
+
+# --- The endpoint -----------------------------------------------------------------------------------
+
+
+def test_what_a_replica_raises_is_told_at_once_and_nobody_else_is_asked() -> None:
+    async def ask() -> None:
+        async with asyncio.timeout(5):
+            with pytest.raises(ZeroDivisionError, match="by nothing"):
+                await engines(Replies(raised_there(ZeroDivisionError("by nothing")))).add(ASKED)
+            stream = await engines(Replies(taken(), raised_there(ZeroDivisionError("later")))).add(ASKED)
+            with pytest.raises(ZeroDivisionError, match="later"):
+                await anext(stream)
+
+    asyncio.run(ask())
+
+
+def test_one_that_dies_before_it_has_taken_a_request_is_not_noticed() -> None:
+    async def ask() -> None:
+        died = Replies(killed_by_ray("The actor is dead because its worker process has died."))
+        assert await engines(died, Replies(taken())).add(ASKED)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("The actor is dead because its worker process has died.", "the replica that had the request has died; what"),
+        ("The actor is dead because it was killed by `ray.kill`.", "the replica that had the request was ended by Ray"),
+    ],
+)
+def test_who_loses_a_replica_is_told_how(how: str, told: str) -> None:
+    async def ask() -> None:
+        stream = await engines(Replies(taken(), killed_by_ray(how))).add(ASKED)
+        with pytest.raises(EngineDead, match=told):
+            await anext(stream)
+
+    asyncio.run(ask())
+
+
+def test_whose_time_to_finish_is_over_is_told_so_wherever_he_is() -> None:
+    """One reads, one does not just now; none is told that a replica has died, and none gets half an answer as a whole."""
+
+    async def drain() -> None:
+        replies = Replies(taken()), Replies(taken(), RequestUpdate("mine", (), None))
+        both = engines(*replies)
+        reads, sleeps = await both.add(ASKED), await both.add(ASKED)
+        reading = asyncio.create_task(anext(reads))
+        await anext(sleeps)
+        await both.shutdown(0.05)
+        for one in (reading, anext(sleeps), sleeps.outputs()):
+            with pytest.raises(ShuttingDown, match="time to finish is over"):
+                await one
+        with pytest.raises(ShuttingDown, match="takes no more requests"):
+            await both.add(ASKED)
+        assert all(each.cancelled.is_set() for each in replies)
+        assert both.num_open == 0
+
+    asyncio.run(drain())
+
+
+def test_draining_waits_for_what_goes_on_and_no_longer() -> None:
+    async def drain() -> None:
+        finished = RequestUpdate("mine", (), SimpleNamespace(request_id="mine"))  # type: ignore[arg-type]
+        replies = Replies(taken(), finished)
+        one = engines(replies)
+        stream = await one.add(ASKED)
+        ending = asyncio.create_task(one.shutdown(60))
+        await asyncio.sleep(0)
+        assert not ending.done()
+        assert [update async for update in stream] == [finished]
+        async with asyncio.timeout(5):
+            await ending
+        assert not replies.cancelled.is_set(), "nothing was left to cancel"
+
+    asyncio.run(drain())
+
+
+def test_who_leaves_a_stream_cancels_the_replica_s_replies() -> None:
+    async def leave() -> None:
+        replies = Replies(taken())
+        one = engines(replies)
+        (await one.add(ASKED)).close()
+        assert replies.cancelled.is_set()
+        assert one.num_open == 0
+
+    asyncio.run(leave())
+
+
+# --- A replica --------------------------------------------------------------------------------------
+
+
+def test_a_replica_hears_of_a_worker_s_death_while_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then it refuses what comes, so that another is asked; says that it is not well; and ends."""
+    from minipaged.reference.llama import Llama
+    from minipaged.replicas import replica as module
+    from minipaged.replicas.replica import Refused, Replica
+
+    fail: list[Callable[[Exception], None]] = []
+    exits: list[int] = []
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
+    monkeypatch.setattr(module.serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(module, "LAST_WORDS_S", 0)
+    monkeypatch.setattr(os, "_exit", exits.append)
+    monkeypatch.setattr(Llama, "on_failure", lambda _, call: fail.append(call))
+
+    async def die() -> None:
+        replica = Replica.__new__(Replica)
+        await replica.__init__(str(make_tiny_model(tmp_path)), "tiny", 9, {"tier": "reference", "num_blocks": 8})  # type: ignore[misc]
+        await replica.check_health()
+        fail[0](WorkerFailed("worker 1 of 2 has died"))
+        while not exits:
+            await asyncio.sleep(0.01)
+        with pytest.raises(EngineDead, match="worker 1 of 2 has died"):
+            await replica.check_health()
+        [refused] = [one async for one in replica.generate(ASKED, False, [])]
+        assert isinstance(refused, Refused)
+        assert isinstance(refused.error, EngineDead)
+
+    asyncio.run(die())
+    assert exits == [1]
+
+
+# --- What is asked of Ray ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpus"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 4),
+        ({"tensor_parallel_size": 2, "device": "cpu"}, 0),
+        ({"tensor_parallel_size": 2, "tier": "reference"}, 0),
+    ],
+)
+def test_a_replica_takes_a_gpu_for_each_of_its_ranks(engine: dict[str, Any], gpus: int) -> None:
+    from minipaged.replicas.server import gpus_needed
+
+    assert gpus_needed({"CPU": 8.0, "GPU": 8.0}, **engine) == gpus
+    assert gpus_needed({"CPU": 8.0}, **engine) == 0
+
+
+def test_what_the_options_say_is_what_ray_is_told() -> None:
+    from minipaged.replicas.server import LAST_MOMENT_S, application
+
+    settings = ServeSettings(shutdown_timeout=20)
+    scaled = application("m", settings, ReplicaSettings(replicas=2, max_replicas=6), cpus=3, gpus=4, max_num_seqs=32)
+    endpoint = scaled._bound_deployment
+    engines = endpoint.init_args[0]._bound_deployment
+    limits = engines._deployment_config.autoscaling_config
+    assert (limits.min_replicas, limits.max_replicas, limits.target_ongoing_requests) == (2, 6, 32)
+    assert engines.ray_actor_options == {"num_cpus": 3, "num_gpus": 4}
+    for one in (endpoint, engines):
+        assert one._deployment_config.graceful_shutdown_timeout_s == 20 + LAST_MOMENT_S
+    fixed = application("m", settings, ReplicaSettings(replicas=2), cpus=1, gpus=0)
+    engines = fixed._bound_deployment.init_args[0]._bound_deployment
+    assert engines.num_replicas == 2
+    assert engines._deployment_config.autoscaling_config is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_on_a_cluster_no_signal_goes_past_the_clearing_up_but_the_last(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minipaged.replicas.server import Signals
+
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for started in (False, True):
+            exits.clear()
+            signals = Signals(has_to_clear_up=True)
+            signals.started = started
+            if started:
+                signal.raise_signal(number)  # what goes on may finish
+                assert signals.come.is_set()
+            with pytest.raises(SystemExit) as end:
+                signal.raise_signal(number)
+            assert end.value.code == 128 + number
+            assert not exits
+            signal.raise_signal(number)
+            assert exits == [128 + number]
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

@@ -1,8 +1,9 @@
 """`python -m benchmarks.routing [--trace FILE] [--plot FILE.svg]`: who gets a request, of four replicas.
 
 Each replica is a real engine with a real prefix cache on a simulated machine (`minipaged/simulated.py`); all run on one
-clock. The routers are those of `minipaged/replicas/routing.py`. `PrefixAware` is told what the caches store and evict
-once a simulated second, as replicas publish it, and all routers are given how many requests are outstanding now.
+clock. The routers are those of `minipaged/replicas/routing.py`. `PrefixAware` is told once a simulated second what
+replicas publish, by the code that they publish it with (`CacheNews`, with its bound), and all routers are given how many
+requests are outstanding now.
 Nothing is measured by a wall clock and nothing is drawn without a seed: the same command gives the same figures.
 
 Two workloads:
@@ -242,9 +243,7 @@ class Fleet:
                 self.loads[name] -= 1
             if isinstance(self.router, PrefixAware) and self.now - replica.published >= SECONDS_BETWEEN_NEWS:
                 replica.published = self.now
-                stored, evicted = replica.news.take()
-                self.router.stored(name, stored)
-                self.router.evicted(name, evicted)
+                self.router.told(name, *replica.news.latest())
             self._start_step(replica)
 
     def _start_step(self, replica: Replica) -> None:

@@ -34,8 +34,8 @@ class RayRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             self._forget(replica)
         for one in replicas:
             self._router.added(one.replica_id.unique_id)
-            if isinstance(self._router, PrefixAware) and "cached" in one.routing_stats:
-                self._router.holds(one.replica_id.unique_id, one.routing_stats["cached"])
+            if isinstance(self._router, PrefixAware) and one.routing_stats:
+                self._router.told(one.replica_id.unique_id, **one.routing_stats)
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

@@ -21,9 +21,6 @@ from minipaged.replicas.routing import CacheNews
 from minipaged.serve.metrics import Metrics
 from minipaged.serve.server import LAST_WORDS_S, use_one_heap
 
-MOST_TOLD = 1 << 12
-"""Hashes of its cache that a replica publishes each time, those cached last: 32 KB."""
-
 
 @dataclass(frozen=True)
 class Facts:
@@ -104,8 +101,9 @@ class Replica:
         self.allm.check_open()
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """What is in its prefix cache: for the routers, to which Ray brings it."""
-        return {"cached": self.news.held(MOST_TOLD)}
+        """What has changed in its prefix cache: for the routers, to which Ray brings the latest of what it is told."""
+        number, changes = self.news.latest()
+        return {"number": number, "changes": changes}
 
     def _engine_died(self, error: BaseException) -> None:
         """All readers are told; let them hear it, and have Ray start another process."""

@@ -12,8 +12,12 @@ computes them (`block_hashes.py`). A hash is there
 - *coming*, when a prompt with that block was sent there and nothing was told yet: otherwise a burst with one new
   prefix would scatter before its first block is computed.
 
-Both are bounded for each replica, the least recently used go first. What is known may be late or wrong (a request that
-was aborted computes nothing); then a prompt is computed again where it could have been found, no more.
+Both are bounded for each replica, the least recently used go first.
+
+A replica publishes the latest changes of its cache, and how many there were in all. By that number a router sees which
+of them it knows. What it has missed (it came late, or there were too many at once), nobody tells it again. So what is
+known may be late, or wrong, as it is where a request was aborted and has computed nothing; then a prompt is computed
+again where it could have been found, no more.
 
 Loads are the caller's to count: requests sent and not ended, for each replica that may be chosen now. A router is
 called from one thread.
@@ -21,8 +25,8 @@ called from one thread.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from itertools import count
 from threading import Lock
 from typing import Protocol
@@ -30,6 +34,12 @@ from typing import Protocol
 from minipaged.block_hashes import block_hashes
 from minipaged.errors import NoReplica
 from minipaged.events import BlockCached, BlockEvicted, Event
+
+Change = tuple[int, bool]
+"""The hash of a block, and whether it is in the cache now."""
+MOST_TOLD = 1 << 12
+"""Changes that a replica publishes each time, those it has told before among them: 50 KB. Enough for
+32,000 tokens a second, in blocks of 16, each of which pushes out another."""
 
 
 class Router(Protocol):
@@ -144,20 +154,10 @@ class PrefixAware(RoundRobin):
 
     # --- What replicas publish ----------------------------------------------------------------------
 
-    def stored(self, replica: str, hashes: Iterable[int]) -> None:
-        """The replica's prefix cache has these blocks now. News of a replica that has gone is ignored."""
+    def told(self, replica: str, number: int, changes: Sequence[Change]) -> None:
+        """The replica's prefix cache has changed so often, in the end so. News of one that has gone is ignored."""
         if replica in self._known:
-            self._known[replica].stored(hashes)
-
-    def evicted(self, replica: str, hashes: Iterable[int]) -> None:
-        """It has these no longer."""
-        if replica in self._known:
-            self._known[replica].evicted(hashes)
-
-    def holds(self, replica: str, hashes: Iterable[int]) -> None:
-        """It has these and no others: for who was not told everything from the beginning on."""
-        if replica in self._known:
-            self._known[replica].holds(hashes)
+            self._known[replica].follow(number, changes)
 
     def known(self, replica: str) -> frozenset[int]:
         """What the replica has, as far as it has told."""
@@ -168,6 +168,8 @@ class KnownBlocks:
     """What one replica's prefix cache has, or will have, as far as the router knows: hashes, the latest used last."""
 
     def __init__(self, most_stored: int, most_coming: int) -> None:
+        self.number = 0
+        """Changes that there were, as far as it has told."""
         self.hashes: OrderedDict[int, None] = OrderedDict()
         self.coming: OrderedDict[int, None] = OrderedDict()
         self._most_stored = most_stored
@@ -188,21 +190,16 @@ class KnownBlocks:
                 _use(self.coming, one)
         _forget(self.coming, self._most_coming)
 
-    def stored(self, hashes: Iterable[int]) -> None:
-        for one in reversed(list(hashes)):
+    def follow(self, number: int, changes: Sequence[Change]) -> None:
+        """Of each hash its last change counts; of a prompt's, which are computed in order, the parents are used last."""
+        new, self.number = number - self.number, number
+        for one, is_there in reversed(dict(changes[max(0, len(changes) - new) :]).items()):
             self.coming.pop(one, None)
-            _use(self.hashes, one)
+            if is_there:
+                _use(self.hashes, one)
+            else:
+                self.hashes.pop(one, None)
         _forget(self.hashes, self._most_stored)
-
-    def evicted(self, hashes: Iterable[int]) -> None:
-        for one in hashes:
-            self.hashes.pop(one, None)
-            self.coming.pop(one, None)
-
-    def holds(self, hashes: Iterable[int]) -> None:
-        held = list(hashes)
-        self.evicted(self.hashes.keys() - held)
-        self.stored(one for one in held if one not in self.hashes)
 
 
 def _use(hashes: OrderedDict[int, None], one: int) -> None:
@@ -221,38 +218,27 @@ class CacheNews:
     The engine's thread calls it with events; any thread may ask.
     """
 
-    def __init__(self, most: int = 1 << 17) -> None:
-        """`most`: news kept for who never asks; then the oldest are dropped."""
-        self._most = most
-        self._hash_of: dict[int, int] = {}  # cached block -> its hash, in order of caching
-        self._news: OrderedDict[int, bool] = OrderedDict()  # hash -> whether it is there now, in order of happening
+    def __init__(self, most: int = MOST_TOLD) -> None:
+        """`most`: changes that are told each time, the latest."""
+        self._hash_of: dict[int, int] = {}  # cached block -> its hash
+        self._number = 0  # of changes until now
+        self._changes: deque[Change] = deque(maxlen=most)
         self._lock = Lock()
 
     def __call__(self, event: Event) -> None:
         match event:
             case BlockCached():
-                with self._lock:
-                    self._hash_of[event.block] = event.block_hash
-                    self._tell(event.block_hash, True)
+                self._hash_of[event.block] = event.block_hash
+                self._note(event.block_hash, True)
             case BlockEvicted():
-                with self._lock:
-                    self._tell(self._hash_of.pop(event.block), False)
+                self._note(self._hash_of.pop(event.block), False)
 
-    def _tell(self, block_hash: int, is_there: bool) -> None:
-        self._news[block_hash] = is_there
-        self._news.move_to_end(block_hash)
-        if len(self._news) > self._most:
-            self._news.popitem(last=False)
-
-    def take(self) -> tuple[list[int], list[int]]:
-        """The hashes that were stored and evicted since it was last asked: `Router.stored`, `Router.evicted`. One that
-        was both is only what happened to it last."""
+    def _note(self, block_hash: int, is_there: bool) -> None:
         with self._lock:
-            news, self._news = self._news, OrderedDict()
-        return [one for one, there in news.items() if there], [one for one, there in news.items() if not there]
+            self._number += 1
+            self._changes.append((block_hash, is_there))
 
-    def held(self, most: int | None = None) -> list[int]:
-        """The hashes of all cached blocks, or of the `most` that were cached last: `PrefixAware.holds`."""
+    def latest(self) -> tuple[int, list[Change]]:
+        """How many changes there were, and the last of them: `PrefixAware.told`."""
         with self._lock:
-            hashes = list(self._hash_of.values())
-        return hashes if most is None else hashes[max(0, len(hashes) - most) :]
+            return self._number, list(self._changes)

@@ -149,10 +149,10 @@ def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: i
             _end(endpoint, settings)
     finally:
         with contextlib.suppress(Exception):
-            if replicas.ray_address:
+            if serve.status().applications.keys() - {NAME}:  # those of others, on a cluster
                 serve.delete(NAME)
             else:
-                serve.shutdown()
+                serve.shutdown()  # and so the port is free again
         ray.shutdown()
     return 0
 
@@ -196,7 +196,13 @@ def _start_ray(replicas: ReplicaSettings, num_cpus: int) -> None:
     # A replica that takes no GPU sees them all the same: several may share one. (Else Ray says that this will change.)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if replicas.ray_address:
-        ray.init(address=replicas.ray_address, namespace=NAME, **quiet)
+        try:
+            ray.init(address=replicas.ray_address, namespace=NAME, **quiet)
+        except ConnectionError as error:
+            raise ModelError(
+                f"the Ray cluster at {replicas.ray_address} cannot be joined: {error}; is it there? If it asks for a token, "
+                "as Ray's do where one was made, set RAY_AUTH_MODE=token"
+            ) from None
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, namespace=NAME, **quiet)

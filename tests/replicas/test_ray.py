@@ -93,15 +93,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("replicas") / "tiny")
 
 
-def start(model: Path, folder: Path, *options: str) -> Running:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+    return port
+
+
+def launch(model: Path, folder: Path, *options: str) -> Running:
+    port, said = free_port(), folder / "said"
     command = [sys.executable, "-m", "minipaged", "serve", str(model), "--replicas", "2", "--port", str(port)]
-    said = folder / "said"
     with said.open("w") as out:
         process = subprocess.Popen([*command, *OPTIONS, *options], stdout=out, stderr=out, text=True)
-    running = Running(f"http://127.0.0.1:{port}", process, said)
+    return Running(f"http://127.0.0.1:{port}", process, said)
+
+
+def start(model: Path, folder: Path, *options: str) -> Running:
+    running = launch(model, folder, *options)
+    process, said = running.process, running.said
     wait_until(lambda: process.poll() is not None or is_healthy(running.url), "the endpoint")
     assert process.poll() is None, said.read_text()
     wait_until(lambda: "listening" in said.read_text(), "its first words")
@@ -266,6 +275,50 @@ def test_where_the_command_is_killed_nothing_is_left(model: Path, tmp_path: Path
     running.process.kill()
     running.process.wait()
     check_nothing_is_left(running, processes, segments)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of one on this machine, which nobody of ours has started, and the process that it ends with."""
+    port = free_port()
+    options = ("--include-dashboard=false", "--disable-usage-stats", f"--ray-client-server-port={free_port()}")
+    command = ["ray", "start", "--head", "--block", "--num-cpus=4", f"--port={port}", *options]
+    command[0] = str(Path(sys.executable).parent / "ray")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # or it asks for a token, if whoever runs this has one
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    head = psutil.Process(process.pid)
+    try:
+        wait_until(lambda: any("raylet" in _title(one) for one in head.children(recursive=True)), "the cluster")
+        yield f"127.0.0.1:{port}", head
+    finally:
+        started = head.children(recursive=True)
+        process.terminate()
+        process.wait(PATIENCE_S)
+    wait_until(lambda: not any(_lives(one) for one in started), "the end of the cluster")
+
+
+def test_a_cluster_is_left_as_it_was_however_the_command_ends(
+    model: Path, tmp_path: Path, cluster: tuple[str, psutil.Process]
+) -> None:
+    address, head = cluster
+
+    def replicas() -> list[psutil.Process]:
+        return [one for one in head.children(recursive=True) if "ServeReplica" in _title(one)]
+
+    starting = launch(model, tmp_path, "--ray-address", address)
+    wait_until(lambda: bool(replicas()) or starting.process.poll() is not None, "the beginning of a replica")
+    starting.process.send_signal(signal.SIGINT)
+    assert starting.process.wait(PATIENCE_S) == 128 + signal.SIGINT, starting.said.read_text()
+    assert "listening" not in starting.said.read_text()
+    wait_until(lambda: not replicas(), "the end of the replicas")
+
+    running = start(model, tmp_path, "--ray-address", address)
+    assert running.post(prompt="x", max_tokens=2).status_code == 200
+    assert len(replicas()) >= 2
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(PATIENCE_S) == 0, running.said.read_text()
+    wait_until(lambda: not replicas(), "the end of the replicas")
+    assert head.is_running()
 
 
 def test_why_no_replica_starts_is_said_in_a_line(model: Path) -> None:

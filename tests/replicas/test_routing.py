@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -48,6 +48,11 @@ def idle(names: Sequence[str] = NAMES) -> dict[str, int]:
 
 def sent(router: Router, prompts: Sequence[Sequence[int]], loads: Mapping[str, int]) -> list[str]:
     return [router.choose(token_ids, loads) for token_ids in prompts]
+
+
+def stored(hashes: Iterable[int]) -> list[tuple[int, bool]]:
+    """As a replica tells that it has these now."""
+    return [(one, True) for one in hashes]
 
 
 def small_engine(news: CacheNews, num_blocks: int = 12) -> Engine:
@@ -122,17 +127,12 @@ def test_what_the_router_knows_is_what_the_replicas_caches_have(data: st.DataObj
         for _ in range(data.draw(st.integers(0, 6))):
             engines[name].step()
         if data.draw(st.booleans()):
-            stored, evicted = news[name].take()
-            assert not set(stored) & set(evicted)
-            router.stored(name, stored)
-            router.evicted(name, evicted)
+            router.told(name, *news[name].latest())
             assert router.known(name) == hashes_in_the_cache(engines[name])
     for name, engine in engines.items():
         late = prefix_aware("ab")
-        late.stored(name, [1, 2, 3])
-        late.holds(name, news[name].held())
+        late.told(name, *news[name].latest())
         assert late.known(name) == hashes_in_the_cache(engine)
-        assert news[name].held(2) == news[name].held()[-2:]
 
 
 def test_blocks_are_evicted_in_these_runs() -> None:
@@ -144,9 +144,7 @@ def test_blocks_are_evicted_in_these_runs() -> None:
         engine.add_request([seed] * 20, SamplingParams(max_tokens=1, ignore_eos=True))
         while engine.has_unfinished_requests():
             engine.step()
-        stored, evicted = news.take()
-        router.stored("a", stored)
-        router.evicted("a", evicted)
+        router.told("a", *news.latest())
         assert set(block_hashes([seed] * 20, BLOCK_SIZE)) <= router.known("a") == hashes_in_the_cache(engine)
     assert engine.stats.prefix_cache_evictions
     assert not set(block_hashes([0] * 20, BLOCK_SIZE)) & router.known("a")
@@ -155,11 +153,12 @@ def test_blocks_are_evicted_in_these_runs() -> None:
 @settings(max_examples=examples(200))
 @given(data=st.data(), most_stored=st.integers(1, 8), most_coming=st.integers(1, 8))
 def test_what_is_known_of_a_replica_is_bounded(data: st.DataObject, most_stored: int, most_coming: int) -> None:
-    router = prefix_aware("a", most_stored=most_stored, most_coming=most_coming)
+    router, number = prefix_aware("a", most_stored=most_stored, most_coming=most_coming), 0
     for _ in range(data.draw(st.integers(1, 8))):
         hashes = block_hashes(data.draw(some_prompts), BLOCK_SIZE)
         if data.draw(st.booleans()):
-            router.stored("a", hashes)
+            number += len(hashes)
+            router.told("a", number, stored(hashes))
             assert {*hashes[:most_stored]} <= router.known("a"), "the latest is forgotten, or children after parents"
         else:
             router.choose(data.draw(some_prompts), {"a": 0})
@@ -179,27 +178,28 @@ def test_what_is_coming_is_bounded_where_nothing_is_ever_told() -> None:
 def test_the_least_recently_used_is_forgotten_first() -> None:
     router = prefix_aware("a", most_stored=2 * 10)
     for seed in (1, 2):
-        router.stored("a", block_hashes(prompt(seed), BLOCK_SIZE))
+        router.told("a", seed * 10, stored(block_hashes(prompt(seed), BLOCK_SIZE)))
     router.choose(prompt(1), {"a": 0})
-    router.stored("a", block_hashes(prompt(3), BLOCK_SIZE))
+    router.told("a", 30, stored(block_hashes(prompt(3), BLOCK_SIZE)))
     assert router.known("a") == {*block_hashes(prompt(1), BLOCK_SIZE), *block_hashes(prompt(3), BLOCK_SIZE)}
 
 
 def test_a_prefix_goes_where_it_is_stored_and_no_longer_when_it_is_evicted() -> None:
     router = prefix_aware()
-    router.stored("c", block_hashes(prompt(1), BLOCK_SIZE))
+    hashes = block_hashes(prompt(1), BLOCK_SIZE)
+    router.told("c", 10, stored(hashes))
     loads = {"a": 3, "b": 4, "c": 5, "d": 4}
     assert router.choose(prompt(1), loads) == "c"
-    router.evicted("c", block_hashes(prompt(1), BLOCK_SIZE))
+    router.told("c", 20, [*stored(hashes), *((one, False) for one in hashes)])
     assert router.choose(prompt(1), loads) == "a"
 
 
 def test_too_short_a_match_does_not_outweigh_a_smaller_load() -> None:
     router = prefix_aware(least_match=0.3)
-    router.stored("c", block_hashes(prompt(1, 8), BLOCK_SIZE))
+    router.told("c", 2, stored(block_hashes(prompt(1, 8), BLOCK_SIZE)))
     loads = {"a": 3, "b": 4, "c": 5, "d": 4}
     assert router.choose(prompt(1, 28), loads) == "a"  # 8 of 28
-    router.evicted("a", block_hashes(prompt(1, 28), BLOCK_SIZE))
+    router.told("a", 7, [(one, False) for one in block_hashes(prompt(1, 28), BLOCK_SIZE)])
     assert router.choose(prompt(1, 26), loads) == "c"
 
 
@@ -215,12 +215,12 @@ def test_a_burst_with_one_new_prefix_does_not_scatter() -> None:
 
 def test_a_replica_that_comes_back_has_an_empty_cache() -> None:
     router = prefix_aware()
-    router.stored("c", block_hashes(prompt(1), BLOCK_SIZE))
+    router.told("c", 10, stored(block_hashes(prompt(1), BLOCK_SIZE)))
     router.removed("c")
-    router.stored("c", block_hashes(prompt(1), BLOCK_SIZE))  # news that came too late
+    router.told("c", 10, stored(block_hashes(prompt(1), BLOCK_SIZE)))  # news that came too late
     router.added("c")
     assert router.known("c") == frozenset()
-    router.stored("c", [1])
+    router.told("c", 1, stored([1]))
     router.added("c")  # known already
     assert router.known("c") == {1}
 
@@ -232,7 +232,7 @@ def test_a_replica_that_knows_least_does_not_get_all_new_prompts() -> None:
     """sglang #14305: all new work went to the worker with the smallest tree."""
     router = prefix_aware()
     for name in "abc":
-        router.stored(name, range(1000))
+        router.told(name, 1000, stored(range(1000)))
     loads = idle()
     for i in range(40):
         loads[router.choose(prompt(i), loads)] += 1
@@ -283,7 +283,7 @@ def test_nobody_who_has_much_more_to_do_than_another_is_given_more(data: st.Data
 # --- News -------------------------------------------------------------------------------------------
 
 
-def test_news_are_what_happened_last_to_each_hash() -> None:
+def test_news_are_each_change_of_a_hash_in_whatever_block() -> None:
     news = CacheNews()
     for event in (
         BlockCached(0, 0, 5, block_hash=50),
@@ -294,17 +294,47 @@ def test_news_are_what_happened_last_to_each_hash() -> None:
         BlockEvicted(6),
     ):
         news(event)
-    assert news.take() == ([50], [60])
-    assert news.take() == ([], [])
-    assert news.held() == [50]
-    news(BlockEvicted(7))
-    assert news.take() == ([], [50])
-    assert news.held() == []
+    assert news.latest() == (5, [(50, True), (60, True), (50, False), (50, True), (60, False)])
+    router = prefix_aware("a")
+    router.told("a", *news.latest())
+    assert router.known("a") == {50}
 
 
-def test_news_that_nobody_asks_for_do_not_grow() -> None:
+def test_what_a_router_knows_it_is_not_told_again() -> None:
+    """The same news come many times, and what was done in between is newer: here a prompt that is to be computed."""
+    router = prefix_aware("a")
+    hashes = block_hashes(prompt(1), BLOCK_SIZE)
+    gone = [*stored(hashes), *((one, False) for one in hashes)]
+    router.told("a", 20, gone)
+    router.choose(prompt(1), {"a": 0})
+    router.told("a", 20, gone)
+    assert set(router._known["a"].coming) == set(hashes)
+    router.told("a", 21, [*gone[1:], (hashes[0], True)])
+    assert router.known("a") == {hashes[0]}
+
+
+def test_of_news_that_nobody_asks_for_the_latest_are_kept() -> None:
+    """And a router that has missed some goes on from there."""
     news = CacheNews(most=3)
+    router = prefix_aware("a")
     for block in range(10):
         news(BlockCached(0, 0, block, block_hash=block))
-    assert news.take() == ([7, 8, 9], [])
-    assert len(news.held()) == 10
+        if block == 1:
+            router.told("a", *news.latest())
+    assert news.latest() == (10, [(7, True), (8, True), (9, True)])
+    router.told("a", *news.latest())
+    assert router.known("a") == {0, 1, 7, 8, 9}
+
+
+def test_a_cache_of_more_blocks_than_are_told_at_once_is_known_whole() -> None:
+    """What was cached first, and is asked for again and again, is not forgotten for what was cached last."""
+    news = CacheNews(most=10)
+    engine = small_engine(news, num_blocks=200)
+    router = prefix_aware("a")
+    for seed in range(6):
+        engine.add_request([seed] * 20, SamplingParams(max_tokens=1, ignore_eos=True))
+        while engine.has_unfinished_requests():
+            engine.step()
+        router.told("a", *news.latest())
+    assert len(router.known("a")) == 30
+    assert router.known("a") == hashes_in_the_cache(engine)

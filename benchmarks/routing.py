@@ -2,9 +2,9 @@
 
 Each replica is a real engine with a real prefix cache on a simulated machine (`minipaged/simulated.py`); all run on one
 clock. The routers are those of `minipaged/replicas/routing.py`. `PrefixAware` is told once a simulated second what
-replicas publish, by the code that they publish it with (`CacheNews`, with its bound), and all routers are given how many
-requests are outstanding now.
-Nothing is measured by a wall clock and nothing is drawn without a seed: the same command gives the same figures.
+replicas publish, by the code that they publish it with (`CacheNews`, with its bound), and all routers are given how
+many requests are outstanding now. Nothing is measured by a wall clock and nothing is drawn without a seed: the same
+command gives the same figures.
 
 Two workloads:
 

@@ -44,7 +44,7 @@ TAKEN_S = 60
 ALIVE_S = 5
 """Seconds in which one has to say that it lives."""
 KILLED_BY_RAY = "killed by `ray.kill`"
-"""What Ray says of a replica that it has ended: one too many, whose time to finish was over, or one that is not well."""
+"""What Ray says of a replica that it has ended: one too many, whose time to finish was over, or one that is unwell."""
 
 
 class ServedModel:
@@ -111,7 +111,8 @@ class RemoteStream:
 def _cause(error: Exception) -> Exception:
     """What ended requests that a replica had taken, of what Ray says of it."""
     if isinstance(error, RayTaskError):
-        return error.cause
+        cause: Exception = error.cause
+        return cause
     what = "was ended by Ray" if KILLED_BY_RAY in str(error) else "has died"
     return EngineDead(f"the replica that had the request {what}; what it said until then is all; ask again")
 

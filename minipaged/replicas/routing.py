@@ -191,7 +191,7 @@ class KnownBlocks:
         _forget(self.coming, self._most_coming)
 
     def follow(self, number: int, changes: Sequence[Change]) -> None:
-        """Of each hash its last change counts; of a prompt's, which are computed in order, the parents are used last."""
+        """Of each hash the last change counts. Parents are computed first, and are to be forgotten last."""
         new, self.number = number - self.number, number
         for one, is_there in reversed(dict(changes[max(0, len(changes) - new) :]).items()):
             self.coming.pop(one, None)

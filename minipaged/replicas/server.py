@@ -200,8 +200,8 @@ def _start_ray(replicas: ReplicaSettings, num_cpus: int) -> None:
             ray.init(address=replicas.ray_address, namespace=NAME, **quiet)
         except ConnectionError as error:
             raise ModelError(
-                f"the Ray cluster at {replicas.ray_address} cannot be joined: {error}; is it there? If it asks for a token, "
-                "as Ray's do where one was made, set RAY_AUTH_MODE=token"
+                f"the Ray cluster at {replicas.ray_address} cannot be joined: {error}; is it there? If it asks for a "
+                "token, as Ray's do where one was made, set RAY_AUTH_MODE=token"
             ) from None
     else:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -1,4 +1,4 @@
-"""The endpoint, a replica and what is asked of Ray, each without the others. Thorough, as all that needs Ray installed."""
+"""The endpoint, a replica, and what is asked of Ray, each without the others. Thorough, as all that needs Ray."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_who_loses_a_replica_is_told_how(how: str, told: str) -> None:
 
 
 def test_whose_time_to_finish_is_over_is_told_so_wherever_he_is() -> None:
-    """One reads, one does not just now; none is told that a replica has died, and none gets half an answer as a whole."""
+    """One reads, one does not just now; none is told that a replica has died, and none gets half an answer."""
 
     async def drain() -> None:
         replies = Replies(taken()), Replies(taken(), RequestUpdate("mine", (), None))

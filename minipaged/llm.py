@@ -109,7 +109,7 @@ class LLM:
         self.config = self._fill_in(asked)
         try:
             runner = loaded.tier.make_runner(loaded.config, loaded.weights, self.config)
-        except MemoryError:
+        except MemoryError as error:
             num_blocks, num_swap_blocks = self.config.num_blocks, self.config.num_swap_blocks
             size = (num_blocks + num_swap_blocks) * loaded.block_bytes(
                 asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size
@@ -117,6 +117,7 @@ class LLM:
             raise InvalidRequest(
                 f"num_blocks is {num_blocks}: with {num_swap_blocks} for swapping they take {size:,} bytes, more than "
                 "there are; lower num_blocks, or num_swap_blocks (swap_space)"
+                + (f". What failed: {error}" if str(error) else "")
             ) from None
         # Threads may share an LLM; their calls follow one another. Who reads a stream may generate in between.
         self._lock = threading.RLock()

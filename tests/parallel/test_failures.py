@@ -186,7 +186,8 @@ def test_a_checkpoint_that_no_rank_can_load_is_told_as_ever(folder: Path, tmp_pa
 
 @thorough
 def test_a_rank_without_memory_says_so(folder: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"num_blocks is \d+: .* more than there are"):
+    said = r"num_blocks is \d+: .* more than there are; lower num_blocks.*\. What failed: \S"
+    with pytest.raises(InvalidRequest, match=said):
         LLM(folder, tier="fast", device="cpu", num_blocks=2**40, num_swap_blocks=0, tensor_parallel_size=2)
 
 

@@ -29,8 +29,9 @@ from tests.tiny_model import make_tiny_model
 
 pytestmark = thorough
 PATIENCE_S = 120
-OPTIONS = ("--tier", "reference", "--num-blocks", "64", "--num-swap-blocks", "0", "--shutdown-timeout", "20")
+ENGINE: dict[str, Any] = {"tier": "reference", "dtype": "float32", "num_blocks": 64, "num_swap_blocks": 0}
 """The reference tier: its steps are slow enough that something goes on when a replica is killed."""
+OPTIONS = (*(f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()), "--shutdown-timeout=20")
 
 
 @dataclass
@@ -140,7 +141,7 @@ def check_nothing_is_left(running: Running, processes: list[psutil.Process], seg
 
 def test_replicas_say_what_one_engine_says(running: Running, model: Path) -> None:
     prompts = [f"{n} and then" for n in range(8)]
-    llm = LLM(model, tier="reference", num_blocks=64, num_swap_blocks=0)
+    llm = LLM(model, **ENGINE)
     right = [one.outputs[0] for one in llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0))]
     assert llm.tokenizer is not None
     with ThreadPoolExecutor(8) as pool:
@@ -211,10 +212,11 @@ def test_a_prompt_goes_where_its_beginning_was_computed(running: Running) -> Non
 
 
 def test_when_a_replica_is_killed_every_request_is_right_or_told(running: Running, model: Path) -> None:
-    llm = LLM(model, tier="reference", num_blocks=64, num_swap_blocks=0)
     prompts = [f"{n} of them" for n in range(20)]
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    right = [one.outputs[0].text for one in llm.generate(prompts, params)]
+    outputs = [one.outputs[0] for one in LLM(model, **ENGINE).generate(prompts, params)]  # of one engine
+    assert len({one.token_ids for one in outputs}) > 10, "or a wrong one might be taken for right"
+    right = [one.text for one in outputs]
     victim, others = running.replicas()
     came = Counter[str]()
 
@@ -222,6 +224,7 @@ def test_when_a_replica_is_killed_every_request_is_right_or_told(running: Runnin
         if number == 200:
             victim.kill()
         body = {"prompt": prompts[number % 20], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        body["return_token_ids"] = True
         if number % 2:
             text, error = read_stream(running, body)
             expected = right[number % 20]
@@ -230,7 +233,9 @@ def test_when_a_replica_is_killed_every_request_is_right_or_told(running: Runnin
             return
         answer = running.post(**body)
         if answer.status_code == 200:
-            came["right" if answer.json()["choices"][0]["text"] == right[number % 20] else "wrong"] += 1
+            choice = answer.json()["choices"][0]
+            said = choice["text"], tuple(choice["token_ids"])
+            came["right" if said == (right[number % 20], outputs[number % 20].token_ids) else "wrong"] += 1
         else:
             assert answer.status_code == 503
             assert "has died" in answer.json()["error"]["message"]

@@ -14,8 +14,10 @@ import pytest
 
 from minipaged.async_llm import Asked
 from minipaged.errors import EngineDead, ShuttingDown, WorkerFailed
+from minipaged.events import BlockCached, BlockEvicted
 from minipaged.outputs import RequestUpdate
 from minipaged.params import SamplingParams
+from minipaged.replicas.routing import CacheNews
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from tests.effort import thorough
@@ -200,6 +202,26 @@ def test_a_replica_hears_of_a_worker_s_death_while_it_is_idle(tmp_path: Path, mo
 
     asyncio.run(die())
     assert exits == [1]
+
+
+def test_what_a_replica_publishes_is_what_its_router_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray.serve.request_router import RequestRouter
+
+    from minipaged.replicas.ray_router import RayRouter
+    from minipaged.replicas.replica import Replica
+
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
+    monkeypatch.setattr(RequestRouter, "curr_replicas", {})
+    router, news = RayRouter.__new__(RayRouter), CacheNews()
+    router.initialize_state("prefix", 16)
+    for block in range(3):
+        news(BlockCached(0, block, block, block_hash=70 + block))
+    news(BlockEvicted(2))
+    replica = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"), routing_stats={})
+    router.update_replicas([replica])  # it has told nothing yet
+    replica.routing_stats = asyncio.run(Replica.record_routing_stats(SimpleNamespace(news=news)))  # type: ignore[arg-type]
+    router.update_replicas([replica])
+    assert router._router.known("a") == {70, 71}
 
 
 # --- What is asked of Ray ---------------------------------------------------------------------------

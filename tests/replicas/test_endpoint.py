@@ -133,7 +133,7 @@ def test_whose_time_to_finish_is_over_is_told_so_wherever_he_is() -> None:
         await both.shutdown(0.05)
         for one in (reading, anext(sleeps), sleeps.outputs()):
             with pytest.raises(ShuttingDown, match="time to finish is over"):
-                await one
+                await asyncio.wait_for(one, 5)
         with pytest.raises(ShuttingDown, match="takes no more requests"):
             await both.add(ASKED)
         assert all(each.cancelled.is_set() for each in replies)

@@ -34,18 +34,20 @@ HOUSE = {
     # The ground: plain Python, which runs wherever Python runs.
     "errors": Room(),
     "block_hashes": Room(),
+    "kv_connector": Room(),
     "events": Room(),
     "outputs": Room(),
     "scheduling": Room(),
     "vllm_arguments": Room("errors"),
     "params": Room("errors vllm_arguments"),
     "prompts": Room("errors vllm_arguments"),
+    "shared_storage": Room("block_hashes errors kv_connector"),
     "steps": Room("params"),
     "contracts": Room("errors params scheduling steps"),
     "mirror": Room("contracts steps"),
-    "settings": Room("contracts errors params scheduling"),
+    "settings": Room("contracts errors kv_connector params scheduling"),
     # The engine knows no tier, and no NumPy.
-    "engine": Room("block_hashes contracts errors events outputs params scheduling steps"),
+    "engine": Room("block_hashes contracts errors events kv_connector outputs params scheduling steps"),
     # A run followed from its events.
     "replay": Room("errors events"),
     # Where models come from.
@@ -89,7 +91,8 @@ HOUSE = {
     ),
     # What users call, and what stands on it.
     "llm": Room(
-        "engine errors events models outputs params prompts scheduling settings tiers vllm_arguments",
+        "contracts engine errors events kv_connector models outputs params prompts scheduling settings tiers "
+        "vllm_arguments",
         late={
             "slow to load, and only some calls need them": "psutil rich",
             "only those who ask for several processes need them": "parallel.tier",
@@ -135,7 +138,7 @@ HOUSE = {
         "async_llm block_hashes errors events llm models outputs params serve settings",
         "prometheus_client ray starlette",
     ),
-    "options": Room("errors params replicas.settings serve.settings settings", "typer"),
+    "options": Room("errors params replicas.settings serve.settings settings shared_storage", "typer"),
     "cli": Room(
         "errors events options outputs params replicas.settings serve.settings settings",
         "typer",

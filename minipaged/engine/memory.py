@@ -106,6 +106,10 @@ class Memory(ABC):
     def begin(self, request: Request, sequence: Sequence) -> None:
         """Let an empty table begin with what is already computed, if something is."""
 
+    def load(self, request: Request) -> None:  # noqa: B027
+        """The waiting request, for whose blocks there is room, comes in: let its first table begin with what is
+        computed already, here or by another engine."""
+
     @abstractmethod
     def append(self, sequence: Sequence, num_tokens: int) -> None:
         """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks."""

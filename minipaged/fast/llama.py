@@ -427,8 +427,11 @@ class Llama(Runner):
         return self.run(StepInput(0, fresh=True, begun=tuple(begun), added=tuple(added)))
 
     def move(self, moves: BlockMoves) -> None:
-        """Swap out, poison, swap in, copy."""
+        """Swap out, poison, swap in, copy, load."""
         carry(self.kv_cache, moves)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        return self.kv_cache.read_blocks(blocks)
 
     def costs(self) -> Costs:
         """What swapping and recomputing pay for on this device: measured when the model was made."""

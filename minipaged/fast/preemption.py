@@ -34,6 +34,7 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
     kv_cache.poison(moves.poison)
     kv_cache.swap_in(moves.swap_in)
     kv_cache.copy(moves.copy)
+    kv_cache.write_blocks(moves.load)
 
 
 def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None = None) -> Costs:

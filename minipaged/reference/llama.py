@@ -127,8 +127,11 @@ class Llama(MirroredRunner):
         return rms_norm(x, weight, self.config.rms_norm_eps)  # of the shape of x
 
     def move(self, moves: BlockMoves) -> None:
-        """Swap out, poison, swap in, copy."""
+        """Swap out, poison, swap in, copy, load."""
         carry(self.kv_cache, moves)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        return self.kv_cache.read_blocks(blocks)
 
     def sample(self, logits: Array, inputs: Sequence[SamplingInput]) -> list[Sampled]:
         """One token for each input."""

@@ -97,8 +97,8 @@ class Settings(EngineSettings):
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if (value := getattr(self, name)) > 1:
                 raise InvalidRequest(
-                    f"kv_connector is given and {name} is {value}, where each rank has a part of every block; blocks are "
-                    f"handed over by engines of one rank, so leave one of them out"
+                    f"kv_connector is given and {name} is {value}, where each rank has a part of every block; blocks "
+                    "are handed over by engines of one rank, so leave one of them out"
                 )
 
 

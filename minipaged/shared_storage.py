@@ -48,6 +48,8 @@ class SharedStorageConnector:
         self.max_bytes = max_bytes
         self._seal = b""  # of the handshake: part of every digest
         self._block_size = 0
+        self._num_bytes = 0  # of all blocks, when the folder was looked through last
+        self._num_since = max_bytes  # stored since
         self._told = False
 
     def open(self, handshake: Handshake) -> None:
@@ -76,7 +78,7 @@ class SharedStorageConnector:
     # --- What an engine asks ----------------------------------------------------------------------
 
     def lacking(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
-        if self.role == "kv_consumer" or start == stop:
+        if self.role == "kv_consumer" or start >= stop:
             return ()
         paths = self._paths(token_ids, stop)
         return [logical for logical in range(start, stop) if not paths[logical].exists()]
@@ -86,8 +88,8 @@ class SharedStorageConnector:
         stored: list[int] = []
         paths = self._paths(token_ids, max(blocks, default=-1) + 1)
         try:
-            self._make_room(sum(DIGEST_BYTES + len(block) for block in blocks.values()))
             for logical, block in blocks.items():
+                self._make_room(DIGEST_BYTES + len(block))
                 self._write(paths[logical], self._digest(token_ids, logical, block) + block)
                 stored.append(logical)
         except OSError as error:
@@ -143,19 +145,25 @@ class SharedStorageConnector:
                 os.unlink(name)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the least recently used blocks (and what writers left that died) until so much more fits."""
+        """Remove the least recently used blocks (and what writers left that died) until so much more fits.
+
+        The folder is looked through only now and then, for others store too; so each may be wrong by a sixteenth.
+        """
+        self._num_since += num_bytes
+        if 16 * self._num_since <= self.max_bytes and self._num_bytes + self._num_since <= self.max_bytes:
+            return
         used = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):  # another engine removes some, too
                 if not entry.name.endswith(".json"):
-                    used.append((entry.stat().st_mtime, entry.stat().st_size, entry.path))
-        too_many = sum(size for _, size, _ in used) + num_bytes - self.max_bytes
+                    used.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        self._num_bytes, self._num_since = sum(size for _, size, _ in used), num_bytes
         for _, size, path in sorted(used):
-            if too_many <= 0:
+            if self._num_bytes + num_bytes <= self.max_bytes:
                 return
             with suppress(FileNotFoundError):
                 os.unlink(path)
-            too_many -= size
+            self._num_bytes -= size
 
     def _tell(self, error: OSError) -> None:
         if not self._told:

@@ -2,8 +2,8 @@
 
 It is the `BlockManager` with three things more:
 
-- *Storing.* What the prefix cache learns, the connector is offered, at the same moment: the sequence holds the blocks
-  still, so they are read out of the pool before anybody else can be given them.
+- *Storing.* What the prefix cache learns of a prompt, the connector is offered, at the same moment: the sequence holds
+  the blocks still, so they are read out of the pool before anybody else can be given them.
 - *Loading.* A request that comes in begins with what the prefix cache has; for the full blocks after those the
   connector is asked, and what it has gets blocks, which the admission has counted already. They are written before the
   pass of the coming step (`BlockMoves.load`).
@@ -54,12 +54,12 @@ class ConnectedBlockManager(BlockManager):
         self._load: list[tuple[int, bytes]] = []  # since the moves were last taken
 
     def load(self, request: Request) -> None:
-        if not request.reads_prefix_cache:
-            return
         sequence = request.sequences[0]
+        if sequence.num_computed or not request.reads_prefix_cache:
+            return
         self.begin(request, sequence)
         held = len(sequence.table.blocks)
-        self._store(sequence, 0, held)  # somebody else's store may have lost them
+        self._store(sequence, 0, held)  # which were stored once, but may have been lost since
         most = (len(sequence.tokens) - 1) // self.block_size  # one token has to run
         found = self._connector.load(sequence.tokens, held, most)
         whole = list(takewhile(lambda block: len(block) == self._block_bytes, found))
@@ -81,7 +81,12 @@ class ConnectedBlockManager(BlockManager):
         self._store(sequence, start, sequence.num_published)
 
     def _store(self, sequence: Sequence, start: int, stop: int) -> None:
-        """Offer logical blocks start .. stop - 1 of the sequence, which are computed."""
+        """Offer logical blocks start .. stop - 1 of the sequence, which are computed, as far as they are the prompt's.
+
+        (What is generated is offered when it comes again, as a prompt: reading the pool waits for the step in flight.)
+        """
+        num_prompt_tokens = len(sequence.tokens) - len(sequence.output_token_ids)
+        stop = min(stop, num_prompt_tokens // self.block_size)
         if lacking := self._connector.lacking(sequence.tokens, start, stop):
             blocks = self._read_blocks([sequence.table.blocks[logical] for logical in lacking])
             stored = self._connector.store(sequence.tokens, dict(zip(lacking, blocks, strict=True)))

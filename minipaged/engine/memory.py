@@ -107,8 +107,8 @@ class Memory(ABC):
         """Let an empty table begin with what is already computed, if something is."""
 
     def load(self, request: Request) -> None:  # noqa: B027
-        """The waiting request, for whose blocks there is room, comes in: let its first table begin with what is
-        computed already, here or by another engine."""
+        """The request, for all of whose blocks there is room, has come in: let its first table, if that is empty, begin
+        with what other engines have computed."""
 
     @abstractmethod
     def append(self, sequence: Sequence, num_tokens: int) -> None:

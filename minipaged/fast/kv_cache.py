@@ -234,7 +234,7 @@ class KVCache:
         self.device_blocks[self._on_device([block for block, _ in blocks])] = arriving.to(self.device)
 
     def _whole(self, pool: Tensor) -> list[Tensor]:
-        """All that is in a pool, [blocks, layers, 2, kv_heads, block_size, ...] each: in 8 bits the scales come first."""
+        """All that is in a pool, [blocks, layers, 2, kv_heads, block_size, ...] each: in 8 bits, first the scales."""
         numbers, scales = self.parts(pool)
         return [numbers] if scales is None else [scales, numbers]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged import LLM, BeamSearchParams, InvalidRequest, RequestOutput, SamplingParams
+from minipaged.errors import BadRecording
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.llm import LoadedModel
 from minipaged.models.hub import fingerprint
 from minipaged.reference.kv_cache import KVCache
+from minipaged.replay_steps import open_replay
 from minipaged.shared_storage import SharedStorageConnector
 from minipaged.step_files import Header, StepRecorder, decode, encode, read_recording
 from minipaged.steps import BlockMoves, StepInput
@@ -147,9 +150,7 @@ def test_who_is_cancelled_or_fails_after_loading_leaves_nothing(model: LoadedMod
 
 @given(data=st.data())
 def test_whatever_the_prompts_the_block_size_and_what_is_lost(reference: LoadedModel, data: st.DataObject) -> None:
-    """Tokens are those of one engine; the decoder computes no token of a block that it could have had."""
-    import tempfile
-
+    """Tokens are those of one engine."""
     size = data.draw(st.sampled_from([1, 2, 3, 5, 8, 16]), "block size")
     letters = st.integers(3, 6)
     prompts = data.draw(st.lists(st.lists(letters, min_size=1, max_size=40), min_size=1, max_size=4), "prompts")
@@ -222,17 +223,16 @@ def test_blocks_are_the_same_bytes_on_both_tiers(kv_cache_dtype: str, dtype: str
     assert other.read_blocks([0, 5]) == content
     assert other.device_blocks[1:5].count_nonzero() == 0
     for layer in range(3):
-        for mine, theirs in zip(one.read(layer, torch.tensor([[4, 1]])), other.read(layer, torch.tensor([[0, 5]]))):
-            assert torch.equal(mine, theirs)
+        mine = torch.stack(one.read(layer, torch.tensor([[4, 1]])))
+        assert torch.equal(mine, torch.stack(other.read(layer, torch.tensor([[0, 5]]))))
     if dtype == "float32":
         reference = KVCache(*sizes, kv_cache_dtype=kv_cache_dtype)
         reference.write_blocks([(0, content[0]), (5, content[1])])
         assert reference.read_blocks([0, 5]) == content
         assert not any(reference.device_blocks[block].tobytes().strip(b"\0") for block in range(1, 5))
         for layer in range(3):
-            found = reference.read(layer, np.array([[0, 5]]))
-            for mine, theirs in zip(one.read(layer, torch.tensor([[4, 1]])), found):
-                assert np.array_equal(mine.numpy(), theirs)
+            found = np.stack(reference.read(layer, np.array([[0, 5]])))
+            assert np.array_equal(torch.stack(one.read(layer, torch.tensor([[4, 1]]))).numpy(), found)
 
 
 @pytest.mark.parametrize("make", [KVCache, FastCache])
@@ -287,7 +287,7 @@ def test_another_process_prefills(reference: LoadedModel, tmp_path: Path) -> Non
 
 def test_settings_that_do_not_go_with_it_are_refused_with_the_way_out(tmp_path: Path) -> None:
     connector = SharedStorageConnector(tmp_path)
-    with pytest.raises(InvalidRequest, match="enable_prefix_caching is False; .* leave one of them out"):
+    with pytest.raises(InvalidRequest, match=r"enable_prefix_caching is False; .* leave one of them out"):
         LLM("/no/such/model", kv_connector=connector, enable_prefix_caching=False)
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         with pytest.raises(InvalidRequest, match=f"{name} is 2, where each rank has a part of every block"):
@@ -324,8 +324,6 @@ def test_a_step_that_loads_is_the_same_after_its_encoding() -> None:
 
 def test_a_recording_has_the_blocks_in_it(reference: LoadedModel, tiny_model: Path, tmp_path: Path) -> None:
     """So it runs again without the folder, and on the other tier."""
-    from minipaged.replay_steps import open_replay
-
     prompts, file = prompts_of(12, 2), tmp_path / "steps"
     prefilled(reference, tmp_path / "kv", prompts)
     second = connected(reference, tmp_path / "kv", "kv_consumer")
@@ -342,8 +340,6 @@ def test_a_recording_has_the_blocks_in_it(reference: LoadedModel, tiny_model: Pa
         replay = open_replay(*read_recording(file), LoadedModel.load(tiny_model, tier, "cpu", "float32"))
         assert [difference for difference in replay if difference.objection] == []
         assert replay.num_choices == 24
-    from minipaged.errors import BadRecording
-
     replay = open_replay(*read_recording(file), LoadedModel.load(tiny_model, "reference", dtype="float64"))
     with pytest.raises(BadRecording, match="step 1 loads blocks in float32, and this model computes in float64"):
         list(replay)

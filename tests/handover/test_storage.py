@@ -255,7 +255,7 @@ def test_an_engine_that_does_not_fit_is_told_both_values(stored: SharedStorageCo
 
 def test_a_folder_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidRequest, match="file cannot be used: .*; give another folder"):
+    with pytest.raises(InvalidRequest, match=r"file cannot be used: .*; give another folder"):
         opened(tmp_path / "file")
     (tmp_path / "handshake.json").write_text("{")
     with pytest.raises(InvalidRequest, match="cannot be used"):

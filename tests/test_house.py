@@ -115,7 +115,8 @@ HOUSE = {
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
     ),
     "demo": Room(
-        "contracts engine errors events models.shards outputs params replay settings traces",
+        "contracts engine errors events kv_connector models.shards outputs params replay settings shared_storage "
+        "traces",
         "rich",
         late={"a run is shown again, or simulated, without a model": "llm"},
     ),

@@ -82,6 +82,7 @@ COUNTERS = {
     "minipaged:prefix_cache_evictions": (),
     "minipaged:preemptions": ("mode",),
     "minipaged:blocks_copied": (),
+    "minipaged:blocks_handed_over": ("direction",),
     "minipaged:blocks_swapped": ("direction",),
     "minipaged:tokens_recomputed": (),
     "minipaged:query_tokens": (),
@@ -288,6 +289,8 @@ def check_counts(server: Server, reading: Reading) -> None:
     assert reading("minipaged:blocks_copied_total") == stats.blocks_copied
     assert reading("minipaged:blocks_swapped_total", direction="out") == stats.blocks_swapped_out
     assert reading("minipaged:blocks_swapped_total", direction="in") == stats.blocks_swapped_in
+    assert reading("minipaged:blocks_handed_over_total", direction="stored") == stats.blocks_stored
+    assert reading("minipaged:blocks_handed_over_total", direction="loaded") == stats.blocks_loaded
     assert reading("minipaged:tokens_recomputed_total") == stats.tokens_recomputed
     assert reading("minipaged:steps_total") == stats.steps
     assert reading("minipaged:step_seconds_total") == pytest.approx(stats.step_seconds)

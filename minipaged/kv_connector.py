@@ -39,7 +39,7 @@ class KVConnector(Protocol):
     """Where full blocks are left for other engines, and found.
 
     `token_ids` are those of a sequence from its beginning; its *logical* blocks are numbered from 0. A block is bytes,
-    those of `KVCache.read_blocks`.
+    those of `Runner.read_blocks`.
     """
 
     def open(self, handshake: Handshake) -> None:

@@ -203,41 +203,6 @@ class KVCache:
                 arriving.record_stream(computing)  # its memory is not given to others before it is scattered
             self.device_blocks[self._on_device([device for _, device in piece])] = arriving
 
-    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
-        """Some device blocks for another engine's `write_blocks`: each [layers, 2, block_size, kv_heads, head_dim] in
-        one piece, in 8 bits behind its scales. The other may be of the other tier."""
-        _check_blocks(blocks, self.num_blocks, "device")
-        found = self.device_blocks[self._on_device(list(blocks))].cpu()  # waits until they are computed
-        parts = [part.transpose(3, 4) for part in self._whole(found)]  # [n, layers, 2, block_size, kv_heads, ...]
-        as_bytes = [part.contiguous().view(len(blocks), -1).view(torch.uint8) for part in parts]
-        return [row.numpy().tobytes() for row in torch.cat(as_bytes, dim=1)]
-
-    def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Let each of these device blocks have what was read elsewhere.
-
-        Raises ValueError for a block of another size, IndexError for one outside the pool; nothing is written.
-        """
-        _check_blocks((block for block, _ in blocks), self.num_blocks, "device")
-        for _, content in blocks:
-            if len(content) != self.block_bytes:
-                raise ValueError(f"a block of {len(content):,} bytes was loaded; here it has {self.block_bytes:,}")
-        if not blocks:
-            return
-        arriving = self.device_blocks.new_empty((len(blocks), *self.device_blocks.shape[1:]), device="cpu")
-        rest = torch.frombuffer(bytearray(b"".join(content for _, content in blocks)), dtype=torch.uint8)
-        rest = rest.view(len(blocks), -1)
-        for part in self._whole(arriving):
-            there = part.transpose(3, 4)
-            size = part[0].numel() * part.itemsize
-            there.copy_(rest[:, :size].contiguous().view(part.dtype).view(there.shape))
-            rest = rest[:, size:]
-        self.device_blocks[self._on_device([block for block, _ in blocks])] = arriving.to(self.device)
-
-    def _whole(self, pool: Tensor) -> list[Tensor]:
-        """All that is in a pool, [blocks, layers, 2, kv_heads, block_size, ...] each: in 8 bits, first the scales."""
-        numbers, scales = self.parts(pool)
-        return [numbers] if scales is None else [scales, numbers]
-
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill device blocks that are nobody's with NaN, so that reading them shows at once."""
         _check_blocks(blocks, self.num_blocks, "device")

@@ -45,6 +45,7 @@ from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.kernels import Linear, LlamaKernels, Matrix
+from minipaged.fast.handover import read_blocks
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.linear import joined_linear
 from minipaged.fast.preemption import carry, measure
@@ -431,7 +432,7 @@ class Llama(Runner):
         carry(self.kv_cache, moves)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
-        return self.kv_cache.read_blocks(blocks)
+        return read_blocks(self.kv_cache, blocks)
 
     def costs(self) -> Costs:
         """What swapping and recomputing pay for on this device: measured when the model was made."""

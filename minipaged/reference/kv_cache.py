@@ -161,30 +161,6 @@ class KVCache:
         """Copy (host block, device block) pairs back to the device."""
         self._move(self.host_blocks, self.device_blocks, pairs)
 
-    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
-        """Some device blocks for another engine's `write_blocks`: each [layers, 2, block_size, kv_heads, head_dim] in
-        one piece, in 8 bits behind its scales. The other may be of the other tier."""
-        self.check_blocks(np.asarray(blocks, dtype=np.int64))
-        return [self.device_blocks[block].tobytes() for block in blocks]
-
-    def write_blocks(self, blocks: Sequence[tuple[int, bytes]]) -> None:
-        """Let each of these device blocks have what was read elsewhere.
-
-        Raises ValueError for a block of another size, IndexError for one outside the pool; nothing is written.
-        """
-        self.check_blocks(np.asarray([block for block, _ in blocks], dtype=np.int64))
-        for _, content in blocks:
-            if len(content) != self.block_bytes:
-                raise ValueError(f"a block of {len(content):,} bytes was loaded; here it has {self.block_bytes:,}")
-        for block, content in blocks:
-            self.device_blocks[block : block + 1] = self._as_block(content)
-
-    def _as_block(self, content: bytes) -> Array:
-        """A pool of one block."""
-        if self.kv_cache_dtype != "auto":
-            return np.frombuffer(content, self.device_blocks.dtype)
-        return np.frombuffer(content, self.dtype).reshape(1, *self.device_blocks.shape[1:])
-
     def poison(self, blocks: Sequence[int]) -> None:
         """Fill device blocks that are nobody's with NaN, so that reading them shows at once."""
         self.check_blocks(np.asarray(blocks, dtype=np.int64))

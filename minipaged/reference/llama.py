@@ -27,6 +27,7 @@ from minipaged.mirror import MirroredRunner
 from minipaged.models.config import ModelConfig
 from minipaged.models.quantized.stored import StoredMatrix
 from minipaged.reference.attention import paged_attention
+from minipaged.reference.handover import read_blocks
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.linear import Weight, linear
 from minipaged.reference.preemption import carry, measure, probe_cache
@@ -131,7 +132,7 @@ class Llama(MirroredRunner):
         carry(self.kv_cache, moves)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
-        return self.kv_cache.read_blocks(blocks)
+        return read_blocks(self.kv_cache, blocks)
 
     def sample(self, logits: Array, inputs: Sequence[SamplingInput]) -> list[Sampled]:
         """One token for each input."""

@@ -26,7 +26,6 @@ from minipaged.events import (
 )
 from minipaged.llm import LLM, LoadedModel
 from minipaged.reference.block_allocator import BlockAllocator
-from minipaged.reference.kv_cache import KVCache
 from minipaged.reference.preemption import carry
 from minipaged.reference.sharded import ShardedLlama
 from minipaged.replay.teller import Topic, numbers
@@ -253,7 +252,7 @@ def test_a_decoding_engine_has_every_full_block_of_the_prompts(played: dict[str,
 
 
 def test_blocks_that_arrive_wrong_or_not_are_found_out(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "write_blocks", lambda self, blocks: None)
+    monkeypatch.setattr("minipaged.reference.preemption.write_blocks", lambda kv_cache, blocks: None)
     (outcome,) = run_demo(model=tiny_model, tier="reference", scene="disaggregated")
     assert not outcome.holds
     assert "DIFFERENT" in outcome.findings[2]

@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 
 from minipaged import LLM, BeamSearchParams, InvalidRequest, RequestOutput, SamplingParams
 from minipaged.errors import BadRecording
+from minipaged.fast import handover as fast_handover
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.llm import LoadedModel
 from minipaged.models.hub import fingerprint
+from minipaged.reference import handover
 from minipaged.reference.kv_cache import KVCache
 from minipaged.replay_steps import open_replay
 from minipaged.shared_storage import SharedStorageConnector
@@ -60,6 +62,14 @@ def prefilled(model: LoadedModel, folder: Path, prompts: Sequence[Any], **option
     llm = connected(model, folder, "kv_producer", **options)
     llm.generate(prompts, ONE_TOKEN)
     return llm
+
+
+def read(cache: Any, blocks: Sequence[int]) -> list[bytes]:
+    return (fast_handover if isinstance(cache, FastCache) else handover).read_blocks(cache, blocks)
+
+
+def write(cache: Any, blocks: Sequence[tuple[int, bytes]]) -> None:
+    (fast_handover if isinstance(cache, FastCache) else handover).write_blocks(cache, blocks)
 
 
 def tokens(outputs: Sequence[RequestOutput]) -> list[Any]:
@@ -217,18 +227,18 @@ def test_blocks_are_the_same_bytes_on_both_tiers(kv_cache_dtype: str, dtype: str
     k, v = torch.randn(2, 3, 24, 2, 8, generator=torch.Generator().manual_seed(0)).to(one.dtype)
     for layer in range(3):
         one.write(layer, torch.arange(24), k[layer], v[layer])
-    content = one.read_blocks([4, 1])
+    content = read(one, [4, 1])
     assert {len(block) for block in content} == {one.block_bytes}
-    other.write_blocks([(0, content[0]), (5, content[1])])
-    assert other.read_blocks([0, 5]) == content
+    write(other, [(0, content[0]), (5, content[1])])
+    assert read(other, [0, 5]) == content
     assert other.device_blocks[1:5].count_nonzero() == 0
     for layer in range(3):
         mine = torch.stack(one.read(layer, torch.tensor([[4, 1]])))
         assert torch.equal(mine, torch.stack(other.read(layer, torch.tensor([[0, 5]]))))
     if dtype == "float32":
         reference = KVCache(*sizes, kv_cache_dtype=kv_cache_dtype)
-        reference.write_blocks([(0, content[0]), (5, content[1])])
-        assert reference.read_blocks([0, 5]) == content
+        write(reference, [(0, content[0]), (5, content[1])])
+        assert read(reference, [0, 5]) == content
         assert not any(reference.device_blocks[block].tobytes().strip(b"\0") for block in range(1, 5))
         for layer in range(3):
             found = np.stack(reference.read(layer, np.array([[0, 5]])))
@@ -240,13 +250,13 @@ def test_a_block_of_another_size_or_place_is_refused_before_anything_is_written(
     cache = make(2, 4, 4, 2, 8)
     content = b"\1" * cache.block_bytes
     with pytest.raises(ValueError, match=r"a block of 1,023 bytes was loaded; here it has 1,024"):
-        cache.write_blocks([(0, content), (1, content[:-1])])
+        write(cache, [(0, content), (1, content[:-1])])
     for wrong in (-1, 4):
         with pytest.raises(IndexError, match=f"block {wrong} is outside the device pool's 4 blocks"):
-            cache.write_blocks([(0, content), (wrong, content)])
+            write(cache, [(0, content), (wrong, content)])
         with pytest.raises(IndexError, match=f"block {wrong} is outside the device pool's 4 blocks"):
-            cache.read_blocks([wrong])
-    assert cache.read_blocks([0]) == [bytes(cache.block_bytes)]
+            read(cache, [wrong])
+    assert read(cache, [0]) == [bytes(cache.block_bytes)]
 
 
 @quick_cases(1)

@@ -80,7 +80,7 @@ steps = st.builds(
     begun=several(st.builds(Begun, numbers, lists, numbers, lists, st.none() | samplings)),
     tables=several(st.builds(TableChange, numbers, numbers, lists)),
     told=several(st.builds(Told, numbers, numbers, numbers)),
-    moves=st.builds(BlockMoves, pairs, lists, pairs, pairs),
+    moves=st.builds(BlockMoves, pairs, lists, pairs, pairs, several(st.tuples(numbers, st.binary(max_size=9)))),
     left_out=lists,
     added=several(st.builds(Row, numbers, numbers, numbers, st.integers(LOGITS, 9))),
     lane=numbers,

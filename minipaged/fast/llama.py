@@ -44,8 +44,8 @@ from minipaged.contracts import Batch, PromptInput, Runner, Sampled, SamplingInp
 from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.device import is_gpu, to_device
-from minipaged.fast.kernels import Linear, LlamaKernels, Matrix
 from minipaged.fast.handover import read_blocks
+from minipaged.fast.kernels import Linear, LlamaKernels, Matrix
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.linear import joined_linear
 from minipaged.fast.preemption import carry, measure

@@ -357,9 +357,11 @@ def test_the_metrics_are_what_outputs_and_statistics_say() -> None:
             {f"{name} {sorted(labels)}": int(value > 0) for (name, labels), value in reading.values.items()}
         )
     never = [sample for sample, number in happened.items() if number == 0 and "_bucket" not in sample]
-    # Paging reserves nothing; when all has ended, nobody runs, waits or holds blocks.
+    # Paging reserves nothing; when all has ended, nobody runs, waits or holds blocks; and there is no other engine.
     assert sorted(never) == [
         "minipaged:blocks [('state', 'held')]",
+        "minipaged:blocks_handed_over_total [('direction', 'loaded')]",
+        "minipaged:blocks_handed_over_total [('direction', 'stored')]",
         "minipaged:blocks_saved []",
         "minipaged:kv_slots_share [('cache', 'paged'), ('kind', 'reserved')]",
         "vllm:kv_cache_usage_perc []",

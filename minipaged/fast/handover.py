@@ -29,19 +29,19 @@ def write_blocks(kv_cache: KVCache, blocks: Sequence[tuple[int, bytes]]) -> None
 
     Raises ValueError for a block of another size, IndexError for one outside the pool; nothing is written.
     """
+    if not blocks:
+        return  # as in nearly every step
     numbers = _checked(kv_cache, [block for block, _ in blocks])
     for _, content in blocks:
         if len(content) != kv_cache.block_bytes:
             raise ValueError(f"a block of {len(content):,} bytes was loaded; here it has {kv_cache.block_bytes:,}")
-    if not blocks:
-        return
     arriving = torch.empty((len(blocks), *kv_cache.device_blocks.shape[1:]), dtype=kv_cache.device_blocks.dtype)
     for (_, content), *parts in zip(blocks, *_parts(kv_cache, arriving), strict=True):
         raw, start = torch.frombuffer(bytearray(content), dtype=torch.uint8), 0  # a copy: bytes cannot be written
         for part in parts:
             part.copy_(raw[start : start + part.nbytes].view(part.dtype).view(part.shape))
             start += part.nbytes
-    kv_cache.device_blocks[numbers] = arriving.to(kv_cache.device)
+    kv_cache.device_blocks[numbers] = to_device(arriving, kv_cache.device)
 
 
 def _parts(kv_cache: KVCache, pool: Tensor) -> list[Tensor]:

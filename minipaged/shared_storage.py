@@ -81,7 +81,11 @@ class SharedStorageConnector:
         if self.role == "kv_consumer" or start >= stop:
             return ()
         paths = self._paths(token_ids, stop)
-        return [logical for logical in range(start, stop) if not paths[logical].exists()]
+        try:
+            return [logical for logical in range(start, stop) if not paths[logical].exists()]
+        except OSError as error:
+            self._tell(error)
+            return ()
 
     def store(self, token_ids: Sequence[int], blocks: Mapping[int, bytes]) -> Sequence[int]:
         """A folder that is full, or gone, is told of on stderr, once; the engine goes on without it."""

@@ -149,6 +149,17 @@ def test_a_file_that_cannot_be_read_is_computed_instead(
     assert "what cannot be handed over is computed" in capsys.readouterr().err
 
 
+def test_a_folder_that_may_not_be_looked_into_is_done_without(
+    stored: SharedStorageConnector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stat(self: Path, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert stored.lacking(TOKENS, 0, 4) == ()
+    assert "Permission denied; what cannot be handed over is computed" in capsys.readouterr().err
+
+
 def test_a_disk_that_is_full_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ from minipaged.steps import BlockMoves
 from tests.effort import scaled, seeds
 from tests.engine.test_failure_injection import Fuse, crowded, run_through
 from tests.handover.oracle import HandsOver, InMemory, connected_run, losing
+from tests.replay.test_state import check_any_prefix
 from tests.workloads import Run, Workload, WorkloadRequest, random_workload
 
 
@@ -93,6 +94,16 @@ def test_the_workloads_bring_about_everything_that_can_happen_to_what_was_loaded
         if wanted <= {*+happened}:
             return
     raise AssertionError(f"never: {wanted - {*+happened}}")
+
+
+@pytest.mark.parametrize("seed", RICH_WORKLOADS)
+def test_any_prefix_of_the_events_gives_what_the_engine_had(seed: int) -> None:
+    workload, prefixes = cached_workload(seed), Prefixes()
+    connector = InMemory(workload.config.block_size)
+    connected_run(workload, connector, prefixes).to_the_end()
+    run = connected_run(workload, connector, prefixes)
+    check_any_prefix(run, seed)
+    assert run.engine.stats.blocks_loaded
 
 
 def test_the_last_token_of_a_prompt_is_always_computed() -> None:

@@ -22,7 +22,7 @@ from minipaged.events import Event
 from minipaged.params import SamplingParams
 from minipaged.replay.state import State
 from minipaged.steps import BlockMoves
-from tests.effort import scaled, seeds
+from tests.effort import examples, scaled, seeds
 from tests.engine.test_failure_injection import Fuse, crowded, run_through
 from tests.handover.oracle import HandsOver, InMemory, connected_run, losing
 from tests.replay.test_state import check_any_prefix
@@ -69,6 +69,15 @@ def test_every_invariant_holds_where_blocks_are_handed_over(seeds: range) -> Non
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise
+
+
+@scaled
+def test_and_where_steps_of_several_lanes_are_in_flight() -> None:
+    """A block is written with the step in whose lane its request came in, and before those of others can find it."""
+    happened: Counter[str] = Counter()
+    for seed in range(examples(60, least=10)):
+        happened += hand_over(seed, pipeline_parallel_size=2 + seed % 2, async_scheduling=False)
+    assert happened["loaded"]
 
 
 RICH_WORKLOADS = (4, 8, 105)

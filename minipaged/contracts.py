@@ -263,6 +263,11 @@ class Runner(ABC):
     def costs(self) -> Costs:
         """What swapping and recomputing pay for here. A tier measures it, when it is first asked for or before."""
 
+    def read_blocks(self, blocks: Sequence[int]) -> Sequence[bytes]:
+        """K and V of these device blocks, after all steps that it was given: what `BlockMoves.load` brings to others.
+        (A simulated machine has none.)"""
+        raise NotImplementedError(f"{type(self).__name__} has no blocks to be read")
+
     def on_failure(self, call: Callable[[Exception], None]) -> None:
         """Call this, on any thread, should it become unable to run steps while it has none to run. (Most cannot.)"""
         del call

@@ -299,6 +299,24 @@ class BlockEvicted(Event):
     block: int
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksStored(Event):
+    """These full blocks of the sequence were read out of the pool, for other engines (`kv_connector.py`)."""
+
+    name: ClassVar[str] = "blocks_stored"
+    sequence: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksLoaded(Event):
+    """The sequence's table was extended by these blocks, full of what another engine has computed."""
+
+    name: ClassVar[str] = "blocks_loaded"
+    sequence: int
+    blocks: tuple[int, ...]
+
+
 # --- JSON Lines -----------------------------------------------------------------------------------
 
 EVENT_TYPES: dict[str, type[Event]] = {event.name: event for event in Event.__subclasses__()}

@@ -15,16 +15,22 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from minipaged import tiers
+from minipaged.contracts import Runner
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.engine import Engine
+from minipaged.engine.memory import MakeMemory
 from minipaged.engine.policies import POLICIES
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
 from minipaged.events import Event, Listener, RequestFinished, TokenGenerated
+from minipaged.kv_connector import Handshake
 from minipaged.models import hub
 from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
@@ -126,6 +132,7 @@ class LLM:
             loaded.tier,
             runner,
             allocator=asked.allocator,
+            memory=self._memory(asked, runner),
             policy=policy,
             decode=self.tokenizer.decode if self.tokenizer else None,
             encode=self.tokenizer.encode if self.tokenizer else None,
@@ -339,6 +346,24 @@ class LLM:
             async_scheduling=not on_cpu if asked.async_scheduling is None else asked.async_scheduling,
             **{each.name: getattr(asked, each.name) for each in fields(EngineSettings)},
         )
+
+    def _memory(self, asked: Settings, runner: Runner) -> MakeMemory:
+        """What makes the block manager. Raises InvalidRequest where other engines' blocks are of another kind."""
+        connector, config = asked.kv_connector, self.model_config
+        if connector is None:
+            return BlockManager
+        handshake = Handshake(
+            model=hub.fingerprint(self.folder),
+            dtype=self.loaded.tier.dtype,
+            kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            block_size=asked.block_size,
+        )
+        connector.open(handshake)
+        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
+        return partial(ConnectedBlockManager, connector=connector, read_blocks=runner.read_blocks, block_bytes=size)
 
     def _blocks_that_fit(self, asked: Settings) -> int:
         """Blocks for the pool (both pools, where they share a memory) in the share of what is free; never more than the

@@ -280,7 +280,7 @@ class MirroredRunner(Runner):
 
     @abstractmethod
     def move(self, moves: BlockMoves) -> None:
-        """Swap out, poison, swap in, copy: in this order, each batched over all blocks, layers and K/V."""
+        """Swap out, poison, swap in, copy, load: in this order, each batched over all blocks, layers and K/V."""
 
     @abstractmethod
     def forward(self, batch: Batch) -> Logits:

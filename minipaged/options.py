@@ -27,6 +27,7 @@ from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.settings import Function, Settings, with_parameters
+from minipaged.shared_storage import SharedStorageConnector
 
 PANELS = {
     SamplingParams: "How tokens are chosen",
@@ -94,6 +95,12 @@ WRITTEN = {
         kind=str,
         metavar="NAME or FILE.py:Class",
         read=lambda name: load_class("--scheduling-policy", name) if ":" in name else name,
+    ),
+    "kv_connector": Written(
+        kind=str | None,
+        metavar="FOLDER",
+        read=lambda folder: folder and SharedStorageConnector(folder),
+        note="Here: the folder of a SharedStorageConnector, on Linux best one in /dev/shm.",
     ),
 }
 

@@ -179,7 +179,20 @@ def open_replay(header: Header, steps: Iterable[RecordedStep], loaded: LoadedMod
             "memory than there is here"
         ) from None
     dtype = max(header.dtype, loaded.tier.dtype, key=ROUNDING.__getitem__)
+    if header.dtype != loaded.tier.dtype:
+        steps = _without_blocks(steps, header.dtype, loaded.tier.dtype)
     return Replay(steps, runner, exact_logits(loaded), dtype)
+
+
+def _without_blocks(steps: Iterable[RecordedStep], theirs: str, mine: str) -> Iterator[RecordedStep]:
+    """The steps, as long as none brings blocks that another engine computed. Raises BadRecording."""
+    for recorded in steps:
+        if recorded.step.moves.load:
+            raise BadRecording(
+                f"step {recorded.step.number} loads blocks in {theirs}, and this model computes in {mine}; replay it "
+                f"with --dtype {theirs}"
+            )
+        yield recorded
 
 
 def _differ(name: str, one: object, other: object) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, TypedDict, TypeVar
 
 from minipaged.contracts import BlockAllocator
 from minipaged.errors import InvalidRequest
+from minipaged.kv_connector import KVConnector
 from minipaged.params import EngineConfig, EngineSettings, KVCacheDtype, PreemptionMode, check, setting
 from minipaged.scheduling import MakePolicy
 
@@ -59,6 +60,9 @@ class Settings(EngineSettings):
     scheduling_policy: str | MakePolicy = "fcfs"
     """Who is served when: fcfs (first come, first served), priority, shortest-first, or a class of one's own
     (minipaged/scheduling.py)."""
+    kv_connector: KVConnector | None = None
+    """By what full blocks are handed over to other engines, and had from them: `SharedStorageConnector(folder)`, or one
+    of one's own (minipaged/kv_connector.py)."""
 
     def __post_init__(self) -> None:
         if self.max_model_len in (-1, "auto"):  # so vLLM has it
@@ -76,6 +80,26 @@ class Settings(EngineSettings):
             raise InvalidRequest(
                 f"swap_space is {self.swap_space} GiB and num_swap_blocks is {self.num_swap_blocks}; give one of them"
             )
+        if self.kv_connector is not None:
+            self._check_kv_connector()
+
+    def _check_kv_connector(self) -> None:
+        if missing := [name for name in ("open", "lacking", "store", "load") if not hasattr(self.kv_connector, name)]:
+            raise InvalidRequest(
+                f"kv_connector is {self.kv_connector!r}, which has no {', '.join(missing)}; give a "
+                "SharedStorageConnector(folder), or another with these methods (minipaged/kv_connector.py)"
+            )
+        if not self.enable_prefix_caching:
+            raise InvalidRequest(
+                "kv_connector is given but enable_prefix_caching is False; blocks are handed over by the prefix cache, "
+                "so leave one of them out"
+            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if (value := getattr(self, name)) > 1:
+                raise InvalidRequest(
+                    f"kv_connector is given and {name} is {value}, where each rank has a part of every block; blocks "
+                    "are handed over by engines of one rank, so leave one of them out"
+                )
 
 
 class GivenSettings(TypedDict, total=False):
@@ -99,6 +123,7 @@ class GivenSettings(TypedDict, total=False):
     allocator: MakeAllocator | None
     worker_timeout: float
     scheduling_policy: str | MakePolicy
+    kv_connector: KVConnector | None
     tensor_parallel_size: int
     pipeline_parallel_size: int
     seed: int

@@ -121,8 +121,9 @@ class SimulatedRunner(Runner):
 
     def move(self, moves: BlockMoves) -> None:
         """Pay for the moves."""
-        if moves.swap_out or moves.swap_in:
-            self.now += carry_seconds(self._costs, len(moves.swap_out) + len(moves.swap_in))
+        if moves.swap_out or moves.swap_in or moves.load:
+            num_blocks = len(moves.swap_out) + len(moves.swap_in) + len(moves.load)
+            self.now += carry_seconds(self._costs, num_blocks)
         copied = 2 * len(moves.copy) * self.block_size * self.machine.kv_bytes_per_token  # read and written
         self.now += copied / self.machine.memory_bytes_per_second
 

@@ -41,6 +41,8 @@ class BlockMoves(NamedTuple):
     """(host block, device block)."""
     copy: tuple[CopyPair, ...] = ()
     """(device block, device block), for copy-on-write. No destination is a source."""
+    load: tuple[tuple[int, bytes], ...] = ()
+    """(device block, its K and V): another engine computed them (`kv_connector.py`)."""
 
 
 class Sampling(NamedTuple):

@@ -49,6 +49,7 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
     "cpu_offload_gb": NotHere("all weights stay on the device; take a smaller model, or device='cpu'", (0,)),
     "kv_cache_memory_bytes": NotHere("give the cache's size as num_blocks, or as gpu_memory_utilization"),
     "num_gpu_blocks_override": NotHere("it is num_blocks here"),
+    "kv_transfer_config": NotHere("it is kv_connector here, and takes a SharedStorageConnector(folder, role)"),
     "preemption_mode": NotHere("it is preemption here, and takes 'swap', 'recompute' and 'auto'"),
     "scheduler_cls": NotHere("give scheduling_policy a class (minipaged/scheduling.py)"),
     "tokenizer": NotHere("the tokenizer is the one in the model's folder (tokenizer.json); put yours there"),

@@ -34,18 +34,20 @@ HOUSE = {
     # The ground: plain Python, which runs wherever Python runs.
     "errors": Room(),
     "block_hashes": Room(),
+    "kv_connector": Room(),
     "events": Room(),
     "outputs": Room(),
     "scheduling": Room(),
     "vllm_arguments": Room("errors"),
     "params": Room("errors vllm_arguments"),
     "prompts": Room("errors vllm_arguments"),
+    "shared_storage": Room("block_hashes errors kv_connector"),
     "steps": Room("params"),
     "contracts": Room("errors params scheduling steps"),
     "mirror": Room("contracts steps"),
-    "settings": Room("contracts errors params scheduling"),
+    "settings": Room("contracts errors kv_connector params scheduling"),
     # The engine knows no tier, and no NumPy.
-    "engine": Room("block_hashes contracts errors events outputs params scheduling steps"),
+    "engine": Room("block_hashes contracts errors events kv_connector outputs params scheduling steps"),
     # A run followed from its events.
     "replay": Room("errors events"),
     # Where models come from.
@@ -89,7 +91,8 @@ HOUSE = {
     ),
     # What users call, and what stands on it.
     "llm": Room(
-        "engine errors events models outputs params prompts scheduling settings tiers vllm_arguments",
+        "contracts engine errors events kv_connector models outputs params prompts scheduling settings tiers "
+        "vllm_arguments",
         late={
             "slow to load, and only some calls need them": "psutil rich",
             "only those who ask for several processes need them": "parallel.tier",
@@ -112,7 +115,8 @@ HOUSE = {
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
     ),
     "demo": Room(
-        "contracts engine errors events models.shards outputs params replay settings traces",
+        "contracts engine errors events kv_connector models.shards outputs params replay settings shared_storage "
+        "traces",
         "rich",
         late={"a run is shown again, or simulated, without a model": "llm"},
     ),
@@ -135,7 +139,7 @@ HOUSE = {
         "async_llm block_hashes errors events llm models outputs params serve settings",
         "prometheus_client ray starlette",
     ),
-    "options": Room("errors params replicas.settings serve.settings settings", "typer"),
+    "options": Room("errors params replicas.settings serve.settings settings shared_storage", "typer"),
     "cli": Room(
         "errors events options outputs params replicas.settings serve.settings settings",
         "typer",
@@ -261,6 +265,7 @@ TWINS = {
     "block_allocator": ("BlockAllocator",),
     "block_table": ("BlockTable",),
     "kv_cache": ("KVCache",),
+    "handover": ("read_blocks", "write_blocks"),
     "attention": ("paged_attention",),
     "preemption": ("carry", "measure"),
     "beam_search": ("BeamSearch",),
@@ -374,7 +379,11 @@ def test_every_file_opens_with_a_docstring():
 
 
 FIRST_READING = (
-    *sorted(f"reference/{path.name}" for path in (ROOT / "reference").glob("*.py") if path.stem != "sharded"),
+    *sorted(
+        f"reference/{path.name}"
+        for path in (ROOT / "reference").glob("*.py")
+        if path.stem not in ("handover", "sharded")
+    ),
     *(f"engine/{name}.py" for name in ("engine", "scheduler", "policy", "block_manager", "prefix_cache")),
 )
 

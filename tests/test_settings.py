@@ -50,7 +50,7 @@ def test_type_checkers_are_told_of_every_setting_and_its_type() -> None:
 def test_an_engine_goes_by_every_setting_that_is_about_it() -> None:
     """The others are the tier's, or the LLM's to find out."""
     above = {"tier", "device", "dtype", "gpu_memory_utilization", "swap_space", "allocator", "scheduling_policy"}
-    above.add("worker_timeout")
+    above |= {"worker_timeout", "kv_connector"}
     assert {*names_of(Settings)} - above == {*names_of(EngineConfig)} - {"vocab_size", "eos_token_ids"}
     left_open = {each.name: each.metadata for each in fields(Settings)}
     for each in fields(EngineConfig):
@@ -129,6 +129,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
         "bad_words": "b",
     }
     values |= {"tier": "reference", "device": "cpu", "dtype": "float64", "allocator": f"{__file__}:Allocator"}
+    values["kv_connector"] = "a folder"
     switches = {"ignore_eos": True, "debug": True, "enable_prefix_caching": False, "async_scheduling": False}
     switches |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
     repeated = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
@@ -145,9 +146,11 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
     given = COMMANDS["generate"].make_context("generate", line).params
     found = {name: value for kind in KINDS for name, value in given_for(kind, given).items()}
     assert found.pop("allocator").__name__ == Allocator.__name__
-    del expected["allocator"]
+    assert found.pop("kv_connector").folder == Path("a folder")
+    del expected["allocator"], expected["kv_connector"]
     assert {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()} == expected
     given["swap_space"] = None  # the other way to say num_swap_blocks
+    given["kv_connector"] = None  # does not go without prefix caching, nor with several ranks
     for kind in KINDS:
         kind(**given_for(kind, given))
 

@@ -1,6 +1,7 @@
 """The demo: a live memory map of paging on a real model. `minipaged demo`, or `python -m minipaged.demo`.
 
-scenes.py     what is shown: six scenes, one idea of the paper each, one of two ranks, and one for one's own prompts
+scenes.py     what is shown: six scenes, one idea of the paper each, one of two ranks, one of two engines, and one for
+              one's own prompts
 stage.py      one loaded model, an engine for each run, requests that arrive step by step
 ticker.py     a run in plain lines
 view.py       a state, drawn

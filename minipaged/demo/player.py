@@ -35,6 +35,7 @@ from minipaged.events import (
     TokenGenerated,
     TokensComputed,
 )
+from minipaged.replay.state import State
 from minipaged.replay.teller import Topic, tell
 from minipaged.replay.timeline import Timeline
 
@@ -47,6 +48,7 @@ SECONDS: dict[Topic, float] = {
     "join": 0.6,
     "grow": 0.5,
     "prefix": 1.5,
+    "load": 2.0,
     "same": 0.8,
     "evict": 0.8,
     "fork": 2.5,
@@ -163,16 +165,17 @@ class Player:
         questions: Mapping[str, str] | None = None,
         paced: bool = True,
         ranks: Sequence[str] = (),
+        beside: State | None = None,
     ) -> None:
         """Show a run to its end. `advance` makes the engine do one more step (False: there is nothing left to do).
 
-        `paced`: stay where something happens; otherwise run as fast as the engine does. `ranks`: see `Caption`. Raises
-        NextScene and Quit.
+        `paced`: stay where something happens; otherwise run as fast as the engine does. `ranks`, `beside`: see
+        `Caption`. Raises NextScene and Quit.
         """
         self._timeline, self._advance = timeline, advance
         self._notes, self._told, self._here = [], Counter(), None
         self.view.questions = {} if questions is None else questions  # may be filled as the run goes on
-        self.caption = replace(self.caption, run=run, measured=(), ranks=tuple(ranks))
+        self.caption = replace(self.caption, run=run, measured=(), ranks=tuple(ranks), beside=beside)
         self._due = self._screen.now()
         while timeline.at_end and self._run_engine():
             pass  # until there is something to show

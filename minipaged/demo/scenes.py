@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from minipaged.demo.measures import Measures
@@ -19,7 +21,8 @@ from minipaged.models.shards import Shard, shard_of
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, PreemptionMode, SamplingParams
 from minipaged.replay.state import LiveSequence
-from minipaged.replay.teller import blocks_only
+from minipaged.replay.teller import Topic, blocks_only
+from minipaged.shared_storage import SharedStorageConnector
 
 FOUR_SCORE = "Four score and seven years ago our"
 """The prompt of the paper's Fig. 6 and Fig. 8: seven tokens for this model as well."""
@@ -400,6 +403,47 @@ def pool_of(shard: Shard, rank: Any) -> RankPool:
     return RankPool(shard.rank, tuple(shard.kv_heads), cache.block_bytes, written)
 
 
+# --- Two engines ----------------------------------------------------------------------------------
+
+
+def disaggregated(stage: Stage) -> Outcome:
+    """The same requests on one engine, then on two: one computes prompts, the other goes on from its blocks, which
+    travel by files (section 4.6 has one engine; DistServe and vLLM have such pairs)."""
+    params = SamplingParams(temperature=0, max_tokens=stage.tokens(24))
+    arrivals = [stage.ask(question, params, step=2 * i, system=TEACHER) for i, question in enumerate(CHILDREN)]
+    size = stage.block_size_or(16)
+    sizes: dict[str, Any] = {"block_size": size, "num_blocks": stage.blocks_of(1024, size), "num_swap_blocks": 0}
+    alone = stage.run("one engine", arrivals, {}, shown_as="one engine", paced=False, **sizes)
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(prefix="minipaged-", dir=memory if memory.is_dir() else None) as folder:
+        connectors = (
+            SharedStorageConnector(folder, "kv_producer"),
+            SharedStorageConnector(folder, "kv_consumer"),
+        )
+        topics: dict[Topic, int] = {"store": 3, "load": 5, "prefix": 5, "join": 2}
+        first, second = stage.run_disaggregated(arrivals, topics, connectors, **sizes)
+        num_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.block"))
+    pairs = zip(alone.outputs, second.outputs, strict=False)  # cut short, fewer may have come to the second engine
+    same = all(first_difference(expected, output) is None for expected, output in pairs)
+    begun = [output for output in second.outputs if output.outputs[0].token_ids]
+    all_had = all(output.num_cached_tokens == (len(output.prompt_token_ids) - 1) // size * size for output in begun)
+    prompts = sum(len(output.prompt_token_ids) for output in begun)
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in second.outputs)
+    loaded = second.state.counts["blocks loaded"]
+    found = second.measures.prefix_cache_hit_tokens
+    computed = prompts - loaded * size - found
+    findings = [
+        f"{first.state.counts['blocks stored']} blocks, {num_bytes:,} bytes, were left by the prefilling engine.",
+        f"Of {prompts} prompt tokens the decoding engine had {loaded * size} from there and found {found} in its own "
+        f"prefix cache; it computed {computed}, which fill no block, or are the last of a prompt.",
+        f"{num_tokens} tokens of two engines: {'the same' if same else 'DIFFERENT'} as of one.",
+    ]
+    story = ["prefilling engine:", *first.story, "decoding engine:", *second.story]
+    runs = (alone, first, second)
+    measures, events = [run.measures for run in runs], tuple(run.events for run in runs)
+    return Outcome(texts_of(arrivals, second.outputs), story, measures, findings, same and all_had, events)
+
+
 # --- The user's own prompts ------------------------------------------------------------------------
 
 
@@ -519,6 +563,14 @@ TENSOR_PARALLEL = Scene(
     tensor_parallel,
 )
 """Not one of all: a large model would be loaded a second time, into NumPy."""
+DISAGGREGATED = Scene(
+    "disaggregated",
+    "One engine prefills, another decodes",
+    "Watch two pools: prompts are computed in the first, and the second begins with what was computed there. Only full "
+    "blocks travel, by their hashes, into whatever blocks are free.",
+    disaggregated,
+)
+"""Not one of all: it is about two engines."""
 YOURS = Scene(
     "yours",
     "Your prompts",

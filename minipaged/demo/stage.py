@@ -19,7 +19,8 @@ from minipaged.demo.player import Player
 from minipaged.demo.ticker import story
 from minipaged.engine.engine import Engine
 from minipaged.errors import ModelError
-from minipaged.events import Event
+from minipaged.events import Event, Listener
+from minipaged.kv_connector import KVConnector
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, KVCacheDtype, RequestOutputKind, SamplingParams
 from minipaged.replay.state import State
@@ -28,7 +29,7 @@ from minipaged.replay.timeline import Timeline
 from minipaged.settings import Settings
 
 if TYPE_CHECKING:
-    from minipaged.llm import LoadedModel
+    from minipaged.llm import LLM, LoadedModel
     from minipaged.models.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 1024
@@ -102,6 +103,26 @@ class Serving:
         return True
 
 
+class HandedOver(Serving):
+    """Requests whose prompts another engine computes first: each goes on here when it is done there."""
+
+    def __init__(self, engine: Engine, arrivals: Sequence[Arrival], prefilling: Serving, max_steps: int | None) -> None:
+        super().__init__(engine, (), max_steps)
+        self._arrivals = arrivals
+        self._prefilling = prefilling
+        self._passed: set[str] = set()
+
+    def advance(self) -> bool:
+        """A step of either engine."""
+        goes_on = self._prefilling.advance()
+        names = list(self._prefilling.questions)
+        for output in self._prefilling.outputs:
+            if output.request_id not in self._passed and output.finished:
+                self._passed.add(output.request_id)
+                self._coming.append(replace(self._arrivals[names.index(output.request_id)], step=0))
+        return super().advance() or goes_on
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """The model, and what the user chose for every scene (None: the scene's own)."""
@@ -153,21 +174,8 @@ class Stage:
         on the screen, where a scene has several. `paced`: whether it is to be watched slowly. `ranks`: a pool is drawn
         for each of these.
         """
-        from minipaged.llm import LLM
-
         timeline, events = Timeline(), list[Event]()
-        llm = LLM(
-            self.model,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_dtype=self.kv_cache_dtype,
-            tensor_parallel_size=self.tensor_parallel_size,
-            max_model_len=self.max_model_len,
-            allocator=self.allocator,
-            async_scheduling=False,  # the story is told step by step
-            listeners=[events.append, timeline.append],
-            **options,
-        )
+        llm = self._llm([events.append, timeline.append], block_size=block_size, num_blocks=num_blocks, **options)
         serving = Serving(llm.engine, arrivals, self.max_steps)
         if self.player:
             self.player.play(
@@ -175,8 +183,54 @@ class Stage:
             )
         while serving.advance():
             pass
-        timeline.seek(len(timeline))
-        state = timeline.state
+        return self._run_of(name, llm, serving, events, topics)
+
+    def run_disaggregated(
+        self,
+        arrivals: Sequence[Arrival],
+        topics: Mapping[Topic, int],
+        connectors: tuple[KVConnector, KVConnector],
+        **options: Any,
+    ) -> tuple[Run, Run]:
+        """Two engines, with a connector each: one computes the prompts, and chooses one token each; the other has them
+        when that is done, and goes on. Both pools are drawn; the time that is shown is the second one's."""
+        names = ("prefilling", "decoding")
+        timeline, before = Timeline(), State()
+        first, second = list[Event](), list[Event]()
+        one = self._llm([first.append, before.apply], kv_connector=connectors[0], **options)
+        other = self._llm([second.append, timeline.append], kv_connector=connectors[1], **options)
+        prompts = [replace(arrival, params=SamplingParams(max_tokens=1)) for arrival in arrivals]
+        prefilling = Serving(one.engine, prompts, self.max_steps)
+        decoding = HandedOver(other.engine, arrivals, prefilling, self.max_steps)
+        if self.player:
+            shown = ("prefilling engine", "decoding engine")
+            self.player.play(timeline, decoding.advance, questions=decoding.questions, ranks=shown, beside=before)
+        while decoding.advance():
+            pass
+        return (
+            self._run_of(names[0], one, prefilling, first, topics),
+            self._run_of(names[1], other, decoding, second, topics),
+        )
+
+    def _llm(self, listeners: Sequence[Listener], **options: Any) -> LLM:
+        from minipaged.llm import LLM
+
+        return LLM(
+            self.model,
+            kv_cache_dtype=self.kv_cache_dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
+            max_model_len=self.max_model_len,
+            allocator=self.allocator,
+            async_scheduling=False,  # the story is told step by step
+            listeners=listeners,
+            **options,
+        )
+
+    def _run_of(self, name: str, llm: LLM, serving: Serving, events: list[Event], topics: Mapping[Topic, int]) -> Run:
+        """What came of it."""
+        state = State()
+        for event in events:
+            state.apply(event)
         measures = measure(name, llm.stats(), self.bytes_per_token, state.most_sequences, serving.seconds)
         return Run(serving.outputs, story(events, topics), events, state, measures, llm.engine.runner)
 

@@ -14,6 +14,8 @@ LEFT_OUT: dict[Topic, str] = {
     "join": "more requests joined",
     "leave": "more requests left",
     "prefix": "more requests that found their beginning in the prefix cache",
+    "load": "more requests with blocks of another engine",
+    "store": "more times blocks were left for other engines",
     "same": "more blocks that were cached already",
     "fork": "more forks",
     "copy": "more writes into shared blocks",

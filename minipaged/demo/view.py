@@ -70,6 +70,8 @@ class Caption:
     """In place of the ticker, when the scene is over."""
     ranks: tuple[str, ...] = ()
     """What each keeps of every block, where a model is in parts: the pool is drawn for each of them."""
+    beside: State | None = None
+    """Of another engine, where there are two: then `ranks` are their names, and its pool is the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,8 @@ class View:
         touched = notes[-1].sentence if notes else None
         rows = max(3, min(room - 4, round(room * 0.5)))
         if caption.ranks:
-            memory = self._pools(state, width, rows, touched, caption.ranks)
+            states = [caption.beside, state] if caption.beside else [state] * len(caption.ranks)
+            memory = self._pools(states, width, rows, touched, caption.ranks)
         else:
             memory = self._memory(state, width, rows, touched)
         tables = self._tables(state, width, room - len(memory))
@@ -202,15 +205,21 @@ class View:
             lines.append([Segment(f" {legend}", DIM)])
         return lines
 
-    def _pools(self, state: State, width: int, rows: int, touched: Sentence | None, ranks: Sequence[str]) -> list[Line]:
-        """The same blocks on each rank, side by side: all follow one block table."""
-        pool = state.device
+    def _pools(
+        self, states: Sequence[State], width: int, rows: int, touched: Sentence | None, ranks: Sequence[str]
+    ) -> list[Line]:
+        """Pools side by side: the same blocks on each rank, which follow one block table; or those of two engines. What
+        has just happened is about the last one's."""
         each = max(1, (width - 3 * (len(ranks) - 1)) // len(ranks))
         legend_rows = 1 if rows > 4 else 0
-        now = set(touched.blocks) if touched else set()
-        tiles, legend = self._grid(state, pool, each, rows - 1 - legend_rows, now)
-        counts = f"{len(pool.holders)} of {pool.num_blocks}"
-        lines = _beside([[_rule(f"{rank}: {counts}", each), *tiles] for rank in ranks], each)
+        pools: list[list[Line]] = []
+        for rank, state in zip(ranks, states, strict=True):
+            now = set(touched.blocks) if touched and state is states[-1] else set()
+            tiles, legend = self._grid(state, state.device, each, rows - 1 - legend_rows, now)
+            counts = f"{len(state.device.holders)} of {state.device.num_blocks}"
+            pools.append([_rule(f"{rank}: {counts}", each), *tiles])
+        most = max(map(len, pools))
+        lines = _beside([[*pool, *([] for _ in range(most - len(pool)))] for pool in pools], each)
         return [*lines, [Segment(f" {legend}", DIM)]] if legend_rows else lines
 
     def _grid(self, state: State, pool: Pool, width: int, rows: int, touched: set[int]) -> tuple[list[Line], str]:

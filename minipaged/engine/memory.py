@@ -106,6 +106,10 @@ class Memory(ABC):
     def begin(self, request: Request, sequence: Sequence) -> None:
         """Let an empty table begin with what is already computed, if something is."""
 
+    def load(self, request: Request) -> None:  # noqa: B027
+        """The request, for all of whose blocks there is room, has come in: let its first table, if that is empty, begin
+        with what other engines have computed."""
+
     @abstractmethod
     def append(self, sequence: Sequence, num_tokens: int) -> None:
         """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks."""

@@ -260,6 +260,7 @@ class Scheduler:
                     num_looked_up = num_tokens if self._blocks.prefix_cache and request.reads_prefix_cache else 0
                     self._emit(RequestAdmitted(request.request_id, num_looked_up))
                 self._run(request)
+                self._blocks.load(request)
                 scheduled = self._part(self._whole(request), tokens_left)
                 if request.num_cached_tokens is None:
                     request.num_cached_tokens = request.sequences[0].num_computed

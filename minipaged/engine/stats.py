@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from minipaged.events import (
     BlockCopied,
     BlockEvicted,
+    BlocksLoaded,
+    BlocksStored,
     EngineStarted,
     Event,
     PrefixReused,
@@ -84,6 +86,9 @@ class Stats:
     prefix_cache_hit_tokens: int = 0
     """Those of them that it had."""
     prefix_cache_evictions: int = 0
+    blocks_stored: int = 0
+    """For other engines, by a KV connector; and `blocks_loaded`, had from them."""
+    blocks_loaded: int = 0
     block_steps: int = 0
     """Different blocks held, summed over steps."""
     table_entry_steps: int = 0
@@ -122,6 +127,10 @@ class Stats:
                     self.preempted_by_swap += 1
                 else:
                     self.preempted_by_recompute += 1
+            case BlocksStored():
+                self.blocks_stored += len(event.blocks)
+            case BlocksLoaded():
+                self.blocks_loaded += len(event.blocks)
             case RequestFinished():
                 self.finished_requests += 1
             case StepScheduled():

@@ -44,6 +44,7 @@ from minipaged.contracts import Batch, PromptInput, Runner, Sampled, SamplingInp
 from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.device import is_gpu, to_device
+from minipaged.fast.handover import read_blocks
 from minipaged.fast.kernels import Linear, LlamaKernels, Matrix
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.linear import joined_linear
@@ -427,8 +428,11 @@ class Llama(Runner):
         return self.run(StepInput(0, fresh=True, begun=tuple(begun), added=tuple(added)))
 
     def move(self, moves: BlockMoves) -> None:
-        """Swap out, poison, swap in, copy."""
+        """Swap out, poison, swap in, copy, load."""
         carry(self.kv_cache, moves)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        return read_blocks(self.kv_cache, blocks)
 
     def costs(self) -> Costs:
         """What swapping and recomputing pay for on this device: measured when the model was made."""

@@ -17,6 +17,7 @@ import torch
 
 from minipaged.contracts import Batch, BatchRow
 from minipaged.fast.device import is_gpu
+from minipaged.fast.handover import write_blocks
 from minipaged.fast.kv_cache import KVCache
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
@@ -34,6 +35,7 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
     kv_cache.poison(moves.poison)
     kv_cache.swap_in(moves.swap_in)
     kv_cache.copy(moves.copy)
+    write_blocks(kv_cache, moves.load)
 
 
 def measure(kv_cache: KVCache, forward: Callable[[Batch], object], max_model_len: int | None = None) -> Costs:

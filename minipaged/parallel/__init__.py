@@ -8,7 +8,7 @@
 
 Nobody but the driver decides anything: a block has one number, and each worker keeps its heads' part of it under that
 number. The workers are told of block tables by their differences, as every runner is (`steps.py`), so a step in which
-all go on is a message of 26 bytes, however many sequences run (and with stages the tokens of the lane's step before).
+all go on is a message of 27 bytes, however many sequences run (and with stages the tokens of the lane's step before).
 
     messages.py   what goes back and forth
     worker.py     a worker's process

@@ -5,7 +5,7 @@ The keys and values of every token live in *blocks* of `block_size` slots. A slo
 blocks wait while their sequence is swapped out (section 4.5). Who holds a block is the allocator's business; here
 is only its content:
 
-    nobody's --write, copy or swap_in--> some token's keys and values --poison--> NaN (debugging only)
+    nobody's --write, copy, swap_in or load--> some token's keys and values --poison--> NaN (debugging only)
 
 The layout decides what a block costs to move. All that belongs to one block, every layer's keys and values, lies
 in one piece of memory, so that a copy-on-write or a swap is one copy a block. (A pool for each layer's keys and

@@ -27,6 +27,7 @@ from minipaged.mirror import MirroredRunner
 from minipaged.models.config import ModelConfig
 from minipaged.models.quantized.stored import StoredMatrix
 from minipaged.reference.attention import paged_attention
+from minipaged.reference.handover import read_blocks
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.reference.linear import Weight, linear
 from minipaged.reference.preemption import carry, measure, probe_cache
@@ -127,8 +128,11 @@ class Llama(MirroredRunner):
         return rms_norm(x, weight, self.config.rms_norm_eps)  # of the shape of x
 
     def move(self, moves: BlockMoves) -> None:
-        """Swap out, poison, swap in, copy."""
+        """Swap out, poison, swap in, copy, load."""
         carry(self.kv_cache, moves)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        return read_blocks(self.kv_cache, blocks)
 
     def sample(self, logits: Array, inputs: Sequence[SamplingInput]) -> list[Sampled]:
         """One token for each input."""

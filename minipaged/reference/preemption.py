@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 
 from minipaged.contracts import Batch, BatchRow
+from minipaged.reference.handover import write_blocks
 from minipaged.reference.kv_cache import KVCache
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
@@ -36,6 +37,7 @@ def carry(kv_cache: KVCache, moves: BlockMoves) -> None:
     kv_cache.poison(moves.poison)
     kv_cache.swap_in(moves.swap_in)
     kv_cache.copy(moves.copy)
+    write_blocks(kv_cache, moves.load)
 
 
 def measure(kv_cache: KVCache, forward: Callable[[Batch], object]) -> Costs:

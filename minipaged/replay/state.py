@@ -29,6 +29,8 @@ from minipaged.events import (
     BlockDeduplicated,
     BlockEvicted,
     BlocksFreed,
+    BlocksLoaded,
+    BlocksStored,
     EngineStarted,
     Event,
     PrefixReused,
@@ -261,6 +263,10 @@ class State:
                 self._deduplicate(event)
             case PrefixReused():
                 self._reuse(self.sequences[event.sequence], event)
+            case BlocksLoaded():
+                self._load(self.sequences[event.sequence], event.blocks)
+            case BlocksStored():
+                self.counts["blocks stored"] += len(event.blocks)
             case _:
                 self._apply_to_request(event)
 
@@ -366,21 +372,28 @@ class State:
     # --- Block tables -----------------------------------------------------------------------------
 
     def _extend(self, sequence: LiveSequence, event: TokensComputed) -> None:
+        self.counts["tokens computed"] += event.num_tokens - sequence.num_computed
+        self.counts["tokens recomputed"] += event.recomputed
+        self._grow(sequence, event.num_tokens, event.new_blocks)
+        sequence.request.preempted = sequence.request.joining = False
+
+    def _load(self, sequence: LiveSequence, blocks: tuple[int, ...]) -> None:
+        self.counts["blocks loaded"] += len(blocks)
+        self._grow(sequence, sequence.num_computed + len(blocks) * self.block_size, blocks)
+
+    def _grow(self, sequence: LiveSequence, num_tokens: int, new_blocks: tuple[int, ...]) -> None:
         self._name(sequence)
         size, start = self.block_size, sequence.num_computed
         if not sequence.table:
             self.num_on_device += 1
-        self.contiguous_tokens += event.num_tokens - start
-        self.counts["tokens computed"] += event.num_tokens - start
-        self.counts["tokens recomputed"] += event.recomputed
-        sequence.table += event.new_blocks
-        sequence.num_computed = event.num_tokens
-        sequence.request.preempted = sequence.request.joining = False
-        for block in event.new_blocks:
+        self.contiguous_tokens += num_tokens - start
+        sequence.table += new_blocks
+        sequence.num_computed = num_tokens
+        for block in new_blocks:
             self.device.hold(block, sequence, 0)
         # A faulty table may have fewer blocks than tokens: they are followed, too.
-        for logical in range(start // size, min(len(sequence.table), -(-event.num_tokens // size))):
-            self.device.fill(sequence.table[logical], min(size, event.num_tokens - logical * size))
+        for logical in range(start // size, min(len(sequence.table), -(-num_tokens // size))):
+            self.device.fill(sequence.table[logical], min(size, num_tokens - logical * size))
 
     def _reuse(self, sequence: LiveSequence, event: PrefixReused) -> None:
         if sequence.table:

@@ -21,6 +21,8 @@ from minipaged.events import (
     BlockDeduplicated,
     BlockEvicted,
     BlocksFreed,
+    BlocksLoaded,
+    BlocksStored,
     EngineStarted,
     Event,
     PrefixReused,
@@ -45,7 +47,7 @@ from minipaged.replay.state import LiveRequest, LiveSequence, State
 Topic = Literal[
     "start", "step", "arrive", "admit", "join", "grow", "fill", "token", "end", "give back", "leave", "refuse",
     "prefix", "cache", "same", "evict", "fork", "child", "copy", "beams", "drop", "keep",
-    "preempt", "swap", "return", "fail",
+    "preempt", "swap", "return", "fail", "load", "store",
 ]  # fmt: skip
 Words = Callable[[int], str]
 """The text of a token id."""
@@ -92,6 +94,14 @@ def tell(state: State, event: Event, words: Words | None = None) -> Sentence | N
         case BlockEvicted():
             text = f"room is needed: the prefix cache gives back block {event.block}, the one unused for longest"
             return Sentence("evict", text, (event.block,))
+        case BlocksLoaded():
+            sequence = state.sequences[event.sequence]
+            found = _count(len(event.blocks) * state.block_size, "token")
+            text = f"request {sequence.request.name} has {found} from another engine, into {numbers(event.blocks)}"
+            return Sentence("load", text, event.blocks)
+        case BlocksStored():
+            owner = state.sequences[event.sequence].request.name
+            return Sentence("store", f"{numbers(event.blocks)} of request {owner} left for other engines", event.blocks)
         case BeamFinished():
             beam = name(state.sequences[event.sequence])
             text = f"{beam} followed by {_word(event.token_id, words)} is kept for the ranking, score {event.score:.2f}"
@@ -313,6 +323,14 @@ def explain(state: State, event: Event, words: Words | None = None) -> str:
             )
         case BlockEvicted():
             return f"The prefix cache lets go of block {event.block}, to make room."
+        case BlocksLoaded():
+            are = "is" if len(event.blocks) == 1 else "are"
+            return (
+                f"Another engine has computed more of sequence {event.sequence}: {_blocks(event.blocks)} {are} taken "
+                "from the free ones, and written with what it has left."
+            )
+        case BlocksStored():
+            return f"What is in {_blocks(event.blocks)} of sequence {event.sequence} is left for other engines."
     return _explain_sequence(state, event, words)
 
 

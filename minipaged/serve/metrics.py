@@ -280,6 +280,7 @@ class Metrics:
         stats = self._stats
         preemptions = {"swap": stats.preempted_by_swap, "recompute": stats.preempted_by_recompute}
         swapped = {"out": stats.blocks_swapped_out, "in": stats.blocks_swapped_in}
+        handed_over = {"stored": stats.blocks_stored, "loaded": stats.blocks_loaded}
         yield counter("vllm:prompt_tokens", "Prompt tokens of requests with a first token.", self._num_prompt_tokens)
         yield counter("vllm:generation_tokens", "Tokens generated.", stats.generated_tokens)
         yield counter("vllm:request_success", "Requests that have ended.", self._finished, "finished_reason")
@@ -292,6 +293,9 @@ class Metrics:
         yield counter("minipaged:preemptions", "Preemptions, by the way back.", preemptions, "mode")
         yield counter("minipaged:blocks_copied", "Blocks copied on write.", stats.blocks_copied)
         yield counter("minipaged:blocks_swapped", "Blocks copied to the host and back.", swapped, "direction")
+        yield counter(
+            "minipaged:blocks_handed_over", "Blocks left for other engines, and had.", handed_over, "direction"
+        )
         yield counter("minipaged:tokens_recomputed", "Tokens computed again.", stats.tokens_recomputed)
         yield counter("minipaged:query_tokens", "Tokens that steps have run.", stats.query_tokens)
         yield counter("minipaged:steps", "Steps.", stats.steps)

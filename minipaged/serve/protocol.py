@@ -65,7 +65,7 @@ REFUSED = {
     **dict.fromkeys(("reasoning_effort", "thinking_token_budget", "verbosity"), _THOUGHTS),
     "prediction": "minipaged does not take a guess at its output; leave it out, it would change no token",
     "service_tier": "all requests are served alike; leave it out, or use priority, where the server looks at that",
-    "kv_transfer_params": "minipaged keeps its keys and values to itself; leave it out",
+    "kv_transfer_params": "blocks are asked for by their tokens (--kv-connector); leave it out",
     "logits_processors": "a processor is a program; logit_bias and bad_words say much of it",
     "suffix": "minipaged does not fill in the middle; leave it out",
     "best_of": "OpenAI has dropped it; ask for n with logprobs, and choose",

@@ -95,6 +95,7 @@ TELLING: dict[str, str] = {
     "tokens_computed": "BlockTable.append",
     "block_copied": "BlockAllocator.copy_on_write",
     "prefix_reused": "BlockTable.adopt",
+    "blocks_loaded": "BlockTable.append",
     "sequence_forked": "BlockTable.fork",
     "blocks_freed": "BlockAllocator.free",
     "swapped_out": "BlockTable.relocate",

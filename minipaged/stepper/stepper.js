@@ -89,6 +89,11 @@
       s.table = [...e.blocks];
       s.filled = e.blocks.length * state.pool.block_size;
     },
+    blocks_loaded: (state, e) => {
+      const s = state.sequences.get(e.sequence);
+      s.table.push(...e.blocks);
+      s.filled += e.blocks.length * state.pool.block_size;
+    },
     swapped_out: (state, e) => relocate(state, e, true),
     swapped_in: (state, e) => {
       relocate(state, e, false);

@@ -15,17 +15,26 @@ from minipaged import InvalidRequest, InvariantViolation, SamplingParams
 from minipaged.demo import replay, run_demo
 from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, compare
 from minipaged.demo.stage import Stage
-from minipaged.events import BlockCopied, StepFinished, TokensComputed, from_json
+from minipaged.events import (
+    BlockCopied,
+    BlocksLoaded,
+    BlocksStored,
+    RequestArrived,
+    StepFinished,
+    TokensComputed,
+    from_json,
+)
 from minipaged.llm import LLM, LoadedModel
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.preemption import carry
 from minipaged.reference.sharded import ShardedLlama
 from minipaged.replay.teller import Topic, numbers
 from minipaged.replay.timeline import Timeline
+from minipaged.shared_storage import SharedStorageConnector
 from tests.tiny_model import make_tiny_model
 
 NAMES = [scene.name for scene in SCENES]
-EVERY = [*NAMES, "tensor-parallel"]
+EVERY = [*NAMES, "tensor-parallel", "disaggregated"]
 
 
 @pytest.fixture(scope="session")
@@ -223,6 +232,35 @@ def test_a_rank_that_copies_no_block_is_found_out(tiny_model: Path, monkeypatch:
     (outcome,) = run_demo(model=tiny_model, scene="tensor-parallel")
     assert not outcome.holds
     assert "DIFFERENT" in outcome.findings[2]
+
+
+def test_a_decoding_engine_has_every_full_block_of_the_prompts(played: dict[str, Outcome]) -> None:
+    """From the other engine, or from its own prefix cache, which had them from there; a block travels once."""
+    outcome = played["disaggregated"]
+    alone, first, second = outcome.events
+    stored = sum(len(event.blocks) for event in first if isinstance(event, BlocksStored))
+    loaded = sum(len(event.blocks) for event in second if isinstance(event, BlocksLoaded))
+    assert stored == loaded > 20
+    prompts = {e.sequence: len(e.prompt_token_ids) for e in second if isinstance(e, RequestArrived)}
+    size = outcome.runs[2].block_size
+    computed = {event.sequence: event.num_tokens for event in reversed(second) if isinstance(event, TokensComputed)}
+    assert computed == prompts  # the first time that anything of it was, it was all the rest
+    found = outcome.runs[2].prefix_cache_hit_tokens
+    assert loaded * size + found == sum((length - 1) // size * size for length in prompts.values())
+    assert not any(isinstance(event, BlocksLoaded | BlocksStored) for event in alone)
+    assert "the same as of one" in outcome.findings[2]
+
+
+def test_blocks_that_arrive_wrong_or_not_are_found_out(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minipaged.reference.preemption.write_blocks", lambda kv_cache, blocks: None)
+    (outcome,) = run_demo(model=tiny_model, tier="reference", scene="disaggregated")
+    assert not outcome.holds
+    assert "DIFFERENT" in outcome.findings[2]
+    monkeypatch.undo()
+    monkeypatch.setattr(SharedStorageConnector, "load", lambda self, token_ids, start, stop: [])
+    (outcome,) = run_demo(model=tiny_model, tier="reference", scene="disaggregated")
+    assert not outcome.holds
+    assert "the same as of one" in outcome.findings[2]
 
 
 def test_a_difference_in_a_single_token_is_reported(tiny_model: Path) -> None:

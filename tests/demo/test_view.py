@@ -187,6 +187,24 @@ def test_ranks_have_the_same_pool_side_by_side(events: list[Event], width: int, 
         assert [title.split(":")[0] for title in pools[0]] == [f"── {rank}" for rank in ranks]
 
 
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_two_engines_have_each_its_pool(events: list[Event], width: int, height: int) -> None:
+    """The other one's first; what has just happened is marked in the second."""
+    timeline, other = Timeline(events), State()
+    timeline.seek(after(events, BlockCopied))
+    other.apply(EngineStarted(num_blocks=5, num_swap_blocks=0, block_size=4, max_model_len=64))
+    caption = replace(CAPTION, ranks=("one", "other"), beside=other)
+    frame = View(letters).frame(timeline.state, width, height, caption, [], Status())
+    assert len(frame.lines) == height
+    assert all(cell_len("".join(text for text, _, _ in line)) == width for line in frame.lines)
+    pools = [line.split(" │ ") for line in frame.text().splitlines() if " │ " in line]
+    if width >= 60 and height >= 12:
+        assert pools[0][0].startswith("── one: 0 of 5")
+        assert pools[0][1].startswith(f"── other: {len(timeline.state.device.holders)} of ")
+        assert not any(letter in tiles[0] for tiles in pools[1:] for letter in "AB")
+        assert any("A" in tiles[1] for tiles in pools[1:])
+
+
 def test_wide_and_unprintable_characters_break_no_line(events: list[Event]) -> None:
     view = View(lambda tokens: "".join("界\x1b[2J\n🚆\u200b"[token % 7] for token in tokens))
     timeline = Timeline(events)

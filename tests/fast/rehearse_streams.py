@@ -4,8 +4,9 @@ The engine serves requests of every kind by the fast tier's Llama, which takes t
 one, a pretended one (`pretended_gpu.py`). A process of its own, because `torch.cuda` is replaced in it.
 
 One line of JSON for each rehearsal: what was served, and what was found. The first four are of the code as it is, with
-asynchronous scheduling and graphs, on and off. Then come `CASES`, which try out the pretended GPU itself. The others
-are of the code with one of the mistakes of `stream_mistakes.py` in it, and end at the first thing found.
+asynchronous scheduling and graphs, on and off. The next two hand blocks over, to the reference and from it. Then come
+`CASES`, which try out the pretended GPU itself. The others are of the code with one of the mistakes of
+`stream_mistakes.py` in it, and end at the first thing found.
 """
 
 # ruff: noqa: E402 (who has a GPU is decided before the rest of the wing is imported)
@@ -16,6 +17,7 @@ import functools
 import json
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -29,15 +31,21 @@ from tests.fast.pretended_gpu import DEVICE, pretended_gpu
 
 minipaged.fast.device.is_gpu = lambda device: device == DEVICE  # before the others of the wing ask for it by name
 
+from minipaged.contracts import Runner
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.engine import Engine
+from minipaged.engine.memory import MakeMemory
 from minipaged.fast import llama as fast_llama
 from minipaged.fast.gpu import advance_decode
 from minipaged.fast.kv_cache import KVCache
+from minipaged.kv_connector import Handshake
 from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.scheduling import Costs
+from minipaged.shared_storage import Role, SharedStorageConnector
 from minipaged.tiers import fast_tier, reference_tier
 from tests.fast.stream_mistakes import MISTAKES
 from tests.triton_interpreter import skip_idle_work
@@ -205,6 +213,8 @@ def serve(engine: Engine, report: Report, *, enough: Callable[[Tokens], bool] = 
         "blocks swapped in": stats.blocks_swapped_in,
         "blocks copied": stats.blocks_copied,
         "tokens found in the prefix cache": stats.prefix_cache_hit_tokens,
+        "blocks stored": stats.blocks_stored,
+        "blocks loaded": stats.blocks_loaded,
     }
     return tokens
 
@@ -216,18 +226,63 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 @functools.cache
-def references_tokens() -> Tokens:
+def references_tokens(folder: str | None = None) -> Tokens:
     """Of the reference tier, one step after another."""
+    return serve(references_engine(folder), Report("reference"))
+
+
+def references_engine(folder: str | None) -> Engine:
+    """`folder`: where it leaves its blocks, and takes others."""
     arrays = {name: tensor.numpy() for name, tensor in weights().items()}
     cache = ReferenceCache(1, NUM_BLOCKS, BLOCK_SIZE, 1, MODEL.head_dim, NUM_SWAP_BLOCKS)
     runner = ReferenceLlama(MODEL, arrays, cache)
-    return serve(Engine(config(asynchronous=False), reference_tier(), runner), Report("reference"))
+    memory = connected(runner, SharedStorageConnector(folder)) if folder else BlockManager
+    return Engine(config(asynchronous=False), reference_tier(), runner, memory=memory)
 
 
 # --- Rehearsals -----------------------------------------------------------------------------------
 
 
-def rehearse(name: str, *, asynchronous: bool = True, graphs: bool = True, to_the_end: bool = False) -> Report:
+def connected(runner: Runner, connector: SharedStorageConnector) -> MakeMemory:
+    """The memory of an engine that hands its blocks over by this connector."""
+    connector.open(
+        Handshake(
+            model="rehearsed",
+            dtype="float32",
+            kv_cache_dtype="auto",
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=MODEL.head_dim,
+            block_size=BLOCK_SIZE,
+        )
+    )
+    size = BLOCK_SIZE * 2 * MODEL.head_dim * 4
+    return functools.partial(
+        ConnectedBlockManager, connector=connector, read_blocks=runner.read_blocks, block_bytes=size
+    )
+
+
+def hand_over(role: Role) -> Report:
+    """The pretended GPU as the producer of blocks or as their consumer; the reference is the other one."""
+    with tempfile.TemporaryDirectory() as folder:
+        if role == "kv_consumer":
+            references_tokens(folder)
+        report = rehearse(role, to_the_end=True, connector=SharedStorageConnector(folder, role))
+        if role == "kv_producer":
+            engine = references_engine(folder)
+            assert serve(engine, Report("reference")) == references_tokens()
+            assert engine.stats.blocks_loaded
+    return report
+
+
+def rehearse(
+    name: str,
+    *,
+    asynchronous: bool = True,
+    graphs: bool = True,
+    to_the_end: bool = False,
+    connector: SharedStorageConnector | None = None,
+) -> Report:
     """Serve on the pretended GPU; to the first thing found, unless `to_the_end`."""
     report = Report(name)
     with pretended_gpu() as gpu:
@@ -247,7 +302,8 @@ def rehearse(name: str, *, asynchronous: bool = True, graphs: bool = True, to_th
                 report.others = [request for request in tokens if tokens[request] != expected[request]]
                 return report.found and not to_the_end
 
-            engine = Engine(config(asynchronous=asynchronous), fast_tier(), llama)
+            memory = connected(llama, connector) if connector else BlockManager
+            engine = Engine(config(asynchronous=asynchronous), fast_tier(), llama, memory=memory)
             tokens = serve(engine, report, enough=found)
             if to_the_end:
                 assert tokens.keys() == expected.keys()
@@ -391,6 +447,9 @@ def main() -> None:
         for graphs in (True, False):
             name = f"{asynchronous=}, {graphs=}"
             tell(rehearse(name, asynchronous=asynchronous, graphs=graphs, to_the_end=True))
+    roles: tuple[Role, ...] = ("kv_producer", "kv_consumer")
+    for role in roles:
+        tell(hand_over(role))
     for case in CASES:
         for careful in (True, False):
             tell(try_out(case, careful=careful))

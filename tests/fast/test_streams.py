@@ -58,11 +58,22 @@ def test_nothing_races_and_every_request_gets_the_references_tokens(
     assert list(report["waits"]) == ["Arriving.arrays"]
     happened = report["happened"]
     assert happened["failures"] == 2
-    by_graphs = {"sizes of graphs", "sizes with padding", "steps in two parts"}
-    served = {name: number for name, number in happened.items() if name not in by_graphs}
+    apart = {"sizes of graphs", "sizes with padding", "steps in two parts", "blocks stored", "blocks loaded"}
+    served = {name: number for name, number in happened.items() if name not in apart}
     assert all(served.values()), served
     assert (happened["steps in two parts"] > 0) == graphs
     assert (happened["sizes of graphs"] >= 3 and happened["sizes with padding"] >= 1) == graphs, happened
+
+
+def test_blocks_are_handed_over_in_order(reports: dict[str, Report]) -> None:
+    """From the reference and to it. Of that, the host waits for blocks that it reads, and for nothing else."""
+    producer, consumer = reports["kv_producer"], reports["kv_consumer"]
+    assert consumer["happened"]["blocks loaded"] > 3
+    assert producer["happened"]["blocks stored"] > 3
+    assert consumer["races"] == producer["races"] == {}
+    assert consumer["others"] == producer["others"] == []
+    assert {*consumer["waits"]} == {"Arriving.arrays"}
+    assert {*producer["waits"]} == {"Arriving.arrays", "read_blocks"}
 
 
 def test_what_the_pretended_gpu_should_find_it_finds_and_nothing_else(reports: dict[str, Report]) -> None:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from minipaged.course.content_runner import Prefixes
 from minipaged.events import Event
 from minipaged.stepper import Recording
 from tests.effort import scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
+from tests.handover.oracle import InMemory, connected_run
+from tests.handover.test_engine import cached_workload
 from tests.javascript import check_folds_agree
 from tests.workloads import Run, random_workload
 
@@ -45,6 +48,18 @@ def test_and_where_steps_fail(part: str, number: int) -> None:
             except Fault:
                 pass
     assert any(event.name == "step_failed" for run in runs for event in run)
+    check_folds_agree(runs)
+
+
+def test_and_where_blocks_come_from_another_engine() -> None:
+    runs: list[list[Event]] = []
+    for seed in (4, 8, 105):
+        workload, prefixes = cached_workload(seed), Prefixes()
+        connector = InMemory(workload.config.block_size)
+        for _ in range(2):
+            runs.append([])
+            connected_run(workload, connector, prefixes, listeners=[runs[-1].append]).to_the_end()
+    assert any(event.name == "blocks_loaded" for run in runs for event in run)
     check_folds_agree(runs)
 
 

@@ -12,6 +12,8 @@ from minipaged.events import (
     BlockDeduplicated,
     BlockEvicted,
     BlocksFreed,
+    BlocksLoaded,
+    BlocksStored,
     EngineStarted,
     Event,
     PrefixReused,
@@ -97,6 +99,13 @@ RUN: list[tuple[Event, str]] = [
         "Sequence 9 needs 1 more slot: block 3 is taken from the free ones. 1 token had been computed before.",
     ),
     (BlocksFreed(9, (3,)), "Sequence 9 lets go of block 3, free again from now on."),
+    (
+        BlocksLoaded(9, (3, 1)),
+        "Another engine has computed more of sequence 9: blocks 3 and 1 are taken from the free ones, and written with "
+        "what it has left.",
+    ),
+    (BlocksStored(9, (1,)), "What is in block 1 of sequence 9 is left for other engines."),
+    (BlocksFreed(9, (3, 1)), "Sequence 9 lets go of blocks 3 and 1, free again from now on."),
     (RequestFinished("b", "failed"), "Request b has failed."),
 ]
 

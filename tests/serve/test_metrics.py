@@ -82,6 +82,7 @@ COUNTERS = {
     "minipaged:prefix_cache_evictions": (),
     "minipaged:preemptions": ("mode",),
     "minipaged:blocks_copied": (),
+    "minipaged:blocks_handed_over": ("direction",),
     "minipaged:blocks_swapped": ("direction",),
     "minipaged:tokens_recomputed": (),
     "minipaged:query_tokens": (),
@@ -288,6 +289,8 @@ def check_counts(server: Server, reading: Reading) -> None:
     assert reading("minipaged:blocks_copied_total") == stats.blocks_copied
     assert reading("minipaged:blocks_swapped_total", direction="out") == stats.blocks_swapped_out
     assert reading("minipaged:blocks_swapped_total", direction="in") == stats.blocks_swapped_in
+    assert reading("minipaged:blocks_handed_over_total", direction="stored") == stats.blocks_stored
+    assert reading("minipaged:blocks_handed_over_total", direction="loaded") == stats.blocks_loaded
     assert reading("minipaged:tokens_recomputed_total") == stats.tokens_recomputed
     assert reading("minipaged:steps_total") == stats.steps
     assert reading("minipaged:step_seconds_total") == pytest.approx(stats.step_seconds)
@@ -354,9 +357,11 @@ def test_the_metrics_are_what_outputs_and_statistics_say() -> None:
             {f"{name} {sorted(labels)}": int(value > 0) for (name, labels), value in reading.values.items()}
         )
     never = [sample for sample, number in happened.items() if number == 0 and "_bucket" not in sample]
-    # Paging reserves nothing; when all has ended, nobody runs, waits or holds blocks.
+    # Paging reserves nothing; when all has ended, nobody runs, waits or holds blocks; and there is no other engine.
     assert sorted(never) == [
         "minipaged:blocks [('state', 'held')]",
+        "minipaged:blocks_handed_over_total [('direction', 'loaded')]",
+        "minipaged:blocks_handed_over_total [('direction', 'stored')]",
         "minipaged:blocks_saved []",
         "minipaged:kv_slots_share [('cache', 'paged'), ('kind', 'reserved')]",
         "vllm:kv_cache_usage_perc []",

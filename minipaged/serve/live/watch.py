@@ -43,6 +43,7 @@ from minipaged.events import (
     BlockDeduplicated,
     BlockEvicted,
     BlocksFreed,
+    BlocksLoaded,
     EngineStarted,
     Event,
     PrefixReused,
@@ -257,6 +258,10 @@ class Watch:
                 state.apply(event)
                 self._touch(device, event.blocks)
                 self._reused(event)
+            case BlocksLoaded():
+                state.apply(event)
+                self._touch(device, event.blocks)
+                self._tell(state.sequences[event.sequence].request.name)
             case SwappedOut() | SwappedIn():
                 state.apply(event)
                 for one, other in event.pairs:

@@ -1,0 +1,175 @@
+"""A KV connector over files in a folder that several engines see: on one machine in /dev/shm, which is memory.
+
+    FOLDER/handshake.json         what all blocks here are like: written by the first engine, compared by the others
+    FOLDER/<hash>.block           a block: 16 bytes of digest, then its K and V
+
+A file is called after the chain hash of its block (`block_hashes.py`), the same in every process. A hash is not proof,
+and a file may be cut, or be somebody else's. So it begins with a digest of everything that it should be: the handshake,
+all tokens up to the block's end, and the block. What does not have that digest is not there.
+
+A file is written under another name and renamed, so that a reader finds all of it or nothing. Who stores too much has
+the least recently used removed. Who may write here is trusted: the folder is made for its owner alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+from minipaged.block_hashes import block_hashes
+from minipaged.errors import InvalidRequest
+from minipaged.kv_connector import Handshake
+
+Role = Literal["kv_producer", "kv_consumer", "kv_both"]
+DIGEST_BYTES = 16
+
+
+class SharedStorageConnector:
+    """Blocks as files in `folder`. `role`, by vLLM's names: who only stores is a producer, who only loads a consumer.
+
+    `max_bytes`: of all blocks together (each engine sees to that when it stores).
+    Raises InvalidRequest for a folder that cannot be had, or that holds the blocks of another model.
+    """
+
+    def __init__(self, folder: str | Path, role: Role = "kv_both", max_bytes: int = 4 << 30) -> None:
+        if role not in ("kv_producer", "kv_consumer", "kv_both"):
+            raise InvalidRequest(f"role is {role!r}; choose 'kv_producer', 'kv_consumer' or 'kv_both'")
+        self.folder = Path(folder).expanduser()
+        self.role = role
+        self.max_bytes = max_bytes
+        self._seal = b""  # of the handshake: part of every digest
+        self._block_size = 0
+        self._num_bytes = 0  # of all blocks, when the folder was looked through last
+        self._num_since = max_bytes  # stored since
+        self._told = False
+
+    def open(self, handshake: Handshake) -> None:
+        mine = asdict(handshake)
+        path = self.folder / "handshake.json"
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._write(path, json.dumps(mine, indent=1).encode(), only_if_new=True)
+            theirs = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"kv_connector: {self.folder} cannot be used: {error}; give another folder") from None
+        if theirs != mine:
+            known = theirs if isinstance(theirs, dict) else {}
+            differ = [
+                f"{name} is {known.get(name)!r} there and {value!r} here"
+                for name, value in mine.items()
+                if known.get(name) != value
+            ]
+            raise InvalidRequest(
+                f"kv_connector: {self.folder} has blocks of another kind: {'; '.join(differ) or 'see handshake.json'}; "
+                "make the engines the same, or give each kind a folder of its own"
+            )
+        self._seal = blake2b(json.dumps(mine).encode(), digest_size=DIGEST_BYTES).digest()
+        self._block_size = handshake.block_size
+
+    # --- What an engine asks ----------------------------------------------------------------------
+
+    def lacking(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
+        if self.role == "kv_consumer" or start >= stop:
+            return ()
+        paths = self._paths(token_ids, stop)
+        try:
+            return [logical for logical in range(start, stop) if not paths[logical].exists()]
+        except OSError as error:
+            self._tell(error)
+            return ()
+
+    def store(self, token_ids: Sequence[int], blocks: Mapping[int, bytes]) -> Sequence[int]:
+        """A folder that is full, or gone, is told of on stderr, once; the engine goes on without it."""
+        stored: list[int] = []
+        paths = self._paths(token_ids, max(blocks, default=-1) + 1)
+        try:
+            for logical, block in blocks.items():
+                self._make_room(DIGEST_BYTES + len(block))
+                self._write(paths[logical], self._digest(token_ids, logical, block) + block)
+                stored.append(logical)
+        except OSError as error:
+            self._tell(error)
+        return stored
+
+    def load(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[bytes]:
+        found: list[bytes] = []
+        if self.role == "kv_producer" or start >= stop:
+            return found
+        for logical, path in enumerate(self._paths(token_ids, stop)[start:], start):
+            try:
+                data = path.read_bytes()
+                os.utime(path)  # it was used just now
+            except FileNotFoundError:
+                break
+            except OSError as error:
+                self._tell(error)
+                break
+            digest, block = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+            if digest != self._digest(token_ids, logical, block):
+                with suppress(OSError):
+                    path.unlink()  # or nobody could store the right one
+                break
+            found.append(block)
+        return found
+
+    # --- Files ------------------------------------------------------------------------------------
+
+    def _paths(self, token_ids: Sequence[int], stop: int) -> list[Path]:
+        hashes = block_hashes(token_ids[: stop * self._block_size], self._block_size)
+        return [self.folder / f"{key & (2**64 - 1):016x}.block" for key in hashes]
+
+    def _digest(self, token_ids: Sequence[int], logical: int, block: bytes) -> bytes:
+        digest = blake2b(self._seal, digest_size=DIGEST_BYTES)
+        digest.update(array("q", token_ids[: (logical + 1) * self._block_size]).tobytes())
+        digest.update(block)
+        return digest.digest()
+
+    def _write(self, path: Path, data: bytes, *, only_if_new: bool = False) -> None:
+        """Let `path` have this content at once, whatever happens meanwhile."""
+        descriptor, name = tempfile.mkstemp(dir=self.folder, suffix=".partial")
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+            if only_if_new:
+                with suppress(FileExistsError):
+                    os.link(name, path)
+            else:
+                os.replace(name, path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove the least recently used blocks (and what writers left that died) until so much more fits.
+
+        The folder is looked through only now and then, for others store too; so each may be wrong by a sixteenth.
+        """
+        self._num_since += num_bytes
+        if 16 * self._num_since <= self.max_bytes and self._num_bytes + self._num_since <= self.max_bytes:
+            return
+        used = []
+        for entry in os.scandir(self.folder):
+            with suppress(FileNotFoundError):  # another engine removes some, too
+                if not entry.name.endswith(".json"):
+                    used.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+        self._num_bytes, self._num_since = sum(size for _, size, _ in used), num_bytes
+        for _, size, path in sorted(used):
+            if self._num_bytes + num_bytes <= self.max_bytes:
+                return
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            self._num_bytes -= size
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            print(f"kv_connector: {error}; what cannot be handed over is computed", file=sys.stderr)
+        self._told = True

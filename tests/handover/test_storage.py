@@ -1,0 +1,302 @@
+"""Blocks in a folder: what cannot be had whole is not there, and whatever happens to a file costs a computation."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minipaged import shared_storage
+from minipaged.errors import InvalidRequest
+from minipaged.kv_connector import Handshake
+from minipaged.shared_storage import DIGEST_BYTES, SharedStorageConnector
+
+HANDSHAKE = Handshake(
+    model="0123456789abcdef",
+    dtype="float32",
+    kv_cache_dtype="auto",
+    num_layers=2,
+    num_kv_heads=2,
+    head_dim=8,
+    block_size=4,
+)
+TOKENS = list(range(100, 118))  # four blocks, and two tokens more
+BLOCKS = {logical: bytes([logical]) * 1000 for logical in range(4)}
+
+
+def opened(folder: Path, *given: Any, **changed: Any) -> SharedStorageConnector:
+    connector = SharedStorageConnector(folder, *given)
+    connector.open(replace(HANDSHAKE, **changed))
+    return connector
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> SharedStorageConnector:
+    connector = opened(tmp_path / "kv")
+    assert connector.store(TOKENS, BLOCKS) == [0, 1, 2, 3]
+    return connector
+
+
+def files(connector: SharedStorageConnector) -> list[Path]:
+    """Of the four blocks, in their order."""
+    return connector._paths(TOKENS, 4)
+
+
+def test_another_connector_has_what_one_has_stored(stored: SharedStorageConnector) -> None:
+    other = opened(stored.folder)
+    assert other.load(TOKENS, 0, 4) == list(BLOCKS.values())
+    assert other.load(TOKENS, 1, 3) == [BLOCKS[1], BLOCKS[2]]
+    assert other.load(TOKENS, 4, 4) == []
+    assert other.lacking(TOKENS, 0, 4) == []
+
+
+def test_only_the_same_tokens_find_it(stored: SharedStorageConnector) -> None:
+    changed = [*TOKENS[:6], 0, *TOKENS[7:]]
+    assert stored.load(changed, 0, 4) == [BLOCKS[0]]
+    assert stored.lacking(changed, 0, 4) == [1, 2, 3]
+
+
+def test_roles(tmp_path: Path) -> None:
+    """A consumer is offered nothing, a producer given nothing."""
+    producer, consumer = opened(tmp_path, "kv_producer"), opened(tmp_path, "kv_consumer")
+    assert consumer.lacking(TOKENS, 0, 4) == ()
+    assert producer.lacking(TOKENS, 0, 4) == [0, 1, 2, 3]
+    producer.store(TOKENS, BLOCKS)
+    assert producer.load(TOKENS, 0, 4) == []
+    assert len(consumer.load(TOKENS, 0, 4)) == 4
+    with pytest.raises(InvalidRequest, match="role is 'reader'; choose 'kv_producer', 'kv_consumer' or 'kv_both'"):
+        SharedStorageConnector(tmp_path, "reader")  # type: ignore[arg-type]
+
+
+def test_it_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    """As the settings of replicas are."""
+    sent = pickle.loads(pickle.dumps(SharedStorageConnector(tmp_path, "kv_consumer", 7)))
+    assert (sent.folder, sent.role, sent.max_bytes) == (tmp_path, "kv_consumer", 7)
+
+
+# --- What can happen to files ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, DIGEST_BYTES, DIGEST_BYTES + 999, DIGEST_BYTES + 1001])
+def test_a_block_that_was_cut_is_not_there(stored: SharedStorageConnector, length: int) -> None:
+    """And is removed, so that it can be stored again."""
+    path = files(stored)[1]
+    path.write_bytes((path.read_bytes() + b"x")[:length])
+    assert stored.load(TOKENS, 0, 4) == [BLOCKS[0]]
+    assert stored.lacking(TOKENS, 0, 4) == [1]
+    stored.store(TOKENS, {1: BLOCKS[1]})
+    assert len(stored.load(TOKENS, 0, 4)) == 4
+
+
+def test_a_block_with_a_wrong_byte_is_not_there(stored: SharedStorageConnector) -> None:
+    path = files(stored)[2]
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+    assert stored.load(TOKENS, 0, 4) == [BLOCKS[0], BLOCKS[1]]
+
+
+def test_a_block_that_was_lost_ends_what_can_be_had(stored: SharedStorageConnector) -> None:
+    files(stored)[1].unlink()
+    assert stored.load(TOKENS, 0, 4) == [BLOCKS[0]]
+    assert stored.load(TOKENS, 2, 4) == [BLOCKS[2], BLOCKS[3]]
+
+
+def test_equal_hashes_of_other_tokens_are_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_storage, "block_hashes", lambda tokens, size: list(range(len(tokens) // size)))
+    connector = opened(tmp_path)
+    connector.store(TOKENS, BLOCKS)
+    assert connector.load([1, *TOKENS[1:]], 0, 4) == []
+    connector.store(TOKENS, BLOCKS)
+    assert connector.load([*TOKENS[:4], 1, *TOKENS[5:]], 2, 4) == []  # its own tokens are the same; those before differ
+
+
+def test_blocks_of_another_model_that_took_the_folder_over_are_not_taken(stored: SharedStorageConnector) -> None:
+    """While an engine runs, somebody empties the folder, and another model's engine comes."""
+    for path in stored.folder.iterdir():
+        path.unlink()
+    opened(stored.folder, model="f" * 16).store(TOKENS, BLOCKS)
+    assert stored.load(TOKENS, 0, 4) == []
+
+
+def test_a_folder_that_is_gone_is_told_of_once_and_nothing_raises(
+    stored: SharedStorageConnector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in stored.folder.iterdir():
+        path.unlink()
+    stored.folder.rmdir()
+    assert stored.load(TOKENS, 0, 4) == []
+    assert stored.lacking(TOKENS, 0, 4) == [0, 1, 2, 3]
+    assert stored.store(TOKENS, BLOCKS) == []
+    assert stored.store(TOKENS, BLOCKS) == []
+    told = capsys.readouterr().err
+    assert told.count("what cannot be handed over is computed") == 1
+    assert str(stored.folder) in told
+
+
+def test_a_file_that_cannot_be_read_is_computed_instead(
+    stored: SharedStorageConnector, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files(stored)[1].unlink()
+    files(stored)[1].mkdir()
+    assert stored.load(TOKENS, 0, 4) == [BLOCKS[0]]
+    assert "what cannot be handed over is computed" in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_looked_into_is_done_without(
+    stored: SharedStorageConnector, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stat(self: Path, **options: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert stored.lacking(TOKENS, 0, 4) == ()
+    assert "Permission denied; what cannot be handed over is computed" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    connector = opened(tmp_path)
+    right, calls = os.replace, []
+
+    def replace_until_full(source: str, target: str) -> None:
+        calls.append(target)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        right(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_until_full)
+    assert connector.store(TOKENS, BLOCKS) == [0, 1]
+    assert "No space left on device" in capsys.readouterr().err
+    assert connector.load(TOKENS, 0, 4) == [BLOCKS[0], BLOCKS[1]]
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    """One writes and removes, the other reads: what it finds is whole."""
+    writer, reader = opened(tmp_path), opened(tmp_path)
+    large = {0: b"a" * 2_000_000}
+    path = writer._paths(TOKENS, 1)[0]
+    seen: list[int] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            data = path.read_bytes() if path.exists() else b""
+            seen.append(len(data))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for _ in range(50):
+            writer.store(TOKENS, large)
+    finally:
+        done.set()
+        thread.join()
+    assert {*seen} <= {0, DIGEST_BYTES + 2_000_000}
+    assert reader.load(TOKENS, 0, 1) == [large[0]]
+
+
+# --- Room -----------------------------------------------------------------------------------------
+
+
+def test_the_least_recently_used_make_room(tmp_path: Path) -> None:
+    connector = opened(tmp_path, "kv_both", 4 * (DIGEST_BYTES + 1000))
+    connector.store(TOKENS, BLOCKS)
+    for age, path in enumerate(connector._paths(TOKENS, 4)):
+        os.utime(path, ns=(age, age))
+    assert len(connector.load(TOKENS, 0, 1)) == 1  # now it was used last
+    others = [7] * 8
+    connector.store(others, {0: b"b" * 1000, 1: b"c" * 1000})
+    assert connector.load(TOKENS, 0, 1) == [BLOCKS[0]]
+    assert connector.lacking(TOKENS, 0, 4) == [1, 2]
+    assert connector.lacking(others, 0, 2) == []
+
+
+def test_the_folder_stays_within_its_bound_whoever_writes(tmp_path: Path) -> None:
+    """Two engines that know of each other only by looking now and then."""
+    most = 40 * (DIGEST_BYTES + 1000)
+    two = [opened(tmp_path, "kv_both", most) for _ in range(2)]
+    for number in range(200):
+        two[number % 2].store([number] * 4, {0: bytes(1000)})
+        assert sum(path.stat().st_size for path in tmp_path.glob("*.block")) <= most * 9 / 8
+    assert len(list(tmp_path.glob("*.block"))) > 30
+
+
+def test_what_a_writer_left_that_died_is_removed_like_a_block(tmp_path: Path) -> None:
+    connector = opened(tmp_path, "kv_both", 4 * (DIGEST_BYTES + 1000))
+    left = tmp_path / "abc.partial"
+    left.write_bytes(bytes(500))
+    os.utime(left, ns=(1, 1))
+    connector.store(TOKENS, BLOCKS)
+    assert not left.exists()
+
+
+# --- The handshake --------------------------------------------------------------------------------
+
+DIFFERENT = {
+    "model": "fedcba9876543210",
+    "dtype": "bfloat16",
+    "kv_cache_dtype": "int8",
+    "num_layers": 3,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "block_size": 8,
+}
+
+
+def test_everything_in_the_handshake_can_differ() -> None:
+    assert DIFFERENT.keys() == {*Handshake.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_an_engine_that_does_not_fit_is_told_both_values(stored: SharedStorageConnector, name: str) -> None:
+    here, there = DIFFERENT[name], getattr(HANDSHAKE, name)
+    with pytest.raises(InvalidRequest, match=f"blocks of another kind: {name} is {there!r} there and {here!r} here;"):
+        opened(stored.folder, **{name: here})
+    assert opened(stored.folder).load(TOKENS, 0, 4) == list(BLOCKS.values())  # nothing was harmed
+
+
+def test_a_folder_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match=r"file cannot be used: .*; give another folder"):
+        opened(tmp_path / "file")
+    (tmp_path / "handshake.json").write_text("{")
+    with pytest.raises(InvalidRequest, match="cannot be used"):
+        opened(tmp_path)
+    (tmp_path / "handshake.json").write_text("[]")
+    with pytest.raises(InvalidRequest, match="blocks of another kind"):
+        opened(tmp_path)
+
+
+def test_of_many_that_open_a_new_folder_at_once_all_agree(tmp_path: Path) -> None:
+    errors: list[Exception] = []
+    barrier = threading.Barrier(8)
+
+    def open_one(number: int) -> None:
+        barrier.wait()
+        try:
+            opened(tmp_path / "kv", num_layers=number % 2 + 1)
+        except InvalidRequest as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_one, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 4  # those that were not of the first one's kind
+    assert json.loads((tmp_path / "kv" / "handshake.json").read_text())["num_layers"] in (1, 2)
+
+
+def test_the_folder_is_its_owners_alone(stored: SharedStorageConnector) -> None:
+    """Prompts can be told from keys and values."""
+    assert stored.folder.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o077 for path in stored.folder.iterdir()} == {0}

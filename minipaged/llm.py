@@ -98,11 +98,12 @@ class LLM:
                 if (value := getattr(asked, name)) != "auto":
                     raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
             if isinstance(model.tier, tiers.FastTier):
+                left_open = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "worker_timeout": 60.0}
                 settled: dict[str, Any] = {}
-                for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-                    settled[name] = getattr(model.tier, name, 1)
-                    if (value := getattr(asked, name)) not in (1, settled[name]):
-                        raise InvalidRequest(f"{name} is {value}, but the model was loaded for {settled[name]}")
+                for name, default in left_open.items():
+                    settled[name] = getattr(model.tier, name, default)
+                    if (value := getattr(asked, name)) not in (default, settled[name]):
+                        raise InvalidRequest(f"{name} is {value:g}, but the model was loaded for {settled[name]:g}")
                 asked = replace(asked, **settled)
             _check_length(model.config, asked.max_model_len)
             loaded = model
@@ -110,6 +111,22 @@ class LLM:
             where = (asked.tier, asked.device, asked.dtype)
             sizes = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
             loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len)
+        try:
+            self._begin(loaded, asked, policy, listeners)
+        except BaseException:
+            if loaded is not model:  # nobody else has it, and it may have processes of its own
+                loaded.close()
+            raise
+        # Python's garbage collector goes through all objects there are again and again, and there are hundreds of
+        # thousands of them, nearly all of which stay. In a step of 1,024 sequences that is a third of the host's time.
+        # So it passes over those that are there now, until this LLM goes; unless somebody has seen to that before.
+        if gc.get_freeze_count() < FROZEN_BY_SOMEBODY:
+            gc.collect()
+            gc.freeze()
+            weakref.finalize(self, gc.unfreeze).atexit = False  # Python would go through them all once more, to end
+
+    def _begin(self, loaded: LoadedModel, asked: Settings, policy: MakePolicy, listeners: Sequence[Listener]) -> None:
+        """Make the runner, with its KV cache, and the engine."""
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
         self.config = self._fill_in(asked)
@@ -138,13 +155,6 @@ class LLM:
             encode=self.tokenizer.encode if self.tokenizer else None,
             listeners=listeners,
         )
-        # Python's garbage collector goes through all objects there are again and again, and there are hundreds of
-        # thousands of them, nearly all of which stay. In a step of 1,024 sequences that is a third of the host's time.
-        # So it passes over those that are there now, until this LLM goes; unless somebody has seen to that before.
-        if gc.get_freeze_count() < FROZEN_BY_SOMEBODY:
-            gc.collect()
-            gc.freeze()
-            weakref.finalize(self, gc.unfreeze).atexit = False  # Python would go through them all once more, to end
 
     # --- What users call --------------------------------------------------------------------------
 
@@ -326,7 +336,8 @@ class LLM:
         check_parallel_sizes(self.model_config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
         on_cpu = self.loaded.tier.device == "cpu"
         num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
-        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
+        kind = (asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
+        size = self.loaded.tier.host_block_bytes(self.model_config, *kind)
         if num_blocks is None:
             num_blocks = self._blocks_that_fit(asked)
         if asked.swap_space is not None:

@@ -132,6 +132,16 @@ class DeviceTier(Tier, ABC):
         kv_heads = max(config.num_key_value_heads, tensor_parallel_size)  # each rank has one at least
         return block_size * config.num_hidden_layers * 2 * kv_heads * per_head
 
+    def host_block_bytes(
+        self,
+        config: ModelConfig,
+        block_size: int,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        tensor_parallel_size: int = 1,
+    ) -> int:
+        """The same on the host, where it may be swapped to."""
+        return self.block_bytes(config, block_size, kv_cache_dtype, tensor_parallel_size)
+
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTier(DeviceTier):

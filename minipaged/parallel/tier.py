@@ -67,14 +67,17 @@ class ParallelTier(FastTier):
         num_threads = max(1, torch.get_num_threads() // num_ranks)
         options = [Options(*where, rank, *sizes, num_threads) for rank in range(num_ranks)]
         workers = Workers(options, self.worker_timeout)
-        for rank in range(num_ranks):
-            loaded = workers.answer(rank, patient=True)
-            if isinstance(loaded, Refused):
-                workers.close()
-                raise ModelError(loaded.error)
-            assert isinstance(loaded, Loaded)
-            if loaded.free_device_bytes is not None:
-                workers.free_device_bytes = min(workers.free_device_bytes, loaded.free_device_bytes)
+        try:
+            for rank in range(num_ranks):
+                loaded = workers.answer(rank, patient=True)
+                if isinstance(loaded, Refused):
+                    raise ModelError(loaded.error)
+                assert isinstance(loaded, Loaded)
+                if loaded.free_device_bytes is not None:
+                    workers.free_device_bytes = min(workers.free_device_bytes, loaded.free_device_bytes)
+        except BaseException:  # Ctrl-C, too
+            workers.close()
+            raise
         return workers
 
     def _free_bytes(self, weights: Any) -> int:
@@ -91,9 +94,22 @@ class ParallelTier(FastTier):
         tensor_parallel_size: int = 1,
     ) -> int:
         """Of all ranks, where they share a memory; of the one that has the most, where each has its own."""
-        each = [
+        each = self._each_rank(config, block_size, kv_cache_dtype)
+        return sum(each) if self.device == "cpu" else max(each)
+
+    def host_block_bytes(
+        self,
+        config: ModelConfig,
+        block_size: int,
+        kv_cache_dtype: KVCacheDtype = "auto",
+        tensor_parallel_size: int = 1,
+    ) -> int:
+        """Of all ranks: whatever their devices are, the host is one."""
+        return sum(self._each_rank(config, block_size, kv_cache_dtype))
+
+    def _each_rank(self, config: ModelConfig, block_size: int, kv_cache_dtype: KVCacheDtype) -> list[int]:
+        return [
             FastTier.block_bytes(self, local_config(config, shard), block_size, kv_cache_dtype)
             for stage in shards_of(config, self.tensor_parallel_size, self.pipeline_parallel_size)
             for shard in stage
         ]
-        return sum(each) if self.device == "cpu" else max(each)

@@ -173,6 +173,8 @@ def test_workers_serve_one_llm_after_another(folder: Path) -> None:
             first.engine.step()
         with pytest.raises(InvalidRequest, match="tensor_parallel_size is 3, but the model was loaded for 2"):
             LLM(first.loaded, num_blocks=8, tensor_parallel_size=3)
+        with pytest.raises(InvalidRequest, match="worker_timeout is 5, but the model was loaded for 60"):
+            LLM(first.loaded, num_blocks=8, worker_timeout=5)
 
 
 @thorough
@@ -189,6 +191,21 @@ def test_a_rank_without_memory_says_so(folder: Path) -> None:
     said = r"num_blocks is \d+: .* more than there are; lower num_blocks.*\. What failed: \S"
     with pytest.raises(InvalidRequest, match=said):
         LLM(folder, tier="fast", device="cpu", num_blocks=2**40, num_swap_blocks=0, tensor_parallel_size=2)
+
+
+@thorough
+def test_what_fails_after_loading_leaves_no_worker(folder: Path) -> None:
+    """Not even while its traceback is kept."""
+
+    class Allocator:
+        def __init__(self, num_blocks: int) -> None:
+            raise RuntimeError("no pool today")
+
+    before = {child.pid for child in psutil.Process().children()}
+    with pytest.raises(RuntimeError, match="no pool today") as kept:
+        LLM(folder, tier="fast", device="cpu", num_blocks=64, tensor_parallel_size=2, allocator=Allocator)  # type: ignore[arg-type]
+    assert {child.pid for child in psutil.Process().children()} <= before
+    assert kept.tb
 
 
 @thorough

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from minipaged.contracts import Runner
 from minipaged.fast.cpu import use_threads
 from minipaged.llm import LoadedModel
 from minipaged.models import hub
+from minipaged.parallel.tier import ParallelTier
 from minipaged.params import EngineConfig
 from minipaged.steps import LOGITS, Begun, BlockMoves, Row, StepInput, TableChange, Told
+from minipaged.tiers import FastTier
 from tests.effort import scaled, seeds, thorough
 from tests.parallel.one_process import ShardsInOneProcess
 from tests.tiny_model import make_tiny_model
@@ -141,3 +144,16 @@ def test_random_models(tmp_path: Path, seeds: range) -> None:
 @pytest.mark.model
 def test_smollm2_on_as_many_ranks_as_it_has_kv_heads() -> None:
     check_bits(hub.resolve("smollm2-135m-instruct"), 3, "float32", 0, large=True)
+
+
+def test_blocks_on_gpus_are_as_large_as_the_largest_rank_s_and_on_the_host_as_all_of_them(tmp_path: Path) -> None:
+    """Two KV heads over three ranks: each rank keeps one of them."""
+    config = LoadedModel.load(make_tiny_model(tmp_path / "model"), tier="reference").config
+    one_head = 4 * config.num_hidden_layers * 2 * config.head_dim * 4
+    sizes = {}
+    for device in ("cpu", "cuda"):
+        cut = ParallelTier.over(FastTier.on("cpu", "float32"), 3, 1, worker_timeout=60)
+        tier = replace(cut, device=device)
+        sizes[device] = tier.block_bytes(config, 4), tier.host_block_bytes(config, 4)
+    assert config.num_key_value_heads == 2
+    assert sizes == {"cpu": (3 * one_head, 3 * one_head), "cuda": (one_head, 3 * one_head)}

@@ -8,7 +8,8 @@ and a file may be cut, or be somebody else's. So it begins with a digest of ever
 all tokens up to the block's end, and the block. What does not have that digest is not there.
 
 A file is written under another name and renamed, so that a reader finds all of it or nothing. Who stores too much has
-the least recently used removed. Who may write here is trusted: the folder is made for its owner alone.
+the least recently used removed; files of other kinds are let alone. Who may write here is trusted, so the folder is
+made for its owner alone, and one that others may write to is refused.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class SharedStorageConnector:
     def __init__(self, folder: str | Path, role: Role = "kv_both", max_bytes: int = 4 << 30) -> None:
         if role not in ("kv_producer", "kv_consumer", "kv_both"):
             raise InvalidRequest(f"role is {role!r}; choose 'kv_producer', 'kv_consumer' or 'kv_both'")
+        if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+            raise InvalidRequest(f"max_bytes is {max_bytes!r}; it must be a whole number of bytes, 1 or more")
         self.folder = Path(folder).expanduser()
         self.role = role
         self.max_bytes = max_bytes
@@ -57,10 +60,22 @@ class SharedStorageConnector:
         path = self.folder / "handshake.json"
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._write(path, json.dumps(mine, indent=1).encode(), only_if_new=True)
-            theirs = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            there = self.folder.stat()
+            believed = not hasattr(os, "getuid") or (there.st_uid == os.getuid() and not there.st_mode & 0o022)
+            if believed:
+                self._write(path, json.dumps(mine, indent=1).encode(), only_if_new=True)
+                theirs = json.loads(path.read_text())
+        except OSError as error:
             raise InvalidRequest(f"kv_connector: {self.folder} cannot be used: {error}; give another folder") from None
+        except ValueError:
+            raise InvalidRequest(
+                f"kv_connector: {path} is damaged; remove {self.folder}, if no engine uses it, or give another folder"
+            ) from None
+        if not believed:
+            raise InvalidRequest(
+                f"kv_connector: others may write to {self.folder}, and what is there is believed; make it your own and "
+                "nobody else's (chmod 700), or give another folder"
+            )
         if theirs != mine:
             known = theirs if isinstance(theirs, dict) else {}
             differ = [
@@ -93,6 +108,8 @@ class SharedStorageConnector:
         paths = self._paths(token_ids, max(blocks, default=-1) + 1)
         try:
             for logical, block in blocks.items():
+                if DIGEST_BYTES + len(block) > self.max_bytes:
+                    break
                 self._make_room(DIGEST_BYTES + len(block))
                 self._write(paths[logical], self._digest(token_ids, logical, block) + block)
                 stored.append(logical)
@@ -159,7 +176,7 @@ class SharedStorageConnector:
         used = []
         for entry in os.scandir(self.folder):
             with suppress(FileNotFoundError):  # another engine removes some, too
-                if not entry.name.endswith(".json"):
+                if entry.name.endswith((".block", ".partial")):
                     used.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
         self._num_bytes, self._num_since = sum(size for _, size, _ in used), num_bytes
         for _, size, path in sorted(used):

@@ -95,6 +95,9 @@ def shard_of(config: ModelConfig, rank: int, size: int, stage: int = 0, num_stag
 
 def check_parallel_sizes(config: ModelConfig, size: int, num_stages: int) -> None:
     """Raises InvalidRequest unless every rank of every stage has something of the model."""
+    for name, number in (("tensor_parallel_size", size), ("pipeline_parallel_size", num_stages)):
+        if number < 1:
+            raise InvalidRequest(f"{name} is {number}; it must be 1 or more")
     for what in ("num_attention_heads", "intermediate_size", "vocab_size"):
         if size > (limit := getattr(config, what)):
             raise InvalidRequest(

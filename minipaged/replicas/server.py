@@ -23,7 +23,7 @@ from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, Requ
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
-from minipaged.errors import ModelError
+from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import check_before_loading
 from minipaged.models import hub
 from minipaged.models.loading import load_config
@@ -132,6 +132,7 @@ def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: i
             gpus = gpus_needed(ray.cluster_resources(), **engine)
         if cpus is None:
             cpus = 1 if replicas.ray_address else max(1, cores // replicas.most)
+        check_room(ray.cluster_resources(), replicas, cpus=cpus, gpus=gpus)
         serve.start(
             proxy_location=ProxyLocation.EveryNode if replicas.ray_address else ProxyLocation.HeadOnly,
             http_options=HTTPOptions(host=settings.host, port=port, keep_alive_timeout_s=5),
@@ -155,6 +156,16 @@ def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: i
                 serve.shutdown()  # and so the port is free again
         ray.shutdown()
     return 0
+
+
+def check_room(there: Mapping[str, float], replicas: ReplicaSettings, *, cpus: int, gpus: int) -> None:
+    """Raise InvalidRequest for replicas that Ray would wait for for ever. (A cluster elsewhere may grow.)"""
+    for what, each in (("cpus", cpus), ("gpus", gpus)):
+        has, number = int(there.get(what[:-1].upper(), 0)), replicas.replicas or 0
+        if not replicas.ray_address and each * number > has:
+            raise InvalidRequest(
+                f"{what}_per_replica is {each}: {number} replicas take {each * number}, and there are {has}; take fewer"
+            )
 
 
 def gpus_needed(there: Mapping[str, float], **engine: Any) -> int:

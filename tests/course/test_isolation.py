@@ -47,7 +47,7 @@ for fd in range(3, 500):
 """
 
 
-@quick_cases(6)
+@quick_cases(3)
 @pytest.mark.parametrize(
     ("source", "verdict"),
     [

@@ -87,6 +87,7 @@ def test_the_untouched_starter_is_told_where_to_begin(bench: Bench) -> None:
         )
 
 
+@quick_cases(1)
 @pytest.mark.parametrize("source", [PLAIN, MATRICES], ids=["plain", "matrices"])
 def test_a_right_kernel_passes_every_property(
     source: str, bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,7 @@ from minipaged.llm import LoadedModel
 from minipaged.reference.llama import Llama
 from minipaged.replay_steps import Replay, open_replay
 from minipaged.step_files import Header, StepRecorder, read_recording
-from tests.effort import thorough
+from tests.effort import quick_cases, thorough
 from tests.end_to_end.small_llama import make_small_llama
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 10, 12, 13], [40, 41], [5, 6, 7, 8, 9, 99, 98, 97, 96, 95, 94, 93]]
@@ -58,6 +58,7 @@ def replay(path: Path, model: LoadedModel) -> Replay:
     return open_replay(header, steps, model)
 
 
+@quick_cases(4)
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_what_one_tier_ran_the_other_runs_again(

@@ -613,6 +613,7 @@ def scene_in(lanes: int) -> Callable[[int], Scene]:
     return scene
 
 
+@quick_cases(1)
 @scaled
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)

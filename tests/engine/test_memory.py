@@ -22,7 +22,7 @@ from minipaged.params import EngineConfig, SamplingParams
 from minipaged.reference import block_allocator
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves, CopyPair
-from tests.effort import examples, scaled
+from tests.effort import examples, quick_cases, scaled
 from tests.workloads import REFERENCE
 
 
@@ -131,6 +131,7 @@ def of_single_sequences(seed: int, *, async_scheduling: bool) -> Workload:
     return replace(workload, config=replace(config, num_blocks=128 * len(requests) + 1), requests=tuple(requests))
 
 
+@quick_cases(1)
 @scaled
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_a_memory_that_reserves_serves_the_same_tokens(async_scheduling: bool) -> None:

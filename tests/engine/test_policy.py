@@ -30,7 +30,7 @@ from minipaged.outputs import RequestOutput
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, MakePolicy, RequestView, Way
 from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
-from tests.effort import examples, scaled, seeds
+from tests.effort import examples, quick_cases, scaled, seeds
 from tests.workloads import Run, Workload, WorkloadRequest, random_workload, run_workload
 
 QUESTIONS = ("share_tokens", "victim", "way_back", "admit")
@@ -75,6 +75,7 @@ class Dice(FirstComeFirstServed):
         return admitted
 
 
+@quick_cases(2)
 @scaled
 @pytest.mark.parametrize("policy", [PriorityFirst, ShortestFirst, Dice])
 @pytest.mark.parametrize("some", seeds(500, 50), ids=str)

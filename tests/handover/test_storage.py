@@ -269,7 +269,7 @@ def test_a_folder_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"file cannot be used: .*; give another folder"):
         opened(tmp_path / "file")
     (tmp_path / "handshake.json").write_text("{")
-    with pytest.raises(InvalidRequest, match="cannot be used"):
+    with pytest.raises(InvalidRequest, match=r"handshake\.json is damaged; remove"):
         opened(tmp_path)
     (tmp_path / "handshake.json").write_text("[]")
     with pytest.raises(InvalidRequest, match="blocks of another kind"):
@@ -300,3 +300,37 @@ def test_the_folder_is_its_owners_alone(stored: SharedStorageConnector) -> None:
     """Prompts can be told from keys and values."""
     assert stored.folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o077 for path in stored.folder.iterdir()} == {0}
+
+
+def test_files_of_others_are_let_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    for name in ("thesis.txt", "keep.json"):
+        (tmp_path / name).write_bytes(bytes(3000))
+    (tmp_path / "folder").mkdir()
+    stored = opened(tmp_path, "kv_both", 300)
+    for i in range(10):
+        stored.store([i, i + 1, i + 2, i + 3], {0: bytes(100)})
+    there = {path.name for path in tmp_path.iterdir()}
+    assert {"thesis.txt", "keep.json", "folder"} < there
+    assert 1 <= sum(name.endswith(".block") for name in there) <= 3
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "4G", None, 1.5])
+def test_a_limit_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"max_bytes is .* it must be a whole number of bytes, 1 or more"):
+        SharedStorageConnector("somewhere", max_bytes=value)
+
+
+def test_what_has_no_room_at_all_is_not_there(tmp_path: Path) -> None:
+    stored = opened(tmp_path / "kv", "kv_both", 50)
+    assert stored.store([1, 2, 3, 4], {0: bytes(100)}) == []
+    assert not list((tmp_path / "kv").glob("*.block"))
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(InvalidRequest, match=r"others may write to .*chmod 700"):
+        opened(tmp_path)
+    assert not list(tmp_path.iterdir())
+    tmp_path.chmod(0o700)
+    opened(tmp_path)

@@ -243,6 +243,19 @@ def test_a_replica_takes_a_gpu_for_each_of_its_ranks(engine: dict[str, Any], gpu
     assert gpus_needed({"CPU": 8.0}, **engine) == 0
 
 
+def test_more_than_there_is_is_told_and_not_waited_for() -> None:
+    from minipaged.errors import InvalidRequest
+    from minipaged.replicas.server import check_room
+
+    here, elsewhere = ReplicaSettings(replicas=2), ReplicaSettings(replicas=2, ray_address="auto")
+    check_room({"CPU": 4.0}, here, cpus=2, gpus=0)
+    check_room({"CPU": 4.0}, elsewhere, cpus=99, gpus=1)
+    with pytest.raises(InvalidRequest, match="cpus_per_replica is 3: 2 replicas take 6, and there are 4; take fewer"):
+        check_room({"CPU": 4.0}, here, cpus=3, gpus=0)
+    with pytest.raises(InvalidRequest, match="gpus_per_replica is 1: 2 replicas take 2, and there are 0"):
+        check_room({"CPU": 4.0}, here, cpus=1, gpus=1)
+
+
 def test_what_the_options_say_is_what_ray_is_told() -> None:
     from minipaged.replicas.server import LAST_MOMENT_S, application
 

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -244,11 +245,14 @@ def _introduce(facts: Facts, settings: ServeSettings, replicas: ReplicaSettings,
 
 
 def _reason(error: Exception) -> str:
-    """What a replica said last, in Ray's account of it."""
-    applications = serve.status().applications
-    deployments = applications[NAME].deployments.values() if NAME in applications else ()
-    told = [words for each in deployments for words in LAST_WORDS.findall(each.message)]
-    return told[-1] if told else str(error)
+    """What a replica said last, in Ray's account of it, which may take a moment to be there."""
+    for _ in range(20):
+        applications = serve.status().applications
+        deployments = applications[NAME].deployments.values() if NAME in applications else ()
+        if told := [words for each in deployments for words in LAST_WORDS.findall(each.message)]:
+            return told[-1]
+        time.sleep(0.25)
+    return str(error)
 
 
 def _log_level(settings: ServeSettings) -> str:

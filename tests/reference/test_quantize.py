@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from minipaged.errors import InvalidRequest, ModelError
@@ -236,7 +236,10 @@ def test_awq_takes_the_scales_with_which_outputs_err_least(case: tuple[Recipe, A
     errors = []
     for alpha in ALPHAS:
         scales = np.array([max(m**alpha, 1e-4) for m in mean_abs])
-        errors.append(error(scales / math.sqrt(max(scales) * min(scales))))
+        try:
+            errors.append(error(scales / math.sqrt(max(scales) * min(scales))))
+        except ModelError:  # weights of thousands, whose scales float16 cannot hold: refused, which is another test
+            assume(False)
     least = min(errors)
     assert error(found) <= least * (1 + 1e-6) + 1e-9 * float(((inputs @ weight.T) ** 2).sum())
 

@@ -249,7 +249,8 @@ def _reason(error: Exception) -> str:
     for _ in range(20):
         applications = serve.status().applications
         deployments = applications[NAME].deployments.values() if NAME in applications else ()
-        if told := [words for each in deployments for words in LAST_WORDS.findall(each.message)]:
+        told: list[str] = [words for each in deployments for words in LAST_WORDS.findall(each.message)]
+        if told:
             return told[-1]
         time.sleep(0.25)
     return str(error)

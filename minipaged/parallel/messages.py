@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -15,6 +16,10 @@ from minipaged.scheduling import Costs
 from minipaged.steps import StepInput
 
 _LENGTH = struct.Struct(">I")
+_PART = 1 << 16
+"""Bytes that are asked for at once. Nearly all messages come in one go."""
+
+Told = TypeVar("Told")
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
@@ -73,16 +78,6 @@ class NoRoom(Message, frozen=True):
     error: str
 
 
-class Ran(Message, frozen=True):
-    """A step has been run. The first rank of the last stage tells what came of it."""
-
-    number: int
-    choices: Choices
-    prompt_logprobs: dict[int, Choices] = {}
-    logits: bytes = b""
-    """[rows that ask for logits or choose, vocab], float32, where some ask for them."""
-
-
 class Failed(Message, frozen=True):
     """Something has raised, and nothing will work any more."""
 
@@ -95,6 +90,26 @@ class Doing(Message, frozen=True):
     what: str
     waits: bool
     """For another rank, so that it is not this one that is late."""
+
+
+# --- From the first rank of the last stage, on a connection of its own ----------------------------
+
+
+class Making(Message, frozen=True):
+    """What has come of the steps before a `Make` was told, all of it."""
+
+    number: int
+    """As in `Make`."""
+
+
+class Ran(Message, frozen=True):
+    """A step has been run, and this has come of it."""
+
+    number: int
+    choices: Choices
+    prompt_logprobs: dict[int, Choices] = {}
+    logits: bytes = b""
+    """[rows that ask for logits or choose, vocab], float32, where some ask for them."""
 
 
 class Choices(msgspec.Struct, array_like=True, frozen=True):
@@ -125,11 +140,13 @@ class Choices(msgspec.Struct, array_like=True, frozen=True):
 
 
 Order = Make | Run | Where
-Answer = Loaded | Refused | Made | NoRoom | Ran | Failed | Doing
+Answer = Loaded | Refused | Made | NoRoom | Failed | Doing
+Result = Making | Ran
 
 _encoder = msgspec.msgpack.Encoder()
 _order_decoder = msgspec.msgpack.Decoder(Order)
 _answer_decoder = msgspec.msgpack.Decoder(Answer)
+_result_decoder = msgspec.msgpack.Decoder(Result)
 
 
 def encode(message: Message) -> bytes:
@@ -138,32 +155,47 @@ def encode(message: Message) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-def read_order(connection: socket.socket) -> Order | None:
-    """The next thing to do; None where the driver has gone."""
-    data = _read(connection)
-    return None if data is None else _order_decoder.decode(data)
+class Incoming(Generic[Told]):
+    """The messages that come on a connection, for one reader. None is lost where he is interrupted."""
+
+    def __init__(self, connection: socket.socket, decode: Callable[[memoryview], Told]) -> None:
+        self._connection = connection
+        self._decode = decode
+        self._parts: list[bytes] = []  # what has come of the next message, and maybe of those after it
+
+    def read(self) -> Told | None:
+        """The next one; None where the other end has gone. Raises BlockingIOError where the connection has a timeout
+        (SO_RCVTIMEO) and nothing has come in it."""
+        while True:
+            there = sum(map(len, self._parts))
+            if there >= _LENGTH.size:
+                if len(self._parts[0]) < _LENGTH.size:
+                    self._parts = [b"".join(self._parts)]
+                end = _LENGTH.size + _LENGTH.unpack_from(self._parts[0])[0]
+                if there >= end:
+                    data = b"".join(self._parts)
+                    self._parts = [data[end:]] if there > end else []
+                    return self._decode(memoryview(data)[_LENGTH.size : end])
+            try:
+                self._parts.extend(map(self._connection.recv, (_PART,)))  # in one go, or Ctrl-C could come in between
+            except BlockingIOError:
+                raise
+            except OSError:  # reset, or closed on this side
+                return None
+            if not self._parts[-1]:
+                return None
 
 
-def read_answer(connection: socket.socket) -> Answer | None:
-    """The next thing that a worker tells; None where it has gone."""
-    data = _read(connection)
-    return None if data is None else _answer_decoder.decode(data)
+def orders(connection: socket.socket) -> Incoming[Order]:
+    """What the driver says."""
+    return Incoming(connection, _order_decoder.decode)
 
 
-def _read(connection: socket.socket) -> bytearray | None:
-    head = _read_bytes(connection, _LENGTH.size)
-    return None if head is None else _read_bytes(connection, *_LENGTH.unpack(head))
+def answers(connection: socket.socket) -> Incoming[Answer]:
+    """What a worker says."""
+    return Incoming(connection, _answer_decoder.decode)
 
 
-def _read_bytes(connection: socket.socket, count: int) -> bytearray | None:
-    data = bytearray(count)
-    view, done = memoryview(data), 0
-    while done < count:
-        try:
-            received = connection.recv_into(view[done:])
-        except ConnectionError:
-            return None
-        if not received:
-            return None
-        done += received
-    return data
+def results(connection: socket.socket) -> Incoming[Result]:
+    """What has come of steps."""
+    return Incoming(connection, _result_decoder.decode)

@@ -24,3 +24,5 @@ class Options(msgspec.Struct, frozen=True):
     """A file by which the ranks find each other."""
     socket: int = -1
     """The file descriptor of its end of the connection to the driver."""
+    results: int = -1
+    """That of the other one, on which one of the ranks tells what has come of steps."""

@@ -66,6 +66,11 @@ class Rank:
             self._note_choices = stage.tell
         return Made(number, self._runner.costs())
 
+    @property
+    def tells(self) -> bool:
+        """Whether this is the one that tells what has come of steps."""
+        return self.shard.is_last and self.shard.rank == 0
+
     def run(self, order: Run) -> Ran | None:
         """What has come of it, if that is this rank's to tell."""
         if self._note_choices:
@@ -75,8 +80,7 @@ class Rank:
         rows.follow(order.step)
         assert self._runner is not None
         result = self._runner.run(order.step)
-        tells = self.shard.is_last and self.shard.rank == 0
-        return outcome(order.step.number, rows, result) if tells else None
+        return outcome(order.step.number, rows, result) if self.tells else None
 
 
 def outcome(number: int, rows: Rows, result: StepResult) -> Ran:

@@ -13,7 +13,7 @@ from torch import Tensor
 from minipaged.contracts import Runner, Sampled, StepResult
 from minipaged.errors import InvalidRequest
 from minipaged.mirror import PerLane, Rows
-from minipaged.parallel.messages import Made, Make, NoRoom, Ran, Run
+from minipaged.parallel.messages import Made, Make, Making, NoRoom, Ran, Run
 from minipaged.parallel.workers import Workers
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
@@ -36,10 +36,11 @@ class ParallelRunner(Runner):
         self._launched: dict[int, Outcome] = {}  # by step, those whose answers have not come yet
         self._latest: dict[int, Outcome] = {}  # of each lane
         self._has_stages = config.pipeline_parallel_size > 1
-        self._teller = len(workers) - config.tensor_parallel_size  # the first rank of the last stage
         self._untold: list[tuple[int, list[int]]] = []  # tokens that the other stages have not been told
         workers.num_served += 1
         workers.tell(Make(config, workers.num_served))
+        while workers.result(patient=True) != Making(workers.num_served):
+            pass  # what has come of a former runner's steps
         self._costs = self._prepared(0)
         for rank in range(1, len(workers)):
             self._prepared(rank)
@@ -79,9 +80,8 @@ class ParallelRunner(Runner):
     def fetch(self, outcome: Outcome) -> Ran:
         """Wait for this one's answer. They come in the order of the steps; for some of them nobody asks any more."""
         while outcome.answer is None:
-            answer = self.workers.answer(self._teller)
-            if not isinstance(answer, Ran):
-                continue
+            answer = self.workers.result()
+            assert isinstance(answer, Ran)
             if found := self._launched.pop(answer.number, None):
                 found.answer = answer
             if self._has_stages and answer.choices.token_ids:

@@ -27,12 +27,14 @@ from minipaged.parallel.messages import (
     Failed,
     Loaded,
     Make,
+    Making,
     NoRoom,
     Refused,
+    Result,
     Run,
     Where,
     encode,
-    read_order,
+    orders,
 )
 from minipaged.parallel.options import Options
 
@@ -40,21 +42,23 @@ from minipaged.parallel.options import Options
 class Worker:
     """One connection to the driver."""
 
-    def __init__(self, connection: socket.socket, folder: Path) -> None:
-        """`folder`: of what they all leave on the disk, as long as they live."""
+    def __init__(self, connection: socket.socket, results: socket.socket, folder: Path) -> None:
+        """`results`: another connection, for what has come of steps. `folder`: of what they all leave on the disk, as
+        long as they live."""
         self._folder = folder
         self.doing = "starting"
         """In a few words, for whoever asks."""
         self.waits = False
         """It is another rank that is late, if one is."""
-        self._connection = connection
+        self._connection, self._results = connection, results
         self._may_write = threading.Lock()
         self._orders: SimpleQueue[Make | Run] = SimpleQueue()
 
     def read_orders(self) -> None:
         """Until the driver goes; then all ends."""
         try:
-            while order := read_order(self._connection):
+            told = orders(self._connection)
+            while order := told.read():
                 if isinstance(order, Where):
                     self._tell(Doing(self.doing, self.waits))
                 else:
@@ -80,6 +84,8 @@ class Worker:
                 self.waits = False
                 match order:
                     case Make(config, number):
+                        if rank.tells:
+                            self._tell_result(Making(number))
                         self.doing = "reserving the KV cache and preparing the kernels"
                         try:
                             self._tell(rank.make(config, number))
@@ -88,7 +94,7 @@ class Worker:
                     case Run():
                         self.doing = f"running step {order.step.number}"
                         if ran := rank.run(order):
-                            self._tell(ran)
+                            self._tell_result(ran)
         except BaseException as error:
             traceback.print_exc()
             sys.stderr.flush()
@@ -102,13 +108,20 @@ class Worker:
         except OSError:
             os._exit(0)  # the driver has gone
 
+    def _tell_result(self, result: Result) -> None:
+        try:
+            self._results.sendall(encode(result))
+        except OSError:
+            os._exit(0)  # the driver has gone
+
 
 def main() -> None:
     options = msgspec.json.decode(sys.argv[1], type=Options)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # those are for the driver, though all may get them
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    worker = Worker(socket.socket(fileno=options.socket), Path(options.rendezvous).parent)
+    connection, results = socket.socket(fileno=options.socket), socket.socket(fileno=options.results)
+    worker = Worker(connection, results, Path(options.rendezvous).parent)
     threading.Thread(target=worker.read_orders, name="orders", daemon=True).start()
     worker.serve(options)
 

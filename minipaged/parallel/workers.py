@@ -1,12 +1,17 @@
 """The driver's hold on its workers: it starts them, hears of whatever ends one, and leaves none behind.
 
 Each worker has one end of a socket pair. A worker that dies closes its end, whatever it died of, and the thread that
-reads all of them hears of it at once; a driver that dies closes its own, and the workers go by themselves. What the
-workers print goes into a file each, of which the last lines are told when one fails.
+reads from it hears of it at once; a driver that dies closes its own, and the workers go by themselves. What the workers
+print goes into a file each, of which the last lines are told when one fails.
+
+What has come of steps has a socket pair for itself, at whose other end are all workers. It is read by whoever wants to
+know: so in a step that goes well no thread waits for another, and those that listen sleep. Where a worker fails, the
+reader is woken by closing it.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -26,7 +31,19 @@ from pathlib import Path
 import msgspec
 
 from minipaged.errors import WorkerFailed
-from minipaged.parallel.messages import Answer, Doing, Failed, Message, NoRoom, Refused, Where, encode, read_answer
+from minipaged.parallel.messages import (
+    Answer,
+    Doing,
+    Failed,
+    Message,
+    NoRoom,
+    Refused,
+    Result,
+    Where,
+    answers,
+    encode,
+    results,
+)
 from minipaged.parallel.options import Options
 
 LOG_LINES = 20
@@ -72,6 +89,8 @@ class Heard:
 
     answers: list[deque[Answer]]
     """Of each rank."""
+    results: socket.socket
+    """From which whoever waits for a step's result reads it himself."""
     doing: dict[int, Doing] = field(default_factory=dict)
     """By rank, what they have said that they do, since they were last asked."""
     failure: str | None = None
@@ -96,13 +115,17 @@ class Workers:
         """Whose steps they run. They have one KV cache, so it is one at a time."""
         self.free_device_bytes: float = float("inf")
         """Of the GPU that has the least, after loading the weights."""
-        self._heard = Heard([deque() for _ in options])
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
+        self._results = results(ours)
+        self._heard = Heard([deque() for _ in options], ours)
         self._folder = tempfile.TemporaryDirectory(prefix="minipaged-workers-", ignore_cleanup_errors=True)
         self._processes: list[Process] = []
         self._end = weakref.finalize(self, _end, self._processes, self._heard, self._folder)
         try:
-            for each in options:
-                self._processes.append(_start(each, Path(self._folder.name), timeout))
+            with theirs:
+                for each in options:
+                    self._processes.append(_start(each, Path(self._folder.name), theirs, timeout))
         except BaseException:
             self._end()
             raise
@@ -159,6 +182,20 @@ class Workers:
                     return heard.answers[rank].popleft()
             self._look_after_them(patient)
 
+    def result(self, *, patient: bool = False) -> Result:
+        """What is told next of steps. Raises WorkerFailed as `answer` does."""
+        heard = self._heard
+        while not heard.failure:
+            try:
+                if told := self._results.read():
+                    return told
+            except BlockingIOError:
+                self._look_after_them(patient)
+            else:  # all have gone, which each one's listener is about to tell
+                with heard.changed:
+                    heard.changed.wait_for(lambda: heard.failure, TO_ANSWER_S)
+        raise WorkerFailed(heard.failure)
+
     def close(self) -> None:
         """End them all, and wait until they have."""
         self._end()
@@ -182,22 +219,29 @@ class Workers:
         _fail(self._processes, heard, stuck, f"hangs: {what} (worker_timeout is {self.timeout:g} s)")
 
 
-def _start(options: Options, folder: Path, timeout: float) -> Process:
+def _start(options: Options, folder: Path, results: socket.socket, timeout: float) -> Process:
     ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(timeout) + 1, 0))
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
     log = folder / f"{options.rank}.log"
-    given = msgspec.structs.replace(options, socket=theirs.fileno(), rendezvous=str(folder / "rendezvous"))
+    ends = {"socket": theirs.fileno(), "results": results.fileno()}
+    given = msgspec.structs.replace(options, rendezvous=str(folder / "rendezvous"), **ends)
     command = [sys.executable, "-m", "minipaged.parallel.worker", msgspec.json.encode(given).decode()]
     with theirs, log.open("wb") as output:
         popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()]
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=list(ends.values())
         )
     return Process(options.rank, popen, ours, log)
 
 
+def _timeval(seconds: float) -> bytes:
+    """As socket options have it; rounded up, for 0 would be for ever."""
+    return struct.pack("ll", *divmod(math.ceil(seconds * 1e6), 1_000_000))
+
+
 def _listen(process: Process, processes: list[Process], heard: Heard) -> None:
     """Take in what one worker tells, until it has gone."""
-    while answer := read_answer(process.connection):
+    told = answers(process.connection)
+    while answer := told.read():
         if isinstance(answer, Failed):
             _fail(processes, heard, process, f"has failed: {answer.error}")
             continue
@@ -205,8 +249,8 @@ def _listen(process: Process, processes: list[Process], heard: Heard) -> None:
             if isinstance(answer, Doing):
                 heard.doing[process.rank] = answer
             elif isinstance(answer, NoRoom | Refused):  # it is everybody's, for the others wait for this one
-                for answers in heard.answers:
-                    answers.append(answer)
+                for those in heard.answers:
+                    those.append(answer)
             else:
                 heard.answers[process.rank].append(answer)
             heard.changed.notify_all()
@@ -231,11 +275,18 @@ def _fail(processes: list[Process], heard: Heard, process: Process, what: str = 
             return
         heard.failure, call = failure, heard.on_failure
         heard.changed.notify_all()
+        _wake(heard.results)
     if call:
         call(WorkerFailed(failure))
     for each in processes:
         with suppress(subprocess.TimeoutExpired):
             each.popen.wait(TO_ANSWER_S)
+
+
+def _wake(results: socket.socket) -> None:
+    """Have whoever reads from it see that it is over."""
+    with suppress(OSError):  # it is closed already
+        results.shutdown(socket.SHUT_RDWR)
 
 
 def _wait_for_end(processes: list[Process]) -> Process | None:
@@ -257,6 +308,7 @@ def _end(processes: list[Process], heard: Heard, folder: tempfile.TemporaryDirec
         heard.ending = True
         heard.failure = heard.failure or "the workers of this model were closed; load it again"
         heard.changed.notify_all()
+        _wake(heard.results)
     for process in processes:
         with suppress(OSError):  # it has gone by itself
             process.connection.shutdown(socket.SHUT_RDWR)
@@ -272,4 +324,5 @@ def _end(processes: list[Process], heard: Heard, folder: tempfile.TemporaryDirec
             listener.join(TO_END_S)
     for process in processes:
         process.connection.close()
+    heard.results.close()
     folder.cleanup()

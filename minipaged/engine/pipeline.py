@@ -53,6 +53,8 @@ class Pipeline:
     def _launch_next(self) -> LaunchedStep | None:
         """Launch a step in the lane whose turn it is. None if no lane without one has anything to run; and if blocks
         are short, as long as any step is in flight."""
+        if len(self.steps_in_flight) == len(self._scheduler.lanes):
+            return None
         lane = self._next_lane()
         if not self.steps_in_flight:
             step = self._launch(None, self._turn if lane is None else lane)  # if nothing can run, this raises

@@ -242,7 +242,11 @@ def _open_for_writing(path: Path, mode: str = "w") -> Any:
 # --- chat -----------------------------------------------------------------------------------------
 
 
-CHAT_OPTIONS = ("temperature", "top_p", "max_tokens", "seed", "tier", "block_size", "num_blocks")
+CHAT_OPTIONS = (
+    *("temperature", "top_p", "max_tokens", "seed", "tier", "device", "dtype"),
+    *("block_size", "num_blocks", "kv_cache_dtype", "kv_connector"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "worker_timeout"),
+)
 
 
 @app.command(cls=Command)
@@ -269,6 +273,7 @@ def chat(
 @app.command(cls=Command)
 @takes(ServeSettings, ReplicaSettings, Settings)
 def serve(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A known name, a folder, a .gguf file, or a hub id.")] = (
         "smollm2-135m-instruct"
     ),
@@ -276,6 +281,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI does: POST /v1/chat/completions, and more; GET / shows the blocks."""
     settings = ServeSettings(**given_for(ServeSettings, given))
+    if given["replicas"] is None:
+        of_replicas = [name for name in names_of(ReplicaSettings) if name != "replicas"]
+        _refuse_given(context, of_replicas, "is given, but there are no replicas; say how many with --replicas")
     replicas = ReplicaSettings(**given_for(ReplicaSettings, given))
     of_engine = given_for(Settings, given)
     try:
@@ -288,7 +296,7 @@ def serve(
 
             run_server = partial(serve_replicas, model, settings, replicas, **of_engine)
     except ModuleNotFoundError as error:
-        extra, what = ("serve", "serving") if replicas.replicas is None else ("ray", "serving by replicas")
+        extra, what = ("fast,serve", "serving") if replicas.replicas is None else ("fast,ray", "serving by replicas")
         raise MinipagedError(
             f"{what} needs {error.name}, which is not installed: pip install -c constraints.txt -e '.[{extra}]'"
         ) from None

@@ -107,10 +107,12 @@ class LLM:
                 asked = replace(asked, **settled)
             _check_length(model.config, asked.max_model_len)
             loaded = model
+            _open_connector(asked, model.folder, model.config, model.tier)
         else:
             where = (asked.tier, asked.device, asked.dtype)
             sizes = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
-            loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len)
+            check = partial(_open_connector, asked)
+            loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len, check)
         try:
             self._begin(loaded, asked, policy, listeners)
         except BaseException:
@@ -359,20 +361,10 @@ class LLM:
         )
 
     def _memory(self, asked: Settings, runner: Runner) -> MakeMemory:
-        """What makes the block manager. Raises InvalidRequest where other engines' blocks are of another kind."""
-        connector, config = asked.kv_connector, self.model_config
+        """What makes the block manager."""
+        connector = asked.kv_connector
         if connector is None:
             return BlockManager
-        handshake = Handshake(
-            model=hub.fingerprint(self.folder),
-            dtype=self.loaded.tier.dtype,
-            kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            block_size=asked.block_size,
-        )
-        connector.open(handshake)
         size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
         return partial(ConnectedBlockManager, connector=connector, read_blocks=runner.read_blocks, block_bytes=size)
 
@@ -442,18 +434,23 @@ class LoadedModel:
         pipeline_parallel_size: int = 1,
         worker_timeout: float = 60.0,
         max_model_len: int | None = None,
+        check: Callable[[Path, ModelConfig, DeviceTier], None] | None = None,
     ) -> LoadedModel:
         """Find (or fetch) `model` and load it. Raises ModelError, InvalidRequest and WorkerFailed.
 
-        `max_model_len`: refused before the weights are loaded, if the model was not made for it.
+        `max_model_len`: refused before the weights are loaded, if the model was not made for it. `check`: what else is
+        to be looked at before that.
         """
         dtype = known_dtype(dtype)
         chosen = tiers.choose_tier(tier, device, dtype)
         folder = hub.resolve(model)
         config = load_config(folder)
         _check_length(config, max_model_len)
-        chosen = chosen.for_model(config, device, dtype)
         sizes = (tensor_parallel_size, pipeline_parallel_size)
+        check_parallel_sizes(config, *sizes)
+        chosen = chosen.for_model(config, device, dtype)
+        if check:
+            check(folder, config, chosen)
         if sizes != (1, 1) and isinstance(chosen, tiers.FastTier):
             from minipaged.parallel.tier import ParallelTier
 
@@ -490,6 +487,22 @@ def _check_length(config: ModelConfig, max_model_len: int | None) -> None:
             f"has no such limit; up to max_model_len={context} it makes no difference"
         )
     raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
+
+
+def _open_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
+    """Tell the connector, if there is one, what the engine's blocks are. Raises InvalidRequest where those of others
+    are of another kind, or it cannot be used."""
+    if asked.kv_connector is not None:
+        handshake = Handshake(
+            model=hub.fingerprint(folder),
+            dtype=tier.dtype,
+            kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            block_size=asked.block_size,
+        )
+        asked.kv_connector.open(handshake)
 
 
 def known_dtype(name: str) -> str:

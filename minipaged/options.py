@@ -89,7 +89,9 @@ WRITTEN = {
     "enable_prefix_caching": Written("--prefix-caching/--no-prefix-caching"),
     "debug": Written("--debug"),
     "allocator": Written(
-        kind=str | None, metavar="FILE.py:Class", read=lambda file: file and load_class("--allocator", file)
+        kind=str | None,
+        metavar="FILE.py:Class",
+        read=lambda file: None if file is None else load_class("--allocator", file),
     ),
     "scheduling_policy": Written(
         kind=str,
@@ -99,7 +101,7 @@ WRITTEN = {
     "kv_connector": Written(
         kind=str | None,
         metavar="FOLDER",
-        read=lambda folder: folder and SharedStorageConnector(folder),
+        read=lambda folder: None if folder is None else SharedStorageConnector(folder),
         note="Here: the folder of a SharedStorageConnector, on Linux best one in /dev/shm.",
     ),
 }
@@ -189,6 +191,11 @@ def place_in_users_file(error: BaseException) -> tuple[str, str] | None:
         if frames and frames[-1].f_globals.get("__name__") == USERS_MODULE.format(part):
             return part, f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
     return None
+
+
+def is_users(part: object) -> bool:
+    """Whether it is what `load_class` has loaded."""
+    return getattr(part, "__module__", "") in [USERS_MODULE.format(each) for each in PARTS.values()]
 
 
 def load_class(option: str, spec: str) -> Any:

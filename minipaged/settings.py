@@ -84,6 +84,9 @@ class Settings(EngineSettings):
             self._check_kv_connector()
 
     def _check_kv_connector(self) -> None:
+        if isinstance(self.kv_connector, type):
+            name = self.kv_connector.__name__
+            raise InvalidRequest(f"kv_connector is the class {name}; give an instance, as in {name}(folder)")
         if missing := [name for name in ("open", "lacking", "store", "load") if not hasattr(self.kv_connector, name)]:
             raise InvalidRequest(
                 f"kv_connector is {self.kv_connector!r}, which has no {', '.join(missing)}; give a "

@@ -46,6 +46,8 @@ class SharedStorageConnector:
             raise InvalidRequest(f"role is {role!r}; choose 'kv_producer', 'kv_consumer' or 'kv_both'")
         if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
             raise InvalidRequest(f"max_bytes is {max_bytes!r}; it must be a whole number of bytes, 1 or more")
+        if not str(folder):
+            raise InvalidRequest("kv_connector: the folder is ''; name one, on Linux best one in /dev/shm")
         self.folder = Path(folder).expanduser()
         self.role = role
         self.max_bytes = max_bytes
@@ -65,6 +67,8 @@ class SharedStorageConnector:
             if believed:
                 self._write(path, json.dumps(mine, indent=1).encode(), only_if_new=True)
                 theirs = json.loads(path.read_text())
+                if not isinstance(theirs, dict):
+                    raise ValueError("not a handshake")
         except OSError as error:
             raise InvalidRequest(f"kv_connector: {self.folder} cannot be used: {error}; give another folder") from None
         except ValueError:
@@ -77,11 +81,10 @@ class SharedStorageConnector:
                 "nobody else's (chmod 700), or give another folder"
             )
         if theirs != mine:
-            known = theirs if isinstance(theirs, dict) else {}
             differ = [
-                f"{name} is {known.get(name)!r} there and {value!r} here"
+                f"{name} is {theirs.get(name)!r} there and {value!r} here"
                 for name, value in mine.items()
-                if known.get(name) != value
+                if theirs.get(name) != value
             ]
             raise InvalidRequest(
                 f"kv_connector: {self.folder} has blocks of another kind: {'; '.join(differ) or 'see handshake.json'}; "

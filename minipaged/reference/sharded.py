@@ -33,6 +33,8 @@ from minipaged.reference.preemption import carry, measure, probe_cache
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves
 
+NOT_HANDED_OVER = "each rank has a part of every block; blocks are handed over by engines of one rank"
+
 
 class ShardedLlama(Llama):
     """Runs steps on all ranks of all stages. The logits are the whole model's, up to rounding."""
@@ -73,8 +75,14 @@ class ShardedLlama(Llama):
 
     def move(self, moves: BlockMoves) -> None:
         """The same blocks in every cache."""
+        if moves.load:
+            raise NotImplementedError(NOT_HANDED_OVER)
         for rank in self._ranks:
             carry(rank.kv_cache, moves)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        """Not here: a `Llama`'s would be those of the first rank."""
+        raise NotImplementedError(NOT_HANDED_OVER)
 
     @property
     def _ranks(self) -> list[Llama]:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray import serve
+from ray import cloudpickle, serve
 from ray.exceptions import RayError
 from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
@@ -28,6 +28,7 @@ from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import check_before_loading
 from minipaged.models import hub
 from minipaged.models.loading import load_config
+from minipaged.options import given_for, is_users, names_of
 from minipaged.replicas.endpoint import Endpoint
 from minipaged.replicas.ray_router import RayRouter
 from minipaged.replicas.replica import Facts, Replica
@@ -43,6 +44,8 @@ NEWS_S = 1.0
 NO_LIMIT = 1 << 20
 """Requests that Ray may send one replica: its engine has a queue, and says when that is full. Ray's own 5 would leave
 a batch all but empty."""
+OF_THE_CLUSTER = {"host", "port", "ray_address"}
+"""What `minipaged serve` is told, and a Serve config file has elsewhere (`http_options`)."""
 ATTEMPTS = 2
 """To start a replica, before it is said what is wrong."""
 
@@ -55,6 +58,9 @@ def application(
 ) -> serve.Application:
     """What Ray is to run: replicas of an engine, and the endpoint before them. `cpus`, `gpus`: of each replica."""
     names, asked = settings.served_model_name or (model,), Settings(**engine)
+    for part in (asked.allocator, asked.scheduling_policy):
+        if is_users(part):  # its module is known in this process alone
+            cloudpickle.register_pickle_by_value(sys.modules[part.__module__])
     common = {
         "max_ongoing_requests": NO_LIMIT,
         "graceful_shutdown_timeout_s": settings.shutdown_timeout + LAST_MOMENT_S,
@@ -96,15 +102,22 @@ def application(
 
 def from_arguments(arguments: Mapping[str, Any]) -> serve.Application:
     """The same from the `args` of a Serve config file, as a RayService of KubeRay has one: the options of
-    `minipaged serve` by name, with `_` for `-`."""
-    given = dict(arguments)
-    model = str(given.pop("model", "smollm2-135m-instruct"))
-    own = {name: given.pop(name) for name in list(given) if name in ReplicaSettings.__dataclass_fields__}
-    of_server = {name: given.pop(name) for name in list(given) if name in ServeSettings.__dataclass_fields__}
-    check_before_loading(**given)
+    `minipaged serve` by name, with `_` for `-`, written as there. Raises InvalidRequest for one that there is not."""
+    kinds = (ReplicaSettings, ServeSettings, Settings)
+    known = {"model", *(name for kind in kinds for name in names_of(kind))} - OF_THE_CLUSTER
+    if unknown := sorted(arguments.keys() - known):
+        raise InvalidRequest(f"args: there is no {', '.join(map(repr, unknown))}; known are {', '.join(sorted(known))}")
+    for name in ("allocator", "scheduling_policy", "kv_connector"):
+        if not isinstance(value := arguments.get(name), str | None):
+            raise InvalidRequest(f"args: {name} is {value!r}; write it as after --{name.replace('_', '-')}")
+    own, of_server, engine = (given_for(kind, arguments) for kind in kinds)
+    check_before_loading(**engine)
     replicas = ReplicaSettings(**({"replicas": 1} | own))
-    cpus, gpus = replicas.cpus_per_replica or 1, replicas.gpus_per_replica or 0
-    return application(model, ServeSettings(**of_server), replicas, cpus=cpus, gpus=gpus, **given)
+    gpus = replicas.gpus_per_replica
+    if gpus is None:
+        gpus = gpus_needed(ray.cluster_resources() if ray.is_initialized() else {}, **engine)
+    model, cpus = str(arguments.get("model", "smollm2-135m-instruct")), replicas.cpus_per_replica or 1
+    return application(model, ServeSettings(**of_server), replicas, cpus=cpus, gpus=gpus, **engine)
 
 
 def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSettings, **engine: Any) -> int:

@@ -31,8 +31,8 @@ class ReplicaSettings:
     def __post_init__(self) -> None:
         check(self)
         if self.replicas is None:
-            for name in ("max_replicas", "ray_address", "cpus_per_replica", "gpus_per_replica"):
-                if getattr(self, name) is not None:
+            for name in ("max_replicas", "ray_address", "routing", "cpus_per_replica", "gpus_per_replica"):
+                if getattr(self, name) not in (None, "prefix"):
                     raise InvalidRequest(f"{name} is given, but there are no replicas; say how many with replicas")
         elif self.max_replicas is not None and self.max_replicas < self.replicas:
             raise InvalidRequest(

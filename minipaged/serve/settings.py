@@ -42,6 +42,9 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         check(self)
+        for several in ("served_model_name", "cors_origin"):
+            if isinstance(given := getattr(self, several), str):  # one of them, not its letters
+                object.__setattr__(self, several, (given,))
         if self.api_key == "":
             raise InvalidRequest("api_key is empty; leave it out, or make one with: openssl rand -hex 16")
         for name in self.served_model_name:

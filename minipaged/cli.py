@@ -22,8 +22,9 @@ import typer
 
 from minipaged.errors import InvalidRequest, MinipagedError, ModelError
 from minipaged.events import Event
-from minipaged.options import Command, given_for, names_of, place_in_users_file, takes
+from minipaged.options import Command, given_for, names_of, takes
 from minipaged.outputs import RequestOutput
+from minipaged.own_parts import place_in_users_file
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings

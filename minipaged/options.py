@@ -7,27 +7,24 @@ What an option means, which values it takes and what it is when it is not given 
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
 import json
 import sys
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from minipaged.errors import InvalidRequest
+from minipaged.own_parts import FROM_TEXT
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.settings import Function, Settings, with_parameters
-from minipaged.shared_storage import SharedStorageConnector
 
 PANELS = {
     SamplingParams: "How tokens are chosen",
@@ -91,17 +88,17 @@ WRITTEN = {
     "allocator": Written(
         kind=str | None,
         metavar="FILE.py:Class",
-        read=lambda file: None if file is None else load_class("--allocator", file),
+        read=FROM_TEXT["allocator"],
     ),
     "scheduling_policy": Written(
         kind=str,
         metavar="NAME or FILE.py:Class",
-        read=lambda name: load_class("--scheduling-policy", name) if ":" in name else name,
+        read=FROM_TEXT["scheduling_policy"],
     ),
     "kv_connector": Written(
         kind=str | None,
         metavar="FOLDER",
-        read=lambda folder: None if folder is None else SharedStorageConnector(folder),
+        read=FROM_TEXT["kv_connector"],
         note="Here: the folder of a SharedStorageConnector, on Linux best one in /dev/shm.",
     ),
 }
@@ -174,50 +171,3 @@ class Command(TyperCommand):
         for title, records in panels.items():
             with formatter.section(title):
                 formatter.write_dl(records)
-
-
-# --- A user's own parts ---------------------------------------------------------------------------
-
-
-USERS_MODULE = "minipaged_users_{}"
-"""The name under which a user's file is imported, whatever the file is called."""
-PARTS = {"--allocator": "allocator", "--scheduling-policy": "policy"}
-
-
-def place_in_users_file(error: BaseException) -> tuple[str, str] | None:
-    """The user's own part, and FILE:LINE of it, that an error came out of, if it did."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for part in PARTS.values():
-        if frames and frames[-1].f_globals.get("__name__") == USERS_MODULE.format(part):
-            return part, f"{frames[-1].f_code.co_filename}:{frames[-1].f_lineno}"
-    return None
-
-
-def is_users(part: object) -> bool:
-    """Whether it is what `load_class` has loaded."""
-    return getattr(part, "__module__", "") in [USERS_MODULE.format(each) for each in PARTS.values()]
-
-
-def load_class(option: str, spec: str) -> Any:
-    """The class that FILE.py:Class names. Raises InvalidRequest when it is not there or the file does not load."""
-    file, colon, name = spec.rpartition(":")
-    if not colon or not file.endswith(".py") or not name.isidentifier():
-        example = f"my_{PARTS[option]}.py:{'BlockAllocator' if option == '--allocator' else 'Scheduler'}"
-        raise InvalidRequest(f"{option} is {spec!r}; write it as FILE.py:Class, e.g. {example}")
-    path = Path(file).expanduser()
-    if not path.is_file():
-        raise InvalidRequest(f"{option}: there is no file {path}")
-    module_spec = importlib.util.spec_from_file_location(USERS_MODULE.format(PARTS[option]), path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module.__name__] = module  # dataclasses and pickling look the module up by name
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise InvalidRequest(f"{option}: {path} does not load: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not isinstance(found, type):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise InvalidRequest(f"{option}: {path} has no class {name}; it has {', '.join(classes) or 'none'}")
-    return found

@@ -42,6 +42,7 @@ HOUSE = {
     "params": Room("errors vllm_arguments"),
     "prompts": Room("errors vllm_arguments"),
     "shared_storage": Room("block_hashes errors kv_connector"),
+    "own_parts": Room("errors shared_storage"),
     "steps": Room("params"),
     "contracts": Room("errors params scheduling steps"),
     "mirror": Room("contracts steps"),
@@ -136,12 +137,12 @@ HOUSE = {
     ),
     # Several engines behind one endpoint; `replicas.routing` needs no more than the ground, and no Ray.
     "replicas": Room(
-        "async_llm block_hashes errors events llm models outputs params serve settings",
+        "async_llm block_hashes errors events llm models outputs own_parts params serve settings",
         "prometheus_client ray starlette",
     ),
-    "options": Room("errors params replicas.settings serve.settings settings shared_storage", "typer"),
+    "options": Room("errors own_parts params replicas.settings serve.settings settings", "typer"),
     "cli": Room(
-        "errors events options outputs params replicas.settings serve.settings settings",
+        "errors events options outputs own_parts params replicas.settings serve.settings settings",
         "typer",
         late={
             "the command line answers at once, and a command loads what it needs": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,6 +17,7 @@ from minipaged import LLM, BeamSearchParams, EngineConfig, InvalidRequest, Sampl
 from minipaged.cli import app, main
 from minipaged.options import WRITTEN, given_for, help_of, names_of
 from minipaged.params import EngineSettings
+from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.settings import GivenSettings, Settings
 
@@ -221,3 +223,62 @@ def test_the_glossary_names_settings_that_there_are() -> None:
     names = re.findall(r"`(\w+)`", " ".join([prose[1], *table]))
     assert len(names) > 10
     assert {*names} <= {*names_of(Settings)}
+
+
+def told(line: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The error that a command line ends with."""
+    with pytest.raises(SystemExit) as end:
+        main(line)
+    assert end.value.code == 1
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--max-replicas=2", "--ray-address=auto", "--routing=prefix", "--cpus-per-replica=1"]
+)
+def test_what_is_said_of_replicas_where_there_are_none_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = option.partition("=")[0]
+    said = f"error: {name} is given, but there are no replicas; say how many with --replicas\n"
+    assert told(["serve", "/no/such/model", option], capsys) == said
+
+
+@pytest.mark.parametrize("given", [{"routing": "least-loaded"}, {"ray_address": "auto"}, {"gpus_per_replica": 0}])
+def test_so_it_is_in_python(given: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{next(iter(given))} is given, but there are no replicas; say how many"):
+        ReplicaSettings(**given)
+    assert ReplicaSettings(replicas=1, **given)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [("--kv-connector=", "the folder is ''; name one"), ("--allocator=", "write it as FILE.py:")]
+)
+def test_an_option_that_names_nothing_is_refused(option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in told(["generate", "a prompt", "--model=/no/such/model", option], capsys)
+
+
+@pytest.mark.parametrize(("missing", "page"), [("ray", "replicas.md"), ("uvicorn", "serving.md")])
+def test_what_is_to_be_installed_is_what_the_docs_say(
+    missing: str, page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["serve", "/no/such/model"]
+    if missing == "ray":
+        line.append("--replicas=2")
+    for name in [each for each in sys.modules if each.startswith(("minipaged.replicas.server", "minipaged.serve."))]:
+        if not name.endswith("settings"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    [command] = re.findall(r"pip install .*$", told(line, capsys), re.MULTILINE)
+    assert command in (DOCS / page).read_text()
+
+
+def test_a_chat_takes_what_says_where_its_model_runs_and_its_blocks_are() -> None:
+    options = {option.name for option in COMMANDS["chat"].params}
+    assert {"device", "dtype", "kv_cache_dtype", "kv_connector", "worker_timeout"} <= options
+    assert {"tensor_parallel_size", "pipeline_parallel_size"} <= options
+
+
+def test_one_string_is_one_name_and_not_its_letters() -> None:
+    assert ServeSettings(served_model_name="llama").served_model_name == ("llama",)
+    assert ServeSettings(cors_origin="*").cors_origin == ("*",)

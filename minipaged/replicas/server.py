@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import ray
@@ -28,7 +29,7 @@ from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import check_before_loading
 from minipaged.models import hub
 from minipaged.models.loading import load_config
-from minipaged.options import given_for, is_users, names_of
+from minipaged.own_parts import FROM_TEXT, is_users
 from minipaged.replicas.endpoint import Endpoint
 from minipaged.replicas.ray_router import RayRouter
 from minipaged.replicas.replica import Facts, Replica
@@ -104,13 +105,18 @@ def from_arguments(arguments: Mapping[str, Any]) -> serve.Application:
     """The same from the `args` of a Serve config file, as a RayService of KubeRay has one: the options of
     `minipaged serve` by name, with `_` for `-`, written as there. Raises InvalidRequest for one that there is not."""
     kinds = (ReplicaSettings, ServeSettings, Settings)
-    known = {"model", *(name for kind in kinds for name in names_of(kind))} - OF_THE_CLUSTER
+    known = {"model", *(each.name for kind in kinds for each in fields(kind))} - OF_THE_CLUSTER
     if unknown := sorted(arguments.keys() - known):
         raise InvalidRequest(f"args: there is no {', '.join(map(repr, unknown))}; known are {', '.join(sorted(known))}")
-    for name in ("allocator", "scheduling_policy", "kv_connector"):
-        if not isinstance(value := arguments.get(name), str | None):
-            raise InvalidRequest(f"args: {name} is {value!r}; write it as after --{name.replace('_', '-')}")
-    own, of_server, engine = (given_for(kind, arguments) for kind in kinds)
+    own, of_server, engine = (
+        {each.name: arguments[each.name] for each in fields(kind) if each.name in arguments} for kind in kinds
+    )
+    for name in FROM_TEXT.keys() & engine.keys():
+        if not isinstance(text := engine[name], str):
+            raise InvalidRequest(
+                f"args: {name} is {text!r}; write it as after --{name.replace('_', '-')}, or leave it out"
+            )
+        engine[name] = FROM_TEXT[name](text)
     check_before_loading(**engine)
     replicas = ReplicaSettings(**({"replicas": 1} | own))
     gpus = replicas.gpus_per_replica

@@ -15,6 +15,7 @@ import pytest
 from minipaged import LLM, InvalidRequest, RequestOutput, SamplingParams
 from minipaged.contracts import BatchRow
 from minipaged.llm import LoadedModel
+from minipaged.tiers import ReferenceTier
 from tests.effort import quick_cases, thorough
 from tests.end_to_end import yardstick
 from tests.end_to_end.small_llama import make_small_llama
@@ -109,7 +110,11 @@ def test_prompts_are_told_of_by_ranks_too(nine_heads: Path) -> None:
         ({"tensor_parallel_size": 10**12}, r"tensor_parallel_size is 10{12}, but .*; use 9 or fewer"),
     ],
 )
-def test_more_ranks_than_the_model_has_parts_are_refused(nine_heads: Path, sizes: dict[str, int], message: str) -> None:
+def test_more_ranks_than_the_model_has_parts_are_refused(
+    nine_heads: Path, sizes: dict[str, int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is loaded."""
+    monkeypatch.setattr(ReferenceTier, "load_weights", lambda *_: pytest.fail("the weights were loaded"))
     with pytest.raises(InvalidRequest, match=f"^{message}$"):
         LLM(nine_heads, tier="reference", **sizes)  # type: ignore[arg-type]
 

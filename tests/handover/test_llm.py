@@ -29,6 +29,7 @@ from minipaged.replay_steps import open_replay
 from minipaged.shared_storage import SharedStorageConnector
 from minipaged.step_files import Header, StepRecorder, decode, encode, read_recording
 from minipaged.steps import BlockMoves, StepInput
+from minipaged.tiers import ReferenceTier
 from tests.effort import quick_cases, thorough
 from tests.tiny_model import make_tiny_model
 
@@ -304,6 +305,23 @@ def test_settings_that_do_not_go_with_it_are_refused_with_the_way_out(tmp_path: 
             LLM("/no/such/model", kv_connector=connector, **{name: 2})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"kv_connector is 'a folder', which has no open, lacking, store, load"):
         LLM("/no/such/model", kv_connector="a folder")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"is the class SharedStorageConnector; give an instance, as in"):
+        LLM("/no/such/model", kv_connector=SharedStorageConnector)  # type: ignore[arg-type]
+
+
+def test_what_is_wrong_with_the_folder_is_told_before_loading(
+    reference: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_weights(*_: Any) -> None:
+        pytest.fail("the weights were loaded")
+
+    prefilled(reference, tmp_path / "kv", prompts_of(13, 1))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(ReferenceTier, "load_weights", load_weights)
+    for name, said in (("file", "file cannot be used"), ("kv", "block_size is 4 there and 16 here")):
+        connector = SharedStorageConnector(tmp_path / name)
+        with pytest.raises(InvalidRequest, match=said):
+            LLM(reference.folder, tier="reference", dtype="float32", kv_connector=connector)
 
 
 def test_engines_that_do_not_fit_are_told_both_values(reference: LoadedModel, tmp_path: Path) -> None:

@@ -268,12 +268,15 @@ def test_a_folder_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"file cannot be used: .*; give another folder"):
         opened(tmp_path / "file")
-    (tmp_path / "handshake.json").write_text("{")
-    with pytest.raises(InvalidRequest, match=r"handshake\.json is damaged; remove"):
+    for damaged in ("{", "[]", "null"):
+        (tmp_path / "handshake.json").write_text(damaged)
+        with pytest.raises(InvalidRequest, match=r"handshake\.json is damaged; remove"):
+            opened(tmp_path)
+    (tmp_path / "handshake.json").write_text("{}")
+    with pytest.raises(InvalidRequest, match="blocks of another kind: model is None there"):
         opened(tmp_path)
-    (tmp_path / "handshake.json").write_text("[]")
-    with pytest.raises(InvalidRequest, match="blocks of another kind"):
-        opened(tmp_path)
+    with pytest.raises(InvalidRequest, match="the folder is ''; name one"):
+        SharedStorageConnector("")
 
 
 def test_of_many_that_open_a_new_folder_at_once_all_agree(tmp_path: Path) -> None:

@@ -179,3 +179,12 @@ def test_the_sum_is_in_the_order_of_the_ranks() -> None:
     parts = [np.array([1.0]), np.array([2.0**-53]), np.array([2.0**-53])]
     assert total(parts) == 1
     assert total(parts[::-1]) > 1
+
+
+def test_blocks_of_several_ranks_are_not_handed_over() -> None:
+    """Those of the first would be taken for all of them."""
+    parts = sharded(*random_model(0, np.float64), np.float64, (2, 1))
+    with pytest.raises(NotImplementedError, match="each rank has a part of every block"):
+        parts.read_blocks([0])
+    with pytest.raises(NotImplementedError, match="each rank has a part of every block"):
+        parts.move(BlockMoves(load=((0, b""),)))

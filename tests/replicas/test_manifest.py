@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from minipaged.errors import InvalidRequest
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from minipaged.settings import Settings
@@ -62,3 +65,55 @@ def test_ray_understands_what_the_manifest_has_it_serve():
     [application] = ServeDeploySchema.model_validate(config).applications
     assert application.route_prefix == "/"
     assert from_arguments(application.args)
+
+
+def built(**arguments: Any) -> Any:
+    """What Ray is told of the replicas."""
+    from minipaged.replicas.server import from_arguments
+
+    return from_arguments(arguments)._bound_deployment.init_args[0]._bound_deployment
+
+
+@pytest.mark.parametrize("wrong", ["kv_conector", "routeing", "port"])
+def test_an_argument_that_there_is_not_is_named_with_those_there_are(wrong: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"there is no '{wrong}'; known are .*kv_connector.*routing"):
+        built(**{wrong: "x"})
+
+
+def test_arguments_are_written_as_options_are(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, num_blocks): self.num_blocks = num_blocks\n")
+    given = {"allocator": f"{tmp_path / 'mine.py'}:Mine", "kv_connector": str(tmp_path), "served_model_name": "llama"}
+    replica = built(model="m", num_blocks=32, **given)
+    model, name, _, engine = replica.init_args
+    assert (model, name, engine["num_blocks"]) == ("m", "llama", 32)
+    assert (engine["allocator"].__name__, engine["kv_connector"].folder) == ("Mine", tmp_path)
+    assert engine.keys() == {"num_blocks", "allocator", "kv_connector"}
+    with pytest.raises(InvalidRequest, match=r"there is no file .*none\.py"):
+        built(allocator="none.py:Mine")
+    with pytest.raises(InvalidRequest, match="kv_connector is 5; write it as after --kv-connector, or leave it out"):
+        built(kv_connector=5)
+
+
+def test_a_class_of_ones_own_reaches_a_replica(tmp_path: Path) -> None:
+    """Which is a process that knows nothing of its file."""
+    from ray import cloudpickle
+
+    (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, num_blocks): self.num_blocks = num_blocks\n")
+    replica = built(allocator=f"{tmp_path / 'mine.py'}:Mine")
+    sent = cloudpickle.dumps(replica.init_args[3])
+    program = (
+        "import sys; from ray import cloudpickle; print(cloudpickle.load(sys.stdin.buffer)['allocator'](5).num_blocks)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], input=sent, stdout=subprocess.PIPE, check=True)
+    assert found.stdout == b"5\n"
+
+
+def test_a_replica_of_a_cluster_reserves_a_gpu_for_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 8.0})
+    assert built(tensor_parallel_size=2).ray_actor_options["num_gpus"] == 2
+    assert built(tensor_parallel_size=2, gpus_per_replica=1).ray_actor_options["num_gpus"] == 1
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0})
+    assert built(tensor_parallel_size=2).ray_actor_options["num_gpus"] == 0

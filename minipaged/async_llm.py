@@ -255,7 +255,7 @@ class AsyncLLM:
     def check_open(self, asked: Iterable[Asked] = ()) -> None:
         """Raise what `add` raises at once: EngineDead, ShuttingDown, InvalidRequest."""
         if self.error is not None:
-            raise EngineDead(f"the engine has stopped: {told(self.error)}; start it again")
+            raise EngineDead(f"the engine has stopped; start it again. It has stopped of this: {told(self.error)}")
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             raise InvalidRequest("this AsyncLLM is another event loop's; make another one, of the same LoadedModel")
         if self._closing:

@@ -299,7 +299,7 @@ def run_chat(llm: LLM, params: SamplingParams, system: str | None = None) -> int
     view = _choose_view()
     if asking:
         name, limit = llm.folder.name, llm.config.max_model_len
-        view.note(f"{name}, {llm.loaded.tier.description}; {limit} tokens a conversation at most")
+        view.note(f"{name}, {llm.description}; {limit} tokens a conversation at most")
         if isinstance(view, TerminalView):
             view.note(
                 "under each answer, the KV blocks: {} shared by it and the cache, {} used by it alone, {} cached "

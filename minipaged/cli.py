@@ -132,7 +132,7 @@ def generate(
         print(json.dumps([asdict(output) for output in outputs], indent=2))
     elif not streaming:
         _print_outputs(outputs)
-    print(f"[{llm.loaded.tier.description}]", file=sys.stderr)
+    print(f"[{llm.description}]", file=sys.stderr)
     if stats:
         print(json.dumps(asdict(llm.stats()), indent=2), file=sys.stderr)
     failed = [(place, output.error) for place, output in enumerate(outputs) if output.error]
@@ -390,7 +390,7 @@ def perplexity(
     llm = LLM(model, num_swap_blocks=0, **given_for(Settings, given))
     found = measure(llm, tokens_of(words, llm.folder)[:tokens], window)
     print(f"{found.value:.3f}  ({found.num_tokens:,} tokens)")
-    print(f"[{llm.loaded.tier.description}]", file=sys.stderr)
+    print(f"[{llm.description}]", file=sys.stderr)
 
 
 # --- doctor ---------------------------------------------------------------------------------------

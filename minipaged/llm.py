@@ -256,6 +256,16 @@ class LLM:
             )
         return self.tokenizer
 
+    @property
+    def description(self) -> str:
+        """Tier, device, kernels, dtype and the parts that the model is in, in a few words."""
+        told = self.loaded.tier.description
+        tensor, pipeline = self.config.tensor_parallel_size, self.config.pipeline_parallel_size
+        if tensor * pipeline == 1 or isinstance(self.loaded.tier, tiers.FastTier):  # which says so itself
+            return told
+        sizes = f"tensor parallel {tensor}, pipeline parallel {pipeline}"
+        return f"{told}, in {tensor * pipeline} parts in one process ({sizes})"
+
     def stats(self) -> Stats:
         """Blocks used now; blocks shared, copied, swapped; tokens recomputed; cache hits; waste per kind: so far."""
         return self.engine.current_stats()
@@ -468,11 +478,14 @@ class LoadedModel:
         return self.tier.block_bytes(self.config, block_size, kv_cache_dtype, tensor_parallel_size)
 
 
-def check_before_loading(**settings: Unpack[GivenSettings]) -> None:
-    """Raise InvalidRequest for settings of an LLM that are wrong whatever its model."""
+def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[GivenSettings]) -> None:
+    """Raise InvalidRequest for settings of an LLM that are wrong whatever its model, or that the model cannot have."""
     asked = Settings(**settings)
     _policy(asked.scheduling_policy)
     tiers.check_names(asked.tier, known_dtype(asked.dtype))
+    if config is not None:
+        _check_length(config, asked.max_model_len)
+        check_parallel_sizes(config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
 
 
 def _check_length(config: ModelConfig, max_model_len: int | None) -> None:
@@ -523,11 +536,29 @@ def _policy(policy: str | MakePolicy) -> MakePolicy:
     return POLICIES[policy]
 
 
+@dataclass(slots=True)
+class _HostMemory:
+    """This machine's, to this process."""
+
+    sharers: int = 1
+    """Engines, in processes of their own, that have it together."""
+
+
+_host_memory = _HostMemory()
+
+
+def share_host_memory(sharers: int) -> None:
+    """Let the engines of this process take no more than one of so many parts of the host's memory that is free. Such a
+    pool is taken a page at a time, as it fills: so each of several processes that start together sees all of it."""
+    _host_memory.sharers = sharers
+
+
 def _free_host_bytes() -> float:
     """The memory of this machine that is free for this process."""
     import psutil
 
-    return min(psutil.virtual_memory().available, _container_limit() - psutil.Process().memory_info().rss)
+    free = min(psutil.virtual_memory().available, _container_limit() - psutil.Process().memory_info().rss)
+    return free / _host_memory.sharers
 
 
 def _container_limit() -> float:

@@ -559,7 +559,8 @@ TENSOR_PARALLEL = Scene(
     "tensor-parallel",
     "Several ranks, one block table",
     "Watch the pools of the ranks, each with its own KV heads: a block has the same number in all of them (section "
-    "4.6). The ranks are in this process (reference tier).",
+    "4.6). This scene computes on the reference tier, whatever the others do, one rank and several alike: there all "
+    "ranks are in this process and take their turns, so the times below compare no tiers and show no speed-up.",
     tensor_parallel,
 )
 """Not one of all: a large model would be loaded a second time, into NumPy."""

@@ -21,7 +21,7 @@ class Options(msgspec.Struct, frozen=True):
     num_threads: int
     """Of its own."""
     rendezvous: str = ""
-    """A file by which the ranks find each other."""
+    """A file by which the ranks find each other: its path, or that of an open one's descriptor."""
     socket: int = -1
     """The file descriptor of its end of the connection to the driver."""
     results: int = -1

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import shutil
 import signal
 import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -42,10 +42,10 @@ from minipaged.parallel.options import Options
 class Worker:
     """One connection to the driver."""
 
-    def __init__(self, connection: socket.socket, results: socket.socket, folder: Path) -> None:
-        """`results`: another connection, for what has come of steps. `folder`: of what they all leave on the disk, as
-        long as they live."""
-        self._folder = folder
+    def __init__(self, connection: socket.socket, results: socket.socket, rendezvous: Path) -> None:
+        """`results`: another connection, for what has come of steps. `rendezvous`: the file by which the ranks find
+        each other."""
+        self._rendezvous = rendezvous
         self.doing = "starting"
         """In a few words, for whoever asks."""
         self.waits = False
@@ -64,7 +64,8 @@ class Worker:
                 else:
                     self._orders.put(order)
         finally:
-            shutil.rmtree(self._folder, ignore_errors=True)  # a driver that was killed leaves it behind
+            with suppress(OSError):  # a driver that was killed leaves it behind, if it has a name
+                self._rendezvous.unlink()
             os._exit(0)
 
     def serve(self, options: Options) -> None:
@@ -121,7 +122,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     connection, results = socket.socket(fileno=options.socket), socket.socket(fileno=options.results)
-    worker = Worker(connection, results, Path(options.rendezvous).parent)
+    worker = Worker(connection, results, Path(options.rendezvous))
     threading.Thread(target=worker.read_orders, name="orders", daemon=True).start()
     worker.serve(options)
 

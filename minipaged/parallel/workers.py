@@ -2,7 +2,8 @@
 
 Each worker has one end of a socket pair. A worker that dies closes its end, whatever it died of, and the thread that
 reads from it hears of it at once; a driver that dies closes its own, and the workers go by themselves. What the workers
-print goes into a file each, of which the last lines are told when one fails.
+print goes into a file each, of which the last lines are told when one fails. Files have no names (where the system can
+do that): so nothing is left of them, whoever is killed.
 
 What has come of steps has a socket pair for itself, at whose other end are all workers. It is read by whoever wants to
 know: so in a step that goes well no thread waits for another, and those that listen sleep. Where a worker fails, the
@@ -27,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -65,7 +67,7 @@ class Process:
     rank: int
     popen: subprocess.Popen[bytes]
     connection: socket.socket
-    log: Path
+    log: IO[bytes]
 
     def how_it_ended(self) -> str:
         status = self.popen.poll()
@@ -78,8 +80,9 @@ class Process:
 
     def last_lines(self) -> str:
         lines: list[str] = []
-        with suppress(OSError):  # they are being closed
-            lines = self.log.read_text(errors="replace").splitlines()[-LOG_LINES:]
+        with suppress(OSError, ValueError):  # they are being closed
+            size = os.fstat(self.log.fileno()).st_size
+            lines = os.pread(self.log.fileno(), size, 0).decode(errors="replace").splitlines()[-LOG_LINES:]
         return "".join(f"\n  | {line}" for line in lines) or " (none)"
 
 
@@ -119,13 +122,13 @@ class Workers:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout))
         self._results = results(ours)
         self._heard = Heard([deque() for _ in options], ours)
-        self._folder = tempfile.TemporaryDirectory(prefix="minipaged-workers-", ignore_cleanup_errors=True)
+        self._rendezvous = rendezvous_file()
         self._processes: list[Process] = []
-        self._end = weakref.finalize(self, _end, self._processes, self._heard, self._folder)
+        self._end = weakref.finalize(self, _end, self._processes, self._heard, self._rendezvous)
         try:
             with theirs:
                 for each in options:
-                    self._processes.append(_start(each, Path(self._folder.name), theirs, timeout))
+                    self._processes.append(_start(each, self._rendezvous, theirs, timeout))
         except BaseException:
             self._end()
             raise
@@ -219,17 +222,25 @@ class Workers:
         _fail(self._processes, heard, stuck, f"hangs: {what} (worker_timeout is {self.timeout:g} s)")
 
 
-def _start(options: Options, folder: Path, results: socket.socket, timeout: float) -> Process:
+def rendezvous_file() -> IO[bytes]:
+    """By which the ranks find each other."""
+    if Path("/proc/self/fd").is_dir():
+        return tempfile.TemporaryFile()  # open as long as the workers
+    return tempfile.NamedTemporaryFile(prefix="minipaged-workers-")
+
+
+def _start(options: Options, rendezvous: IO[bytes], results: socket.socket, timeout: float) -> Process:
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
-    log = folder / f"{options.rank}.log"
+    log = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the worker
     ends = {"socket": theirs.fileno(), "results": results.fileno()}
-    given = msgspec.structs.replace(options, rendezvous=str(folder / "rendezvous"), **ends)
+    passed, where = list(ends.values()), rendezvous.name
+    if isinstance(where, int):  # it has no name
+        passed, where = [*passed, rendezvous.fileno()], f"/proc/self/fd/{rendezvous.fileno()}"
+    given = msgspec.structs.replace(options, rendezvous=where, **ends)
     command = [sys.executable, "-m", "minipaged.parallel.worker", msgspec.json.encode(given).decode()]
-    with theirs, log.open("wb") as output:
-        popen = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=list(ends.values())
-        )
+    with theirs:
+        popen = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=passed)
     return Process(options.rank, popen, ours, log)
 
 
@@ -266,7 +277,7 @@ def _fail(processes: list[Process], heard: Heard, process: Process, what: str = 
         what = process.how_it_ended()
     failure = (
         f"worker {process.rank} of {len(processes)} (process {process.popen.pid}) {what}. All workers were ended, and "
-        f"what they had computed is lost; make the model anew. Its last lines:{process.last_lines()}"
+        f"what they had computed is lost; the model has to be loaded again. Its last lines:{process.last_lines()}"
     )
     for each in processes:
         each.popen.kill()
@@ -300,7 +311,7 @@ def _wait_for_end(processes: list[Process]) -> Process | None:
     return None
 
 
-def _end(processes: list[Process], heard: Heard, folder: tempfile.TemporaryDirectory[str]) -> None:
+def _end(processes: list[Process], heard: Heard, rendezvous: IO[bytes]) -> None:
     """Let the workers go, and see that they do."""
     if os.getpid() != heard.driver:  # a process that was forked from it
         return
@@ -324,5 +335,7 @@ def _end(processes: list[Process], heard: Heard, folder: tempfile.TemporaryDirec
             listener.join(TO_END_S)
     for process in processes:
         process.connection.close()
+        process.log.close()
     heard.results.close()
-    folder.cleanup()
+    with suppress(OSError):  # a worker has removed it
+        rendezvous.close()

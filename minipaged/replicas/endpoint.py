@@ -114,7 +114,7 @@ def _cause(error: Exception) -> Exception:
         cause: Exception = error.cause
         return cause
     what = "was ended by Ray" if KILLED_BY_RAY in str(error) else "has died"
-    return EngineDead(f"the replica that had the request {what}; what it said until then is all; ask again")
+    return EngineDead(f"the replica that had the request {what} before the answer was complete; ask again")
 
 
 class Engines:
@@ -189,7 +189,7 @@ class Engines:
                 while self._streams:
                     self._all_ended.clear()
                     await self._all_ended.wait()
-        over = "the server is shutting down, and the time to finish is over; what was said until then is all; ask again"
+        over = "the server is shutting down, and the time to finish is over before the answer was complete; ask again"
         for stream in list(self._streams):
             stream.end(ShuttingDown(over))
 
@@ -208,6 +208,7 @@ class Replicated(Words):
     """A model that several replicas serve."""
 
     allm: Engines
+    no_page = "it shows the blocks of one engine, and this server has several (--replicas)"
 
     def __init__(self, allm: Engines, names: Sequence[str], replicas: Any, *, trust_chat_templates: bool) -> None:
         super().__init__(allm, names, trust_chat_templates=trust_chat_templates)
@@ -257,6 +258,7 @@ class Endpoint:
     """What Ray's proxy hands HTTP requests to."""
 
     async def __init__(self, replicas: Any, names: Sequence[str], settings: ServeSettings) -> None:  # type: ignore[misc]
+        self._replicas = replicas
         self._facts: Facts = await replicas.facts.remote()  # waits for the first of them
         self._engines = Engines(replicas, self._facts)
         serving = Replicated(self._engines, names, replicas, trust_chat_templates=settings.trust_request_chat_template)
@@ -269,6 +271,11 @@ class Endpoint:
     async def facts(self) -> Facts:
         """Of the replicas."""
         return self._facts
+
+    async def pools(self) -> list[int]:
+        """Blocks in the pool of each replica there is; they differ where memory was filled meanwhile."""
+        told: list[Facts] = await self._replicas.broadcast("facts").results_async(timeout_s=ALIVE_S)
+        return sorted(one.config.num_blocks for one in told)
 
     async def num_open(self) -> int:
         """HTTP requests that go on."""

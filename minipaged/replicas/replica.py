@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from prometheus_client import Metric
 from ray import serve
 
 from minipaged.async_llm import Asked, AsyncLLM
 from minipaged.errors import MinipagedError
+from minipaged.llm import share_host_memory
 from minipaged.models.config import ModelConfig
 from minipaged.outputs import RequestUpdate
 from minipaged.params import EngineConfig
@@ -47,13 +49,28 @@ class Refused:
     error: MinipagedError
 
 
+def sharers_here(most: int) -> int:
+    """How many of at most so many replicas this one's machine can have, by the cores and GPUs that each takes."""
+    node = ray.get_runtime_context().get_node_id()
+    there = next(each["Resources"] for each in ray.nodes() if each["NodeID"] == node)
+    takes = ray.get_runtime_context().get_assigned_resources()
+    return sharers(most, there, takes)
+
+
+def sharers(most: int, there: Mapping[str, float], takes: Mapping[str, float]) -> int:
+    """The same of a machine that has these resources, where each takes those."""
+    return max(1, min(most, *(int(there.get(kind, 0) // takes[kind]) for kind in ("CPU", "GPU") if takes.get(kind))))
+
+
 class Replica:
     """What Ray makes so many of. Its methods are called by the endpoint, and some by Ray."""
 
     async def __init__(  # type: ignore[misc]
-        self, model: str, name: str, max_waiting: int, engine: dict[str, Any]
+        self, model: str, name: str, max_waiting: int, most: int, engine: dict[str, Any]
     ) -> None:
+        """`most`: how many of them there may be."""
         use_one_heap()
+        share_host_memory(sharers_here(most))
         self.id = serve.get_replica_context().replica_id.unique_id
         self.news = CacheNews()
         self.allm = AsyncLLM(model, listeners=[self.news], max_waiting=max_waiting, **engine)
@@ -84,7 +101,7 @@ class Replica:
     async def facts(self) -> Facts:
         """What all of them have in common."""
         llm = self.allm.llm
-        return Facts(llm.folder, llm.config, llm.model_config, llm.loaded.tier.description)
+        return Facts(llm.folder, llm.config, llm.model_config, llm.description)
 
     async def alive(self) -> None:
         """Raises EngineDead, ShuttingDown."""
@@ -108,3 +125,8 @@ class Replica:
     def _engine_died(self, error: BaseException) -> None:
         """All readers are told; let them hear it, and have Ray start another process."""
         asyncio.get_running_loop().call_later(LAST_WORDS_S, os._exit, 1)
+
+    def __del__(self) -> None:
+        """Called by Ray when it ends a replica in order; what is left of the process is killed."""
+        if hasattr(self, "allm"):
+            self.allm.llm.close()

@@ -14,10 +14,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+import psutil
 import ray
 from ray import cloudpickle, serve
 from ray.exceptions import RayError
@@ -96,7 +97,7 @@ def application(
         request_router_config=router,
         **scaled,
         **common,
-    ).bind(model, names[0], settings.max_waiting, engine)
+    ).bind(model, names[0], settings.max_waiting, replicas.most, engine)
     endpoint = serve.deployment(Endpoint, name="endpoint", ray_actor_options={"num_cpus": 0}, **common)
     return endpoint.bind(engines, names, settings)
 
@@ -133,7 +134,8 @@ def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSetting
     started, and ModelError where no replica can be.
     """
     check_before_loading(**engine)
-    load_config(hub.resolve(model))  # fetched once, and not by each of them
+    config = load_config(hub.resolve(model))  # fetched once, and not by each of them
+    check_before_loading(config, **engine)
     with listen(settings.host, settings.port) as listening:  # Ray would try for ever
         port = listening.getsockname()[1]
     cores = os.cpu_count() or 1
@@ -144,8 +146,9 @@ def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSetting
 
 
 def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: int, cores: int, **engine: Any) -> int:
-    _start_ray(replicas, max(cores, replicas.most))
     signals = Signals(has_to_clear_up=replicas.ray_address is not None)
+    _start_ray(replicas, max(cores, replicas.most))
+    signals.listen()  # Ray has taken one of them
     try:
         gpus, cpus = replicas.gpus_per_replica, replicas.cpus_per_replica
         if gpus is None:
@@ -163,9 +166,10 @@ def _run(model: str, settings: ServeSettings, replicas: ReplicaSettings, port: i
             endpoint = serve.run(built, name=NAME, route_prefix="/", blocking=False)
         except RuntimeError as error:
             raise ModelError(f"no replica could be started: {_reason(error)}") from None
-        _introduce(endpoint.facts.remote().result(), settings, replicas, port)
+        pools = endpoint.pools.remote().result()
+        _introduce(endpoint.facts.remote().result(), pools, settings, replicas, port)
         signals.started = True
-        signals.come.wait()
+        _tell_changes(signals.come)
         with contextlib.suppress(RayError, RayServeException):  # the endpoint has died: nothing goes on
             _end(endpoint, settings)
     finally:
@@ -182,6 +186,8 @@ def check_room(there: Mapping[str, float], replicas: ReplicaSettings, *, cpus: i
     """Raise InvalidRequest for replicas that Ray would wait for for ever. (A cluster elsewhere may grow.)"""
     for what, each in (("cpus", cpus), ("gpus", gpus)):
         has, number = int(there.get(what[:-1].upper(), 0)), replicas.replicas or 0
+        if what == "cpus" and each > 1:  # Ray is told of as many as there are replicas, where that is more
+            has = min(has, os.cpu_count() or 1)
         if not replicas.ray_address and each * number > has:
             raise InvalidRequest(
                 f"{what}_per_replica is {each}: {number} replicas take {each * number}, and there are {has}; take fewer"
@@ -199,15 +205,19 @@ def gpus_needed(there: Mapping[str, float], **engine: Any) -> int:
 class Signals:
     """SIGTERM and Ctrl-C: the first is noted, a second ends the process at once, as any does before it has `started`.
 
-    Ray's processes end with it. A cluster of others does not, and would keep the application: there (`has_to_clear_up`)
-    the end is an exception in the main thread, which takes the application away on its way out; one signal more does
-    not wait for that.
+    Ray's processes are killed with it. A cluster of others is not, and would keep the application: there
+    (`has_to_clear_up`) the end is an exception in the main thread, which takes the application away on its way out; one
+    signal more does not wait for that.
     """
 
     def __init__(self, *, has_to_clear_up: bool) -> None:
         self.come = threading.Event()
         self.started = False
         self._clears_up = has_to_clear_up
+        self.listen()
+
+    def listen(self) -> None:
+        """Be the one who is told of them."""
         for one in (signal.SIGTERM, signal.SIGINT):
             signal.signal(one, self._note)
 
@@ -218,7 +228,38 @@ class Signals:
             self._clears_up = False
             raise SystemExit(128 + number)
         else:
+            kill_children()
             os._exit(128 + number)
+
+
+def kill_children() -> None:
+    """All processes that this one has started, itself or by others; Ray's agents would outlive it by half a minute."""
+    for each in psutil.Process().children(recursive=True):  # those that start others come first
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.kill()
+
+
+def _tell_changes(end: threading.Event) -> None:
+    """Say on stderr when replicas die, and when there are more or fewer, until the end."""
+    before: Mapping[str, int] = {}
+    while not end.wait(NEWS_S):
+        with contextlib.suppress(RayError, RayServeException):
+            applications = serve.status().applications
+            engines = applications[NAME].deployments.get("replica") if NAME in applications else None
+            if engines is None:
+                continue
+            now = {str(state): number for state, number in engines.replica_states.items() if number}
+            if before and now != before:
+                print(told_states(before, now, engines.status == "DOWNSCALING"), file=sys.stderr, flush=True)
+            before = now
+
+
+def told_states(before: Mapping[str, int], now: Mapping[str, int], fewer_wanted: bool) -> str:
+    """What has become of the replicas, of which so many were and are RUNNING, STARTING, ...: in a line."""
+    there = ", ".join(f"{number} {state.lower()}" for state, number in now.items())
+    lost = 0 if fewer_wanted else before.get("RUNNING", 0) - now.get("RUNNING", 0)
+    why = f"; {lost} {'have' if lost > 1 else 'has'} died, and Ray starts others in their place" if lost > 0 else ""
+    return f"replicas: {there or 'none'}{why}"
 
 
 def _start_ray(replicas: ReplicaSettings, num_cpus: int) -> None:
@@ -251,16 +292,22 @@ def _end(endpoint: Any, settings: ServeSettings) -> None:
     endpoint.end.remote(settings.shutdown_timeout).result()
 
 
-def _introduce(facts: Facts, settings: ServeSettings, replicas: ReplicaSettings, port: int) -> None:
+def _introduce(facts: Facts, pools: list[int], settings: ServeSettings, replicas: ReplicaSettings, port: int) -> None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     up_to = f" to {replicas.max_replicas}" if replicas.max_replicas else ""
     lines = [
         f"{replicas.replicas}{up_to} replicas of {facts.folder.name} on the {facts.tier}, by {replicas.routing}",
-        f"each: {facts.config.num_blocks} blocks of {facts.config.block_size} tokens; at most "
+        f"each: {told_pools(pools)} blocks of {facts.config.block_size} tokens; at most "
         f"{facts.config.max_model_len} tokens a sequence",
         f"listening on http://{host}:{port} (OpenAI's API is at /v1)",
     ]
     print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def told_pools(pools: Sequence[int]) -> str:
+    """How many blocks replicas have that have so many."""
+    least, most = min(pools), max(pools)
+    return f"{least}" if least == most else f"{least} to {most}"
 
 
 def _reason(error: Exception) -> str:

@@ -74,6 +74,7 @@ def create_app(serving: Words, *, key: str | None = None, cors_origins: Sequence
     if serving.watch:
         app.include_router(live_routes(serving.watch))
         paths.append("/")
+    app.state.no_page = serving.no_page
     app.state.endpoints = ", ".join(paths)
     app.add_exception_handler(RequestValidationError, _invalid_body)
     app.add_exception_handler(HTTPException, _http_error)
@@ -210,6 +211,7 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         error: str | None = None
+        status, kind = 500, "InternalServerError"
         try:
             async for update in self._stream:
                 if pieces := b"".join(self._answer.pieces(update)):
@@ -220,11 +222,11 @@ class EventStream(Response):
             if not error and self._answer.body.wants_usage:
                 await send({"type": "http.response.body", "body": self._answer.usage_piece(), "more_body": True})
         except (EngineDead, ShuttingDown) as ended:
-            error = str(ended)
+            error, (status, kind) = str(ended), STATUS[type(ended)]
         except Exception as failed:
             logging.getLogger("uvicorn.error").exception("an answer could not be written")
             error = f"{type(failed).__name__}: {failed}"
-        end = (event(_error(error, "InternalServerError", 500)) if error else b"") + DONE
+        end = (event(_error(error, kind, status)) if error else b"") + DONE
         await send({"type": "http.response.body", "body": end})
 
 
@@ -344,6 +346,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         kind = "NotFoundError"
         message = f"there is no {request.url.path[:MOST_CHARACTERS]} here; there is {request.app.state.endpoints}"
+        if request.url.path == "/":
+            message = f"there is no page here: {request.app.state.no_page}; there is {request.app.state.endpoints}"
     elif error.status_code == 405:
         allowed = (error.headers or {})["Allow"]
         message = f"{request.url.path[:MOST_CHARACTERS]} takes {allowed}, not {request.method}"

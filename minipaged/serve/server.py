@@ -168,7 +168,7 @@ def _introduce(listening: socket.socket, settings: ServeSettings, serving: Servi
     llm, port = serving.allm.llm, listening.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     lines = [
-        f"{', '.join(serving.names)} on the {llm.loaded.tier.description}",
+        f"{', '.join(serving.names)} on the {llm.description}",
         f"{llm.config.num_blocks} blocks of {llm.config.block_size} tokens, {llm.config.num_swap_blocks} more to swap "
         f"to; at most {llm.config.max_model_len} tokens a sequence"
         + (", for the pool holds no more" if serving.is_bound_by_pool else ""),

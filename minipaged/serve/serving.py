@@ -87,6 +87,8 @@ class Words(ABC):
 
     watch: Watch | None = None
     """What the page shows, if there is one."""
+    no_page = "the server was started with --no-page"
+    """Why, if there is none."""
 
     def __init__(self, allm: Engine, names: Sequence[str], *, trust_chat_templates: bool = False) -> None:
         self.allm = allm

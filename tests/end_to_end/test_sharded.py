@@ -7,9 +7,11 @@ Greedy tokens are compared in float32 and may part only at a proven tie; samples
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from minipaged import LLM, InvalidRequest, RequestOutput, SamplingParams
@@ -144,3 +146,36 @@ def test_smollm2_in_parts_computes_what_it_does_in_one_piece(smollm2_folder: Pat
     runners: list[Any] = [llm.engine.runner for llm in engines]
     found, expected = (runner.forward([row]) for runner in runners)
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def test_parts_on_the_reference_tier_are_said(nine_heads: Path) -> None:
+    settings: dict[str, Any] = {"num_blocks": 8, "num_swap_blocks": 0}
+    loaded = LoadedModel.load(nine_heads, "reference")
+    assert LLM(loaded, **settings).description == loaded.tier.description
+    parted = LLM(loaded, **settings, tensor_parallel_size=3, pipeline_parallel_size=2).description
+    assert parted == (
+        "reference tier on cpu: NumPy, float32, in 6 parts in one process (tensor parallel 3, pipeline parallel 2)"
+    )
+
+
+def test_engines_that_share_a_machine_share_its_free_memory(nine_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they reserve together is no more than the share of what was free, the pools for swapping with it."""
+    from minipaged import llm as module
+
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 << 20))
+    loaded = LoadedModel.load(nine_heads, "reference")
+
+    def pools(sharers: int, **settings: int) -> int:
+        module.share_host_memory(sharers)
+        config = LLM(loaded, **settings).config
+        return (config.num_blocks + config.num_swap_blocks) * loaded.block_bytes(config.block_size)
+
+    monkeypatch.setattr(module, "_host_memory", module._HostMemory())
+    alone, of_two, of_three = pools(1), pools(2), pools(3)
+    assert alone > 0.8 * 0.9 * (4 << 20)
+    assert 2 * of_two <= 0.9 * (4 << 20)
+    assert 3 * of_three <= 0.9 * (4 << 20)
+    assert of_three < of_two < alone
+    few = loaded.block_bytes(16) * 8
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=few))
+    assert pools(4, num_blocks=8) - few <= few / 4 / 2  # half of its part, for swapping

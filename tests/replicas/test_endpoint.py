@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from minipaged.async_llm import Asked
@@ -108,7 +110,10 @@ def test_one_that_dies_before_it_has_taken_a_request_is_not_noticed() -> None:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("The actor is dead because its worker process has died.", "the replica that had the request has died; what"),
+        (
+            "The actor is dead because its worker process has died.",
+            "the replica that had the request has died before",
+        ),
         ("The actor is dead because it was killed by `ray.kill`.", "the replica that had the request was ended by Ray"),
     ],
 )
@@ -184,12 +189,13 @@ def test_a_replica_hears_of_a_worker_s_death_while_it_is_idle(tmp_path: Path, mo
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setattr(module.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(module, "LAST_WORDS_S", 0)
+    monkeypatch.setattr(module, "sharers_here", lambda most: 1)
     monkeypatch.setattr(os, "_exit", exits.append)
     monkeypatch.setattr(Llama, "on_failure", lambda _, call: fail.append(call))
 
     async def die() -> None:
         replica = Replica.__new__(Replica)
-        await replica.__init__(str(make_tiny_model(tmp_path)), "tiny", 9, {"tier": "reference", "num_blocks": 8})  # type: ignore[misc]
+        await replica.__init__(str(make_tiny_model(tmp_path)), "tiny", 9, 2, {"tier": "reference", "num_blocks": 8})  # type: ignore[misc]
         await replica.check_health()
         fail[0](WorkerFailed("worker 1 of 2 has died"))
         while not exits:
@@ -243,15 +249,20 @@ def test_a_replica_takes_a_gpu_for_each_of_its_ranks(engine: dict[str, Any], gpu
     assert gpus_needed({"CPU": 8.0}, **engine) == 0
 
 
-def test_more_than_there_is_is_told_and_not_waited_for() -> None:
+def test_more_than_there_is_is_told_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from minipaged.errors import InvalidRequest
     from minipaged.replicas.server import check_room
 
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
     here, elsewhere = ReplicaSettings(replicas=2), ReplicaSettings(replicas=2, ray_address="auto")
     check_room({"CPU": 4.0}, here, cpus=2, gpus=0)
     check_room({"CPU": 4.0}, elsewhere, cpus=99, gpus=1)
     with pytest.raises(InvalidRequest, match="cpus_per_replica is 3: 2 replicas take 6, and there are 4; take fewer"):
         check_room({"CPU": 4.0}, here, cpus=3, gpus=0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    with pytest.raises(InvalidRequest, match="4 replicas take 8, and there are 2"):  # though Ray was told of 4
+        check_room({"CPU": 4.0}, ReplicaSettings(replicas=4), cpus=2, gpus=0)
+    check_room({"CPU": 4.0}, ReplicaSettings(replicas=4), cpus=1, gpus=0)  # they take turns
     with pytest.raises(InvalidRequest, match="gpus_per_replica is 1: 2 replicas take 2, and there are 0"):
         check_room({"CPU": 4.0}, here, cpus=1, gpus=1)
 
@@ -300,3 +311,77 @@ def test_on_a_cluster_no_signal_goes_past_the_clearing_up_but_the_last(
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_signal_that_ends_it_at_once_kills_all_that_was_started(
+    started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grandchildren, too, as Ray's agents are."""
+    from minipaged.replicas.server import Signals
+
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
+    with subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout
+        grandchild = psutil.Process(int(child.stdout.readline()))
+        try:
+            signals = Signals(has_to_clear_up=False)
+            signals.started = started
+            if started:
+                signal.raise_signal(signal.SIGTERM)
+                assert child.poll() is None
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+            gone, _ = psutil.wait_procs([grandchild], timeout=5)
+            child.kill()
+    assert exits == [128 + signal.SIGTERM]
+    assert gone
+
+
+def test_what_becomes_of_replicas_is_said_in_a_line() -> None:
+    from minipaged.replicas.server import told_pools, told_states
+
+    died = told_states({"RUNNING": 2}, {"RUNNING": 1, "STARTING": 1}, False)
+    assert died == "replicas: 1 running, 1 starting; 1 has died, and Ray starts others in their place"
+    assert told_states({"RUNNING": 1, "STARTING": 1}, {"RUNNING": 2}, False) == "replicas: 2 running"
+    assert told_states({"RUNNING": 3}, {"RUNNING": 2, "STOPPING": 1}, True) == "replicas: 2 running, 1 stopping"
+    assert (told_pools([7, 7]), told_pools([7, 6, 9])) == ("7", "6 to 9")
+
+
+@pytest.mark.parametrize(
+    ("most", "takes", "sharing"),
+    [
+        (2, {"CPU": 1.0}, 2),
+        (8, {"CPU": 2.0}, 4),  # as many as have room
+        (8, {"CPU": 1.0, "GPU": 4.0}, 2),
+        (8, {"CPU": 1.0, "GPU": 0.0}, 8),
+        (1, {"CPU": 8.0}, 1),
+    ],
+)
+def test_the_replicas_of_a_machine_share_its_memory(most: int, takes: dict[str, float], sharing: int) -> None:
+    from minipaged.replicas.replica import sharers
+
+    assert sharers(most, {"CPU": 8.0, "GPU": 8.0}, takes) == sharing
+
+
+def test_what_the_model_cannot_have_is_refused_before_ray_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    from minipaged.errors import InvalidRequest
+    from minipaged.replicas.server import serve_replicas
+
+    def start(*_: Any, **__: Any) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", start)
+    model, two = str(make_tiny_model(tmp_path)), ReplicaSettings(replicas=2)
+    with pytest.raises(InvalidRequest, match="tensor_parallel_size is 5"):
+        serve_replicas(model, ServeSettings(port=0), two, tensor_parallel_size=5)
+    with pytest.raises(InvalidRequest, match="max_model_len is 99999"):
+        serve_replicas(model, ServeSettings(port=0), two, max_model_len=99_999)

@@ -84,7 +84,7 @@ def test_arguments_are_written_as_options_are(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, num_blocks): self.num_blocks = num_blocks\n")
     given = {"allocator": f"{tmp_path / 'mine.py'}:Mine", "kv_connector": str(tmp_path), "served_model_name": "llama"}
     replica = built(model="m", num_blocks=32, **given)
-    model, name, _, engine = replica.init_args
+    model, name, _, _, engine = replica.init_args
     assert (model, name, engine["num_blocks"]) == ("m", "llama", 32)
     assert (engine["allocator"].__name__, engine["kv_connector"].folder) == ("Mine", tmp_path)
     assert engine.keys() == {"num_blocks", "allocator", "kv_connector"}
@@ -100,7 +100,7 @@ def test_a_class_of_ones_own_reaches_a_replica(tmp_path: Path) -> None:
 
     (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, num_blocks): self.num_blocks = num_blocks\n")
     replica = built(allocator=f"{tmp_path / 'mine.py'}:Mine")
-    sent = cloudpickle.dumps(replica.init_args[3])
+    sent = cloudpickle.dumps(replica.init_args[4])
     program = (
         "import sys; from ray import cloudpickle; print(cloudpickle.load(sys.stdin.buffer)['allocator'](5).num_blocks)"
     )

@@ -247,7 +247,9 @@ def test_when_the_engine_dies_all_are_told_and_the_server_ends(tiny: LoadedModel
         running.allm.llm.engine.step = broken  # type: ignore[method-assign]
         events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]"
-        assert "planted" in json.loads(events[-2])["error"]["message"]
+        told = json.loads(events[-2])["error"]
+        assert "planted" in told["message"]
+        assert (told["type"], told["code"]) == ("ServiceUnavailableError", 503)  # as of an answer in one piece
         assert running.get("/health").status_code == 503
         late = running.post("/v1/completions", LONG)
         assert late.status_code == 503

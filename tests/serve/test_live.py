@@ -986,3 +986,4 @@ def test_without_the_page_nobody_listens(tiny: LoadedModel) -> None:
     with served(tiny, ServeSettings(page=False)) as running:
         assert running.get("/").status_code == running.get("/live/events").status_code == 404
         assert not running.allm.llm.engine.listeners
+        assert "started with --no-page" in running.get("/").json()["error"]["message"]

@@ -138,7 +138,7 @@ HOUSE = {
     # Several engines behind one endpoint; `replicas.routing` needs no more than the ground, and no Ray.
     "replicas": Room(
         "async_llm block_hashes errors events llm models outputs own_parts params serve settings",
-        "prometheus_client ray starlette",
+        "prometheus_client psutil ray starlette",
     ),
     "options": Room("errors own_parts params replicas.settings serve.settings settings", "typer"),
     "cli": Room(

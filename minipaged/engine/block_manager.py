@@ -66,6 +66,8 @@ class BlockManager(Memory):
         self._swap_in: list[CopyPair] = []
         self._copy: list[CopyPair] = []
         self._debug = config.debug
+        # A table that takes blocks when it need not is found out only by being asked at every token.
+        self._fills = not config.debug and hasattr(tier.block_table, "fill")
         self._make_table = tier.block_table
         self._writer = writer
         self._emit = emit
@@ -84,9 +86,11 @@ class BlockManager(Memory):
 
     def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
         """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
+        if len(work) == 1:
+            [(sequence, num_tokens)] = work
+            in_room = self._fills and num_tokens <= sequence.room  # as when it decodes, nearly always
+            return 0 if in_room else sequence.table.blocks_needed(num_tokens)
         needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
-        if len(work) < 2:
-            return needed
         # Only siblings share blocks that are not full. Where every holder of one writes into it, the last finds itself
         # alone and needs no copy.
         writers = Counter(
@@ -171,29 +175,39 @@ class BlockManager(Memory):
             self._writer.table_changed(sequence, held)
         self.num_entries += new
         self.num_tokens += num_tokens
-        sequence.room = (held + new) * self.block_size - table.num_tokens
         recomputed = max(0, min(sequence.most_computed, table.num_tokens) - start)
         if table.num_tokens >= sequence.most_computed:
             sequence.most_computed = 0
+            sequence.room = (held + new) * self.block_size - table.num_tokens
         if recomputed or self._emit.heard:
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
 
     def append_one_each(self, sequences: ListLike[Sequence]) -> None:
         """A slot for one token more of each sequence, which nearly always its last block has. Raises OutOfBlocks; then
         some have it."""
-        if self._debug:  # a table that takes blocks when it need not is found out only by being looked at
+        if not self._fills:
             super().append_one_each(sequences)
-            return
-        heard = self._emit.heard
-        for sequence in sequences:
-            if sequence.room and not sequence.most_computed:
-                sequence.table.append(1)
-                sequence.room -= 1
-                self.num_tokens += 1
-                if heard:
+        elif self._emit.heard:
+            for sequence in sequences:
+                if sequence.room:
+                    sequence.room -= 1
+                    self.num_tokens += 1
+                    sequence.table.append(1)
                     self._emit(TokensComputed(sequence.sequence_id, sequence.table.num_tokens, (), 0))
-            else:
-                self.append(sequence, 1)
+                else:
+                    self.append(sequence, 1)
+        else:
+            num_filled = 0
+            try:
+                for sequence in sequences:
+                    if sequence.room:
+                        sequence.room -= 1
+                        num_filled += 1
+                        sequence.table.fill()
+                    else:
+                        self.append(sequence, 1)
+            finally:
+                self.num_tokens += num_filled
 
     def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
         """`child` (whose table is empty) shares all blocks of `parent`."""

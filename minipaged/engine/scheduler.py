@@ -22,10 +22,11 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
+from itertools import groupby
 
 from minipaged.contracts import Runner
 from minipaged.engine.asked_policy import AskedPolicy
-from minipaged.engine.batch import Plan, ScheduledRequest
+from minipaged.engine.batch import Plan, ScheduledRequest, decoding_part
 from minipaged.engine.lanes import Lane, num_sequences, share_of
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
@@ -168,12 +169,16 @@ class Scheduler:
         behind: list[ScheduledRequest] = []
         num_tokens = 0
         for request in running:
+            if (part := request.decoding) and part.plain and part.plain.num_remaining == 1:
+                decoding.append(part)
+                num_tokens += 1
+                continue
             work = request.remaining()
             if any(n > 1 for _, n in work):  # prompts, and what was dropped
                 behind.append(self._whole(request))
                 num_tokens += behind[-1].num_query_tokens
             elif work:
-                decoding.append(ScheduledRequest(request, work, completes=True))
+                decoding.append(decoding_part(request, work))
                 num_tokens += len(work)
         wholes = decoding + behind
         if num_tokens <= self._max_tokens:
@@ -222,9 +227,13 @@ class Scheduler:
         if plan.decoding:
             self._blocks.append_one_each(plan.decoding)
             return
-        for scheduled in plan.scheduled:
-            for sequence, num_tokens in scheduled.work:
-                self._blocks.append(sequence, num_tokens)
+        for decodes, some in groupby(plan.scheduled, lambda scheduled: scheduled.plain is not None):
+            if decodes:
+                self._blocks.append_one_each([scheduled.plain for scheduled in some if scheduled.plain])
+                continue
+            for scheduled in some:
+                for sequence, num_tokens in scheduled.work:
+                    self._blocks.append(sequence, num_tokens)
 
     def _preempt(self, short: int) -> None:
         """Take all blocks from the one that the policy names."""

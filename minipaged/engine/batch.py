@@ -178,7 +178,7 @@ class Plan:
         return ((scheduled.request, sequence) for scheduled in self.scheduled for sequence, _ in scheduled.work)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LaunchedStep:
     """A step that the runner was given. It is *in flight* until the engine commits it: fetches its tokens."""
 

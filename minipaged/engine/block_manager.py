@@ -37,6 +37,9 @@ from minipaged.params import EngineConfig
 from minipaged.steps import BlockMoves, CopyPair
 
 
+NO_MOVES = BlockMoves()
+
+
 class BlockManager(Memory):
     """Paged memory: block tables over one device pool and one host pool."""
 
@@ -162,9 +165,10 @@ class BlockManager(Memory):
 
     def append(self, sequence: Sequence, num_tokens: int) -> None:
         """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks and changes nothing."""
-        table, held = sequence.table, len(sequence.table.blocks)
-        start = table.num_tokens
-        self._make_room(table.blocks_needed(num_tokens))
+        table = sequence.table
+        start, held = table.num_tokens, len(table.blocks)
+        if self.prefix_cache:
+            self._make_room(table.blocks_needed(num_tokens))
         for source, destination in table.append(num_tokens):
             self._copy.append((source, destination))
             self._writer.table_changed(sequence, held - 1)
@@ -175,10 +179,12 @@ class BlockManager(Memory):
             self._writer.table_changed(sequence, held)
         self.num_entries += new
         self.num_tokens += num_tokens
-        recomputed = max(0, min(sequence.most_computed, table.num_tokens) - start)
-        if table.num_tokens >= sequence.most_computed:
+        now, recomputed = start + num_tokens, 0
+        if sequence.most_computed:
+            recomputed = max(0, min(sequence.most_computed, now) - start)
+        if now >= sequence.most_computed:
             sequence.most_computed = 0
-            sequence.room = (held + new) * self.block_size - table.num_tokens
+            sequence.room = (held + new) * self.block_size - now
         if recomputed or self._emit.heard:
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
 
@@ -322,6 +328,8 @@ class BlockManager(Memory):
         if self._debug and isinstance(self.allocator, CheckedAllocator):
             poison = sorted(self.allocator.touched)
             self.allocator.touched.clear()
+        if not (poison or self._swap_out or self._swap_in or self._copy):
+            return NO_MOVES
         moves = BlockMoves(tuple(self._swap_out), tuple(poison), tuple(self._swap_in), tuple(self._copy))
         self._swap_out, self._swap_in, self._copy = [], [], []
         return moves

@@ -90,11 +90,10 @@ class Committer:
             if ends or choice.error or sequence.finish_reason is not None:
                 yield scheduled, first_choice
                 continue
-            tokens = sequence.tokens
-            if publishes and len(tokens) // block_size != sequence.num_published:
-                self._blocks.publish(sequence, len(tokens))
+            if publishes and (num_computed := len(sequence.tokens)) // block_size != sequence.num_published:
+                self._blocks.publish(sequence, num_computed)
             sequence.pending = False
-            tokens.append(token)
+            sequence.tokens.append(token)
             output.append(token)
             sequence.cumulative_logprob += choice.logprob
             self._num_generated += 1

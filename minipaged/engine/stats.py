@@ -104,6 +104,13 @@ class Stats:
     def on_event(self, event: Event) -> None:
         """Count what happened."""
         match event:
+            case StepScheduled():  # what every step has comes first
+                self._note_memory(event)
+            case StepFinished():
+                self.steps += 1
+                self.step_seconds += event.seconds
+                self.query_tokens += event.num_query_tokens
+                self.generated_tokens += event.num_generated
             case EngineStarted():
                 self.block_size = event.block_size
                 self.max_model_len = event.max_model_len
@@ -133,16 +140,9 @@ class Stats:
                 self.blocks_loaded += len(event.blocks)
             case RequestFinished():
                 self.finished_requests += 1
-            case StepScheduled():
-                self._note_memory(event)
             case SequenceFinished():
                 self.contiguous.internal_fragmentation -= event.slot_steps_reserved
                 self.contiguous.reserved += event.slot_steps_reserved
-            case StepFinished():
-                self.steps += 1
-                self.step_seconds += event.seconds
-                self.query_tokens += event.num_query_tokens
-                self.generated_tokens += event.num_generated
 
     def _note_memory(self, step: StepScheduled) -> None:
         """The memory that the running requests held during the step."""

@@ -93,6 +93,8 @@ class BlockManager(Memory):
             [(sequence, num_tokens)] = work
             in_room = self._fills and num_tokens <= sequence.room  # as when it decodes, nearly always
             return 0 if in_room else sequence.table.blocks_needed(num_tokens)
+        if not work:
+            return 0
         needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
         # Only siblings share blocks that are not full. Where every holder of one writes into it, the last finds itself
         # alone and needs no copy.

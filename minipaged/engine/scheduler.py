@@ -169,7 +169,8 @@ class Scheduler:
         behind: list[ScheduledRequest] = []
         num_tokens = 0
         for request in running:
-            if (part := request.decoding) and part.plain and part.plain.num_remaining == 1:
+            part = request.decoding
+            if part and (sequence := part.plain) and sequence.num_remaining == 1:
                 decoding.append(part)
                 num_tokens += 1
                 continue

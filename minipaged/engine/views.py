@@ -27,8 +27,9 @@ def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, in
     """All fields but the last two, in their order: a tuple, because all that run are shown whenever somebody comes."""
     if len(request.sequences) == 1:  # nothing is shared
         [sequence] = request.sequences
-        tokens_to_run, decodes = sequence.num_remaining, sequence.num_remaining <= 1
         num_blocks, num_tokens = len(sequence.table.blocks), sequence.table.num_tokens
+        tokens_to_run = len(sequence.tokens) + sequence.pending - num_tokens
+        decodes = tokens_to_run <= 1
     else:
         remaining = [n for _, n in request.remaining()]
         behind = [n for n in remaining if n > 1]

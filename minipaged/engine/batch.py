@@ -103,9 +103,7 @@ class Plan:
 
     def joined_by(self, others: list[ScheduledRequest]) -> Plan:
         """A plan with others beside these. A step by this one may be in flight, so it stays as it is."""
-        these = [
-            one if one.plain else ScheduledRequest(one.request, one.work, one.completes) for one in self.scheduled
-        ]
+        these = [one if one.plain else ScheduledRequest(one.request, one.work, one.completes) for one in self.scheduled]
         return Plan([*these, *others], self.lane)
 
     def lay_out(self, num_running: int) -> None:

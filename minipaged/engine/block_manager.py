@@ -36,7 +36,6 @@ from minipaged.events import (
 from minipaged.params import EngineConfig
 from minipaged.steps import BlockMoves, CopyPair
 
-
 NO_MOVES = BlockMoves()
 
 

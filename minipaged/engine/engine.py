@@ -48,6 +48,7 @@ from minipaged.events import (
     RequestRefused,
     StepFailed,
     StepFinished,
+    StepScheduled,
     StepStarted,
 )
 from minipaged.outputs import RequestUpdate
@@ -235,7 +236,11 @@ class Engine:
         if self._emit.heard:  # nobody counts it
             self._emit(StepStarted(self._step))
         plan = self.scheduler.schedule(ahead, lane)
-        self._emit(memory_held(self._step, plan, self.scheduler.lanes, self.blocks))
+        held = memory_held(plan, self.scheduler.lanes, self.blocks)
+        if self._emit.heard:
+            self._emit(StepScheduled(self._step, *held))
+        else:
+            self.stats.note_memory(held)
         if self.config.debug:
             check_exclusive_writes(plan.work(), self.blocks)
         moves, writer = self.blocks.take_moves(), self._writers.of(plan.lane)
@@ -259,7 +264,11 @@ class Engine:
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
         num_generated = self._committer.take_num_generated()
-        self._emit(StepFinished(step.number, len(step.plan.rows), step.plan.num_query_tokens, seconds, num_generated))
+        num_query_tokens = step.plan.num_query_tokens
+        if self._emit.heard:
+            self._emit(StepFinished(step.number, len(step.plan.rows), num_query_tokens, seconds, num_generated))
+        else:
+            self.stats.note_step(num_query_tokens, seconds, num_generated)
 
     def _drop_steps_of_nobody(self) -> None:
         """When all requests have ended, nobody will ask for what the steps in flight choose."""

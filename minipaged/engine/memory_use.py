@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from minipaged.engine.batch import Plan
 from minipaged.engine.lanes import Lane
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, Sequence
-from minipaged.events import StepScheduled
 
 
-def memory_held(step: int, plan: Plan, lanes: Iterable[Lane], blocks: Memory) -> StepScheduled:
+class Held(NamedTuple):
+    """The fields of a StepScheduled but for the step's number: what is counted of each step, and told if heard."""
+
+    num_sequences: int
+    num_tokens: int
+    table_entries: int
+    blocks_used: int
+    blocks_cached: int
+    slots_unfilled: int
+
+
+def memory_held(plan: Plan, lanes: Iterable[Lane], blocks: Memory) -> Held:
     """What the running requests hold in this step, by `plan`, which takes no more time than there is to find out.
 
     Of a plan by which all go on decoding only the number of steps is noted (`Plan.count_steps`).
@@ -30,8 +41,7 @@ def memory_held(step: int, plan: Plan, lanes: Iterable[Lane], blocks: Memory) ->
                 sequence.token_steps += sequence.table.num_tokens
             if len(request.sequences) > 1:
                 shared += _unfilled_again(request, blocks.block_size)
-    return StepScheduled(
-        step=step,
+    return Held(
         num_sequences=num_sequences,
         num_tokens=blocks.num_tokens,
         table_entries=blocks.num_entries,

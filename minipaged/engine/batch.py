@@ -58,7 +58,7 @@ def decoding_part(request: Request, work: list[tuple[Sequence, int]]) -> Schedul
     """The part of a request whose sequences run their latest tokens, and no more: `work`.
 
     A request of one sequence, of which nobody asks for more than its tokens, decodes for hundreds of steps, and many of
-    them are planned anew, because others come and go. Its part is made once, and kept (`Request.decoding`).
+    them are planned anew, because others come and go. Its part is `plain`, and the scheduler keeps it.
     """
     part = ScheduledRequest(request, work, completes=True)
     told_of_prompt = request.prompt_logprobs is not None and not request.prompt_computed
@@ -67,7 +67,6 @@ def decoding_part(request: Request, work: list[tuple[Sequence, int]]) -> Schedul
         part.request_id, part.reads_along = request.request_id, request.reads_along
         part.final_token_ids, part.last = request.final_token_ids, request.max_output_tokens - 1
         part.needs_tokens = request.sampling.needs_tokens
-        request.decoding = part
     return part
 
 

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from minipaged.engine.batch import Plan
 from minipaged.engine.lanes import Lane
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, Sequence
-
-
-class Held(NamedTuple):
-    """The fields of a StepScheduled but for the step's number: what is counted of each step, and told if heard."""
-
-    num_sequences: int
-    num_tokens: int
-    table_entries: int
-    blocks_used: int
-    blocks_cached: int
-    slots_unfilled: int
+from minipaged.engine.stats import Held
 
 
 def memory_held(plan: Plan, lanes: Iterable[Lane], blocks: Memory) -> Held:

@@ -52,6 +52,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.lanes = [Lane(number) for number in range(config.pipeline_parallel_size)]
         self.asked = AskedPolicy(policy, config, blocks, runner)
+        self._plain_parts: dict[Request, ScheduledRequest] = {}  # of those that have decoded (`decoding_part`)
         self._writers = writers
         self._blocks = blocks
         self._emit = emit
@@ -77,6 +78,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """It has ended, wherever it is."""
+        self._plain_parts.pop(request, None)
         if request.state is RequestState.RUNNING:
             self._stop(request)
         else:
@@ -169,7 +171,7 @@ class Scheduler:
         behind: list[ScheduledRequest] = []
         num_tokens = 0
         for request in running:
-            part = request.decoding
+            part = self._plain_parts.get(request)
             if part and (sequence := part.plain) and sequence.num_remaining == 1:
                 decoding.append(part)
                 num_tokens += 1
@@ -179,7 +181,9 @@ class Scheduler:
                 behind.append(self._whole(request))
                 num_tokens += behind[-1].num_query_tokens
             elif work:
-                decoding.append(decoding_part(request, work))
+                decoding.append(part := decoding_part(request, work))
+                if part.plain:
+                    self._plain_parts[request] = part
                 num_tokens += len(work)
         wholes = decoding + behind
         if num_tokens <= self._max_tokens:

@@ -13,15 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from minipaged.contracts import BeamSearch, BlockTable
 from minipaged.engine.detokenizer import Decode, Detokenizer
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.steps import Sampling
-
-if TYPE_CHECKING:
-    from minipaged.engine.batch import ScheduledRequest
 
 
 class RequestState(Enum):
@@ -130,8 +126,6 @@ class Request:
     state: RequestState = RequestState.WAITING
     lane: int = 0
     """The lane that it runs in, or ran in last: with pipeline parallelism there are several (`lanes.py`)."""
-    decoding: ScheduledRequest | None = None
-    """Its part of each step in which it decodes, if that is always the same (`batch.decoding_part`)."""
     prompt_computed: bool = False
     """Whether it has forked into all its sequences."""
     num_cached_tokens: int | None = None

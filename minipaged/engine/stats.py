@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from minipaged.events import (
     BlockCopied,
@@ -38,8 +38,16 @@ from minipaged.events import (
     TokensComputed,
 )
 
-if TYPE_CHECKING:
-    from minipaged.engine.memory_use import Held
+
+class Held(NamedTuple):
+    """The fields of a StepScheduled but for the step's number: what is counted of each step, and told if heard."""
+
+    num_sequences: int
+    num_tokens: int
+    table_entries: int
+    blocks_used: int
+    blocks_cached: int
+    slots_unfilled: int
 
 
 @dataclass(slots=True)

@@ -163,10 +163,10 @@ class BlockTable(ABC):
         partly filled, else none. Raises OutOfBlocks and changes nothing when the pool has too few.
         """
 
-    def fill(self) -> None:
-        """`append(1)`, by somebody who knows that nothing is needed for it: the last block has room, and is this
-        table's alone. A table may leave out its checks here; it need not have this method."""
-        self.append(1)
+    def fill(self, num_new_tokens: int) -> None:
+        """`append`, by somebody who knows that no block is needed: the last one has room, and is this table's alone. A
+        table may leave out its checks here; it need not have this method."""
+        self.append(num_new_tokens)
 
     @abstractmethod
     def adopt(self, blocks: Sequence[int]) -> None:

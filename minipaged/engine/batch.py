@@ -28,7 +28,7 @@ class ScheduledRequest:
     plain: Sequence | None = None
     """The one sequence that decodes, if what it chooses is only appended to its tokens and reported: no text, no
     logprobs, no beams. What that takes stands together here: `request_id`, and so on. A part that has it stays as it
-    is, and is a part of many plans (`decoding_part`)."""
+    is, and is a part of many plans (`DecodingParts`)."""
     request_id: str = ""
     final_token_ids: frozenset[int] = frozenset()
     reads_along: bool = False
@@ -54,20 +54,37 @@ class ScheduledRequest:
         return 1 if self.request.prompt_computed else self.request.num_sequences
 
 
-def decoding_part(request: Request, work: list[tuple[Sequence, int]]) -> ScheduledRequest:
-    """The part of a request whose sequences run their latest tokens, and no more: `work`.
+class DecodingParts:
+    """The parts of requests whose sequences run their latest tokens, and no more.
 
     A request of one sequence, of which nobody asks for more than its tokens, decodes for hundreds of steps, and many of
-    them are planned anew, because others come and go. Its part is `plain`, and the scheduler keeps it.
+    them are planned anew, because others come and go. So its part is `plain`, and kept.
     """
-    part = ScheduledRequest(request, work, completes=True)
-    told_of_prompt = request.prompt_logprobs is not None and not request.prompt_computed
-    if request.sampling is not None and request.is_plain and part.choices() == 1 and not told_of_prompt:
-        [(part.plain, _)], part.num_choices = work, 1
-        part.request_id, part.reads_along = request.request_id, request.reads_along
-        part.final_token_ids, part.last = request.final_token_ids, request.max_output_tokens - 1
-        part.needs_tokens = request.sampling.needs_tokens
-    return part
+
+    def __init__(self) -> None:
+        self._plain: dict[Request, ScheduledRequest] = {}
+
+    def of(self, request: Request) -> ScheduledRequest | None:
+        """None if it has more to run, or nothing."""
+        kept = self._plain.get(request)
+        if kept and kept.plain and kept.plain.num_remaining == 1:
+            return kept
+        work = request.remaining()
+        if not work or any(num_tokens > 1 for _, num_tokens in work):
+            return None
+        part = ScheduledRequest(request, work, completes=True)
+        told_of_prompt = request.prompt_logprobs is not None and not request.prompt_computed
+        if request.sampling is not None and request.is_plain and part.choices() == 1 and not told_of_prompt:
+            [(part.plain, _)], part.num_choices = work, 1
+            part.request_id, part.reads_along = request.request_id, request.reads_along
+            part.final_token_ids, part.last = request.final_token_ids, request.max_output_tokens - 1
+            part.needs_tokens = request.sampling.needs_tokens
+            self._plain[request] = part
+        return part
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._plain.pop(request, None)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ Room is what is free plus what only the prefix cache holds; `_make_room` evicts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from typing import Literal
 
@@ -35,8 +35,6 @@ from minipaged.events import (
 )
 from minipaged.params import EngineConfig
 from minipaged.steps import BlockMoves, CopyPair
-
-NO_MOVES = BlockMoves()
 
 
 class BlockManager(Memory):
@@ -68,7 +66,7 @@ class BlockManager(Memory):
         self._swap_in: list[CopyPair] = []
         self._copy: list[CopyPair] = []
         self._debug = config.debug
-        # A table that takes blocks when it need not is found out only by being asked at every token.
+        # With `debug` tables are asked at every token: one that takes blocks when it need not is found out.
         self._fills = not config.debug and hasattr(tier.block_table, "fill")
         self._make_table = tier.block_table
         self._writer = writer
@@ -88,13 +86,11 @@ class BlockManager(Memory):
 
     def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
         """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
-        if len(work) == 1:
-            [(sequence, num_tokens)] = work
-            in_room = self._fills and num_tokens <= sequence.room  # as when it decodes, nearly always
-            return 0 if in_room else sequence.table.blocks_needed(num_tokens)
-        if not work:
+        if all(num_tokens <= sequence.room for sequence, num_tokens in work):
             return 0
         needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
+        if len(work) < 2:
+            return needed
         # Only siblings share blocks that are not full. Where every holder of one writes into it, the last finds itself
         # alone and needs no copy.
         writers = Counter(
@@ -168,8 +164,7 @@ class BlockManager(Memory):
         """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks and changes nothing."""
         table = sequence.table
         start, held = table.num_tokens, len(table.blocks)
-        if self.prefix_cache:
-            self._make_room(table.blocks_needed(num_tokens))
+        self._make_room(table.blocks_needed(num_tokens))
         for source, destination in table.append(num_tokens):
             self._copy.append((source, destination))
             self._writer.table_changed(sequence, held - 1)
@@ -180,41 +175,22 @@ class BlockManager(Memory):
             self._writer.table_changed(sequence, held)
         self.num_entries += new
         self.num_tokens += num_tokens
-        now, recomputed = start + num_tokens, 0
-        if sequence.most_computed:
-            recomputed = max(0, min(sequence.most_computed, now) - start)
-        if now >= sequence.most_computed:
+        recomputed = max(0, min(sequence.most_computed, table.num_tokens) - start)
+        if table.num_tokens >= sequence.most_computed:
             sequence.most_computed = 0
-            sequence.room = (held + new) * self.block_size - now
+            sequence.room = (held + new) * self.block_size - table.num_tokens if self._fills else 0
         if recomputed or self._emit.heard:
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
 
-    def append_one_each(self, sequences: ListLike[Sequence]) -> None:
-        """A slot for one token more of each sequence, which nearly always its last block has. Raises OutOfBlocks; then
-        some have it."""
-        if not self._fills:
-            super().append_one_each(sequences)
-        elif self._emit.heard:
-            for sequence in sequences:
-                if sequence.room:
-                    sequence.room -= 1
-                    self.num_tokens += 1
-                    sequence.table.append(1)
-                    self._emit(TokensComputed(sequence.sequence_id, sequence.table.num_tokens, (), 0))
-                else:
-                    self.append(sequence, 1)
-        else:
-            num_filled = 0
-            try:
-                for sequence in sequences:
-                    if sequence.room:
-                        sequence.room -= 1
-                        num_filled += 1
-                        sequence.table.fill()
-                    else:
-                        self.append(sequence, 1)
-            finally:
-                self.num_tokens += num_filled
+    def append_all(self, work: Iterable[tuple[Sequence, int]]) -> None:
+        heard = self._emit.heard
+        for sequence, num_tokens in work:
+            if num_tokens > sequence.room or heard:
+                self.append(sequence, num_tokens)
+            else:  # what `append` comes to, nearly always
+                sequence.table.fill(num_tokens)
+                sequence.room -= num_tokens
+                self.num_tokens += num_tokens
 
     def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
         """`child` (whose table is empty) shares all blocks of `parent`."""
@@ -329,8 +305,6 @@ class BlockManager(Memory):
         if self._debug and isinstance(self.allocator, CheckedAllocator):
             poison = sorted(self.allocator.touched)
             self.allocator.touched.clear()
-        if not (poison or self._swap_out or self._swap_in or self._copy):
-            return NO_MOVES
         moves = BlockMoves(tuple(self._swap_out), tuple(poison), tuple(self._swap_in), tuple(self._copy))
         self._swap_out, self._swap_in, self._copy = [], [], []
         return moves

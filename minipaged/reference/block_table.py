@@ -64,8 +64,8 @@ class BlockTable(contracts.BlockTable):
         self._num_tokens += num_new_tokens
         return copies
 
-    def fill(self) -> None:
-        self._num_tokens += 1
+    def fill(self, num_new_tokens: int) -> None:
+        self._num_tokens += num_new_tokens
 
     def adopt(self, blocks: Sequence[int]) -> None:
         if self._blocks:

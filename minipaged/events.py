@@ -21,7 +21,7 @@ class Emit(Protocol):
 
     @property
     def heard(self) -> bool:
-        """Whether anybody listens. If not, events of single tokens are not made: a step would make two for each."""
+        """Whether anybody listens. If not, events of single tokens are not made, nor those of every step."""
 
     def __call__(self, event: Event) -> None: ...
 

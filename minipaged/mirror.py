@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
+from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from minipaged.contracts import Batch, BatchRow, Logits, PromptInput, Runner, Sampled, SamplingInput, StepResult
@@ -71,33 +72,42 @@ class Rows:
         """The tokens of all rows that have K and V after the step."""
         self.num_steady = 0
         """For so many steps the rows have been the same ones, each only going on."""
-        self._rows: list[Row] = []  # as they were before those steps
+        # Those that go on are kept as they would have been `_count` steps ago, so that going on changes none of them.
+        self._rows: list[Row] = []
+        self._added: tuple[Row, ...] = ()  # the last of them, as they are in their first step; () after it
+        self._count = 0
         self._may_go_on = False  # whether all of them choose one token
 
     def follow(self, step: StepInput) -> None:
         if step.fresh:
             self.__init__()  # type: ignore[misc]
         self.number = step.number
+        self._count += 1
         if self._may_go_on and not (step.ended or step.told or step.left_out or step.added):
             self.num_steady += 1
+            self._added = ()
             self.num_query_tokens = len(self._rows)
             self.num_context_tokens += len(self._rows)
             return
-        out = {*step.ended, *step.left_out}
-        going = [row.next() for row in self if row.num_choices and row.sequence not in out]
-        self._rows, self.num_steady = [*going, *step.added], 0
-        self.num_choices = sum(max(0, row.num_choices) for row in self._rows)
-        self.num_query_tokens = sum(row.num_tokens for row in self._rows)
-        self.num_context_tokens = sum(row.stop for row in self._rows)
-        self._may_go_on = all(row.num_choices == 1 for row in self._rows)
+        out, going, added = {*step.ended, *step.left_out}, self._rows, step.added
+        if out or not self._may_go_on:
+            going = [row for row in going if row.num_choices and row.sequence not in out]
+        numbers = [row.num_choices for row in going] + [row.num_choices for row in added]
+        self._may_go_on = numbers.count(1) == len(numbers)
+        self.num_choices = sum([number for number in numbers if number > 0])
+        self.num_query_tokens = len(going) + sum([row.num_tokens for row in added])
+        self.num_context_tokens = sum([row.start for row in going]) + len(going) * (self._count + 1)
+        self.num_context_tokens += sum([row.stop for row in added])
+        self._rows = [*going, *[row.next(-self._count) for row in added]]
+        self._added, self.num_steady = added, 0
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Row]:
-        if not self.num_steady:
-            return iter(self._rows)
-        return (row.next(self.num_steady) for row in self._rows)
+        going = self._rows[: len(self._rows) - len(self._added)]
+        now = (Row(sequence, start + self._count, 1, number) for sequence, start, _, number in going)
+        return chain(now, self._added)
 
 
 class Mirror:

@@ -115,7 +115,8 @@ class SimulatedRunner(Runner):
     def run(self, step: StepInput) -> StepResult:
         rows = self._rows.of(step)
         rows.follow(step)
-        self.move(step.moves)
+        if any(step.moves):
+            self.move(step.moves)
         self.now += self.machine.step_seconds(rows.num_query_tokens, rows.num_context_tokens)
         return StepResult([_CHOSEN] * rows.num_choices, None)
 

@@ -18,7 +18,7 @@ from minipaged.course.content_runner import ContentRunner, fake_logits
 from minipaged.engine.engine import Engine
 from minipaged.engine.step_writer import StepWriter
 from minipaged.errors import BadRecording, InvariantViolation
-from minipaged.mirror import Mirror, PerLane
+from minipaged.mirror import Mirror, PerLane, Rows
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.reference.sampling import sample
@@ -216,6 +216,39 @@ def test_a_step_that_was_missed_is_noticed() -> None:
     with pytest.raises(ValueError, match="step 4 cannot follow step 4"):
         mirrors.of(StepInput(4))
     assert mirrors.of(StepInput(5)) is first
+
+
+@given(st.data())
+def test_rows_go_on_end_and_are_added_as_the_step_says(data: st.DataObject) -> None:
+    """Against a model that keeps the rows of the step before, and makes each anew (`StepInput`)."""
+    choices = st.sampled_from([1, 1, 1, 0, 2, LOGITS])
+    ended: tuple[int, ...]
+    left_out: tuple[int, ...]
+    rows, steady, num_rows = Rows(), 0, 0
+    expected: list[Row] = []
+    for number in range(data.draw(st.integers(1, 12))):
+        going = [row.sequence for row in expected if row.num_choices]
+        ended, left_out = ((), ())
+        if data.draw(st.booleans()):
+            ended, left_out = (tuple(data.draw(st.sets(st.sampled_from(going)))) if going else () for _ in range(2))
+        drawn = data.draw(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), choices), max_size=2))
+        sequences = [*(sequence for sequence in left_out if sequence not in ended), num_rows, num_rows + 1]
+        added = tuple(Row(sequence, *one) for sequence, one in zip(sequences, drawn, strict=False))
+        num_rows += 2
+        fresh = data.draw(st.integers(0, 9)) == 0
+        goes_on = not (fresh or ended or left_out or added) and all(row.num_choices == 1 for row in expected)
+        steady = steady + 1 if goes_on and number else 0
+        out = {*ended, *left_out}
+        before = [] if fresh else [row for row in expected if row.num_choices and row.sequence not in out]
+        expected = [*(Row(row.sequence, row.stop, 1, min(row.num_choices, 1)) for row in before), *added]
+
+        rows.follow(StepInput(number, fresh=fresh, ended=ended, left_out=left_out, added=added))
+
+        assert (list(rows), len(rows)) == (expected, len(expected))
+        assert rows.num_steady == steady
+        assert rows.num_choices == sum(max(0, row.num_choices) for row in expected)
+        assert rows.num_query_tokens == sum(row.num_tokens for row in expected)
+        assert rows.num_context_tokens == sum(row.stop for row in expected)
 
 
 def test_so_many_tokens_as_were_asked_for_have_to_be_chosen() -> None:

@@ -21,19 +21,21 @@ class ScheduledRequest:
     """Whether every sequence of the request then has all its tokens computed, so that the next can be chosen."""
     num_query_tokens: int = field(init=False)
     first_row: int = 0
-    """Its rows, its choices and its logits begin there (`Plan.lay_out`)."""
-    first_choice: int = 0
+    """Its rows and its logits begin there (`Plan.lay_out`), if it is not `plain`."""
     first_logits: int = 0
     num_choices: int = 0
     """How many tokens are chosen for each of its sequences that runs, as in `steps.Row`."""
     plain: Sequence | None = None
     """The one sequence that decodes, if what it chooses is only appended to its tokens and reported: no text, no
-    logprobs, no beams. What that takes stands together here: `request_id`, and so on."""
+    logprobs, no beams. What that takes stands together here: `request_id`, and so on. A part that has it stays as it
+    is, and is a part of many plans (`DecodingParts`)."""
     request_id: str = ""
     final_token_ids: frozenset[int] = frozenset()
     reads_along: bool = False
-    tokens_left: int = 0
-    """Before its length ends it."""
+    needs_tokens: bool = False
+    """Whether how its next token is chosen goes by those before."""
+    last: int = 0
+    """How many tokens its output has before the last one that its length allows."""
 
     def __post_init__(self) -> None:
         self.num_query_tokens = sum(num_tokens for _, num_tokens in self.work)
@@ -43,19 +45,46 @@ class ScheduledRequest:
         """Whether all that it runs is the latest token of each of its sequences."""
         return self.completes and self.num_query_tokens == len(self.work)
 
-    def expect_one(self) -> None:
-        """Have at hand what appending one token to one sequence takes."""
-        request, [(sequence, _)] = self.request, self.work
-        self.plain, self.request_id, self.reads_along = sequence, request.request_id, request.reads_along
-        self.final_token_ids = request.final_token_ids
-        self.tokens_left = request.max_output_tokens - len(sequence.output_token_ids) - sequence.pending
-
-    def _choices(self) -> int:
+    def choices(self) -> int:
+        """What `num_choices` is now."""
         if not self.completes:
             return 0
         if self.request.beam_search is not None:
             return LOGITS
         return 1 if self.request.prompt_computed else self.request.num_sequences
+
+
+class DecodingParts:
+    """The parts of requests whose sequences run their latest tokens, and no more.
+
+    A request of one sequence, of which nobody asks for more than its tokens, decodes for hundreds of steps, and many of
+    them are planned anew, because others come and go. So its part is `plain`, and kept.
+    """
+
+    def __init__(self) -> None:
+        self._plain: dict[Request, ScheduledRequest] = {}
+
+    def of(self, request: Request) -> ScheduledRequest | None:
+        """None if it has more to run, or nothing."""
+        kept = self._plain.get(request)
+        if kept and kept.plain and kept.plain.num_remaining == 1:
+            return kept
+        work = request.remaining()
+        if not work or any(num_tokens > 1 for _, num_tokens in work):
+            return None
+        part = ScheduledRequest(request, work, completes=True)
+        told_of_prompt = request.prompt_logprobs is not None and not request.prompt_computed
+        if request.sampling is not None and request.is_plain and part.choices() == 1 and not told_of_prompt:
+            [(part.plain, _)], part.num_choices = work, 1
+            part.request_id, part.reads_along = request.request_id, request.reads_along
+            part.final_token_ids, part.last = request.final_token_ids, request.max_output_tokens - 1
+            part.needs_tokens = request.sampling.needs_tokens
+            self._plain[request] = part
+        return part
+
+    def forget(self, request: Request) -> None:
+        """It has ended."""
+        self._plain.pop(request, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +99,8 @@ class Plan:
     num_query_tokens: int = field(init=False)
     rows: list[Row] = field(default_factory=list)
     """What the runner is to compute in the first of these steps."""
+    first_choices: list[int] = field(default_factory=list)
+    """Of those chosen in the step, where the tokens for each of `scheduled` begin."""
     decoding: list[Sequence] = field(default_factory=list)
     """All sequences of the plan, if all that it runs is their latest tokens and it may be used again."""
     needs_tokens: bool = False
@@ -88,7 +119,7 @@ class Plan:
 
     def joined_by(self, others: list[ScheduledRequest]) -> Plan:
         """A plan with others beside these. A step by this one may be in flight, so it stays as it is."""
-        these = [ScheduledRequest(one.request, one.work, one.completes) for one in self.scheduled]
+        these = [one if one.plain else ScheduledRequest(one.request, one.work, one.completes) for one in self.scheduled]
         return Plan([*these, *others], self.lane)
 
     def lay_out(self, num_running: int) -> None:
@@ -96,19 +127,24 @@ class Plan:
 
         `num_running`: how many sequences run in its lane, in this step or not.
         """
-        self.rows, self.decoding = [], []
+        self.decoding = []
+        self.rows = rows = []
+        self.first_choices = first_choices = []
         num_choices_before = num_logits = 0
         for scheduled in self.scheduled:
-            scheduled.num_choices = num_choices = scheduled._choices()
-            scheduled.first_row, scheduled.first_choice = len(self.rows), num_choices_before
-            scheduled.first_logits = num_logits
+            first_choices.append(num_choices_before)
+            if sequence := scheduled.plain:
+                rows.append(Row(sequence.sequence_id, sequence.table.num_tokens - 1, 1, 1))
+                num_choices_before += 1
+                num_logits += 1
+                continue
+            scheduled.num_choices = num_choices = scheduled.choices()
+            scheduled.first_row, scheduled.first_logits = len(rows), num_logits
             for sequence, num_tokens in scheduled.work:
-                self.rows.append(Row(sequence.sequence_id, sequence.num_computed - num_tokens, num_tokens, num_choices))
-            if scheduled.decodes and num_choices == 1 and scheduled.request.is_plain:
-                scheduled.expect_one()
+                rows.append(Row(sequence.sequence_id, sequence.num_computed - num_tokens, num_tokens, num_choices))
             num_choices_before += len(scheduled.work) * max(0, num_choices)
             num_logits += len(scheduled.work) if num_choices else 0
-        if self.rows and len(self.rows) == num_running:
+        if rows and len(rows) == num_running:
             self._note_whether_it_goes_on()
 
     def _note_whether_it_goes_on(self) -> None:
@@ -116,9 +152,15 @@ class Plan:
         latest = -1
         for scheduled in self.scheduled:
             request = scheduled.request
-            if not scheduled.decodes or scheduled.num_choices != 1 or request.order < latest:
+            if request.order < latest:
                 return  # those that ran with others before them have their places in the next step
             latest = request.order
+            if sequence := scheduled.plain:
+                self.needs_tokens |= scheduled.needs_tokens and request.needs_tokens_on_host()
+                left.append(scheduled.last + 1 - len(sequence.output_token_ids) - sequence.pending)
+                continue
+            if not scheduled.decodes or scheduled.num_choices != 1:
+                return
             self.needs_tokens |= request.needs_tokens_on_host()
             for sequence, _ in scheduled.work:
                 left.append(request.max_output_tokens - len(sequence.output_token_ids) - sequence.pending)
@@ -136,10 +178,10 @@ class Plan:
 
         To be called before it is known how one of them ends, and not again.
         """
-        n, self.num_steps = self.num_steps, 0
-        for sequence, row in zip(self.decoding, self.rows, strict=True):
+        n, more, self.num_steps = self.num_steps, self.num_steps + self.sum_more, 0
+        for sequence, (_, start, _, _) in zip(self.decoding, self.rows, strict=True):
             sequence.num_steps += n
-            sequence.token_steps += n * row.stop + self.sum_more
+            sequence.token_steps += n * start + more
 
     def work(self) -> Iterator[tuple[Sequence, int]]:
         """The sequence of each row, and how many tokens it runs."""
@@ -150,7 +192,7 @@ class Plan:
         return ((scheduled.request, sequence) for scheduled in self.scheduled for sequence, _ in scheduled.work)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LaunchedStep:
     """A step that the runner was given. It is *in flight* until the engine commits it: fetches its tokens."""
 

@@ -10,7 +10,7 @@ Room is what is free plus what only the prefix cache holds; `_make_room` evicts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from typing import Literal
 
@@ -66,6 +66,8 @@ class BlockManager(Memory):
         self._swap_in: list[CopyPair] = []
         self._copy: list[CopyPair] = []
         self._debug = config.debug
+        # With `debug` tables are asked at every token: one that takes blocks when it need not is found out.
+        self._fills = not config.debug and hasattr(tier.block_table, "fill")
         self._make_table = tier.block_table
         self._writer = writer
         self._emit = emit
@@ -84,6 +86,8 @@ class BlockManager(Memory):
 
     def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
         """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
+        if all(num_tokens <= sequence.room for sequence, num_tokens in work):
+            return 0
         needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
         if len(work) < 2:
             return needed
@@ -158,8 +162,8 @@ class BlockManager(Memory):
 
     def append(self, sequence: Sequence, num_tokens: int) -> None:
         """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks and changes nothing."""
-        table, held = sequence.table, len(sequence.table.blocks)
-        start = table.num_tokens
+        table = sequence.table
+        start, held = table.num_tokens, len(table.blocks)
         self._make_room(table.blocks_needed(num_tokens))
         for source, destination in table.append(num_tokens):
             self._copy.append((source, destination))
@@ -171,29 +175,22 @@ class BlockManager(Memory):
             self._writer.table_changed(sequence, held)
         self.num_entries += new
         self.num_tokens += num_tokens
-        sequence.room = (held + new) * self.block_size - table.num_tokens
         recomputed = max(0, min(sequence.most_computed, table.num_tokens) - start)
         if table.num_tokens >= sequence.most_computed:
             sequence.most_computed = 0
+            sequence.room = (held + new) * self.block_size - table.num_tokens if self._fills else 0
         if recomputed or self._emit.heard:
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
 
-    def append_one_each(self, sequences: ListLike[Sequence]) -> None:
-        """A slot for one token more of each sequence, which nearly always its last block has. Raises OutOfBlocks; then
-        some have it."""
-        if self._debug:  # a table that takes blocks when it need not is found out only by being looked at
-            super().append_one_each(sequences)
-            return
+    def append_all(self, work: Iterable[tuple[Sequence, int]]) -> None:
         heard = self._emit.heard
-        for sequence in sequences:
-            if sequence.room and not sequence.most_computed:
-                sequence.table.append(1)
-                sequence.room -= 1
-                self.num_tokens += 1
-                if heard:
-                    self._emit(TokensComputed(sequence.sequence_id, sequence.table.num_tokens, (), 0))
-            else:
-                self.append(sequence, 1)
+        for sequence, num_tokens in work:
+            if num_tokens > sequence.room or heard:
+                self.append(sequence, num_tokens)
+            else:  # what `append` comes to, nearly always
+                sequence.table.fill(num_tokens)
+                sequence.room -= num_tokens
+                self.num_tokens += num_tokens
 
     def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
         """`child` (whose table is empty) shares all blocks of `parent`."""

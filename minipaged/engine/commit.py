@@ -8,11 +8,11 @@ one of them (logits that are no numbers, tokens that have no text) ends that req
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from minipaged.contracts import BeamSearch, BeamStep, Sampled
-from minipaged.engine.batch import LaunchedStep, ScheduledRequest
+from minipaged.engine.batch import LaunchedStep, Plan, ScheduledRequest
 from minipaged.engine.detokenizer import Detokenizer
 from minipaged.engine.memory import Memory
 from minipaged.engine.memory_use import slot_steps_reserved
@@ -65,38 +65,36 @@ class Committer:
         given back already: the device works in order, so whoever was given them writes after this step has.
         """
         sampled = list(step.result.choices)  # this is where the host waits for the device
-        for scheduled in self._commit_plain(step.plan.scheduled, sampled):
+        for scheduled, first_choice in self._commit_plain(step.plan, sampled):
             try:
-                self._commit_request(step, scheduled, sampled)
+                num_choices = len(scheduled.work) * max(0, scheduled.num_choices)
+                self._commit_request(step, scheduled, sampled[first_choice : first_choice + num_choices])
             except RequestFailed as error:
                 self.cut_short(scheduled.request, "error", str(error))
 
-    def _commit_plain(
-        self, all_scheduled: Iterable[ScheduledRequest], sampled: list[Sampled]
-    ) -> Iterator[ScheduledRequest]:
+    def _commit_plain(self, plan: Plan, sampled: list[Sampled]) -> Iterator[tuple[ScheduledRequest, int]]:
         """What `_commit_request` comes to in nearly all cases: a sequence has one token more, and goes on.
 
-        Yields those that are none of these, each in its turn; for them there is nothing done but counting the token.
+        Yields those that are none of these, each in its turn, and where its choices begin; for them nothing is done.
         """
         heard, block_size, updates = self._emit.heard, self._blocks.block_size, self.updates
         publishes = self._blocks.prefix_cache is not None
-        for scheduled in all_scheduled:
+        for scheduled, first_choice in zip(plan.scheduled, plan.first_choices, strict=True):
             sequence = scheduled.plain
             if sequence is None:
-                yield scheduled
+                yield scheduled, first_choice
                 continue
-            choice, tokens = sampled[scheduled.first_choice], sequence.tokens
+            choice, output = sampled[first_choice], sequence.output_token_ids
             token = choice.token_id
-            scheduled.tokens_left -= 1
-            ends = token in scheduled.final_token_ids or scheduled.tokens_left <= 0
-            if ends or choice.error or sequence.finish_reason is not None or not sequence.output_token_ids:
-                yield scheduled
+            ends = token in scheduled.final_token_ids or not 0 < len(output) < scheduled.last  # or begins
+            if ends or choice.error or sequence.finish_reason is not None:
+                yield scheduled, first_choice
                 continue
-            if publishes and len(tokens) // block_size != sequence.num_published:
-                self._blocks.publish(sequence, len(tokens))
+            if publishes and (num_computed := len(sequence.tokens)) // block_size != sequence.num_published:
+                self._blocks.publish(sequence, num_computed)
             sequence.pending = False
-            tokens.append(token)
-            sequence.output_token_ids.append(token)
+            sequence.tokens.append(token)
+            output.append(token)
             sequence.cumulative_logprob += choice.logprob
             self._num_generated += 1
             if heard:
@@ -106,8 +104,8 @@ class Committer:
                 news = CompletionUpdate(sequence.index, (token,), "", None, None, None)
                 updates.append(RequestUpdate(scheduled.request_id, (news,), None))
 
-    def _commit_request(self, step: LaunchedStep, scheduled: ScheduledRequest, sampled: list[Sampled]) -> None:
-        """One request's part of the step.
+    def _commit_request(self, step: LaunchedStep, scheduled: ScheduledRequest, choices: list[Sampled]) -> None:
+        """One request's part of the step, for which these tokens were chosen.
 
         Raises RequestFailed; K/V that led to logits that are no numbers are offered to nobody.
         """
@@ -117,8 +115,6 @@ class Committer:
         if not scheduled.completes or request.state is RequestState.FINISHED:
             self._publish(step, scheduled)
         elif request.beam_search is None:
-            first = scheduled.first_choice
-            choices = sampled[first : first + len(scheduled.work) * scheduled.num_choices]
             for (sequence, _), choice in zip(scheduled.work, choices, strict=False):  # of a prompt, n from one row
                 if choice.error and sequence.finish_reason is None:
                     raise BadLogits(choice.error)

@@ -41,15 +41,7 @@ from minipaged.engine.sequence import Request
 from minipaged.engine.stats import Stats
 from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import InvalidRequest, InvariantViolation
-from minipaged.events import (
-    EngineStarted,
-    Listener,
-    RequestArrived,
-    RequestRefused,
-    StepFailed,
-    StepFinished,
-    StepStarted,
-)
+from minipaged.events import EngineStarted, Listener, RequestArrived, RequestRefused, StepFailed
 from minipaged.outputs import RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
@@ -232,9 +224,9 @@ class Engine:
         that is decided already."""
         started = self._clock()
         self._step += 1
-        self._emit(StepStarted(self._step))
+        self._emit.step_started(self._step)
         plan = self.scheduler.schedule(ahead, lane)
-        self._emit(memory_held(self._step, plan, self.scheduler.lanes, self.blocks))
+        self._emit.step_scheduled(self._step, memory_held(plan, self.scheduler.lanes, self.blocks))
         if self.config.debug:
             check_exclusive_writes(plan.work(), self.blocks)
         moves, writer = self.blocks.take_moves(), self._writers.of(plan.lane)
@@ -258,7 +250,7 @@ class Engine:
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
         num_generated = self._committer.take_num_generated()
-        self._emit(StepFinished(step.number, len(step.plan.rows), step.plan.num_query_tokens, seconds, num_generated))
+        self._emit.step_finished(step.number, step.plan, seconds, num_generated)
 
     def _drop_steps_of_nobody(self) -> None:
         """When all requests have ended, nobody will ask for what the steps in flight choose."""

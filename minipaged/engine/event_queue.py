@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from minipaged.engine.stats import Stats
-from minipaged.events import EngineStarted, Event, Listener
+from minipaged.engine.batch import Plan
+from minipaged.engine.stats import Held, Stats
+from minipaged.events import EngineStarted, Event, Listener, StepFinished, StepScheduled, StepStarted
 
 
 class EventQueue:
@@ -27,6 +28,24 @@ class EventQueue:
         self._stats.on_event(event)
         if self.listeners or isinstance(event, EngineStarted):  # who joins before the first call gets the sizes, too
             self._events.append(event)
+
+    # What every step has is counted without its event where nobody listens.
+
+    def step_started(self, step: int) -> None:
+        if self.listeners:
+            self(StepStarted(step))
+
+    def step_scheduled(self, step: int, held: Held) -> None:
+        if self.listeners:
+            self(StepScheduled(step, *held))
+        else:
+            self._stats.note_memory(held)
+
+    def step_finished(self, step: int, plan: Plan, seconds: float, num_generated: int) -> None:
+        if self.listeners:
+            self(StepFinished(step, len(plan.rows), plan.num_query_tokens, seconds, num_generated))
+        else:
+            self._stats.note_step(plan.num_query_tokens, seconds, num_generated)
 
     def deliver(self) -> None:
         """Hand the events on in order. A listener that calls the engine adds events to the end of the same queue.

@@ -7,7 +7,7 @@ by other rules; contiguous reservation, for one, where a request gets one piece 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from enum import Enum
 
@@ -31,12 +31,12 @@ class AllocStatus(Enum):
 
 
 class Memory(ABC):
-    """Block tables of one engine. What raises OutOfBlocks has changed nothing, but for `append_one_each`.
+    """Block tables of one engine. What raises OutOfBlocks has changed nothing, but for `append_all`.
 
     Whenever a table changes its blocks, the memory tells the writer (`StepWriters.table_changed`), keeps `num_entries`
     and `num_tokens`, and emits what happened: TokensComputed at every `append`, BlocksFreed, SequenceForked,
     BlockCopied, SwappedOut and SwappedIn. It keeps what a `Sequence` knows of its table: `swapped`, and
-    `most_computed`, by which recomputing is told. `room` is for `append_one_each`, and may stay 0.
+    `most_computed`, by which recomputing is told. `room` may stay 0.
     """
 
     block_size: int
@@ -114,10 +114,10 @@ class Memory(ABC):
     def append(self, sequence: Sequence, num_tokens: int) -> None:
         """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks."""
 
-    def append_one_each(self, sequences: ListLike[Sequence]) -> None:
-        """A slot for one token more of each, in a step in which all go on. Raises OutOfBlocks; then some have it."""
-        for sequence in sequences:
-            self.append(sequence, 1)
+    def append_all(self, work: Iterable[tuple[Sequence, int]]) -> None:
+        """`append` for each of these: what a step runs. Raises OutOfBlocks; then some have their slots."""
+        for sequence, num_tokens in work:
+            self.append(sequence, num_tokens)
 
     @abstractmethod
     def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:

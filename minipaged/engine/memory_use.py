@@ -9,10 +9,10 @@ from minipaged.engine.batch import Plan
 from minipaged.engine.lanes import Lane
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, Sequence
-from minipaged.events import StepScheduled
+from minipaged.engine.stats import Held
 
 
-def memory_held(step: int, plan: Plan, lanes: Iterable[Lane], blocks: Memory) -> StepScheduled:
+def memory_held(plan: Plan, lanes: Iterable[Lane], blocks: Memory) -> Held:
     """What the running requests hold in this step, by `plan`, which takes no more time than there is to find out.
 
     Of a plan by which all go on decoding only the number of steps is noted (`Plan.count_steps`).
@@ -30,8 +30,7 @@ def memory_held(step: int, plan: Plan, lanes: Iterable[Lane], blocks: Memory) ->
                 sequence.token_steps += sequence.table.num_tokens
             if len(request.sequences) > 1:
                 shared += _unfilled_again(request, blocks.block_size)
-    return StepScheduled(
-        step=step,
+    return Held(
         num_sequences=num_sequences,
         num_tokens=blocks.num_tokens,
         table_entries=blocks.num_entries,

@@ -25,7 +25,7 @@ from collections.abc import Sequence as ListLike
 
 from minipaged.contracts import Runner
 from minipaged.engine.asked_policy import AskedPolicy
-from minipaged.engine.batch import Plan, ScheduledRequest
+from minipaged.engine.batch import DecodingParts, Plan, ScheduledRequest
 from minipaged.engine.lanes import Lane, num_sequences, share_of
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
@@ -51,6 +51,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.lanes = [Lane(number) for number in range(config.pipeline_parallel_size)]
         self.asked = AskedPolicy(policy, config, blocks, runner)
+        self._decoding_parts = DecodingParts()
         self._writers = writers
         self._blocks = blocks
         self._emit = emit
@@ -76,6 +77,7 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """It has ended, wherever it is."""
+        self._decoding_parts.forget(request)
         if request.state is RequestState.RUNNING:
             self._stop(request)
         else:
@@ -133,7 +135,7 @@ class Scheduler:
             self._preempt(short)
             preempted = True
             plan = self._assign(lane if self.lanes[lane].running else self.running[0].lane)
-        self._take_blocks(plan)
+        self._blocks.append_all(plan.work())
         if self.waiting and not preempted:
             plan = self._admit(plan)
         if not plan.scheduled and self.waiting and not self.running:
@@ -166,18 +168,15 @@ class Scheduler:
             return going_on
         decoding: list[ScheduledRequest] = []
         behind: list[ScheduledRequest] = []
-        num_tokens = 0
         for request in running:
-            work = request.remaining()
-            if any(n > 1 for _, n in work):  # prompts, and what was dropped
+            if part := self._decoding_parts.of(request):
+                decoding.append(part)
+            elif request.remaining():  # prompts, and what was dropped
                 behind.append(self._whole(request))
-                num_tokens += behind[-1].num_query_tokens
-            elif work:
-                decoding.append(ScheduledRequest(request, work, completes=True))
-                num_tokens += len(work)
         wholes = decoding + behind
-        if num_tokens <= self._max_tokens:
-            return Plan(wholes, lane)
+        plan = Plan(wholes, lane)
+        if plan.num_query_tokens <= self._max_tokens:
+            return plan
         given = self.asked.share_tokens(running, wholes)
         parts = (self._part(whole, given.get(whole.request.request_id, 0)) for whole in wholes)
         return Plan([part for part in parts if part.work], lane)
@@ -218,14 +217,6 @@ class Scheduler:
             return most - available
         return sum(self._blocks.blocks_needed(scheduled.work) for scheduled in plan.scheduled) - available
 
-    def _take_blocks(self, plan: Plan) -> None:
-        if plan.decoding:
-            self._blocks.append_one_each(plan.decoding)
-            return
-        for scheduled in plan.scheduled:
-            for sequence, num_tokens in scheduled.work:
-                self._blocks.append(sequence, num_tokens)
-
     def _preempt(self, short: int) -> None:
         """Take all blocks from the one that the policy names."""
         victim = self.asked.victim(self.running)
@@ -265,8 +256,7 @@ class Scheduler:
                 if request.num_cached_tokens is None:
                     request.num_cached_tokens = request.sequences[0].num_computed
                 if scheduled.work:
-                    for sequence, num_tokens in scheduled.work:
-                        self._blocks.append(sequence, num_tokens)
+                    self._blocks.append_all(scheduled.work)
                     admitted.append(scheduled)
                     tokens_left -= scheduled.num_query_tokens
         return plan.joined_by(admitted) if admitted else plan

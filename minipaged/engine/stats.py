@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minipaged.events import (
     BlockCopied,
@@ -36,6 +37,17 @@ from minipaged.events import (
     SwappedOut,
     TokensComputed,
 )
+
+
+class Held(NamedTuple):
+    """The fields of a StepScheduled but for the step's number: what is counted of each step, and told if heard."""
+
+    num_sequences: int
+    num_tokens: int
+    table_entries: int
+    blocks_used: int
+    blocks_cached: int
+    slots_unfilled: int
 
 
 @dataclass(slots=True)
@@ -104,6 +116,10 @@ class Stats:
     def on_event(self, event: Event) -> None:
         """Count what happened."""
         match event:
+            case StepScheduled():  # what every step has comes first
+                self.note_memory(event)
+            case StepFinished():
+                self.note_step(event.num_query_tokens, event.seconds, event.num_generated)
             case EngineStarted():
                 self.block_size = event.block_size
                 self.max_model_len = event.max_model_len
@@ -133,18 +149,19 @@ class Stats:
                 self.blocks_loaded += len(event.blocks)
             case RequestFinished():
                 self.finished_requests += 1
-            case StepScheduled():
-                self._note_memory(event)
             case SequenceFinished():
                 self.contiguous.internal_fragmentation -= event.slot_steps_reserved
                 self.contiguous.reserved += event.slot_steps_reserved
-            case StepFinished():
-                self.steps += 1
-                self.step_seconds += event.seconds
-                self.query_tokens += event.num_query_tokens
-                self.generated_tokens += event.num_generated
 
-    def _note_memory(self, step: StepScheduled) -> None:
+    def note_step(self, num_query_tokens: int, seconds: float, num_generated: int) -> None:
+        """A step is done. (Of its events these two come with every step; where nobody listens, the engine calls this
+        and `note_memory` without making them.)"""
+        self.steps += 1
+        self.step_seconds += seconds
+        self.query_tokens += num_query_tokens
+        self.generated_tokens += num_generated
+
+    def note_memory(self, step: StepScheduled | Held) -> None:
         """The memory that the running requests held during the step."""
         self.blocks_used, self.blocks_cached = step.blocks_used, step.blocks_cached
         self.blocks_saved = step.table_entries - step.blocks_used

@@ -10,6 +10,7 @@ With pipeline parallelism each lane has a writer, for a mirror of its own (`Step
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.steps import Begun, BlockMoves, Forked, Row, StepInput, TableChange, Told
@@ -65,10 +66,12 @@ class StepWriter:
     ) -> StepInput:
         """The step in which `rows` run; `owners`: the request and the sequence of each."""
         self._known.update(self._forked)
-        begun = tuple(
-            self._begin(request, sequence) for request, sequence in owners if sequence.sequence_id not in self._known
-        )
         left_out, added = self._compare(rows)
+        begun = tuple(  # who goes on has begun before
+            self._begin(request, sequence)
+            for request, sequence in islice(owners, len(rows) - len(added), None)
+            if sequence.sequence_id not in self._known
+        )
         step = StepInput(
             number,
             fresh=self._fresh,
@@ -110,13 +113,15 @@ class StepWriter:
     def _compare(self, rows: list[Row]) -> tuple[tuple[int, ...], tuple[Row, ...]]:
         """What of the rows of the step before does not go on as it is, and what comes after those that do."""
         ended, left_out, goes_on = set(self._ended), [], 0
-        for row in self._rows:
-            if not row.num_choices or row.sequence in ended:
+        for sequence, start, num_tokens, num_choices in self._rows:
+            if not num_choices or sequence in ended:
                 continue
-            if goes_on < len(rows) and row.next(self._num_since + 1) == rows[goes_on]:
+            # What `Row.next` says, as a plain tuple: there is one for each that runs.
+            then = sequence, start + num_tokens + self._num_since, 1, 1 if num_choices > 0 else num_choices
+            if goes_on < len(rows) and then == rows[goes_on]:
                 goes_on += 1
             else:
-                left_out.append(row.sequence)
+                left_out.append(sequence)
         return tuple(left_out), tuple(rows[goes_on:])
 
 

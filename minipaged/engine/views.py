@@ -20,32 +20,34 @@ TOO_LATE = "the question is over, and things have changed; look while it is aske
 
 def view_of(request: Request, blocks: Memory) -> RequestView:
     """The request as a policy is told of it."""
-    return RequestView(**_told(request, blocks), blocks_needed=_blocks_needed(request, blocks))
+    return RequestView(*_told(request, blocks), _blocks_needed(request, blocks), request.priority)
 
 
-def _told(request: Request, blocks: Memory) -> dict[str, Any]:
-    """All fields but one."""
-    remaining = [n for _, n in request.remaining()]
-    behind = [n for n in remaining if n > 1]
+def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, int, bool, int, int]:
+    """All fields but the last two, in their order: a tuple, because all that run are shown whenever somebody comes."""
     if len(request.sequences) == 1:  # nothing is shared
-        table = request.sequences[0].table
-        num_blocks, num_tokens = len(table.blocks), table.num_tokens
+        [sequence] = request.sequences
+        num_blocks, num_tokens = len(sequence.table.blocks), sequence.table.num_tokens
+        tokens_to_run = len(sequence.tokens) + sequence.pending - num_tokens
+        decodes = tokens_to_run <= 1
     else:
+        remaining = [n for _, n in request.remaining()]
+        behind = [n for n in remaining if n > 1]
+        # Siblings that were dropped catch up one after another.
+        tokens_to_run, decodes = sum(remaining) if len(behind) <= 1 else behind[0] - 1, not behind
         filled = request.filled_slots(blocks.block_size)
         num_blocks, num_tokens = len(filled), sum(filled.values())
-    return {
-        "request_id": request.request_id,
-        "arrival": request.order,
-        "num_sequences": request.num_sequences,
-        "prompt_tokens": len(request.prompt_token_ids),
-        "max_output_tokens": request.max_output_tokens,
-        # Siblings that were dropped catch up one after another.
-        "tokens_to_run": sum(remaining) if len(behind) <= 1 else behind[0] - 1,
-        "decodes": not behind,
-        "num_blocks": num_blocks,
-        "num_tokens": num_tokens,
-        "priority": request.priority,
-    }
+    return (
+        request.request_id,
+        request.order,
+        request.num_sequences,
+        len(request.prompt_token_ids),
+        request.max_output_tokens,
+        tokens_to_run,
+        decodes,
+        num_blocks,
+        num_tokens,
+    )
 
 
 def _blocks_needed(request: Request, blocks: Memory) -> int:
@@ -63,7 +65,7 @@ class WaitingView(RequestView):
     """Whether somebody has looked."""
 
     def __init__(self, request: Request, blocks: Memory, is_up_to_date: Callable[[WaitingView], bool]) -> None:
-        super().__init__(**_told(request, blocks))
+        super().__init__(*_told(request, blocks), priority=request.priority)
 
         def count(view: WaitingView) -> int:
             if not is_up_to_date(view):

@@ -1,0 +1,139 @@
+"""One workload served by one system at one rate: a point of a curve.
+
+The engine, its scheduler, its tables and allocators are the real ones; the machine is simulated. Systems differ in what
+goes through two doors of the engine, memory and policy, and in nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from minipaged.engine.engine import Engine
+from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.paper.faster_transformer import FasterTransformer
+from minipaged.paper.machines import machine
+from minipaged.paper.orca import Orca
+from minipaged.paper.workloads import MAX_MODEL_LEN, Asked, arrivals
+from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.scheduling import RequestView, Way
+from minipaged.simulated import SimulatedRunner, simulated_tier
+
+BATCH_TOKENS = 2560
+"""vLLM's limit of a step in the paper's days; Orca's baselines had none."""
+NO_LIMIT = 1 << 20
+VOCABULARY = 1 << 20
+"""Tokens only have to differ where a prefix is not shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What is served, by whom."""
+
+    system: str
+    """vLLM, Orca (Max), Orca (Pow2), Orca (Oracle) or FasterTransformer."""
+    model: str
+    dataset: str
+    rate: float
+    """Requests a second."""
+    seconds: float
+    """For so long requests arrive. All of them are served to their end."""
+    seed: int = 0
+    n: int = 1
+    """Sequences that each request samples."""
+    block_size: int = 16
+
+    def run(self) -> Served:
+        """Serve it."""
+        return serve(self, arrivals(self.dataset, self.rate, self.seconds, self.seed))
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What it came to. Shares and means are over steps."""
+
+    requests: int
+    normalized_latency: float
+    """Mean over requests of latency / output tokens, seconds a token (section 6.1)."""
+    mean_running: float
+    """Requests in a batch (Fig. 13)."""
+    token_share: float
+    """Of the KV memory, what held tokens; the rest as in Fig. 2: reserved, internal, and what nobody has."""
+    reserved_share: float
+    internal_share: float
+    saved_share: float
+    """Blocks saved by sharing (Fig. 15)."""
+    preempted: int
+    seconds: float
+    """Simulated."""
+    steps: int
+
+
+class VLLM(FirstComeFirstServed):
+    """vLLM's policy in the paper's days: this engine's own, but which way back depends on the number of sequences."""
+
+    def way_back(self, request: RequestView, host_free: int) -> Way:
+        return "recompute" if request.num_sequences == 1 else "swap"
+
+
+def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
+    """The system, on the machine."""
+    num_blocks = runner.machine.num_blocks(serving.block_size)
+    config = EngineConfig(
+        num_blocks=num_blocks,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=VOCABULARY,
+        block_size=serving.block_size,
+        enable_prefix_caching=False,
+        max_num_seqs=NO_LIMIT,
+        max_num_batched_tokens=NO_LIMIT,
+    )
+    if serving.system == "vLLM":
+        host = num_blocks if serving.n > 1 else 0
+        config = replace(config, max_num_batched_tokens=BATCH_TOKENS, num_swap_blocks=host)
+        return Engine(config, simulated_tier(), runner, policy=VLLM, clock=runner.clock)
+    system = FasterTransformer() if serving.system == "FasterTransformer" else Orca(serving.system)
+    return Engine(
+        config, simulated_tier(), runner, memory=system.memory, policy=system.policy, clock=runner.clock
+    )
+
+
+def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
+    """Let these requests come, each at its time, and serve all of them to their end."""
+    runner = SimulatedRunner(machine(serving.model), serving.block_size)
+    engine = engine_of(serving, runner)
+    coming, arrived, normalized = deque(asked), dict[str, float](), list[float]()
+    running = 0
+    while coming or engine.has_unfinished_requests():
+        if not engine.has_unfinished_requests():
+            runner.now = max(runner.now, coming[0].seconds)
+        while coming and coming[0].seconds <= runner.now:
+            one = coming.popleft()
+            params = SamplingParams(n=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
+            request_id = engine.add_request(
+                range(one.prompt_tokens), params, output_kind=RequestOutputKind.FINAL_ONLY
+            )
+            arrived[request_id] = one.seconds
+        for update in engine.step():
+            if update.output:
+                metrics, tokens = update.output.metrics, len(update.output.outputs[0].token_ids)
+                normalized.append((metrics.finished_time - arrived.pop(update.request_id)) / tokens)
+        running += len(engine.scheduler.running)
+    stats = engine.stats
+    slots = stats.steps * stats.blocks_total * serving.block_size
+    tokens, reserved = stats.contiguous.tokens, stats.contiguous.reserved
+    by_orca = serving.system != "vLLM"
+    return Served(
+        requests=len(normalized),
+        normalized_latency=math.fsum(normalized) / len(normalized),
+        mean_running=running / stats.steps,
+        token_share=(tokens if by_orca else stats.paged.tokens) / slots,
+        reserved_share=reserved / slots if by_orca else 0.0,
+        internal_share=(stats.paged.internal_fragmentation - (reserved if by_orca else 0)) / slots,
+        saved_share=stats.share_saved,
+        preempted=stats.preempted_by_swap + stats.preempted_by_recompute,
+        seconds=runner.now,
+        steps=stats.steps,
+    )

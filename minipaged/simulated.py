@@ -16,9 +16,9 @@ The cost of a step tells prefill from decode:
 Decoding waits for memory: a step of 1 row and one of 8 cost nearly the same, which is why batching pays. A prefill
 waits for arithmetic. Attention reads K and V after and before the products with the weights, so its time is added; a
 roofline that takes the maximum over all bytes puts the ends of the paper's curves 16 to 138 % too far to the right.
-Left out are the operations of attention itself (a few percent at contexts of 2,000 tokens); a swap is paid in full, before the step that it makes room for. The steps of
-several lanes (`pipeline_parallel_size`) take their time one after another, as on one machine: of what a pipeline would
-gain nothing is said here.
+Left out are the operations of attention itself (a few percent at contexts of 2,000 tokens); a swap is paid in full,
+before the step that it makes room for. The steps of several lanes (`pipeline_parallel_size`) take their time one after
+another, as on one machine: of what a pipeline would gain nothing is said here.
 """
 
 from __future__ import annotations

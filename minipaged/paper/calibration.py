@@ -164,7 +164,9 @@ def least(error: Callable[[StepLaw], float], start: StepLaw, names: Sequence[str
     best, stride, reached = start, 0.5, error(start)
     while stride > 1e-3:
         tried = [
-            replace(best, **{name: getattr(best, name) * math.exp(stride * up) for name, up in zip(names, ups, strict=True)})
+            replace(
+                best, **{name: getattr(best, name) * math.exp(stride * up) for name, up in zip(names, ups, strict=True)}
+            )
             for ups in product((-1, 0, 1), repeat=len(names))
         ]
         found, i = min((error(law), i) for i, law in enumerate(tried))

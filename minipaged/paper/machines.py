@@ -191,6 +191,9 @@ def facts(model: str) -> list[Fact]:
 
 if __name__ == "__main__":
     kernels = kernels_anew()
-    print(f"weights {kernels.weight_bytes_per_second / A100_80:.3f}, arithmetic {kernels.flops_per_second / A100_FLOPS:.3f}")
+    print(
+        f"weights {kernels.weight_bytes_per_second / A100_80:.3f},",
+        f"arithmetic {kernels.flops_per_second / A100_FLOPS:.3f}",
+    )
     for name in SETTINGS:
         print(name, calibrated_anew(name))

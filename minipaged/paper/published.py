@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from typing import Any
 
 Point = tuple[float, float]
@@ -70,7 +71,7 @@ def histogram(dataset: str, side: str) -> tuple[float, float, list[int]]:
 
 def knee(line: Sequence[Point], at: float = KNEE) -> float | None:
     """The rate at which straight lines between the points first pass `at` seconds a token; None if they never do."""
-    for (x0, y0), (x1, y1) in zip(line, line[1:], strict=False):
+    for (x0, y0), (x1, y1) in pairwise(line):
         if y0 <= at < y1:
             return x0 + (at - y0) / (y1 - y0) * (x1 - x0)
     return None

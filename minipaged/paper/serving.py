@@ -95,9 +95,7 @@ def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
         config = replace(config, max_num_batched_tokens=BATCH_TOKENS, num_swap_blocks=host)
         return Engine(config, simulated_tier(), runner, policy=VLLM, clock=runner.clock)
     system = FasterTransformer() if serving.system == "FasterTransformer" else Orca(serving.system)
-    return Engine(
-        config, simulated_tier(), runner, memory=system.memory, policy=system.policy, clock=runner.clock
-    )
+    return Engine(config, simulated_tier(), runner, memory=system.memory, policy=system.policy, clock=runner.clock)
 
 
 def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
@@ -112,9 +110,7 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
         while coming and coming[0].seconds <= runner.now:
             one = coming.popleft()
             params = SamplingParams(n=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
-            request_id = engine.add_request(
-                range(one.prompt_tokens), params, output_kind=RequestOutputKind.FINAL_ONLY
-            )
+            request_id = engine.add_request(range(one.prompt_tokens), params, output_kind=RequestOutputKind.FINAL_ONLY)
             arrived[request_id] = one.seconds
         for update in engine.step():
             if update.output:

@@ -1,8 +1,8 @@
 """The workloads of the paper's evaluation (section 6.1, Fig. 11): lengths of ShareGPT and Alpaca, Poisson arrivals.
 
 Of the lengths the paper prints histograms, one of prompts and one of outputs. How the two pair is not known: here they
-are drawn independently, as far as both together do not exceed the model's 2,048 tokens. Drawn from the same seed, a longer
-trace begins as a shorter one does, and a trace of another rate has the same requests closer together.
+are drawn independently, as far as both together do not exceed the model's 2,048 tokens. Drawn from the same seed, a
+longer trace begins as a shorter one does, and one of another rate has the same requests closer together.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,14 @@ def run_figures(names: Sequence[str], *, quick: bool, seed: int, processes: int,
         jobs = figure.jobs(quick=quick, seed=seed)
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(f"Fig. {name}" if name[0].isdigit() else name, total=len(set(jobs)))
+            advance = partial(progress.advance, task)
             data = run_figure(
                 figure,
                 results,
                 quick=quick,
                 seed=seed,
                 processes=processes,
-                done=lambda _, task=task: progress.advance(task),
+                done=lambda _: advance(),
             )
         path = output / name.replace("/", "-")
         save(data, path.with_suffix(".svg"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from minipaged.paper import published
@@ -19,13 +20,38 @@ QUICK_SECONDS = 300.0
 SYSTEMS = ("FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "vLLM")
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A sentence of the paper: on these datasets vLLM serves `least` to `most` times the rate of `system`."""
+
+    words: str
+    system: str
+    datasets: tuple[str, ...]
+    least: float
+    most: float
+
+
+SAID = (
+    Said("1.7x-2.7x higher request rates compared to Orca (Oracle)", "Orca (Oracle)", ("ShareGPT",), 1.7, 2.7),
+    Said("2.7x-8x higher request rates compared to Orca (Max)", "Orca (Max)", ("ShareGPT",), 2.7, 8.0),
+    Said("up to 22x higher request rates than FasterTransformer", "FasterTransformer", ("ShareGPT", "Alpaca"), 0, 23.5),
+)
+"""Section 6.2, of single sequences. ("Up to" is borne out by what is less, and 23.1 is 22 as well as it can be read.)"""
+
+
 class Fig12(Figure):
     """One panel."""
 
     section = "6.2"
     look = (
         "Each curve is flat, and then it is not: from some rate on the queue grows as long as requests come. Where "
-        "that happens is decided by how many requests fit into the memory at once, and so by how much of it holds tokens."
+        "that happens is decided by how many requests fit into the memory at once, and so by how much of it holds "
+        "tokens."
+    )
+    change_it = (
+        "Change a calibrated number by a fifth (`CALIBRATED` in paper/machines.py): which verdicts turn red?",
+        "Give Orca an estimate of your own (`orca.ESTIMATES`), the mean output for one: between which curves is it?",
+        "Make outputs all alike (`workloads.draw_lengths`): what is left of what paging gains?",
     )
 
     def __init__(self, panel: str) -> None:
@@ -70,7 +96,22 @@ class Fig12(Figure):
         return Outcome([plot], checks, self._sentences(ours))
 
     def _sentences(self, ours: Mapping[str, list[published.Point]]) -> list[Sentence]:
-        return []
+        """Of how many times a baseline's rate vLLM serves."""
+
+        def times(line: Mapping[str, list[published.Point]], system: str) -> float | None:
+            best, other = published.knee(line["vLLM"]), published.knee(line[system])
+            return best / other if best and other else None
+
+        paper = {system: published.with_exit(self.panel, system) for system in SYSTEMS}
+        found: list[Sentence] = []
+        for said in SAID:
+            if self.dataset not in said.datasets:
+                continue
+            in_paper, in_ours = times(paper, said.system), times(ours, said.system)
+            texts = ["never" if ratio is None else f"{ratio:.2f} x" for ratio in (in_paper, in_ours)]
+            holds = in_paper is not None and said.least <= round(in_paper, 1) <= said.most
+            found.append(Sentence(said.words, self.section, *texts, holds))
+        return found
 
 
 FIG_12 = tuple(Fig12(f"12{letter}") for letter in "abcdef")

@@ -134,10 +134,15 @@ class Fig3(Figure):
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
         two, real = results.values()  # in the order of `jobs`
         plots = [
-            self._plot("the paper's two requests", two, [f"{name}'s chunk" for name in PRINTED]),
             self._plot(
-                f"{DATASET} in {MODEL}'s KV memory", real, [f"from {chunk['first']:,}" for chunk in real["chunks"]]
+                "the paper's two requests",
+                two,
+                [
+                    f"{name}\n{chunk['tokens']} + {chunk['reserved']} + {chunk['internal']:,}"
+                    for name, chunk in zip(PRINTED, two["chunks"], strict=True)
+                ],
             ),
+            self._plot(f"{DATASET} in {MODEL}'s KV memory", real, [f"{chunk['first']:,}" for chunk in real["chunks"]]),
         ]
         parts = ("tokens", "reserved", "internal")
         checks = [
@@ -164,7 +169,15 @@ class Fig3(Figure):
             for part, label in parts.items()
         ]
         free = [(i, 0) for i in range(len(names))] + [(len(names), picture["free"])]
-        return Plot(title, "", "slots", [*bars, Line("nobody's", "ours", free)], groups=[*names, "free"], stacked=True)
+        return Plot(
+            title,
+            "chunk, from this slot on",
+            "slots",
+            [*bars, Line("nobody's", "ours", free)],
+            y_max=2700,
+            groups=[*names, "free"],
+            stacked=True,
+        )
 
 
 FIG_3 = Fig3()

@@ -36,7 +36,7 @@ SAID = (
     Said("2.7x-8x higher request rates compared to Orca (Max)", "Orca (Max)", ("ShareGPT",), 2.7, 8.0),
     Said("up to 22x higher request rates than FasterTransformer", "FasterTransformer", ("ShareGPT", "Alpaca"), 0, 23.5),
 )
-"""Section 6.2, of single sequences. ("Up to" is borne out by what is less, and 23.1 is 22 as well as it can be read.)"""
+"""Section 6.2, of single sequences. ("Up to" is borne out by what is less, and 23.1 is read off a curve.)"""
 
 
 class Fig12(Figure):

@@ -87,8 +87,8 @@ class Fig18a(Figure):
                 "No verdicts: other hardware, other kernels. These numbers are measured: with the same seed they come "
                 "out differently, on each machine and in each run.",
                 f"{HEADS} heads of {HEAD_DIM}, blocks of {BLOCK_SIZE} in random order. Beside the reference tier "
-                "stands NumPy over one array, beside the fast tier torch's scaled_dot_product_attention. Below 1, paging's "
-                "program is the faster one of the two.",
+                "stands NumPy over one array, beside the fast tier torch's scaled_dot_product_attention. Below 1, "
+                "paging's program is the faster one of the two.",
             ],
         )
 

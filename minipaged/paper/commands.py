@@ -61,6 +61,11 @@ def show(data: Mapping[str, Any], console: Console) -> None:
         colour = COLOUR[check["verdict"]]
         table.add_row(*cells(check)[:-1], f"[{colour}]{check['verdict']}[/]")
     console.print(table)
+    for said in data["sentences"]:
+        borne = "its figure bears that out" if said["holds_in_paper"] else "its own figure does not bear that out"
+        console.print(
+            f'"{said["says"]}" (section {said["section"]}): {borne}, {said["in_paper"]}. Ours: {said["ours"]}.'
+        )
     for note in data["notes"]:
         console.print(note)
 
@@ -69,7 +74,9 @@ def cells(check: Mapping[str, Any]) -> list[str]:
     """One row of the table: what, paper, ours, difference, tolerance, verdict."""
 
     def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3g}{check['unit']}"
+        if value is None:
+            return "-"
+        return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}") + check["unit"]
 
     def apart(value: float | None, sign: str) -> str:
         if value is None:

@@ -10,13 +10,15 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from minipaged.engine.engine import Engine
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.paper.divergence import DivergingBeams
 from minipaged.paper.faster_transformer import FasterTransformer
 from minipaged.paper.machines import machine
-from minipaged.paper.orca import Orca
+from minipaged.paper.orca import Orca, OrcaMemory
 from minipaged.paper.workloads import MAX_MODEL_LEN, Asked, arrivals
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import RequestView, Way
@@ -49,10 +51,75 @@ class Serving:
     prefix: int = 0
     """So many tokens of its prompt each request shares with all others."""
     block_size: int = 16
+    most_running: int = NO_LIMIT
+    """Sequences that run at once, however many there is room for."""
+    preemption: Way | None = None
+    """Of vLLM: the only way back. None: single sequences recompute, others swap, as vLLM did then."""
 
     def run(self) -> Served:
         """Serve it."""
         return serve(self, arrivals(self.dataset, self.rate, self.seconds, self.seed, self.prefix))
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """Means over the steps in which a request waited: what the memory holds while more is wanted of it.
+
+    Shares are of the KV memory, told apart as in Fig. 2. Of Orca, what a chunk holds beyond the tokens that were
+    expected (its rounding to a power of two) is no internal fragmentation there, but among *external and others*.
+    """
+
+    steps: int
+    seconds: float
+    """All of them together, simulated."""
+    running: float
+    """Requests in a batch."""
+    held: float
+    """Of the KV memory, blocks that somebody has."""
+    tokens: float
+    reserved: float
+    internal: float
+
+
+@dataclass(slots=True)
+class Queue:
+    """Sums for `Queued`, of slots and requests."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    running: int = 0
+    held: int = 0
+    tokens: int = 0
+    reserved: int = 0
+    internal: int = 0
+
+    def note(self, engine: Engine, seconds: float) -> None:
+        """One step, in which a request waited."""
+        memory = engine.blocks
+        self.steps += 1
+        self.seconds += seconds
+        self.running += len(engine.scheduler.running)
+        self.held += memory.num_used * memory.block_size
+        tokens = memory.num_tokens
+        self.tokens += tokens
+        if isinstance(memory, OrcaMemory):
+            self.reserved += memory.final_tokens - tokens
+            self.internal += memory.expected_tokens - memory.final_tokens
+        else:
+            self.internal += memory.num_entries * memory.block_size - tokens
+
+    def means(self, num_slots: int) -> Queued:
+        """With a KV memory of so many slots."""
+        steps, slots = max(1, self.steps), max(1, self.steps) * num_slots
+        return Queued(
+            steps=self.steps,
+            seconds=self.seconds,
+            running=self.running / steps,
+            held=self.held / slots,
+            tokens=self.tokens / slots,
+            reserved=self.reserved / slots,
+            internal=self.internal / slots,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +130,9 @@ class Served:
     normalized_latency: float
     """Mean over requests of latency / output tokens, seconds a token (section 6.1)."""
     mean_running: float
-    """Requests in a batch (Fig. 13)."""
+    """Requests in a batch."""
+    mean_running_arriving: float
+    """The same over the steps up to the last arrival (Fig. 13): after it the batch empties, however long the trace."""
     token_share: float
     """Of the KV memory, what held tokens; the rest as in Fig. 2: reserved, internal, and what nobody has."""
     reserved_share: float
@@ -74,13 +143,19 @@ class Served:
     seconds: float
     """Simulated."""
     steps: int
+    queued: Queued
+    """The same over the steps in which a request waited: with one sequence a request, or entries count twice."""
 
 
 class VLLM(FirstComeFirstServed):
     """vLLM's policy in the paper's days: this engine's own, but which way back depends on the number of sequences."""
 
+    def __init__(self, *settings: Any, preemption: Way | None) -> None:
+        super().__init__(*settings)
+        self.preemption = preemption
+
     def way_back(self, request: RequestView, host_free: int) -> Way:
-        return "recompute" if request.num_sequences == 1 else "swap"
+        return self.preemption or ("recompute" if request.num_sequences == 1 else "swap")
 
 
 def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
@@ -92,14 +167,15 @@ def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
         vocab_size=VOCABULARY,
         block_size=serving.block_size,
         enable_prefix_caching=serving.prefix > 0 and serving.system == "vLLM",
-        max_num_seqs=NO_LIMIT,
+        max_num_seqs=serving.most_running,
         max_num_batched_tokens=NO_LIMIT,
     )
     tier = replace(simulated_tier(), beam_search=DivergingBeams)
     if serving.system == "vLLM":
-        host = num_blocks if serving.n > 1 else 0
+        host = num_blocks if serving.n > 1 or serving.preemption == "swap" else 0
+        policy = partial(VLLM, preemption=serving.preemption)
         config = replace(config, max_num_batched_tokens=BATCH_TOKENS, num_swap_blocks=host)
-        return Engine(config, tier, runner, policy=VLLM, clock=runner.clock)
+        return Engine(config, tier, runner, policy=policy, clock=runner.clock)
     system = FasterTransformer() if serving.system == "FasterTransformer" else Orca(serving.system)
     return Engine(config, tier, runner, memory=system.memory, policy=system.policy, clock=runner.clock)
 
@@ -128,7 +204,8 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
     runner = SimulatedRunner(here, serving.block_size)
     engine = engine_of(serving, runner)
     coming, arrived, normalized = deque(asked), dict[str, float](), list[float]()
-    running = 0
+    running, queue = 0, Queue()
+    arriving = 1, 0
     while coming or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests():
             runner.now = max(runner.now, coming[0].seconds)
@@ -140,11 +217,16 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
             arrived[request_id] = one.seconds
+        before = runner.now
         for update in engine.step():
             if update.output:
                 metrics, tokens = update.output.metrics, len(update.output.outputs[0].token_ids)
                 normalized.append((metrics.finished_time - arrived.pop(update.request_id)) / tokens)
         running += len(engine.scheduler.running)
+        if coming:
+            arriving = engine.stats.steps, running
+        if engine.scheduler.waiting:
+            queue.note(engine, runner.now - before)
     stats = engine.stats
     slots = stats.steps * stats.blocks_total * serving.block_size
     tokens, reserved = stats.contiguous.tokens, stats.contiguous.reserved
@@ -153,6 +235,7 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
         requests=len(normalized),
         normalized_latency=math.fsum(normalized) / len(normalized),
         mean_running=running / stats.steps,
+        mean_running_arriving=arriving[1] / arriving[0],
         token_share=(tokens if by_orca else stats.paged.tokens) / slots,
         reserved_share=reserved / slots if by_orca else 0.0,
         internal_share=(stats.paged.internal_fragmentation - (reserved if by_orca else 0)) / slots,
@@ -160,4 +243,5 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
         preempted=stats.preempted_by_swap + stats.preempted_by_recompute,
         seconds=runner.now,
         steps=stats.steps,
+        queued=queue.means(stats.blocks_total * serving.block_size),
     )

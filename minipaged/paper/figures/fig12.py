@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check
+from minipaged.paper.figure import Check, Sentence
 from minipaged.paper.figures.panel import Panel
 from minipaged.paper.machines import SETTINGS
 
 TOLERANCE = 0.18
 """Of each knee. (The median of all is to be within MEDIAN.)"""
 MEDIAN = 0.06
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A sentence of the paper: on these datasets vLLM serves `least` to `most` times the rate of `system`."""
+
+    words: str
+    system: str
+    datasets: tuple[str, ...]
+    least: float
+    most: float
+
+
+SAID = (
+    Said("1.7x-2.7x higher request rates compared to Orca (Oracle)", "Orca (Oracle)", ("ShareGPT",), 1.7, 2.7),
+    Said("2.7x-8x higher request rates compared to Orca (Max)", "Orca (Max)", ("ShareGPT",), 2.7, 8.0),
+    Said("up to 22x higher request rates than FasterTransformer", "FasterTransformer", ("ShareGPT", "Alpaca"), 0, 23.5),
+)
+"""Section 6.2, of single sequences. ("Up to" is borne out by what is less, and 23.1 is read off a curve.)"""
 
 
 class Fig12(Panel):
@@ -24,9 +44,9 @@ class Fig12(Panel):
         "tokens."
     )
     change_it = (
-        "Give the machine twice the memory for K and V (`kv_memory_bytes` in `machines.py`): which knee moves most?",
-        "Let Orca (Pow2) expect the true length, less a quarter (`ESTIMATES` in `orca.py`): what breaks, and where?",
-        "Halve `seconds_per_row` in `CALIBRATED`: which panels' verdicts turn red, and which do not care?",
+        "Change a calibrated number by a fifth (`CALIBRATED` in paper/machines.py): which verdicts turn red?",
+        "Give Orca an estimate of your own (`orca.ESTIMATES`), the mean output for one: between which curves is it?",
+        "Make outputs all alike (`workloads.draw_lengths`): what is left of what paging gains?",
     )
 
     def __init__(self, panel: str) -> None:
@@ -36,6 +56,25 @@ class Fig12(Panel):
 
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
         return self.knee_checks(ours, TOLERANCE)
+
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
+        """Of how many times a baseline's rate vLLM serves."""
+
+        knees = self.knees(ours)
+
+        def times(which: int, system: str) -> float | None:
+            best, other = knees["vLLM"][which], knees[system][which]
+            return best / other if best and other else None
+
+        found: list[Sentence] = []
+        for said in SAID:
+            if published.dataset(self.panel) not in said.datasets:
+                continue
+            in_paper, in_ours = times(0, said.system), times(1, said.system)
+            texts = ["never" if ratio is None else f"{ratio:.2f} x" for ratio in (in_paper, in_ours)]
+            holds = in_paper is not None and said.least <= round(in_paper, 1) <= said.most
+            found.append(Sentence(said.words, self.section, *texts, holds))
+        return found
 
 
 FIG_12 = tuple(Fig12(f"12{letter}") for letter in "abcdef")

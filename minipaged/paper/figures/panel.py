@@ -8,7 +8,7 @@ from typing import Any
 
 from minipaged.paper import published
 from minipaged.paper.calibration import flat_points
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
 from minipaged.paper.serving import Serving
 
 BEYOND = 1.1
@@ -86,11 +86,15 @@ class Panel(Figure):
 
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
         ours = self.curves(results)
-        return Outcome([self.plot(ours)], self.checks(ours), notes=self.notes())
+        return Outcome([self.plot(ours)], self.checks(ours), self.sentences(ours), self.notes())
 
     @abstractmethod
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
         """What is compared; knees are at `published.KNEE` seconds a token."""
+
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
+        """Of the paper, about this panel."""
+        return []
 
     def notes(self) -> list[str]:
         return []

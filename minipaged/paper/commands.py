@@ -76,7 +76,7 @@ def cells(check: Mapping[str, Any]) -> list[str]:
     def number(value: float | None) -> str:
         if value is None:
             return "-"
-        return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}") + check["unit"]
+        return (f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}") + str(check["unit"])
 
     def apart(value: float | None, sign: str) -> str:
         if value is None:

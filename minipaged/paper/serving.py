@@ -23,6 +23,7 @@ from minipaged.paper.workloads import MAX_MODEL_LEN, Asked, arrivals
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import RequestView, Way
 from minipaged.simulated import SimulatedRunner, simulated_tier
+from minipaged.traces import Percentiles
 
 BATCH_TOKENS = 2560
 """vLLM's limit of a step in the paper's days; Orca's baselines had none."""
@@ -143,6 +144,11 @@ class Served:
     seconds: float
     """Simulated."""
     steps: int
+    latency: Percentiles
+    """From arrival to the last token; `first_token`: to the first one, in seconds."""
+    first_token: Percentiles
+    per_token: Percentiles
+    """From the first token to the last, of each one after the first, in seconds."""
     queued: Queued
     """The same over the steps in which a request waited: with one sequence a request, or entries count twice."""
 
@@ -203,7 +209,8 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
         here = replace(here, seconds_per_row=here.seconds_per_row / serving.n)
     runner = SimulatedRunner(here, serving.block_size)
     engine = engine_of(serving, runner)
-    coming, arrived, normalized = deque(asked), dict[str, float](), list[float]()
+    coming, arrived = deque(asked), dict[str, float]()
+    normalized, latency, first_token, per_token = (list[float]() for _ in range(4))
     running, queue = 0, Queue()
     arriving = 1, 0
     while coming or engine.has_unfinished_requests():
@@ -221,7 +228,12 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
         for update in engine.step():
             if update.output:
                 metrics, tokens = update.output.metrics, len(update.output.outputs[0].token_ids)
-                normalized.append((metrics.finished_time - arrived.pop(update.request_id)) / tokens)
+                came, first = arrived.pop(update.request_id), metrics.first_token_time
+                assert first is not None
+                latency.append(metrics.finished_time - came)
+                normalized.append(latency[-1] / tokens)
+                first_token.append(first - came)
+                per_token.append((metrics.finished_time - first) / max(1, tokens - 1))
         running += len(engine.scheduler.running)
         if coming:
             arriving = engine.stats.steps, running
@@ -243,5 +255,8 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
         preempted=stats.preempted_by_swap + stats.preempted_by_recompute,
         seconds=runner.now,
         steps=stats.steps,
+        latency=Percentiles.of(latency),
+        first_token=Percentiles.of(first_token),
+        per_token=Percentiles.of(per_token),
         queued=queue.means(stats.blocks_total * serving.block_size),
     )

@@ -71,9 +71,9 @@ class Fig12(Panel):
             if published.dataset(self.panel) not in said.datasets:
                 continue
             in_paper, in_ours = times(0, said.system), times(1, said.system)
-            texts = ["never" if ratio is None else f"{ratio:.2f} x" for ratio in (in_paper, in_ours)]
+            paper, own = ("never" if ratio is None else f"{ratio:.2f} x" for ratio in (in_paper, in_ours))
             holds = in_paper is not None and said.least <= round(in_paper, 1) <= said.most
-            found.append(Sentence(said.words, self.section, *texts, holds))
+            found.append(Sentence(said.words, self.section, paper, own, holds))
         return found
 
 

@@ -42,7 +42,7 @@ def made(*, seed: int, quick: bool) -> Made:
 
 
 def key_of(job: Job) -> str:
-    """By which its result is found again. What a job leaves at its default is not said: so jobs may come to know more."""
+    """By which its result is found again. What a job leaves at its default is not said: jobs may come to know more."""
     left_open = {each.name: each.default for each in fields(job)}  # type: ignore[arg-type]
     said = {name: value for name, value in asdict(job).items() if value != left_open[name]}  # type: ignore[call-overload]
     words = json.dumps([version("minipaged"), type(job).__name__, said], sort_keys=True)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from minipaged.engine.engine import Engine
+from minipaged.engine.policies import POLICIES
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.paper.divergence import DivergingBeams
 from minipaged.paper.faster_transformer import FasterTransformer
@@ -21,7 +22,7 @@ from minipaged.paper.machines import machine
 from minipaged.paper.orca import Orca, OrcaMemory
 from minipaged.paper.workloads import MAX_MODEL_LEN, Asked, arrivals
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
-from minipaged.scheduling import RequestView, Way
+from minipaged.scheduling import MakePolicy, RequestView, Way
 from minipaged.simulated import SimulatedRunner, simulated_tier
 from minipaged.traces import Percentiles
 
@@ -56,6 +57,12 @@ class Serving:
     """Sequences that run at once, however many there is room for."""
     preemption: Way | None = None
     """Of vLLM: the only way back. None: single sequences recompute, others swap, as vLLM did then."""
+    batch_tokens: int = BATCH_TOKENS
+    """Of vLLM: most tokens of a step."""
+    policy: str = "fcfs"
+    """Of vLLM: one of `engine.policies.POLICIES`; fcfs with the way back above."""
+    kv_bits: int = 16
+    """Of a number of K or V: with fewer there are more blocks, and attention reads fewer bytes."""
 
     def run(self) -> Served:
         """Serve it."""
@@ -179,8 +186,10 @@ def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
     tier = replace(simulated_tier(), beam_search=DivergingBeams)
     if serving.system == "vLLM":
         host = num_blocks if serving.n > 1 or serving.preemption == "swap" else 0
-        policy = partial(VLLM, preemption=serving.preemption)
-        config = replace(config, max_num_batched_tokens=BATCH_TOKENS, num_swap_blocks=host)
+        policy: MakePolicy = partial(VLLM, preemption=serving.preemption)
+        if serving.policy != "fcfs":
+            policy = POLICIES[serving.policy]
+        config = replace(config, max_num_batched_tokens=serving.batch_tokens, num_swap_blocks=host)
         return Engine(config, tier, runner, policy=policy, clock=runner.clock)
     system = FasterTransformer() if serving.system == "FasterTransformer" else Orca(serving.system)
     return Engine(config, tier, runner, memory=system.memory, policy=system.policy, clock=runner.clock)
@@ -203,6 +212,7 @@ def params_of(serving: Serving, one: Asked) -> SamplingParams | BeamSearchParams
 def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
     """Let these requests come, each at its time, and serve all of them to their end."""
     here = machine(serving.model)
+    here = replace(here, kv_bytes_per_token=here.kv_bytes_per_token * serving.kv_bits // 16)
     # What a row costs beside its tokens is mostly the host's work. By Fig. 14's flat points it is paid once for all
     # samples of a request (4 samples, 6 requests/s: 0.039 s/token in the paper), and for each beam.
     if not serving.beams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from minipaged.paper.figure import Figure
+from minipaged.paper.figures.beyond import BEYOND
 from minipaged.paper.figures.fig01 import FIG_1
 from minipaged.paper.figures.fig02 import FIG_2
 from minipaged.paper.figures.fig03 import FIG_3
@@ -22,5 +23,6 @@ FIGURES: dict[str, Figure] = {
     for figure in (
         *(FIG_1, FIG_2, FIG_3, FIG_11, *FIG_12, FIG_13, *FIG_14),
         *(FIG_15, *FIG_16, FIG_17, *FIG_18, *FIG_19, TABLE_1),
+        *BEYOND,
     )
 }

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from minipaged.errors import InvalidRequest
 from minipaged.paper.drawing import save
+from minipaged.paper.figure import Figure
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.running import Results, run_figure
 
@@ -29,22 +30,9 @@ def run_figures(names: Sequence[str], *, quick: bool, seed: int, processes: int,
     chosen = list(FIGURES) if list(names) == ["all"] else list(names)
     if unknown := [name for name in chosen if name not in FIGURES]:
         raise InvalidRequest(f"there is no figure {unknown[0]!r}; there are: {', '.join(FIGURES)}")
-    results = Results(output)
-    console, good = Console(highlight=False), True
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    results, console, good = Results(output), Console(highlight=False), True
     for name in chosen:
-        figure = FIGURES[name]
-        jobs = figure.jobs(quick=quick, seed=seed)
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task(f"Fig. {name}" if name[0].isdigit() else name, total=len(set(jobs)))
-            data = run_figure(
-                figure,
-                results,
-                quick=quick,
-                seed=seed,
-                processes=processes,
-                done=lambda _, task=task: progress.advance(task),
-            )
+        data = _run_one(FIGURES[name], results, quick=quick, seed=seed, processes=processes)
         path = output / name.replace("/", "-")
         save(data, path.with_suffix(".svg"))
         save(data, path.with_suffix(".png"))
@@ -52,6 +40,16 @@ def run_figures(names: Sequence[str], *, quick: bool, seed: int, processes: int,
         print(f"{path}.json .svg .png", file=sys.stderr)
         good &= all(check["verdict"] != "fails" for check in data["checks"])
     return good
+
+
+def _run_one(figure: Figure, results: Results, *, quick: bool, seed: int, processes: int) -> dict[str, Any]:
+    """With a bar, a step for each job."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(figure.name, total=len(set(figure.jobs(quick=quick, seed=seed))))
+        return run_figure(
+            figure, results, quick=quick, seed=seed, processes=processes, done=lambda _: progress.advance(task)
+        )
 
 
 def show(data: Mapping[str, Any], console: Console) -> None:

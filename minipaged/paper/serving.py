@@ -15,11 +15,12 @@ from typing import Any
 
 from minipaged.engine.engine import Engine
 from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.paper.divergence import DivergingBeams
 from minipaged.paper.faster_transformer import FasterTransformer
 from minipaged.paper.machines import machine
 from minipaged.paper.orca import Orca, OrcaMemory
 from minipaged.paper.workloads import MAX_MODEL_LEN, Asked, arrivals
-from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import RequestView, Way
 from minipaged.simulated import SimulatedRunner, simulated_tier
 
@@ -44,7 +45,11 @@ class Serving:
     """For so long requests arrive. All of them are served to their end."""
     seed: int = 0
     n: int = 1
-    """Sequences that each request samples."""
+    """Sequences of each request."""
+    beams: bool = False
+    """Whether they are beams, and not samples."""
+    prefix: int = 0
+    """So many tokens of its prompt each request shares with all others."""
     block_size: int = 16
     most_running: int = NO_LIMIT
     """Sequences that run at once, however many there is room for."""
@@ -53,7 +58,7 @@ class Serving:
 
     def run(self) -> Served:
         """Serve it."""
-        return serve(self, arrivals(self.dataset, self.rate, self.seconds, self.seed))
+        return serve(self, arrivals(self.dataset, self.rate, self.seconds, self.seed, self.prefix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,22 +166,42 @@ def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCABULARY,
         block_size=serving.block_size,
-        enable_prefix_caching=False,
+        enable_prefix_caching=serving.prefix > 0 and serving.system == "vLLM",
         max_num_seqs=serving.most_running,
         max_num_batched_tokens=NO_LIMIT,
     )
+    tier = replace(simulated_tier(), beam_search=DivergingBeams)
     if serving.system == "vLLM":
         host = num_blocks if serving.n > 1 or serving.preemption == "swap" else 0
         policy = partial(VLLM, preemption=serving.preemption)
         config = replace(config, max_num_batched_tokens=BATCH_TOKENS, num_swap_blocks=host)
-        return Engine(config, simulated_tier(), runner, policy=policy, clock=runner.clock)
+        return Engine(config, tier, runner, policy=policy, clock=runner.clock)
     system = FasterTransformer() if serving.system == "FasterTransformer" else Orca(serving.system)
-    return Engine(config, simulated_tier(), runner, memory=system.memory, policy=system.policy, clock=runner.clock)
+    return Engine(config, tier, runner, memory=system.memory, policy=system.policy, clock=runner.clock)
+
+
+def prompt_of(serving: Serving, one: Asked, number: int) -> Sequence[int]:
+    """After the prefix a token of its own, so that nothing else is shared; `number`: of the request, from 1 on."""
+    if not serving.prefix:
+        return range(one.prompt_tokens)
+    return [*range(serving.prefix), MAX_MODEL_LEN + number, *[0] * (one.prompt_tokens - serving.prefix - 1)]
+
+
+def params_of(serving: Serving, one: Asked) -> SamplingParams | BeamSearchParams:
+    """Its output has exactly so many tokens."""
+    if serving.beams:
+        return BeamSearchParams(beam_width=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
+    return SamplingParams(n=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
 
 
 def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
     """Let these requests come, each at its time, and serve all of them to their end."""
-    runner = SimulatedRunner(machine(serving.model), serving.block_size)
+    here = machine(serving.model)
+    # What a row costs beside its tokens is mostly the host's work. By Fig. 14's flat points it is paid once for all
+    # samples of a request (4 samples, 6 requests/s: 0.039 s/token in the paper), and for each beam.
+    if not serving.beams:
+        here = replace(here, seconds_per_row=here.seconds_per_row / serving.n)
+    runner = SimulatedRunner(here, serving.block_size)
     engine = engine_of(serving, runner)
     coming, arrived, normalized = deque(asked), dict[str, float](), list[float]()
     running, queue = 0, Queue()
@@ -186,8 +211,11 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
             runner.now = max(runner.now, coming[0].seconds)
         while coming and coming[0].seconds <= runner.now:
             one = coming.popleft()
-            params = SamplingParams(n=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
-            request_id = engine.add_request(range(one.prompt_tokens), params, output_kind=RequestOutputKind.FINAL_ONLY)
+            request_id = engine.add_request(
+                prompt_of(serving, one, len(asked) - len(coming)),
+                params_of(serving, one),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
             arrived[request_id] = one.seconds
         before = runner.now
         for update in engine.step():

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from minipaged.paper import published
-from minipaged.paper.calibration import flat_points
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
+from minipaged.paper.figure import Check, Sentence
+from minipaged.paper.figures.panel import Panel
 from minipaged.paper.machines import SETTINGS
-from minipaged.paper.serving import Serving
 
 TOLERANCE = 0.18
 """Of each knee. (The median of all is to be within MEDIAN.)"""
 MEDIAN = 0.06
-BEYOND = 1.1
-QUICK_SECONDS = 300.0
-SYSTEMS = ("FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "vLLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,7 @@ SAID = (
 """Section 6.2, of single sequences. ("Up to" is borne out by what is less, and 23.1 is read off a curve.)"""
 
 
-class Fig12(Figure):
+class Fig12(Panel):
     """One panel."""
 
     section = "6.2"
@@ -49,68 +44,29 @@ class Fig12(Figure):
         "tokens."
     )
     change_it = (
-        "Change a calibrated number by a fifth (`CALIBRATED` in paper/machines.py): which verdicts turn red?",
-        "Give Orca an estimate of your own (`orca.ESTIMATES`), the mean output for one: between which curves is it?",
-        "Make outputs all alike (`workloads.draw_lengths`): what is left of what paging gains?",
+        "Give the machine twice the memory for K and V (`kv_memory_bytes` in `machines.py`): which knee moves most?",
+        "Let Orca (Pow2) expect the true length, less a quarter (`ESTIMATES` in `orca.py`): what breaks, and where?",
+        "Halve `seconds_per_row` in `CALIBRATED`: which panels' verdicts turn red, and which do not care?",
     )
 
     def __init__(self, panel: str) -> None:
-        self.panel = panel
-        self.model, self.dataset = published.model(panel), published.dataset(panel)
-        self.name = panel
-        self.title = f"Fig. {panel}: {self.model}, {self.dataset}"
+        super().__init__(panel)
+        self.title = f"Fig. {panel}: {self.model}, {published.dataset(panel)}"
+        self.seconds = SETTINGS[self.model].seconds
 
-    def rates(self, system: str) -> list[float]:
-        """Those of the paper's points, each once, and one beyond where its curve leaves the panel."""
-        last = BEYOND * published.with_exit(self.panel, system)[-1][0]
-        return [*dict.fromkeys(rate for rate, _ in published.curves(self.panel)[system]), last]
+    def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
+        return self.knee_checks(ours, TOLERANCE)
 
-    def _serving(self, system: str, rate: float, seconds: float, seed: int) -> Serving:
-        return Serving(system, self.model, self.dataset, rate, seconds, seed)
-
-    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
-        seconds = QUICK_SECONDS if quick else SETTINGS[self.model].seconds
-        return [self._serving(system, rate, seconds, seed) for system in SYSTEMS for rate in self.rates(system)]
-
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
-        ours: dict[str, list[published.Point]] = {system: [] for system in SYSTEMS}
-        for job, result in results.items():
-            assert isinstance(job, Serving)
-            ours[job.system].append((job.rate, result["normalized_latency"]))
-        lines = [Line(system, "ours", sorted(points)) for system, points in ours.items()]
-        lines += [Line(system, "paper", published.with_exit(self.panel, system)) for system in SYSTEMS]
-        flat = [(point.rate, point.seconds_per_token) for point in flat_points(self.panel)]
-        plot = Plot(
-            self.title, "requests/s", "normalized latency (s/token)", [*lines, Line("", "calibrated", flat)], y_max=1.0
-        )
-        checks = [
-            Check(
-                f"{system}: requests/s at {published.KNEE} s/token",
-                published.knee(published.with_exit(self.panel, system)),
-                published.knee(sorted(ours[system])),
-                None if system == "FasterTransformer" else TOLERANCE,
-                unit="/s",
-            )
-            for system in SYSTEMS
-        ]
-        return Outcome([plot], checks, self._sentences(ours))
-
-    def _sentences(self, ours: Mapping[str, list[published.Point]]) -> list[Sentence]:
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
         """Of how many times a baseline's rate vLLM serves."""
-
-        def times(line: Mapping[str, list[published.Point]], system: str) -> float | None:
-            best, other = published.knee(line["vLLM"]), published.knee(line[system])
-            return best / other if best and other else None
-
-        paper = {system: published.with_exit(self.panel, system) for system in SYSTEMS}
-        found: list[Sentence] = []
+        dataset, knees, found = published.dataset(self.panel), self.knees(ours), list[Sentence]()
         for said in SAID:
-            if self.dataset not in said.datasets:
+            if dataset not in said.datasets:
                 continue
-            in_paper, in_ours = times(paper, said.system), times(ours, said.system)
-            texts = ["never" if ratio is None else f"{ratio:.2f} x" for ratio in (in_paper, in_ours)]
-            holds = in_paper is not None and said.least <= round(in_paper, 1) <= said.most
-            found.append(Sentence(said.words, self.section, *texts, holds))
+            times = [a / b if a and b else None for a, b in zip(knees["vLLM"], knees[said.system], strict=True)]
+            in_paper, in_ours = ("no number" if ratio is None else f"{ratio:.2f} x" for ratio in times)
+            holds = times[0] is not None and said.least <= round(times[0], 1) <= said.most
+            found.append(Sentence(said.words, self.section, in_paper, in_ours, holds))
         return found
 
 

@@ -63,7 +63,7 @@ class Table1(Figure):
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
-        return [Sizes(model) for model in SETTINGS]
+        return [Sizes(model) for model in PRINTED]
 
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
         checks: list[Check] = []

@@ -16,13 +16,26 @@ from minipaged.paper.figures.fig16 import FIG_16
 from minipaged.paper.figures.fig17 import FIG_17
 from minipaged.paper.figures.fig18 import FIG_18
 from minipaged.paper.figures.fig19 import FIG_19
+from minipaged.paper.figures.prefix_caching import PrefixCaching
 from minipaged.paper.figures.table1 import TABLE_1
 
 FIGURES: dict[str, Figure] = {
     figure.name: figure
     for figure in (
-        *(FIG_1, FIG_2, FIG_3, FIG_11, *FIG_12, FIG_13, *FIG_14),
-        *(FIG_15, *FIG_16, FIG_17, *FIG_18, *FIG_19, TABLE_1),
+        FIG_1,
+        FIG_2,
+        FIG_3,
+        FIG_11,
+        *FIG_12,
+        FIG_13,
+        *FIG_14,
+        FIG_15,
+        *FIG_16,
+        FIG_17,
+        *FIG_18,
+        *FIG_19,
+        TABLE_1,
         *BEYOND,
+        PrefixCaching(),
     )
 }

@@ -19,8 +19,8 @@ BATCHES = {"Existing systems": tuple(range(1, 8)), "vLLM": (4, 8, 12, 16, 20, 24
 AT_ONCE = 1000.0
 """Requests a second, for so short a time that all are there nearly at once: some wait as long as is measured."""
 SECONDS, QUICK_SECONDS = 0.8, 0.15
-MEMORY_TOLERANCE, THROUGHPUT_TOLERANCE = 0.05, 0.20
-"""Of GB, weights and all; of tokens a second. The paper's server had other requests, and a step law of its own."""
+MEMORY_TOLERANCE, THROUGHPUT_TOLERANCE = 1.0, 0.20
+"""GB, as far apart as the paper's points are; and of tokens a second, of which it says less than of all else."""
 MOST_TOLERANCE = 0.15
 """Of the requests that fit."""
 
@@ -81,10 +81,12 @@ class Fig1(Figure):
         most = {name: max(x for x, _ in memory[name]) for name in SYSTEMS}
         checks = [
             Check(
-                f"{name}: GB with {batch} requests",
+                f"{name}: memory with {batch} requests",
                 at(in_paper[name], batch),
                 at(memory[name], batch),
                 MEMORY_TOLERANCE,
+                relative=False,
+                unit=" GB",
             )
             for name, batches in (("Existing systems", (2, 4, 7)), ("vLLM", (8, 16, 24, 32)))
             for batch in batches

@@ -44,9 +44,9 @@ class Fig12(Panel):
         "tokens."
     )
     change_it = (
-        "Change a calibrated number by a fifth (`CALIBRATED` in paper/machines.py): which verdicts turn red?",
-        "Give Orca an estimate of your own (`orca.ESTIMATES`), the mean output for one: between which curves is it?",
-        "Make outputs all alike (`workloads.draw_lengths`): what is left of what paging gains?",
+        "Give the machine twice the memory for K and V (`kv_memory_bytes` in `machines.py`): which knee moves most?",
+        "Let Orca (Pow2) expect the true length, less a quarter (`ESTIMATES` in `orca.py`): what breaks, and where?",
+        "Halve `seconds_per_row` in `CALIBRATED`: which panels' verdicts turn red, and which do not care?",
     )
 
     def __init__(self, panel: str) -> None:
@@ -59,21 +59,14 @@ class Fig12(Panel):
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
         """Of how many times a baseline's rate vLLM serves."""
-
-        knees = self.knees(ours)
-
-        def times(which: int, system: str) -> float | None:
-            best, other = knees["vLLM"][which], knees[system][which]
-            return best / other if best and other else None
-
-        found: list[Sentence] = []
+        dataset, knees, found = published.dataset(self.panel), self.knees(ours), list[Sentence]()
         for said in SAID:
-            if published.dataset(self.panel) not in said.datasets:
+            if dataset not in said.datasets:
                 continue
-            in_paper, in_ours = times(0, said.system), times(1, said.system)
-            paper, own = ("never" if ratio is None else f"{ratio:.2f} x" for ratio in (in_paper, in_ours))
-            holds = in_paper is not None and said.least <= round(in_paper, 1) <= said.most
-            found.append(Sentence(said.words, self.section, paper, own, holds))
+            times = [a / b if a and b else None for a, b in zip(knees["vLLM"], knees[said.system], strict=True)]
+            in_paper, in_ours = ("no number" if ratio is None else f"{ratio:.2f} x" for ratio in times)
+            holds = times[0] is not None and said.least <= round(times[0], 1) <= said.most
+            found.append(Sentence(said.words, self.section, in_paper, in_ours, holds))
         return found
 
 

@@ -93,7 +93,7 @@ class Panel(Figure):
         """What is compared; knees are at `published.KNEE` seconds a token."""
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
-        """Of the paper, about this panel."""
+        """Of the paper, about its panel."""
         return []
 
     def notes(self) -> list[str]:

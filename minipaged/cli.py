@@ -590,9 +590,11 @@ def model_where(name: Annotated[str, typer.Argument(help="A known model.")] = "s
 
 
 @paper_app.command("list", cls=Command)
-def paper_list() -> None:
-    """What there is to run."""
-    _paper_commands().list_figures()
+def paper_list(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where results are kept.")] = Path("paper-results"),
+) -> None:
+    """What there is to run, and what has been."""
+    _paper_commands().list_figures(output)
 
 
 @paper_app.command("run", cls=Command)
@@ -609,6 +611,15 @@ def paper_run(
     )
     if not good:
         raise typer.Exit(1)
+
+
+@paper_app.command("report", cls=Command)
+def paper_report(
+    results: Annotated[Path, typer.Option("--results", "-r", help="Where results are kept.")] = Path("paper-results"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("paper.html"),
+) -> None:
+    """All results as one HTML file, with pictures, verdicts, and where each number comes from."""
+    _paper_commands().write_report(results, output)
 
 
 def _paper_commands() -> ModuleType:

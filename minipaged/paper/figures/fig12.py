@@ -25,7 +25,8 @@ class Fig12(Figure):
     section = "6.2"
     look = (
         "Each curve is flat, and then it is not: from some rate on the queue grows as long as requests come. Where "
-        "that happens is decided by how many requests fit into the memory at once, and so by how much of it holds tokens."
+        "that happens is decided by how many requests fit into the memory at once, and so by how much of it holds "
+        "tokens."
     )
 
     def __init__(self, panel: str) -> None:

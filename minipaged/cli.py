@@ -590,9 +590,11 @@ def model_where(name: Annotated[str, typer.Argument(help="A known model.")] = "s
 
 
 @paper_app.command("list", cls=Command)
-def paper_list() -> None:
-    """What there is to run."""
-    _paper_commands().list_figures()
+def paper_list(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where results are kept.")] = Path("paper-results"),
+) -> None:
+    """What there is to run, and what has been."""
+    _paper_commands().list_figures(output)
 
 
 @paper_app.command("run", cls=Command)
@@ -602,13 +604,23 @@ def paper_run(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same numbers.")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one for each core.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where results are kept.")] = Path("paper-results"),
+    traces: Annotated[Path | None, typer.Option(help="A folder with the traces that some figures need.")] = None,
 ) -> None:
     """Make figures of the paper again; exit status 1 if one of them is off by more than was allowed."""
     good = _paper_commands().run_figures(
-        figures, quick=quick, seed=seed, processes=jobs or os.cpu_count() or 1, output=output
+        figures, quick=quick, seed=seed, processes=jobs or os.cpu_count() or 1, output=output, traces=traces
     )
     if not good:
         raise typer.Exit(1)
+
+
+@paper_app.command("report", cls=Command)
+def paper_report(
+    results: Annotated[Path, typer.Option("--results", "-r", help="Where results are kept.")] = Path("paper-results"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("paper.html"),
+) -> None:
+    """All results as one HTML file, with pictures, verdicts, and where each number comes from."""
+    _paper_commands().write_report(results, output)
 
 
 def _paper_commands() -> ModuleType:

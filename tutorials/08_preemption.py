@@ -210,9 +210,9 @@ for block_size in (1, 16, 64):
 #
 # A GPU computes far faster, and its host is at the other end of a slow link. Take the smallest machine of the paper's
 # evaluation, OPT-13B on an A100. From the paper are 800 KB of keys and values a token; and from its Fig. 19a, if the
-# blocks there hold 256 tokens in all, 12.6 GB a second over PCIe and 2.64 microseconds to start a copy. **Assumed** is a
-# pool of keys and one of values for each of the 40 layers, so 80 copies a block. Kernels that were measured on an A100
-# reach 63.5 % of the arithmetic speed of the data sheet, which gives the prefill speed.
+# blocks there hold 256 tokens in all, 12.6 GB a second over PCIe and 2.64 microseconds to start a copy. **Assumed** is
+# a pool of keys and one of values for each of the 40 layers, so 80 copies a block. Kernels that were measured on an
+# A100 reach 63.5 % of the arithmetic speed of the data sheet, which gives the prefill speed.
 
 # %%
 from minipaged.scheduling import Costs

@@ -643,8 +643,8 @@ assert half[0] < 0.6 * opened[28][0]
 #
 # The two loops differ beyond the knee. Users of a closed loop hold back when the server is slow. No more than 160 can
 # ever wait, so TTFT is what 160 users make it. In the open loop nobody holds back, and the queue grows as long as one
-# measures: half the requests, not half the TTFT. Such a figure tells of the measurement, not of the server. The people who
-# use a service do not know of each other, so they are an open loop, and a test with a few users who take turns will
+# measures: half the requests, not half the TTFT. Such a figure tells of the measurement, not of the server. The people
+# who use a service do not know of each other, so they are an open loop, and a test with a few users who take turns will
 # never show what happens to a service when there are more of them than it can serve.
 #
 # `python -m benchmarks.serve` puts such a load on any server with OpenAI's interface, and finds the knee

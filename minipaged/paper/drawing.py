@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import html
+import io
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Canvas
@@ -40,8 +44,21 @@ def draw(data: Mapping[str, Any]) -> Canvas:
 
 def save(data: Mapping[str, Any], path: Path) -> None:
     """As SVG or PNG, by the file's name; the same bytes for the same data."""
-    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-    draw(data).savefig(path, dpi=150, metadata=metadata)
+    if path.suffix == ".svg":
+        path.write_text('<?xml version="1.0" encoding="utf-8"?>\n' + svg(data) + "\n")
+    else:
+        draw(data).savefig(path, dpi=150, metadata={"Software": None})
+
+
+def svg(data: Mapping[str, Any]) -> str:
+    """The element, as it may stand within a page beside those of other figures: what has a name has it from its own."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": data["figure"]}):  # by which it names what it uses again
+        draw(data).savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+    drawn = file.getvalue()
+    element = re.sub(r' id="[a-z]+[\w.]*_\d+"', "", drawn[drawn.index("<svg") :].strip())  # groups, which nothing uses
+    title = html.escape(f"{data['title']}: ours solid, the paper's dashed")
+    return element.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
 
 
 def _draw_plot(axes: Axes, plot: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -24,6 +25,10 @@ import numpy as np
 
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Figure, Job
+from minipaged.paper.machines import SETTINGS, facts
+
+KEYS = {"figure", "title", "section", "made", "machines", "plots", "checks", "sentences", "notes"}
+"""Of a figure's result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class Results:
             (folder / "jobs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InvalidRequest(f"cannot keep results in {folder}: {error.strerror}; give another --output") from None
+        if not os.access(folder / "jobs", os.W_OK):
+            raise InvalidRequest(f"cannot keep results in {folder}: it cannot be written to; give another --output")
 
     def get(self, job: Job) -> Any | None:
         """The kept result, if there is one. A file that was cut off is none."""
@@ -83,9 +90,40 @@ class Results:
         part.replace(path)
 
     def put_figure(self, figure: Figure, data: Mapping[str, Any]) -> Path:
-        path = self.folder / f"{figure.name.replace('/', '-')}.json"
+        path = self.folder / f"{file_name(figure.name)}.json"
         self._write(path, data)
         return path
+
+
+def file_name(figure: str) -> str:
+    """Of all files of a figure, without what they end in."""
+    return figure.replace("/", "-")
+
+
+def kept_figures(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The figures' results that are in the folder, in the order of the names. Raises InvalidRequest for one that cannot
+    be read, or that another version of minipaged has made."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        path = folder / f"{file_name(name)}.json"
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InvalidRequest(f"cannot read {path}: {error.strerror}") from None
+        except ValueError:
+            data = None
+        again = f"minipaged paper run {name} --output {folder}"
+        if not isinstance(data, dict) or not data.keys() >= KEYS:
+            raise InvalidRequest(f"{path} is no whole result of a figure; remove it, or make it again: {again}")
+        if data["made"]["minipaged"] != version("minipaged"):
+            raise InvalidRequest(
+                f"{path} was made by minipaged {data['made']['minipaged']}, and this is {version('minipaged')}, whose "
+                f"figures may come out otherwise; make it again: {again}"
+            )
+        found[name] = data
+    return found
 
 
 def run_jobs(jobs: Iterable[Job], results: Results, processes: int, done: Callable[[Job], None]) -> dict[Job, Any]:
@@ -131,13 +169,15 @@ def run_figure(
     figure: Figure, results: Results, *, quick: bool, seed: int, processes: int, done: Callable[[Job], None]
 ) -> dict[str, Any]:
     """Run it, keep its result, and return that."""
-    found = run_jobs(figure.jobs(quick=quick, seed=seed), results, processes, done)
-    outcome = figure.outcome(found)
+    jobs = figure.jobs(quick=quick, seed=seed)
+    outcome = figure.outcome(run_jobs(jobs, results, processes, done))
+    models = {getattr(job, "model", None) for job in jobs}  # those that are served on a simulated machine
     data = {
         "figure": figure.name,
         "title": figure.title,
         "section": figure.section,
         "made": asdict(made(seed=seed, quick=quick)),
+        "machines": {model: [asdict(fact) for fact in facts(model)] for model in SETTINGS if model in models},
         "plots": [asdict(plot) for plot in outcome.plots],
         "checks": [
             {**asdict(check), "difference": check.difference, "verdict": check.verdict} for check in outcome.checks

@@ -82,7 +82,9 @@ def hashes_of(path: Path, most: int) -> Iterator[list[int]]:
     except OSError as error:
         raise InvalidRequest(f"cannot read the trace {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):
-        raise InvalidRequest(f"{path}, line {number}: no JSON object with hash_ids, as Mooncake's traces have") from None
+        raise InvalidRequest(
+            f"{path}, line {number}: no JSON object with hash_ids, as Mooncake's traces have"
+        ) from None
 
 
 class PrefixCaching(Figure):
@@ -93,7 +95,7 @@ class PrefixCaching(Figure):
     section = "beyond"
     needs_traces = True
     look = (
-        "A conversation's hit rate grows slowly with the cache, since its prefixes come again after hours; the synthetic "
+        "A conversation's hit rate grows slowly with the cache: its prefixes come again after hours. The synthetic "
         "trace has hot prefixes, and a small cache has most of what there is to have."
     )
     change_it = (
@@ -131,7 +133,9 @@ class PrefixCaching(Figure):
             Line(name, "paper", [(AT * HASHED_TOKENS / 1e6, PUBLISHED[name] * of[0])]) for name, of in rates.items()
         ]
         checks = [
-            Check(f"{name}: of an endless cache's hits, at 3 M tokens", PUBLISHED[name], of[AT] / of[0], TOLERANCE, False)
+            Check(
+                f"{name}: of an endless cache's hits, at 3 M tokens", PUBLISHED[name], of[AT] / of[0], TOLERANCE, False
+            )
             for name, of in rates.items()
         ]
         checks += [Check(f"{name}: hit rate of an endless cache", None, of[0], None) for name, of in rates.items()]

@@ -151,18 +151,18 @@ for system, rate in shown.items():
 #
 # ## Break it
 #
-# A verdict that nothing can change is worth nothing. Let somebody have measured wrongly: a row costs three times what
-# it does, as if the host were slow.
+# A verdict that nothing can change is worth nothing. Let somebody have measured wrongly: a row costs half as much
+# again as it does, as if the host were slow.
 
 # %%
 from dataclasses import replace
 
 law = law_of("OPT-13B")
-slow = replace(law, seconds_per_row=3 * law.seconds_per_row)
+slow = replace(law, seconds_per_row=1.5 * law.seconds_per_row)
 by_slow = [abs(error) for error in relative_errors(slow, points)]
 print(f"flat points, met within {max(errors):.1%}; with slow rows within {max(by_slow):.1%}")
 
-assert max(by_slow) > 5 * max(errors)
+assert max(by_slow) > 2 * max(errors)
 
 # %% [markdown]
 # The flat ends say so at once, long before any knee. And the baselines?

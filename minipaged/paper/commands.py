@@ -40,7 +40,9 @@ def figures_called(name: str) -> list[str]:
     """`all`, a figure, or all panels of one: 12 is 12a to 12f. Raises InvalidRequest."""
     if name == "all":
         return list(FIGURES)
-    found = [figure for figure in FIGURES if figure == name or (figure[:-1] == name and name.isdigit())]
+    found = (
+        [name] if name in FIGURES else [figure for figure in FIGURES if figure[:-1] == name and figure[-1].isalpha()]
+    )
     if not found:
         near = get_close_matches(name.lower().removeprefix("fig").strip(" ."), FIGURES, 1)
         meant = f" (did you mean {near[0]}?)" if near else ""

@@ -280,9 +280,9 @@ def test_kernels_that_do_not_say_the_same_are_not_compared(monkeypatch: pytest.M
 # --- The command ----------------------------------------------------------------------------------
 
 
-def run_command(name: str, folder: Path) -> int:
+def run_command(name: str, folder: Path, *options: str) -> int:
     pytest.importorskip("matplotlib")
-    return CliRunner().invoke(app, ["paper", "run", name, "--quick", "--jobs", "1", "-o", str(folder)]).exit_code
+    return CliRunner().invoke(app, ["paper", "run", name, "--jobs", "1", "-o", str(folder), *options]).exit_code
 
 
 def test_a_check_that_fails_makes_the_command_exit_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,6 +291,7 @@ def test_a_check_that_fails_makes_the_command_exit_1(tmp_path: Path, monkeypatch
     assert run_command("table1", tmp_path) == 0
     monkeypatch.setattr(table1, "TOLERANCE", 0.001)
     assert run_command("table1", tmp_path) == 1
+    assert run_command("table1", tmp_path, "--quick") == 0  # by which nothing is judged
 
 
 def test_a_figure_whose_numbers_are_exact_is_drawn(tmp_path: Path) -> None:

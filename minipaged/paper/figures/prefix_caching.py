@@ -17,8 +17,7 @@ from typing import Any
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
-from minipaged.reference.block_allocator import BlockAllocator
-from minipaged.reference.block_table import BlockTable
+from minipaged.simulated import simulated_tier
 
 HASHED_TOKENS = 512
 FILES = {"conversation": "mooncake_conversation.jsonl.gz", "synthetic": "mooncake_synthetic.jsonl.gz"}
@@ -51,13 +50,14 @@ class CachedTrace:
 
     def run(self) -> HitRate:
         requests = list(hashes_of(Path(self.path), self.most))
-        allocator = BlockAllocator(self.num_blocks or sum(map(len, requests)))
+        tier = simulated_tier()
+        allocator = tier.block_allocator(self.num_blocks or sum(map(len, requests)))
         cache = PrefixCache(1, allocator)
         hits = looked_up = 0
         for hashes in requests:
             found = cache.match([*hashes, -1])  # a prompt ends with tokens of its own
             hits, looked_up = hits + len(found), looked_up + len(hashes)
-            table = BlockTable(1, allocator)
+            table = tier.block_table(1, allocator)
             table.adopt(found)
             cache.reused(found)
             new = min(len(hashes) - len(found), allocator.num_free + cache.num_evictable)

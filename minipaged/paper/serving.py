@@ -151,8 +151,8 @@ class Served:
 
 class VLLM(FirstComeFirstServed):
     """vLLM's policy in the paper's days: this engine's own but for two things. Which way back depends on the number of
-    sequences. And newcomers leave a hundredth of all blocks free (its *watermark*), not one for each sequence that runs,
-    so that memory is fuller and preemptions are more."""
+    sequences. And newcomers leave a hundredth of all blocks free (its *watermark*), not one for each sequence that
+    runs: memory is fuller, and preemptions are more."""
 
     def __init__(self, *settings: Any, preemption: Way | None) -> None:
         super().__init__(*settings)

@@ -28,6 +28,8 @@ from minipaged.traces import Percentiles
 
 BATCH_TOKENS = 2560
 """vLLM's limit of a step in the paper's days; Orca's baselines had none."""
+WATERMARK = 0.01
+"""Of all blocks, what vLLM's newcomers left free then."""
 NO_LIMIT = 1 << 20
 VOCABULARY = 1 << 20
 """Tokens only have to differ where a prefix is not shared."""
@@ -161,11 +163,23 @@ class Served:
 
 
 class VLLM(FirstComeFirstServed):
-    """vLLM's policy in the paper's days: this engine's own, but which way back depends on the number of sequences."""
+    """vLLM's policy in the paper's days: this engine's own but for two things. Which way back depends on the number of
+    sequences. And newcomers leave a hundredth of all blocks free (its *watermark*), not one for each sequence that
+    runs: memory is fuller, and preemptions are more."""
 
     def __init__(self, *settings: Any, preemption: Way | None) -> None:
         super().__init__(*settings)
         self.preemption = preemption
+
+    def soon(self, request: RequestView, num_blocks: int) -> int:
+        return 0
+
+    def admit(
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
+    ) -> list[str]:
+        """As long as the watermark stays free; but who is alone may have all."""
+        watermark = int(WATERMARK * self.num_blocks) if running else 0
+        return super().admit(waiting, running, num_free - watermark, tokens_left)
 
     def way_back(self, request: RequestView, host_free: int) -> Way:
         return self.preemption or ("recompute" if request.num_sequences == 1 else "swap")

@@ -19,8 +19,10 @@ from minipaged.paper.figures import FIGURES, fig15, fig19, table1
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, best, crossover, good
 from minipaged.paper.figures.fig11 import Lengths
 from minipaged.paper.kernel import DecodeAttention, tiers_here
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import BATCH_TOKENS, VLLM, Serving
 from minipaged.paper.workloads import MAX_MODEL_LEN
+from minipaged.scheduling import RequestView
+from minipaged.simulated import OPT_13B_ON_AN_A100
 
 ORDER = ["1", "2", "3", "11", "13", "15", "18a", "18b", "19a", "19b", "table1"]
 """The figures of this file."""
@@ -257,6 +259,15 @@ def test_swapping_and_recomputing_take_different_times() -> None:
     assert all(found["preempted"] for found in ways.values())
     assert ways["swap"]["seconds"] != ways["recompute"]["seconds"]
     assert tiny("vLLM", rate=400.0) == ways["recompute"], "as vLLM did then with single sequences"
+
+
+def test_newcomers_leave_the_watermark_free_unless_they_are_alone() -> None:
+    policy = VLLM(1000, 16, 1 << 20, BATCH_TOKENS, OPT_13B_ON_AN_A100.costs(16), preemption=None)
+    runs = RequestView("runs", 0, 1, 8, 400, decodes=True, num_blocks=985, num_tokens=9)
+    waits = RequestView("waits", 1, 1, 80, 4, tokens_to_run=80, blocks_needed=5)
+    assert policy.admit([waits], [runs], 14, BATCH_TOKENS) == []
+    assert policy.admit([waits], [runs], 15, BATCH_TOKENS) == ["waits"]
+    assert policy.admit([waits], [], 5, BATCH_TOKENS) == ["waits"]
 
 
 def test_means_up_to_the_last_arrival_leave_out_the_batch_that_empties() -> None:

@@ -27,7 +27,7 @@ class Fig2(Figure):
     """Four shares of four systems."""
 
     name = "2"
-    title = "Fig. 2: shares of the KV memory, OPT-13B, ShareGPT at 2 requests/s"
+    title = "Fig. 2: what the KV memory holds, OPT-13B, ShareGPT"
     section = "3.1"
     look = (
         "Orca (Max) loses most to tokens that never come, Orca (Oracle), who knows the outputs, to rounding and to the "
@@ -49,7 +49,7 @@ class Fig2(Figure):
             assert isinstance(job, Serving)
             shares = {part: 100 * result["queued"][field] for part, field in PARTS.items() if field != "external"}
             ours[job.system] = {**shares, "external and others": 100 - sum(shares.values())}
-        groups = [f"{system}\n{whose}" for system in SYSTEMS for whose in ("paper", "ours")]
+        groups = [f"{system.replace(' ', chr(10))}\n{whose}" for system in SYSTEMS for whose in ("paper", "ours")]
         bars = []
         for part in PARTS:
             heights = [of[system][part] or 0.0 for system in SYSTEMS for of in (printed, ours)]
@@ -76,7 +76,7 @@ class Fig2(Figure):
             True,
         )
         return Outcome(
-            [Plot(self.title, "", "% of the KV memory", bars, groups=groups, stacked=True)],
+            [Plot(self.title, "", "% of the KV memory", bars, y_max=140, groups=groups, stacked=True)],
             checks,
             [sentence],
             [

@@ -13,11 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from minipaged.cli import app
-from minipaged.paper import published
+from minipaged.paper import machines, published
 from minipaged.paper.figure import Figure, Outcome
 from minipaged.paper.figures import FIGURES, fig15, fig19, table1
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, best, crossover, good
 from minipaged.paper.figures.fig11 import Lengths
+from minipaged.paper.figures.fig12 import FIG_12
 from minipaged.paper.kernel import DecodeAttention, tiers_here
 from minipaged.paper.serving import BATCH_TOKENS, VLLM, Serving
 from minipaged.paper.workloads import MAX_MODEL_LEN
@@ -313,3 +314,19 @@ def test_a_figure_whose_numbers_are_exact_is_drawn(tmp_path: Path) -> None:
 def test_a_figure_without_a_name_in_the_papers_order_is_refused(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["paper", "run", "99", "-o", str(tmp_path)])
     assert found.exit_code != 0
+
+
+def test_a_machine_that_is_wrong_by_a_fifth_turns_a_verdict_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that costs a fifth less: vLLM is seen to be too fast where nothing waits, by the point that calibrated it."""
+    panel = next(figure for figure in FIG_12 if figure.name == "12d")
+
+    def verdict() -> str:
+        machines.machine.cache_clear()
+        height = panel.serving("vLLM", 20, seconds=60, seed=0).run().normalized_latency
+        return panel.height_check({20: height}).verdict
+
+    found = machines.CALIBRATED["OPT-13B"]
+    assert verdict() == "holds"
+    monkeypatch.setitem(machines.CALIBRATED, "OPT-13B", replace(found, seconds_per_row=0.8 * found.seconds_per_row))
+    assert verdict() == "fails"
+    machines.machine.cache_clear()

@@ -316,8 +316,9 @@ def test_a_figure_without_a_name_in_the_papers_order_is_refused(tmp_path: Path) 
     assert found.exit_code != 0
 
 
+@pytest.mark.thorough
 def test_a_machine_that_is_wrong_by_a_fifth_turns_a_verdict_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that costs a fifth less: vLLM is seen to be too fast where nothing waits, by the point that calibrated it."""
+    """A row that costs a fifth less: vLLM is too fast where nothing waits, by the very point that calibrated it."""
     panel = next(figure for figure in FIG_12 if figure.name == "12d")
 
     def verdict() -> str:

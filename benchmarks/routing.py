@@ -55,12 +55,14 @@ LLAMA_70B_ON_8_A100 = Machine(
     kv_memory_bytes=400 * 10**9,  # assumed: what weights and activations leave of nine tenths
     max_model_len=131072,
     flops_per_token=141e9,
-    memory_bytes_per_second=8 * 0.8 * 2.039e12,  # assumed: four fifths of the data sheet's
+    weight_bytes_per_second=8 * 0.7 * 2.039e12,  # assumed: the share of the data sheet's that LLaMA-13B's kernels reach
+    kv_bytes_per_second=8 * 0.7 * 2.039e12,  # assumed: the same
     flops_per_second=8 * 0.5 * 312e12,  # assumed: half of the data sheet's, which leaves nothing for communication
     link_bytes_per_second=8 * 12e9,  # assumed, and of no effect: nothing is swapped here
     seconds_per_copy=2e-6,
     copies_per_block=2 * 80,
     seconds_per_step=5e-3,  # assumed
+    seconds_per_row=0.06e-3,  # assumed: what DistServe (OSDI 2024) measured of OPT-13B in vLLM
 )
 """Of the size that the Mooncake trace was served with."""
 

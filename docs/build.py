@@ -10,6 +10,8 @@
   `run`.
 - In place of a line `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A
   name that the file does not have ends the build.
+- The figures of the paper, from the results in docs/runs/paper/: a picture and a page each, and in place of a line
+  `<!-- verdicts -->` all verdicts in one table. A figure without a result gets no page, and the table says so.
 - Python for the pages, by which a reader changes and runs the cells of tutorials that have the tag `editable`. It is
   fetched from the npm registry, once. Where that cannot be, the site is built without; MINIPAGED_NEEDS_BROWSER=1 makes
   that an error.
@@ -30,6 +32,10 @@ from pathlib import Path
 from typing import Any
 
 from docs import npm, python_in_page
+from minipaged.paper import drawing
+from minipaged.paper.figures import FIGURES
+from minipaged.paper.pages import body, counts, knees, label, summary
+from minipaged.paper.running import file_name, kept_figures
 from minipaged.stepper.page import element
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +45,9 @@ RECORDING = "application/vnd.minipaged.run+json"
 """What a recording is as the output of a cell."""
 RUN = re.compile(r"^<!-- run (?P<file>\S+\.py) -->$", re.MULTILINE)
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
+VERDICTS = "<!-- verdicts -->"
+RESULTS = ROOT / "docs" / "runs" / "paper"
+"""Of the paper's figures: copied from where `minipaged paper run` has left them."""
 CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
 
 
@@ -52,6 +61,7 @@ def main() -> None:
         text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
+    paper_figures()
     demo = (STAGE / "assets" / "demo.svg").read_text()
     (STAGE / "assets" / "demo-still.svg").write_text(REDUCED.sub(r"\g<rules>", demo))
     shutil.copy(ROOT / "minipaged" / "stepper" / "stepper.js", STAGE / "assets")
@@ -81,6 +91,52 @@ def recorded(script: Path) -> str:
     print(f"running {script.relative_to(ROOT)}", flush=True)
     recording = runpy.run_path(str(script))["run"]
     return element(recording.data(), id=script.stem)
+
+
+# --- The paper's figures --------------------------------------------------------------------------
+
+
+def paper_figures() -> None:
+    """A page and a picture for each result that is kept, and the table of all verdicts."""
+    results, folder = kept_figures(RESULTS, FIGURES), STAGE / "paper"
+    for name, data in results.items():
+        drawing.save(data, folder / f"{file_name(name)}.svg")
+        (folder / f"{file_name(name)}.md").write_text(figure_page(data, list(results)))
+    index = folder / "index.md"
+    index.write_text(index.read_text().replace(VERDICTS, verdicts(results)))
+
+
+def figure_page(data: dict[str, Any], names: list[str]) -> str:
+    """The page of one figure. `names`: of all that have one, in order."""
+    figure, name = FIGURES[data["figure"]], file_name(data["figure"])
+    place = names.index(data["figure"])
+    around = [f"[← {label(names[place - 1])}]({file_name(names[place - 1])}.md)"] if place else []
+    around.append("[all verdicts](index.md)")
+    if place + 1 < len(names):
+        around.append(f"[{label(names[place + 1])} →]({file_name(names[place + 1])}.md)")
+    return "\n\n".join(
+        [
+            f"# {data['title']}",
+            " · ".join(around),
+            f"Section {figure.section} of the paper. {counts([data])}. Solid lines are ours, dashed ones the paper's; "
+            "hollow circles are the points of the paper by which the machine was calibrated.",
+            f"![{data['title']}: ours solid, the paper's dashed]({name}.svg){{ .drawn }}",
+            "## What to look at",
+            figure.look,
+            f'<div class="paper">\n{body(figure, data, level=2)}\n</div>',
+            f"[The numbers of this page](../runs/paper/{name}.json) · [what this is, and what it is not](what.md)",
+        ]
+    )
+
+
+def verdicts(results: dict[str, dict[str, Any]]) -> str:
+    """All of them, and which figures have none."""
+    parts = [line] if (line := knees(results)) else []
+    links = {name: f"{file_name(name)}.html" for name in results}
+    parts.append(f'<div class="paper">\n{summary(results, links)}\n</div>')
+    if missing := [label(name) for name in FIGURES if name not in results]:
+        parts.append(f"Without a result that is kept here, and so without a page: {', '.join(missing)}.")
+    return "\n\n".join(parts)
 
 
 # --- Code -----------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -44,6 +45,8 @@ model_app = typer.Typer(help="The models that minipaged knows by name.", no_args
 app.add_typer(model_app, name="model")
 course_app = typer.Typer(help="For instructors.", no_args_is_help=True)
 app.add_typer(course_app, name="course")
+paper_app = typer.Typer(help="The figures of the PagedAttention paper, made again.", no_args_is_help=True)
+app.add_typer(paper_app, name="paper")
 
 ModelOption = Annotated[str, typer.Option(help="A known name, a folder, a .gguf file, or a hub id.")]
 
@@ -590,6 +593,56 @@ def model_where(name: Annotated[str, typer.Argument(help="A known model.")] = "s
         print(f"{name} has not been fetched; run: minipaged model fetch {name}", file=sys.stderr)
         raise typer.Exit(1)
     print(folder)
+
+
+# --- The paper ------------------------------------------------------------------------------------
+
+
+@paper_app.command("list", cls=Command)
+def paper_list(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where results are kept.")] = Path("paper-results"),
+) -> None:
+    """What there is to run, and what has been."""
+    _paper_commands().list_figures(output)
+
+
+@paper_app.command("run", cls=Command)
+def paper_run(
+    figures: Annotated[list[str], typer.Argument(metavar="FIG...", help="As in: 12a 13; or all.", show_default=False)],
+    quick: Annotated[bool, typer.Option("--quick", help="Short traces: seconds, and knees come out too high.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same numbers.")] = 0,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one for each core.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where results are kept.")] = Path("paper-results"),
+    traces: Annotated[Path | None, typer.Option(help="A folder with the traces that some figures need.")] = None,
+) -> None:
+    """Make figures of the paper again; exit status 1 if one of them is off by more than was allowed."""
+    good = _paper_commands().run_figures(
+        figures, quick=quick, seed=seed, processes=jobs or os.cpu_count() or 1, output=output, traces=traces
+    )
+    if not good:
+        raise typer.Exit(1)
+
+
+@paper_app.command("report", cls=Command)
+def paper_report(
+    results: Annotated[Path, typer.Option("--results", "-r", help="Where results are kept.")] = Path("paper-results"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("paper.html"),
+) -> None:
+    """All results as one HTML file, with pictures, verdicts, and where each number comes from."""
+    _paper_commands().write_report(results, output)
+
+
+def _paper_commands() -> ModuleType:
+    try:
+        import minipaged.paper.commands as commands
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise InvalidRequest(
+            "drawing needs matplotlib; install minipaged with its extra 'paper' "
+            f"(in a clone: {sys.executable} -m pip install -c constraints.txt -e '.[paper]')"
+        ) from None
+    return commands
 
 
 # --- The course -----------------------------------------------------------------------------------

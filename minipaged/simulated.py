@@ -5,17 +5,20 @@ The engine, its scheduler, its block tables and allocators are the real ones. On
 seconds that a machine of stated speeds would need for them. So thousands of requests are served in seconds, and memory
 can be studied at the scale of the paper's evaluation (section 6) on any laptop.
 
-The cost of a step is the simplest that tells prefill from decode, a roofline:
+The cost of a step tells prefill from decode:
 
-    seconds = seconds_per_step + max(bytes / memory speed, operations / arithmetic speed)
-    bytes        the weights once, and the K/V of every row's whole context
+    seconds = t0 + r * rows + max(weights / bandwidth, operations / peak) + K/V / bandwidth2
+    rows         sequences of the batch
+    weights      their bytes, read once
     operations   flops_per_token for each query token
+    K/V          the bytes of every row's whole context
 
-Decoding waits for memory: a step of 1 row and one of 30 cost nearly the same, which is why batching pays. A prefill
-waits for arithmetic. Left out are the operations of attention itself (a few percent at contexts of 2,000 tokens) and
-whatever a machine does at the same time; a swap is paid in full, before the step that it makes room for. The steps of
-several lanes (`pipeline_parallel_size`) take their time one after another, as on one machine: of what a pipeline would
-gain nothing is said here.
+Decoding waits for memory: a step of 1 row and one of 8 cost nearly the same, which is why batching pays. A prefill
+waits for arithmetic. Attention reads K and V after and before the products with the weights, so its time is added; a
+roofline that takes the maximum over all bytes puts the ends of the paper's curves 16 to 138 % too far to the right.
+Left out are the operations of attention itself (a few percent at contexts of 2,000 tokens); a swap is paid in full,
+before the step that it makes room for. The steps of several lanes (`pipeline_parallel_size`) take their time one after
+another, as on one machine: of what a pipeline would gain nothing is said here.
 """
 
 from __future__ import annotations
@@ -48,7 +51,10 @@ class Machine:
     """Longest sequence that the model was made for, in tokens."""
     flops_per_token: float
     """Two for each parameter: a multiplication and an addition."""
-    memory_bytes_per_second: float
+    weight_bytes_per_second: float
+    """At which weights are read."""
+    kv_bytes_per_second: float
+    """At which attention reads K and V."""
     flops_per_second: float
     link_bytes_per_second: float
     """Between device and host, one way."""
@@ -57,18 +63,20 @@ class Machine:
     copies_per_block: int
     """1 where a block is one piece of memory; 2 x layers where each layer has a pool of keys and one of values."""
     seconds_per_step: float
-    """What every step costs beside: scheduling, launching, sampling."""
+    """What every step costs beside: scheduling, launching."""
+    seconds_per_row: float
+    """What every row costs beside: choosing its token, and keeping its block table."""
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks of `block_size` tokens that the KV memory holds."""
         return self.kv_memory_bytes // (block_size * self.kv_bytes_per_token)
 
-    def step_seconds(self, num_query_tokens: int, num_context_tokens: int) -> float:
+    def step_seconds(self, num_rows: int, num_query_tokens: int, num_context_tokens: int) -> float:
         """One forward pass; `num_context_tokens`: the context lengths of all rows together."""
-        num_bytes = self.weight_bytes + num_context_tokens * self.kv_bytes_per_token
-        memory = num_bytes / self.memory_bytes_per_second
+        weights = self.weight_bytes / self.weight_bytes_per_second
         arithmetic = num_query_tokens * self.flops_per_token / self.flops_per_second
-        return self.seconds_per_step + max(memory, arithmetic)
+        kv = num_context_tokens * self.kv_bytes_per_token / self.kv_bytes_per_second
+        return self.seconds_per_step + num_rows * self.seconds_per_row + max(weights, arithmetic) + kv
 
     def costs(self, block_size: int) -> Costs:
         """What swapping and recomputing pay for, with blocks of `block_size` tokens."""
@@ -83,19 +91,21 @@ class Machine:
 
 OPT_13B_ON_AN_A100 = Machine(
     name="OPT-13B on an A100 of 40 GB",
-    weight_bytes=26e9,  # 13 billion parameters in 16 bits
+    weight_bytes=26e9,  # Table 1: 13 billion parameters in 16 bits
     kv_bytes_per_token=2 * 40 * 5120 * 2,  # K and V, layers, hidden size, bytes: the paper's 800 KB (section 3)
     kv_memory_bytes=12 << 30,  # Table 1
     max_model_len=2048,
     flops_per_token=26e9,
-    memory_bytes_per_second=0.8 * 1.555e12,  # assumed: four fifths of the data sheet's
-    flops_per_second=0.5 * 312e12,  # assumed: half of the data sheet's, which gives a prefill of 6,000 tokens a second
-    link_bytes_per_second=12e9,  # assumed, over PCIe
-    seconds_per_copy=2e-6,  # assumed
+    weight_bytes_per_second=0.698 * 1.555e12,  # of the data sheet's, the share that measured kernels reach
+    kv_bytes_per_second=0.624 * 1.555e12,  # calibrated by the paper's flat points (`paper/calibration.py`)
+    flops_per_second=0.635 * 312e12,  # of the data sheet's, the share that measured kernels reach
+    link_bytes_per_second=12.6e9,  # Fig. 19a, if its blocks hold 256 tokens in all
+    seconds_per_copy=2.64e-6,  # the same
     copies_per_block=2 * 40,
-    seconds_per_step=5e-3,  # assumed
+    seconds_per_step=4.21e-3,  # calibrated
+    seconds_per_row=0.277e-3,  # calibrated
 )
-"""The smallest setting of the paper's evaluation (section 6.1, Table 1). What is assumed says so."""
+"""The smallest setting of the paper's evaluation (section 6.1, Table 1), as `paper/machines.py` finds it."""
 
 
 class SimulatedRunner(Runner):
@@ -117,7 +127,7 @@ class SimulatedRunner(Runner):
         rows.follow(step)
         if any(step.moves):
             self.move(step.moves)
-        self.now += self.machine.step_seconds(rows.num_query_tokens, rows.num_context_tokens)
+        self.now += self.machine.step_seconds(len(rows), rows.num_query_tokens, rows.num_context_tokens)
         return StepResult([_CHOSEN] * rows.num_choices, None)
 
     def move(self, moves: BlockMoves) -> None:
@@ -126,7 +136,7 @@ class SimulatedRunner(Runner):
             num_blocks = len(moves.swap_out) + len(moves.swap_in) + len(moves.load)
             self.now += carry_seconds(self._costs, num_blocks)
         copied = 2 * len(moves.copy) * self.block_size * self.machine.kv_bytes_per_token  # read and written
-        self.now += copied / self.machine.memory_bytes_per_second
+        self.now += copied / self.machine.kv_bytes_per_second
 
     def costs(self) -> Costs:
         return self._costs

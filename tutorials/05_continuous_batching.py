@@ -17,19 +17,21 @@
 # ## Why requests run together
 #
 # To choose one token, a model reads all of its weights. To choose one token each for eight requests, it reads them once
-# as well. So a pass over a *batch* costs little more than a pass for one request, until there is so much to compute
-# that arithmetic, and not memory, takes the longest. minipaged has a model of such a machine, with figures that are
-# partly the paper's and partly assumed ([the design](../docs/design.md#the-simulated-machine) says which):
+# as well. So a pass over a *batch* costs little more than a pass for one request. What does grow with the batch is the
+# rest: each row's keys and values are read, its token is chosen, its block table is kept; and, in the end, there is so
+# much to compute that arithmetic takes longer than reading the weights. minipaged has a model of such a machine, with
+# figures that are the paper's, measured, or calibrated by the paper's curves
+# ([the design](../docs/design.md#the-simulated-machine) says which):
 
 # %%
 from minipaged.simulated import OPT_13B_ON_AN_A100
 
-seconds = {rows: OPT_13B_ON_AN_A100.step_seconds(rows, num_context_tokens=200 * rows) for rows in (1, 8, 32)}
+seconds = {rows: OPT_13B_ON_AN_A100.step_seconds(rows, rows, 200 * rows) for rows in (1, 8, 32)}
 for rows, cost in seconds.items():
     print(f"{rows:>2} requests decode one token each: {1000 * cost:.1f} ms")
 
-assert seconds[8] < 1.05 * seconds[1]
-assert seconds[32] < 1.2 * seconds[1]
+assert seconds[8] < 1.2 * seconds[1]
+assert seconds[32] < 1.5 * seconds[1]  # for 32 times the tokens
 
 # %% [markdown]
 # What a server earns is therefore the number of requests that it keeps in its batch. An empty row is lost.
@@ -313,8 +315,8 @@ found = {budget: waits(budget) for budget in (2048, 512, 128, 32)}
 for budget, (longest, first) in found.items():
     print(f"{budget:>4} tokens: A waits up to {1000 * longest:3.0f} ms, B {1000 * first:.0f} ms for its first token")
 
-assert found[2048][0] > 9 * found[128][0]
-assert found[128][1] < 1.5 * found[2048][1]
-assert found[32][1] > 4 * found[2048][1]
+assert found[2048][0] > 6 * found[128][0]
+assert found[128][1] < 2 * found[2048][1]
+assert found[32][1] > 6 * found[2048][1]
 # A chunk of 128 tokens is computed while the weights are being read, so A hardly notices it. Still smaller ones win
 # nothing for A, and B needs many more passes, each of which reads all the weights again.

@@ -573,8 +573,8 @@ assert allm.llm.engine.blocks.num_used == 0
 # This takes many requests, so the machine is the simulated one of the paper's size: the engine is real, time is not.
 # Each request has a prompt of 128 tokens, and 64 are generated.
 #
-# **Predict.** In a closed loop the number of users doubles: 20, 40, 80, 160. In an open loop the rate does: 5, 10, 20,
-# 40 a second. The machine can serve some 21 requests a second. What becomes of the median TTFT, when there are more?
+# **Predict.** In a closed loop the number of users doubles: 20, 40, 80, 160. In an open loop the rate does: 3.5, 7, 14,
+# 28 a second. The machine can serve some 15 requests a second. What becomes of the median TTFT, when there are more?
 
 # %%
 from collections import deque
@@ -629,22 +629,22 @@ def tell(what: str, served: list[tuple[float, float]], seconds: float) -> tuple[
 
 
 closed = {users: tell(f"{users} users", *serve([0.0] * users, again=400 - users)) for users in (20, 40, 80, 160)}
-opened = {rate: tell(f"{rate} a second", *serve(poisson(rate))) for rate in (5, 10, 20, 40)}
-half = tell("40, half as long", *serve(poisson(40, num_requests=200)))
+opened = {rate: tell(f"{rate} a second", *serve(poisson(rate))) for rate in (3.5, 7, 14, 28)}
+half = tell("28, half as long", *serve(poisson(28, num_requests=200)))
 
 assert closed[80][0] < 0.5 < 1 < closed[160][0]
-assert opened[20][0] < 0.1 < 1 < opened[40][0]
-assert opened[40][1] < opened[20][1] / 2
-assert half[0] < 0.6 * opened[40][0]
+assert opened[14][0] < 0.2 < 1 < opened[28][0]
+assert opened[28][1] < opened[14][1] / 2
+assert half[0] < 0.6 * opened[28][0]
 
 # %% [markdown]
-# Up to the *knee*, at some 21 a second, waiting is short, and what is served is served in time. Beyond it the server
+# Up to the *knee*, at some 15 a second, waiting is short, and what is served is served in time. Beyond it the server
 # still serves as many, and few of them in time: everybody waits first, in a queue that others have made.
 #
 # The two loops differ beyond the knee. Users of a closed loop hold back when the server is slow. No more than 160 can
 # ever wait, so TTFT is what 160 users make it. In the open loop nobody holds back, and the queue grows as long as one
-# measures: half the requests, half the TTFT. Such a figure tells of the measurement, not of the server. The people who
-# use a service do not know of each other, so they are an open loop, and a test with a few users who take turns will
+# measures: half the requests, not half the TTFT. Such a figure tells of the measurement, not of the server. The people
+# who use a service do not know of each other, so they are an open loop, and a test with a few users who take turns will
 # never show what happens to a service when there are more of them than it can serve.
 #
 # `python -m benchmarks.serve` puts such a load on any server with OpenAI's interface, and finds the knee
@@ -652,17 +652,17 @@ assert half[0] < 0.6 * opened[40][0]
 #
 # ## Exercises
 #
-# 1. Forty requests a second come, and the machine can serve half of them. Save the goodput with a limit to the queue:
+# 1. 28 requests a second come, and the machine can serve half of them. Save the goodput with a limit to the queue:
 #    what is it with 64, 16 and 4 who may wait, and what is the price?
 
 # %% tags=["solution"]
-limited = {most: serve(poisson(40), max_waiting=most) for most in (64, 16, 4)}
+limited = {most: serve(poisson(28), max_waiting=most) for most in (64, 16, 4)}
 goodputs = {most: tell(f"{most} may wait", *served)[1] for most, served in limited.items()}
 for most, (served, _) in limited.items():
     print(f"{most} may wait: {400 - len(served)} of 400 are told to ask again later")
 
-assert goodputs[16] > 2 * opened[40][1]
-assert goodputs[16] > 0.9 * opened[20][1]
+assert goodputs[16] > 2 * opened[28][1]
+assert goodputs[16] > 0.9 * opened[14][1]
 # The price is that many are refused, and that is no price: they would have been served too late, and made everybody
 # behind them late. Who is refused at once can still ask another server.
 

@@ -1,0 +1,18 @@
+"""The executable paper: the figures of "Efficient Memory Management for Large Language Model Serving with
+PagedAttention" (Kwon et al., SOSP 2023), each made again by a command.
+
+    python -m minipaged paper list
+    python -m minipaged paper run 12a
+
+What runs is this repository's engine with its scheduler, block tables and allocators; the GPU is simulated. In ACM's
+words the results are *replicated in simulation*, not reproduced.
+
+    published.py          what the paper printed, as numbers        data/paper.json
+    workloads.py          lengths of Fig. 11, Poisson arrivals
+    calibration.py        what a step costs, from the paper's flat points and from measured kernels
+    machines.py           the machines of Table 1
+    buddy.py orca.py faster_transformer.py      the baselines, as memory and policy of the engine
+    serving.py            one workload, one system, one rate
+    figure.py figures/    what each figure runs, draws and compares
+    running.py drawing.py commands.py
+"""

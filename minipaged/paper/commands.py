@@ -1,0 +1,123 @@
+"""`minipaged paper`: list the figures, run some or all of them, and write a report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from minipaged.errors import InvalidRequest
+from minipaged.paper.drawing import save
+from minipaged.paper.figure import Figure
+from minipaged.paper.figures import FIGURES
+from minipaged.paper.pages import COLUMNS, cells, counts, label
+from minipaged.paper.report import report
+from minipaged.paper.running import Results, file_name, kept_figures, run_figure
+
+COLOUR = {"holds": "green", "fails": "red", "not judged": "dim"}
+
+
+def list_figures(folder: Path) -> None:
+    """Each with what its result, if one is kept, came to."""
+    kept = kept_figures(folder, FIGURES)
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for figure in FIGURES.values():
+        data = kept.get(figure.name)
+        quick = " (quick)" if data and data["made"]["quick"] else ""
+        table.add_row(figure.name, figure.title, counts([data]) + quick if data else "[dim]not run[/]")
+    console.print(table)
+
+
+def figures_called(name: str) -> list[str]:
+    """`all`, a figure, or all panels of one: 12 is 12a to 12f. Raises InvalidRequest."""
+    if name == "all":
+        return list(FIGURES)
+    found = (
+        [name] if name in FIGURES else [figure for figure in FIGURES if figure[:-1] == name and figure[-1].isalpha()]
+    )
+    if not found:
+        near = get_close_matches(name.lower().removeprefix("fig").strip(" ."), FIGURES, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise InvalidRequest(f"there is no figure {name!r}{meant}; there are: {', '.join(FIGURES)}, and all")
+    return found
+
+
+def run_figures(
+    names: Sequence[str], *, quick: bool, seed: int, processes: int, output: Path, traces: Path | None = None
+) -> bool:
+    """Run these figures, or all that can be run; returns whether no check failed. By quick ones nothing is judged."""
+    chosen = list(dict.fromkeys(figure for name in names for figure in figures_called(name)))
+    results = Results(output)
+    console, good = Console(highlight=False), True
+    for name in chosen:
+        figure = FIGURES[name]
+        if traces is not None:
+            figure = figure.given(traces)
+        elif figure.needs_traces and name not in names:
+            print(f"{name} is left out: it needs --traces FOLDER", file=sys.stderr)
+            continue
+        data = _run_one(figure, results, quick=quick, seed=seed, processes=processes)
+        path = output / file_name(name)
+        save(data, path.with_suffix(".svg"))
+        save(data, path.with_suffix(".png"))
+        show(data, console)
+        print(f"{path}.json .svg .png", file=sys.stderr)
+        good &= quick or all(check["verdict"] != "fails" for check in data["checks"])
+    return good
+
+
+def _run_one(figure: Figure, results: Results, *, quick: bool, seed: int, processes: int) -> dict[str, Any]:
+    """With a bar, a step for each job."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(label(figure.name), total=len(set(figure.jobs(quick=quick, seed=seed))))
+        return run_figure(
+            figure, results, quick=quick, seed=seed, processes=processes, done=lambda _: progress.advance(task)
+        )
+
+
+def show(data: Mapping[str, Any], console: Console) -> None:
+    """The table under a figure. What all rows end in is its first column's head."""
+    rows = [cells(check) for check in data["checks"]]
+    ends = {row[0].partition(": ")[2] for row in rows}
+    common = ends.pop() if len(ends) == 1 else ""
+    title = data["title"] + (" (quick)" if data["made"]["quick"] else "")
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column(common)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "verdict" else "right", no_wrap=True)
+    for what, *numbers, verdict in rows:
+        table.add_row(what.removesuffix(f": {common}"), *numbers, f"[{COLOUR[verdict]}]{verdict}[/]")
+    console.print(table)
+    for sentence in data["sentences"]:
+        if not sentence["holds_in_paper"]:
+            console.print(
+                f"Not borne out by the paper's own figure: “{sentence['says']}” (section {sentence['section']}): "
+                f"there {sentence['in_paper']}; here {sentence['ours']}",
+                markup=False,
+            )
+    for note in data["notes"]:
+        console.print(note, markup=False)
+
+
+def write_report(folder: Path, output: Path) -> None:
+    """One HTML file of all results in the folder."""
+    results = kept_figures(folder, FIGURES)
+    if not results:
+        raise InvalidRequest(
+            f"there are no results in {folder}; minipaged paper run all --output {folder} makes them, or give another "
+            "--results"
+        )
+    try:
+        output.write_text(report(results))
+    except OSError as error:
+        raise InvalidRequest(f"cannot write {output}: {error.strerror}; give another --output") from None
+    print(output)

@@ -1,0 +1,112 @@
+"""Draws a figure's result: ours solid, the paper's dashed, points of the calibration as hollow marks (matplotlib)."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure as Canvas
+
+COLOURS = {
+    "FasterTransformer": "#7f7f7f",
+    "Orca (Max)": "#b35806",
+    "Orca (Pow2)": "#e08214",
+    "Orca (Oracle)": "#8073ac",
+    "vLLM": "#1b7837",
+}
+"""Of the systems, told apart by colour-blind readers and in grey. Other lines take matplotlib's own in turn."""
+MARKS = {"FasterTransformer": "v", "Orca (Max)": "s", "Orca (Pow2)": "^", "Orca (Oracle)": "D", "vLLM": "o"}
+MOST_MARKS = 30
+"""Lines of more points have none."""
+INCHES = (5.2, 3.6)
+"""Of one plot."""
+
+
+def draw(data: Mapping[str, Any]) -> Canvas:
+    """All plots of a result, side by side, two in a row."""
+    plots = data["plots"]
+    columns = min(2, len(plots))
+    rows = -(-len(plots) // columns)
+    canvas = Canvas(figsize=(INCHES[0] * columns, INCHES[1] * rows), layout="constrained")
+    for axes, plot in zip(canvas.subplots(rows, columns, squeeze=False).flat, plots, strict=False):
+        _draw_plot(axes, plot)
+    for axes in canvas.axes[len(plots) :]:
+        axes.set_axis_off()
+    return canvas
+
+
+def save(data: Mapping[str, Any], path: Path) -> None:
+    """As SVG or PNG, by the file's name; the same bytes for the same data."""
+    if path.suffix == ".svg":
+        path.write_text('<?xml version="1.0" encoding="utf-8"?>\n' + svg(data) + "\n")
+    else:
+        draw(data).savefig(path, dpi=150, metadata={"Software": None})
+
+
+def svg(data: Mapping[str, Any]) -> str:
+    """The element, as it may stand within a page beside those of other figures: what has a name has it from its own."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": data["figure"]}):  # by which it names what it uses again
+        draw(data).savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+    drawn = file.getvalue()
+    element = re.sub(r' id="[a-z]+[\w.]*_\d+"', "", drawn[drawn.index("<svg") :].strip())  # groups, which nothing uses
+    title = html.escape(f"{data['title']}: ours solid, the paper's dashed")
+    return element.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+
+
+def _draw_plot(axes: Axes, plot: Mapping[str, Any]) -> None:
+    axes.set_title(plot["title"], fontsize=10)
+    axes.set_xlabel(plot["x"])
+    axes.set_ylabel(plot["y"])
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    if plot["groups"]:
+        _draw_bars(axes, plot)
+    else:
+        _draw_lines(axes, plot)
+    if plot["log_x"]:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+    if plot["log_y"]:
+        axes.set_yscale("log")
+    if plot["y_max"] is not None:
+        axes.set_ylim(0 if not plot["log_y"] else None, plot["y_max"])
+    axes.legend(fontsize=7)
+
+
+def _draw_lines(axes: Axes, plot: Mapping[str, Any]) -> None:
+    labels = list(dict.fromkeys(line["label"] for line in plot["lines"]))
+    for line in plot["lines"]:
+        label, style = line["label"], line["style"]
+        colour = COLOURS.get(label, f"C{labels.index(label)}")
+        x, y = zip(*line["points"], strict=True) if line["points"] else ((), ())
+        if style == "ours":
+            mark = MARKS.get(label, "o") if len(x) <= MOST_MARKS else ""
+            axes.plot(x, y, "-", marker=mark, ms=4, color=colour, label=label)
+        elif style == "paper":
+            darker = [0.6 * part for part in to_rgb(colour)]  # to be seen on top of ours
+            axes.plot(x, y, "--", color=darker, zorder=3, label=f"{label}, paper")
+        else:
+            axes.plot(x, y, "o", ms=9, mfc="none", color="black", label="calibrated by")
+
+
+def _draw_bars(axes: Axes, plot: Mapping[str, Any]) -> None:
+    groups, lines = plot["groups"], plot["lines"]
+    width = 0.8 if plot["stacked"] else 0.8 / len(lines)
+    bottom = [0.0] * len(groups)
+    for i, line in enumerate(lines):
+        heights = [y for _, y in line["points"]]
+        places = [x if plot["stacked"] else x - 0.4 + (i + 0.5) * width for x, _ in line["points"]]
+        label = line["label"] if line["style"] == "ours" or plot["stacked"] else f"{line['label']}, paper"
+        hatch = "//" if line["style"] == "paper" else None
+        below = bottom if plot["stacked"] else 0
+        axes.bar(places, heights, width, below, label=label, hatch=hatch, edgecolor="white")
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)] if plot["stacked"] else bottom
+    axes.set_xticks(range(len(groups)), groups, fontsize=8)

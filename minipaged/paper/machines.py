@@ -1,0 +1,201 @@
+"""The machines of the paper's evaluation (section 6.1, Table 1), as laws of what a step costs.
+
+Sizes are the paper's. Of the speeds, three are calibrated by the paper's flat points and two by measured kernels
+(`calibration.py`; `python -m minipaged.paper.machines` finds them anew, and a test compares). What is assumed says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+from minipaged.paper.calibration import (
+    FlatPoint,
+    StepLaw,
+    calibrate,
+    calibrate_by_kernels,
+    flat_points,
+    measured_steps,
+)
+from minipaged.paper.workloads import MAX_MODEL_LEN
+from minipaged.simulated import Machine
+
+Kind = Literal["paper", "data sheet", "measured", "calibrated", "assumed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One column of Table 1, and where its model was served."""
+
+    model: str
+    num_gpus: int
+    layers: int
+    hidden_size: int
+    weight_bytes: float
+    kv_memory_bytes: int
+    memory_bytes_per_second: float
+    """Of all GPUs, by the data sheet."""
+    flops_per_second: float
+    """The same, 16-bit tensor cores."""
+    panels: tuple[str, ...]
+    """Of Fig. 12 (of LLaMA, Fig. 16), whose flat points calibrate it."""
+    seconds: float
+    """How long its traces are."""
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """K and V in 16 bits: for OPT-13B the paper's 800 KB (section 3)."""
+        return 2 * self.layers * self.hidden_size * 2
+
+
+A100_40, A100_80 = 1.555e12, 2.039e12  # bytes a second, data sheet
+A100_FLOPS = 312e12  # data sheet
+
+SETTINGS = {
+    setting.model: setting
+    for setting in (
+        Setting("OPT-13B", 1, 40, 5120, 26e9, 12 << 30, A100_40, A100_FLOPS, ("12a", "12d"), 3600),
+        Setting("OPT-66B", 4, 64, 9216, 132e9, 21 << 30, 4 * A100_40, 4 * A100_FLOPS, ("12b", "12e"), 3600),
+        Setting("OPT-175B", 8, 96, 12288, 346e9, 264 << 30, 8 * A100_80, 8 * A100_FLOPS, ("12c", "12f"), 900),
+        Setting("LLaMA-13B", 1, 40, 5120, 26e9, 12 << 30, A100_40, A100_FLOPS, ("16a", "16b"), 3600),
+    )
+}
+
+KERNELS = {"weights": 0.698, "arithmetic": 0.635}
+"""Measured: the shares of the data sheet that kernels of LLaMA-13B reach on an A100 of 80 GB."""
+LINK_BYTES_PER_SECOND, SECONDS_PER_COPY = 12.6e9, 2.64e-6
+"""From Fig. 19a, both ways' mean, if what it moves has 256 tokens (which its figures imply and it does not say)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """What the flat points of Fig. 12 say of one machine."""
+
+    seconds_per_step: float
+    seconds_per_row: float
+    kv: float
+    """Share of the data sheet's memory speed at which K and V are read."""
+
+
+CALIBRATED = {
+    "OPT-13B": Calibrated(4.21e-3, 0.277e-3, 0.624),
+    "OPT-66B": Calibrated(21.02e-3, 0.336e-3, 0.495),
+    "OPT-175B": Calibrated(49.23e-3, 0.365e-3, 0.999),
+    "LLaMA-13B": Calibrated(2.21e-3, 0.305e-3, 0.999),
+}
+
+
+@cache
+def machine(model: str) -> Machine:
+    """The machine that serves this model."""
+    setting, found = SETTINGS[model], CALIBRATED[model]
+    gpus = "an A100 of 40 GB" if setting.num_gpus == 1 else f"{setting.num_gpus} A100"
+    return Machine(
+        name=f"{model} on {gpus}",
+        weight_bytes=setting.weight_bytes,
+        kv_bytes_per_token=setting.kv_bytes_per_token,
+        kv_memory_bytes=setting.kv_memory_bytes,
+        max_model_len=MAX_MODEL_LEN,
+        flops_per_token=setting.weight_bytes,  # two operations for each parameter, which has two bytes
+        weight_bytes_per_second=KERNELS["weights"] * setting.memory_bytes_per_second,
+        kv_bytes_per_second=found.kv * setting.memory_bytes_per_second,
+        flops_per_second=KERNELS["arithmetic"] * setting.flops_per_second,
+        link_bytes_per_second=setting.num_gpus * LINK_BYTES_PER_SECOND,
+        seconds_per_copy=SECONDS_PER_COPY,
+        copies_per_block=2 * setting.layers,
+        seconds_per_step=found.seconds_per_step,
+        seconds_per_row=found.seconds_per_row,
+    )
+
+
+def points_of(model: str) -> list[FlatPoint]:
+    """The points by which it is calibrated."""
+    return [point for panel in SETTINGS[model].panels for point in flat_points(panel)]
+
+
+def law_of(model: str) -> StepLaw:
+    """How the machine's steps cost, for calibration."""
+    made, setting = machine(model), SETTINGS[model]
+    return StepLaw(
+        seconds_per_step=made.seconds_per_step,
+        seconds_per_row=made.seconds_per_row,
+        kv_bytes_per_second=made.kv_bytes_per_second,
+        weight_bytes=made.weight_bytes,
+        weight_bytes_per_second=made.weight_bytes_per_second,
+        flops_per_token=made.flops_per_token,
+        flops_per_second=made.flops_per_second,
+        kv_bytes_per_token=made.kv_bytes_per_token,
+        memory_bytes_per_second=setting.memory_bytes_per_second,
+    )
+
+
+def calibrated_anew(model: str) -> Calibrated:
+    """From the flat points alone: the search begins at round figures, not at what it found before."""
+    setting = SETTINGS[model]
+    start = replace(
+        law_of(model),
+        seconds_per_step=0.1 * setting.weight_bytes / setting.memory_bytes_per_second,
+        seconds_per_row=0.3e-3,
+        kv_bytes_per_second=0.7 * setting.memory_bytes_per_second,
+    )
+    law = calibrate(start, points_of(model))
+    return Calibrated(
+        law.seconds_per_step, law.seconds_per_row, law.kv_bytes_per_second / setting.memory_bytes_per_second
+    )
+
+
+def kernels_anew() -> StepLaw:
+    """What measured kernels of LLaMA-13B reach on an A100 of 80 GB."""
+    start = StepLaw(
+        seconds_per_step=0.0,
+        seconds_per_row=0.01e-3,
+        kv_bytes_per_second=0.7 * A100_80,
+        weight_bytes=26e9,
+        weight_bytes_per_second=0.8 * A100_80,
+        flops_per_token=26e9,
+        flops_per_second=0.6 * A100_FLOPS,
+        kv_bytes_per_token=SETTINGS["OPT-13B"].kv_bytes_per_token,
+        memory_bytes_per_second=A100_80,
+    )
+    return calibrate_by_kernels(start, measured_steps())
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One number of a machine, and where it comes from."""
+
+    what: str
+    value: str
+    kind: Kind
+
+
+def facts(model: str) -> list[Fact]:
+    """All numbers that go into a simulated step of this machine."""
+    setting, found = SETTINGS[model], CALIBRATED[model]
+    speed = setting.memory_bytes_per_second / 1e12
+    return [
+        Fact("weights", f"{setting.weight_bytes / 1e9:.0f} GB, read once a step", "paper"),
+        Fact("memory for K and V", f"{setting.kv_memory_bytes >> 30} GiB", "paper"),
+        Fact("K and V of a token", f"{setting.kv_bytes_per_token >> 10} KiB", "paper"),
+        Fact("memory speed", f"{speed:.2f} TB/s", "data sheet"),
+        Fact("arithmetic", f"{setting.flops_per_second / 1e12:.0f} TFLOPS", "data sheet"),
+        Fact("of the memory speed, reached by reading weights", f"{KERNELS['weights']:.1%}", "measured"),
+        Fact("of the arithmetic, reached by prompts", f"{KERNELS['arithmetic']:.1%}", "measured"),
+        Fact("of the memory speed, reached by attention", f"{found.kv:.1%}", "calibrated"),
+        Fact("a step beside", f"{1e3 * found.seconds_per_step:.2f} ms", "calibrated"),
+        Fact("a row beside", f"{1e3 * found.seconds_per_row:.3f} ms", "calibrated"),
+        Fact("link to the host", f"{setting.num_gpus * LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s", "paper"),
+        Fact("a copy over it", f"{1e6 * SECONDS_PER_COPY:.2f} us", "paper"),
+        Fact("copies of a block", f"{2 * setting.layers}, a pool of keys and one of values a layer", "assumed"),
+    ]
+
+
+if __name__ == "__main__":
+    kernels = kernels_anew()
+    print(
+        f"weights {kernels.weight_bytes_per_second / A100_80:.3f},",
+        f"arithmetic {kernels.flops_per_second / A100_FLOPS:.3f}",
+    )
+    for name in SETTINGS:
+        print(name, calibrated_anew(name))

@@ -1,0 +1,149 @@
+"""What is told of a figure's result, as HTML: the table with its verdicts, sentences, where each number comes from.
+
+The report (`report.py`) and the pages of the site (`docs/build.py`) are made of these pieces. They are well-formed,
+have no style of their own but classes (`fails`, `holds`, `open`), and no blank lines, so that Markdown leaves them be.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from minipaged.paper.figure import Figure
+from minipaged.paper.figures.fig12 import FIG_12, MEDIAN, TOLERANCE
+
+COLUMNS = ("paper", "ours", "difference", "tolerance", "verdict")
+VERDICTS = {"holds": "holds", "fails": "fails", "not judged": "open"}
+"""Verdict -> class."""
+
+
+def cells(check: Mapping[str, Any]) -> list[str]:
+    """One row of a table: what, paper, ours, difference, tolerance, verdict."""
+
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3g}{check['unit']}"
+
+    def apart(value: float | None, sign: str) -> str:
+        if value is None:
+            return "-"
+        return f"{value:{sign}.1%}" if check["relative"] else f"{value:{sign}.3g}{check['unit']}"
+
+    return [
+        check["what"],
+        number(check["paper"]),
+        number(check["ours"]),
+        apart(check["difference"], "+"),
+        apart(check["tolerance"], ""),
+        check["verdict"],
+    ]
+
+
+def text(words: str) -> str:
+    """Plain words as HTML; what stands between backquotes is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words, quote=False))
+
+
+def table(head: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
+    """A table that scrolls by itself where it is too wide. Each row: the class of its last cell, and HTML of all."""
+    lines = ['<div class="scrolls"><table class="figures">']
+    lines.append("<thead><tr>" + "".join(f"<th>{one}</th>" for one in head) + "</tr></thead><tbody>")
+    for name, row in rows:
+        *others, last = (f"<td>{cell}</td>" for cell in row)
+        lines.append("<tr>" + "".join(others) + last.replace("<td>", f'<td class="{name}">', 1) + "</tr>")
+    return "\n".join([*lines, "</tbody></table></div>"])
+
+
+def checks_table(data: Mapping[str, Any]) -> str:
+    """What the paper says beside what came out."""
+    rows = [(VERDICTS[check["verdict"]], [text(cell) for cell in cells(check)]) for check in data["checks"]]
+    return table(("what", *COLUMNS), rows)
+
+
+def command(data: Mapping[str, Any]) -> str:
+    """By which the figure is made again."""
+    made = data["made"]
+    words = ["minipaged", "paper", "run", data["figure"]]
+    words += ["--quick"] * made["quick"] + ["--seed", str(made["seed"])] * (made["seed"] != 0)
+    return " ".join(words)
+
+
+def body(figure: Figure, data: Mapping[str, Any], level: int) -> str:
+    """All of a figure but its heading and its picture. `level`: of the headings within, 2 for h2."""
+
+    def heading(words: str) -> str:
+        return f"<h{level}>{words}</h{level}>"
+
+    made = data["made"]
+    parts = [heading("Beside the paper"), checks_table(data)]
+    parts += [f"<p>{text(note)}</p>" for note in data["notes"]]
+    if data["sentences"]:
+        rows = [
+            (
+                "holds" if one["holds_in_paper"] else "fails",
+                [
+                    f"“{text(one['says'])}” (section {one['section']})",
+                    text(one["ours"]),
+                    text(one["in_paper"]) + ("" if one["holds_in_paper"] else ": not borne out"),
+                ],
+            )
+            for one in data["sentences"]
+        ]
+        parts += [heading("What the paper says, and what its own figure comes to")]
+        parts += [table(("sentence", "ours", "the paper's own figure"), rows)]
+    parts += [heading("Make it again"), f"<pre><code>$ {html.escape(command(data))}</code></pre>"]
+    parts += [
+        f"<p>Seed {made['seed']}, minipaged {made['minipaged']}, Python {made['python']}, NumPy {made['numpy']}"
+        f"{'; short traces (--quick), by which knees come out too high' if made['quick'] else ''}.</p>"
+    ]
+    if figure.change_it:
+        experiments = "".join(f"<li>{text(one)}</li>" for one in figure.change_it)
+        parts += [f'<div class="change">{heading("Change it")}<ol>{experiments}</ol></div>']
+    for model, facts in data["machines"].items():
+        rows = [("kind", [text(fact["what"]), text(fact["value"]), fact["kind"]]) for fact in facts]
+        parts += [heading(f"Where the machine's numbers come from: {model}"), table(("what", "value", "from"), rows)]
+    return "\n".join(parts)
+
+
+def summary(results: Mapping[str, Mapping[str, Any]], links: Mapping[str, str]) -> str:
+    """All verdicts in one table. `links`: where each figure's page is."""
+    rows = []
+    for name, data in results.items():
+        for check in data["checks"]:
+            figure = f'<a href="{html.escape(links[name])}">{text(label(name))}</a>'
+            rows.append((VERDICTS[check["verdict"]], [figure, *(text(cell) for cell in cells(check))]))
+    return f"<p>{text(counts(results.values()))}</p>\n" + table(("figure", "what", *COLUMNS), rows)
+
+
+def label(name: str) -> str:
+    """As a figure is called in a table."""
+    return f"Fig. {name}" if name[0].isdigit() else name
+
+
+def counts(results: Iterable[Mapping[str, Any]]) -> str:
+    """How many verdicts of each kind, in words."""
+    found = [check["verdict"] for data in results for check in data["checks"]]
+    return ", ".join(
+        f"{found.count(verdict)} {words}"
+        for verdict, words in (("holds", "hold"), ("fails", "fail"), ("not judged", "not judged"))
+        if verdict in found
+    )
+
+
+def knees(results: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """How far the judged knees of Fig. 12 are off, all together, in words; None where there is none."""
+    panels = [results[figure.name] for figure in FIG_12 if figure.name in results]
+    judged = [check for panel in panels for check in panel["checks"] if check["tolerance"] is not None]
+    if not judged:
+        return None
+    off = [abs(check["difference"]) for check in judged if check["difference"] is not None]
+    never = len(judged) - len(off)
+    middle, worst = median([*off, *[float("inf")] * never]), max(off, default=float("inf"))
+    good = middle <= MEDIAN and worst <= TOLERANCE and not never
+    return (
+        f"The {len(judged)} knees of Orca and vLLM in {len(panels)} panel{'s' * (len(panels) > 1)} of Fig. 12: median "
+        f"error {middle:.1%} (to be within {MEDIAN:.0%}), worst {worst:.1%} (within {TOLERANCE:.0%})"
+        f"{f'; {never} never come' if never else ''}: {'holds' if good else 'fails'}."
+    )

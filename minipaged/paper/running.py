@@ -1,0 +1,190 @@
+"""Runs figures: their jobs in several processes, each result kept in a file, so that what was cut off goes on.
+
+    results/jobs/<digest>.json      one job: what it was, and its result
+    results/12a.json                one figure: plots, checks, and what it was made with
+
+A digest is of everything that a job says and of the package's version, so a result is never taken for another's. (Who
+changes the code without changing the version gives another folder, or removes this one.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minipaged.errors import InvalidRequest
+from minipaged.paper.figure import Figure, Job
+from minipaged.paper.machines import SETTINGS, facts
+
+KEYS = {"figure", "title", "section", "made", "machines", "plots", "checks", "sentences", "notes"}
+"""Of a figure's result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """By what a figure's result was made."""
+
+    seed: int
+    quick: bool
+    minipaged: str
+    numpy: str
+    python: str
+
+
+def made(*, seed: int, quick: bool) -> Made:
+    return Made(seed, quick, version("minipaged"), np.__version__, platform.python_version())
+
+
+def key_of(job: Job) -> str:
+    """By which its result is found again. What a job leaves at its default is not said: jobs may come to know more."""
+    left_open = {each.name: each.default for each in fields(job)}  # type: ignore[arg-type]
+    said = {name: value for name, value in asdict(job).items() if value != left_open[name]}  # type: ignore[call-overload]
+    words = json.dumps([version("minipaged"), type(job).__name__, said], sort_keys=True)
+    return hashlib.sha256(words.encode()).hexdigest()[:24]
+
+
+def _run(job: Job) -> Any:
+    return asdict(job.run())
+
+
+class Results:
+    """The folder in which results are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            (folder / "jobs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequest(f"cannot keep results in {folder}: {error.strerror}; give another --output") from None
+        if not os.access(folder / "jobs", os.W_OK):
+            raise InvalidRequest(f"cannot keep results in {folder}: it cannot be written to; give another --output")
+
+    def get(self, job: Job) -> Any | None:
+        """The kept result, if there is one. A file that was cut off is none."""
+        try:
+            return json.loads(self._path(job).read_text())["result"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def put(self, job: Job, result: Any) -> None:
+        said = {"job": type(job).__name__, **asdict(job), "result": result}  # type: ignore[call-overload]
+        self._write(self._path(job), said)
+
+    def _path(self, job: Job) -> Path:
+        return self.folder / "jobs" / f"{key_of(job)}.json"
+
+    def _write(self, path: Path, data: Any) -> None:
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(data, indent=1) + "\n")
+        part.replace(path)
+
+    def put_figure(self, figure: Figure, data: Mapping[str, Any]) -> Path:
+        path = self.folder / f"{file_name(figure.name)}.json"
+        self._write(path, data)
+        return path
+
+
+def file_name(figure: str) -> str:
+    """Of all files of a figure, without what they end in."""
+    return figure.replace("/", "-")
+
+
+def kept_figures(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The figures' results that are in the folder, in the order of the names. Raises InvalidRequest for one that cannot
+    be read, or that another version of minipaged has made."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        path = folder / f"{file_name(name)}.json"
+        try:
+            data = json.loads(path.read_text())
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise InvalidRequest(f"cannot read {path}: {error.strerror}") from None
+        except ValueError:
+            data = None
+        again = f"minipaged paper run {name} --output {folder}"
+        if not isinstance(data, dict) or not data.keys() >= KEYS:
+            raise InvalidRequest(f"{path} is no whole result of a figure; remove it, or make it again: {again}")
+        if data["made"]["minipaged"] != version("minipaged"):
+            raise InvalidRequest(
+                f"{path} was made by minipaged {data['made']['minipaged']}, and this is {version('minipaged')}, whose "
+                f"figures may come out otherwise; make it again: {again}"
+            )
+        found[name] = data
+    return found
+
+
+def run_jobs(jobs: Iterable[Job], results: Results, processes: int, done: Callable[[Job], None]) -> dict[Job, Any]:
+    """The result of each, from the folder or by running it; `done` is told of each as it ends.
+
+    Interrupted, it keeps what has ended.
+    """
+    found: dict[Job, Any] = {}
+    missing: list[Job] = []
+    for job in dict.fromkeys(jobs):
+        if (kept := results.get(job)) is not None:
+            found[job] = kept
+            done(job)
+        else:
+            missing.append(job)
+    for job, result in _each(missing, processes):
+        results.put(job, result)
+        found[job] = result
+        done(job)
+    return found
+
+
+def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
+    """As they end. One process is this one: errors, and the debugger, are then where they belong."""
+    if processes == 1:
+        for job in jobs:
+            yield job, _run(job)
+        return
+    context = multiprocessing.get_context(
+        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    )
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        waiting = {pool.submit(_run, job): job for job in jobs}
+        try:
+            for future in as_completed(waiting):
+                yield waiting[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def run_figure(
+    figure: Figure, results: Results, *, quick: bool, seed: int, processes: int, done: Callable[[Job], None]
+) -> dict[str, Any]:
+    """Run it, keep its result, and return that."""
+    jobs = figure.jobs(quick=quick, seed=seed)
+    outcome = figure.outcome(run_jobs(jobs, results, processes, done))
+    models = {getattr(job, "model", None) for job in jobs}  # those that are served on a simulated machine
+    data = {
+        "figure": figure.name,
+        "title": figure.title,
+        "section": figure.section,
+        "made": asdict(made(seed=seed, quick=quick)),
+        "machines": {model: [asdict(fact) for fact in facts(model)] for model in SETTINGS if model in models},
+        "plots": [asdict(plot) for plot in outcome.plots],
+        "checks": [
+            {**asdict(check), "difference": check.difference, "verdict": check.verdict} for check in outcome.checks
+        ],
+        "sentences": [asdict(sentence) for sentence in outcome.sentences],
+        "notes": list(outcome.notes),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(data))  # as it is read again
+    results.put_figure(figure, plain)
+    return plain

@@ -1,0 +1,169 @@
+"""The paper's baselines through the real engine: contiguous chunks serve the same tokens, by the same invariants."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from minipaged.course.content_runner import ContentRunner
+from minipaged.course.workloads import Run, Workload, WorkloadRequest, random_workload
+from minipaged.engine.engine import Engine
+from minipaged.errors import InvalidRequest
+from minipaged.events import Event, RequestAdmitted, RequestFinished, SequenceForked, StepFinished
+from minipaged.paper.buddy import LARGEST_TOKENS
+from minipaged.paper.faster_transformer import FasterTransformer
+from minipaged.paper.orca import ESTIMATES, Orca, power_of_two
+from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from tests.effort import examples, scaled
+from tests.workloads import REFERENCE
+
+SYSTEMS: dict[str, tuple[Callable[[], Orca], int | None]] = {
+    "Orca (Oracle)": (lambda: Orca("Orca (Oracle)"), None),
+    "Orca (Pow2)": (lambda: Orca("Orca (Pow2)"), None),
+    "Orca (Max)": (lambda: Orca("Orca (Max)"), LARGEST_TOKENS),
+    "FasterTransformer": (FasterTransformer, LARGEST_TOKENS),
+}
+"""The systems, and how many tokens each chunk is for; None where that depends on the request."""
+
+
+def crowded(seed: int, longest: int | None) -> Workload:
+    """One of the engine's random workloads, without what contiguous memory does not know: caching, limits of a batch,
+    blocks of any size. Samples, beams and cancelling stay. The pool has room for the largest request, of `longest`
+    tokens if there is one size for all, or for two of them.
+    """
+    workload, r = random_workload(seed), random.Random(seed)
+    block_size = r.choice([1, 2, 4, 8, 16] if longest is None else [16, 32])
+
+    def tokens(request: WorkloadRequest) -> int:
+        return longest or len(request.prompt) + (request.params.max_tokens or 16)
+
+    need = max(
+        sequences_of(request.params) * power_of_two(-(-tokens(request) // block_size)) for request in workload.requests
+    )
+    config = replace(
+        workload.config,
+        num_blocks=round(need * r.choice([1, 1, 1.4, 2])),
+        num_swap_blocks=0,
+        preemption="auto",
+        block_size=block_size,
+        max_model_len=64,
+        enable_prefix_caching=False,
+        max_num_seqs=1 << 20,
+        max_num_batched_tokens=1 << 20,
+        debug=True,
+    )
+    return replace(workload, config=config)
+
+
+def sequences_of(params: SamplingParams | BeamSearchParams) -> int:
+    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+
+
+def run_on(name: str, seed: int, listen: Callable[[Event], None]) -> Run:
+    system, longest = SYSTEMS[name]
+    baseline = system()
+    return Run(crowded(seed, longest), memory=baseline.memory, policy=baseline.policy, listeners=[listen])
+
+
+@scaled
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_what_is_read_is_what_was_written_and_no_block_is_lost(name: str) -> None:
+    """Content, exclusive-write, conservation, exact-references (`debug`, after every step), liveness; the tokens are
+    those that each request gets alone. Nobody is ever preempted."""
+    happened: Counter[str] = Counter()
+    for seed in range(examples(400, least=40)):
+        run = run_on(name, seed, lambda event: happened.update([type(event).__name__]))
+        try:
+            run.to_the_end()
+            run.check_outputs()
+            run.check_nothing_leaked()
+        except Exception as error:
+            error.add_note(f"in workload {seed}")
+            raise
+        happened.update(run.happened)
+        of_beams = (one.params for one in run.workload.requests if isinstance(one.params, BeamSearchParams))
+        happened["beams"] += any(params.beam_width > 1 for params in of_beams)
+    assert happened[SequenceForked.__name__] > 20, "no n > 1 among the workloads"
+    assert happened["beams"] > 5
+    assert happened["block copied"] > 20, "a fork copies"
+    assert happened["cancelled while running"] > 0
+    assert not [what for what in happened if what.startswith("preempted")]
+
+
+class Batches:
+    """A listener: who came in while somebody ran who had come in an earlier step."""
+
+    def __init__(self) -> None:
+        self.came: set[str] = set()
+        self.running: set[str] = set()
+        self.joined: list[str] = []
+        self.sizes: list[int] = []
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case RequestAdmitted():
+                self.came.add(event.request)
+                if self.running:
+                    self.joined.append(event.request)
+            case RequestFinished():
+                self.running.discard(event.request)
+                self.came.discard(event.request)
+            case StepFinished() if self.came:
+                self.sizes.append(len(self.came))
+                self.running |= self.came
+                self.came = set()
+
+
+def test_fastertransformer_admits_nobody_while_somebody_runs() -> None:
+    found = {name: Batches() for name in ("FasterTransformer", "Orca (Max)")}
+    for name, batches in found.items():
+        for seed in range(20):
+            run_on(name, seed, batches).to_the_end()
+    assert found["FasterTransformer"].joined == []
+    assert max(found["FasterTransformer"].sizes) > 1, "it does batch"
+    assert len(found["Orca (Max)"].joined) > 10, "Orca's come in as soon as there is room"
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("Orca (Oracle)", 4), ("Orca (Pow2)", 8), ("Orca (Max)", 128)])
+def test_a_chunk_is_for_what_is_expected_rounded_up_to_a_power_of_two(name: str, blocks: int) -> None:
+    """A prompt of 20 and an output of 33: 53 tokens are 4 blocks; 20 + 64 are 6, so 8; and Max takes all 2,048."""
+    orca = Orca(name)
+    config = EngineConfig(num_blocks=512, block_size=16, max_model_len=2048, vocab_size=11, enable_prefix_caching=False)
+    engine = Engine(config, REFERENCE, ContentRunner(512, 0, 16, 11), memory=orca.memory, policy=orca.policy)
+    engine.add_request([1] * 20, SamplingParams(n=3, max_tokens=33, ignore_eos=True))
+    engine.step()
+    assert engine.blocks.num_used == 3 * blocks, "a chunk for each sequence"
+    assert list(ESTIMATES) == ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)"]
+
+
+def test_a_request_whose_chunks_the_pool_never_has_is_refused_at_the_door() -> None:
+    orca = Orca("Orca (Oracle)")
+    config = EngineConfig(num_blocks=6, block_size=4, max_model_len=24, vocab_size=11, enable_prefix_caching=False)
+    engine = Engine(config, REFERENCE, ContentRunner(6, 0, 4, 11), memory=orca.memory, policy=orca.policy)
+    with pytest.raises(InvalidRequest, match=r"can need 8 blocks.*the whole pool has 6"):
+        engine.add_request([1] * 12, SamplingParams(max_tokens=9, ignore_eos=True))
+    engine.add_request([1] * 12, SamplingParams(max_tokens=4, ignore_eos=True))
+
+
+def test_free_blocks_that_lie_apart_let_nobody_in() -> None:
+    """External fragmentation: 4 of 8 blocks are free, and no 4 of them together. When two buddies are, they are one."""
+    orca = Orca("Orca (Oracle)")
+    config = EngineConfig(num_blocks=8, block_size=4, max_model_len=16, vocab_size=11, enable_prefix_caching=False)
+    engine = Engine(config, REFERENCE, ContentRunner(8, 0, 4, 11), memory=orca.memory, policy=orca.policy)
+    small, large = (SamplingParams(max_tokens=most, ignore_eos=True) for most in (4, 8))
+    for name in "abcd":
+        engine.add_request([1] * 4, small, request_id=name)  # 2 blocks
+    engine.step()
+    engine.abort("a")
+    engine.abort("c")
+    engine.add_request([1] * 8, large, request_id="e")  # 4 blocks
+    engine.step()
+    assert engine.blocks.num_available == 4
+    assert [request.request_id for request in engine.scheduler.waiting] == ["e"]
+    engine.abort("b")
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == ["d", "e"]

@@ -1,0 +1,249 @@
+"""Running figures: what is kept is not run again, a cut file is no result, and processes change no number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minipaged.errors import InvalidRequest
+from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figures import FIGURES
+from minipaged.paper.running import Results, kept_figures, key_of, run_figure, run_jobs
+from minipaged.paper.serving import Served, Serving
+
+
+@dataclass(frozen=True)
+class Answer:
+    number: int
+
+
+@dataclass(frozen=True)
+class Double:
+    """A job that leaves a line in a file whenever it runs."""
+
+    number: int
+    notes: str
+    fails: bool = False
+
+    def run(self) -> Answer:
+        with Path(self.notes).open("a") as file:
+            file.write(f"{self.number}\n")
+        if self.fails:
+            raise KeyboardInterrupt
+        return Answer(2 * self.number)
+
+
+@dataclass(frozen=True)
+class Triple(Double):
+    pass
+
+
+def doubles(folder: Path, *, failing: int | None = None) -> list[Double]:
+    return [Double(i, str(folder / "notes"), fails=i == failing) for i in range(4)]
+
+
+def ran(folder: Path) -> list[int]:
+    notes = folder / "notes"
+    return sorted(map(int, notes.read_text().split())) if notes.exists() else []
+
+
+def run(jobs: list[Double], folder: Path, processes: int = 1) -> dict[Job, Any]:
+    return run_jobs(jobs, Results(folder), processes, lambda job: None)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_is_kept_is_not_run_again(tmp_path: Path, processes: int) -> None:
+    jobs = doubles(tmp_path)
+    first = run(jobs[:2], tmp_path, processes)
+    assert first == {jobs[0]: {"number": 0}, jobs[1]: {"number": 2}}
+    assert run([*jobs, jobs[0]], tmp_path, processes) == {job: {"number": 2 * job.number} for job in jobs}
+    assert ran(tmp_path) == [0, 1, 2, 3]
+
+
+def test_whoever_waits_is_told_of_every_job_once(tmp_path: Path) -> None:
+    jobs, done = doubles(tmp_path), list[Job]()
+    run(jobs[:1], tmp_path)
+    run_jobs(jobs, Results(tmp_path), 1, done.append)
+    assert done == jobs
+
+
+@pytest.mark.parametrize("text", ['{"job": "Double", "result": {"num', "", "[]", '{"job": "Double"}', "3"])
+def test_a_file_that_was_cut_off_is_no_result(tmp_path: Path, text: str) -> None:
+    [job, *_] = doubles(tmp_path)
+    run([job], tmp_path)
+    [path] = (tmp_path / "jobs").iterdir()
+    path.write_text(text)
+    assert run([job], tmp_path) == {job: {"number": 0}}
+    assert ran(tmp_path) == [0, 0]
+    assert json.loads(path.read_text())["result"] == {"number": 0}
+
+
+def test_a_part_that_was_being_written_is_no_result(tmp_path: Path) -> None:
+    [job, *_] = doubles(tmp_path)
+    run([job], tmp_path)
+    [path] = (tmp_path / "jobs").iterdir()
+    path.rename(path.with_suffix(".part"))
+    run([job], tmp_path)
+    assert ran(tmp_path) == [0, 0]
+
+
+def test_an_interrupted_run_keeps_what_has_ended(tmp_path: Path) -> None:
+    jobs = doubles(tmp_path, failing=2)
+    with pytest.raises(KeyboardInterrupt):
+        run(jobs, tmp_path)
+    assert ran(tmp_path) == [0, 1, 2]
+    again = doubles(tmp_path)
+    assert len(run([*again[:2], again[3]], tmp_path)) == 3
+    assert ran(tmp_path) == [0, 1, 2, 3], "only the last had not been run"
+
+
+def test_a_result_is_never_taken_for_anothers(tmp_path: Path) -> None:
+    job = Serving("vLLM", "OPT-13B", "Alpaca", 1.0, 2.0)
+    others = [
+        replace(job, system="Orca (Max)"),
+        replace(job, model="OPT-66B"),
+        replace(job, dataset="ShareGPT"),
+        replace(job, rate=1.5),
+        replace(job, seconds=3.0),
+        replace(job, seed=1),
+        replace(job, n=2),
+        replace(job, block_size=32),
+    ]
+    assert len({key_of(one) for one in [job, *others]}) == 9
+    assert key_of(Double(1, "a")) != key_of(Triple(1, "a"))
+
+
+class Small(Figure):
+    """Two points of a curve, each of a few requests."""
+
+    name = "small"
+    title = "A small one"
+
+    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
+        return [Serving("vLLM", "OPT-13B", "Alpaca", rate, 4.0, seed) for rate in (3.0, 8.0)]
+
+    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+        points = sorted((job.rate, result["normalized_latency"]) for job, result in results.items())  # type: ignore[attr-defined]
+        plot = Plot("small", "requests/s", "s/token", [Line("vLLM", "ours", points)])
+        return Outcome([plot], [Check("latency", 0.03, points[0][1], 0.5)])
+
+
+def test_the_same_seed_gives_the_same_numbers_in_one_process_and_in_two(tmp_path: Path) -> None:
+    found = {
+        (seed, processes): run_figure(
+            Small(),
+            Results(tmp_path / f"{seed}-{processes}"),
+            quick=False,
+            seed=seed,
+            processes=processes,
+            done=lambda job: None,
+        )
+        for seed, processes in ((0, 1), (0, 2), (1, 1))
+    }
+    assert found[0, 1] == found[0, 2]
+    assert found[0, 1]["plots"] != found[1, 1]["plots"]
+    assert found[0, 1]["made"]["seed"] == 0
+    assert {fact["kind"] for fact in found[0, 1]["machines"]["OPT-13B"]} >= {"paper", "measured", "calibrated"}
+    kept = json.loads((tmp_path / "0-1" / "small.json").read_text())
+    assert kept == found[0, 1], "what is kept is what was told"
+
+
+def test_every_request_of_a_trace_is_served() -> None:
+    for system in ("vLLM", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "FasterTransformer"):
+        served = Serving(system, "OPT-13B", "Alpaca", 5.0, 4.0, seed=2).run()
+        assert isinstance(served, Served)
+        assert served.requests > 10
+        assert 0 < served.normalized_latency < 5
+        shares = served.token_share + served.reserved_share + served.internal_share
+        assert 0 < served.token_share <= shares <= 1 + 1e-9
+
+
+# --- What a check says ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict", "difference"),
+    [
+        (Check("a", 2.0, 2.3, 0.16), "holds", 0.15),
+        (Check("a", 2.0, 2.4, 0.16), "fails", 0.2),
+        (Check("a", 2.0, 1.6, 0.16), "fails", -0.2),
+        (Check("a", 2.0, None, 0.16), "fails", None),
+        (Check("a", 2.0, 9.0, None), "not judged", 3.5),
+        (Check("a", None, 9.0, None), "not judged", None),
+        (Check("a", 20.0, 21.5, 2.0, relative=False, unit=" %"), "holds", 1.5),
+        (Check("a", 20.0, 22.5, 2.0, relative=False, unit=" %"), "fails", 2.5),
+    ],
+)
+def test_a_verdict_goes_by_the_tolerance_and_by_nothing_else(
+    check: Check, verdict: str, difference: float | None
+) -> None:
+    assert check.verdict == verdict
+    assert check.difference == (None if difference is None else pytest.approx(difference))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_says_beforehand_what_it_runs(name: str) -> None:
+    """The same jobs each time, each able to be told from the others; quick ones no more than the whole."""
+    figure = FIGURES[name]
+    for quick in (False, True):
+        jobs = figure.jobs(quick=quick, seed=3)
+        assert jobs == figure.jobs(quick=quick, seed=3)
+        assert len({key_of(job) for job in jobs}) == len(set(jobs))
+    assert figure.title
+    assert figure.look
+
+
+# --- What is kept is read again -------------------------------------------------------------------
+
+
+def write(folder: Path, data: Any) -> None:
+    (folder / "12a.json").write_text(data if isinstance(data, str) else json.dumps(data))
+
+
+WHOLE = {
+    "figure": "12a",
+    "title": "Fig. 12a",
+    "section": "6.2",
+    "made": {"seed": 0, "quick": False, "minipaged": "0.0.1", "numpy": "2", "python": "3"},
+    "machines": {},
+    "plots": [],
+    "checks": [],
+    "sentences": [],
+    "notes": [],
+}
+
+
+def test_results_are_read_in_the_order_of_the_names_and_what_is_not_there_is_left_out(tmp_path: Path) -> None:
+    for name in ("small", "beyond/one"):
+        figure = Small()
+        figure.name = name
+        run_figure(figure, Results(tmp_path), quick=True, seed=0, processes=1, done=lambda job: None)
+    assert list(kept_figures(tmp_path, ["beyond/one", "none", "small"])) == ["beyond/one", "small"]
+    assert kept_figures(tmp_path / "nowhere", FIGURES) == {}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (WHOLE, r"12a\.json was made by minipaged 0\.0\.1, and this is .* make it again: minipaged paper run 12a"),
+        ('{"figure": "12', r"12a\.json is no whole result of a figure; remove it, or make it again: minipaged paper"),
+        ([1, 2], "is no whole result"),
+        ({"figure": "12a"}, "is no whole result"),
+    ],
+    ids=["another version", "cut off", "a list", "a part"],
+)
+def test_a_result_that_cannot_be_used_is_refused_with_the_way_out(tmp_path: Path, data: Any, message: str) -> None:
+    write(tmp_path, data)
+    with pytest.raises(InvalidRequest, match=message):
+        kept_figures(tmp_path, ["12a"])
+
+
+def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match=r"cannot keep results in .*file/in: Not a directory; give another --out"):
+        Results(tmp_path / "file" / "in")

@@ -185,12 +185,16 @@ class BlockManager(Memory):
     def append_all(self, work: Iterable[tuple[Sequence, int]]) -> None:
         heard = self._emit.heard
         for sequence, num_tokens in work:
-            if num_tokens > sequence.room or heard:
+            if num_tokens > sequence.room:
                 self.append(sequence, num_tokens)
-            else:  # what `append` comes to, nearly always
+                continue
+            sequence.room -= num_tokens  # as nearly always
+            self.num_tokens += num_tokens
+            if heard:
+                sequence.table.append(num_tokens)
+                self._emit(TokensComputed(sequence.sequence_id, sequence.table.num_tokens, (), 0))
+            else:
                 sequence.table.fill(num_tokens)
-                sequence.room -= num_tokens
-                self.num_tokens += num_tokens
 
     def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
         """`child` (whose table is empty) shares all blocks of `parent`."""

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from minipaged.errors import InvalidRequest
 from minipaged.paper.drawing import save
+from minipaged.paper.figure import Figure, Job
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import COLUMNS, cells, counts, label
 from minipaged.paper.report import report
@@ -50,22 +51,9 @@ def figures_called(name: str) -> list[str]:
 def run_figures(names: Sequence[str], *, quick: bool, seed: int, processes: int, output: Path) -> bool:
     """Run these figures, or all; returns whether no check failed."""
     chosen = list(dict.fromkeys(figure for name in names for figure in figures_called(name)))
-    results = Results(output)
-    console, good = Console(highlight=False), True
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    results, console, good = Results(output), Console(highlight=False), True
     for name in chosen:
-        figure = FIGURES[name]
-        jobs = figure.jobs(quick=quick, seed=seed)
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task(label(name), total=len(set(jobs)))
-            data = run_figure(
-                figure,
-                results,
-                quick=quick,
-                seed=seed,
-                processes=processes,
-                done=lambda _, task=task: progress.advance(task),
-            )
+        data = _run(FIGURES[name], results, quick=quick, seed=seed, processes=processes)
         path = output / file_name(name)
         save(data, path.with_suffix(".svg"))
         save(data, path.with_suffix(".png"))
@@ -73,6 +61,18 @@ def run_figures(names: Sequence[str], *, quick: bool, seed: int, processes: int,
         print(f"{path}.json .svg .png", file=sys.stderr)
         good &= all(check["verdict"] != "fails" for check in data["checks"])
     return good
+
+
+def _run(figure: Figure, results: Results, *, quick: bool, seed: int, processes: int) -> dict[str, Any]:
+    """One figure, with a bar that tells of its jobs."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(label(figure.name), total=len(set(figure.jobs(quick=quick, seed=seed))))
+
+        def done(job: Job) -> None:
+            progress.advance(task)
+
+        return run_figure(figure, results, quick=quick, seed=seed, processes=processes, done=done)
 
 
 def show(data: Mapping[str, Any], console: Console) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -158,8 +159,6 @@ def test_the_table_of_a_figure_fits_80_columns() -> None:
 @pytest.fixture
 def kept(tmp_path: Path) -> Path:
     """A folder with a result of Fig. 12a, made up, of this version."""
-    import json
-
     (tmp_path / f"{file_name('12a')}.json").write_text(json.dumps(RESULTS["12a"]))
     return tmp_path
 
@@ -209,10 +208,9 @@ def test_a_number_means_all_its_panels() -> None:
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] == "matplotlib" or name.startswith("minipaged.paper")
-    ]:
-        monkeypatch.delitem(sys.modules, name)
+    for name in list(sys.modules):
+        if name.startswith(("matplotlib", "minipaged.paper")):
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(InvalidRequest, match=r"drawing needs matplotlib; install minipaged with its extra 'paper'"):
         minipaged("list")

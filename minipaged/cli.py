@@ -604,10 +604,11 @@ def paper_run(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same numbers.")] = 0,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; else one for each core.")] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Where results are kept.")] = Path("paper-results"),
+    traces: Annotated[Path | None, typer.Option(help="A folder with the traces that some figures need.")] = None,
 ) -> None:
     """Make figures of the paper again; exit status 1 if one of them is off by more than was allowed."""
     good = _paper_commands().run_figures(
-        figures, quick=quick, seed=seed, processes=jobs or os.cpu_count() or 1, output=output
+        figures, quick=quick, seed=seed, processes=jobs or os.cpu_count() or 1, output=output, traces=traces
     )
     if not good:
         raise typer.Exit(1)

@@ -25,7 +25,7 @@ from itertools import product
 import numpy as np
 
 from minipaged.paper import published
-from minipaged.paper.workloads import draw_lengths
+from minipaged.paper.workloads import PREFIX, draw_lengths
 
 FLAT_RATE = 0.75
 """Of the rate at which a curve leaves its panel: below it, it is flat,"""
@@ -45,6 +45,9 @@ class FlatPoint:
     rate: float
     """Requests a second."""
     seconds_per_token: float
+    prefix: int = 0
+    """Tokens before each prompt, and `cached`, those of them whose keys and values are there."""
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +93,17 @@ class Means:
         return cls(lengths[:, 0], lengths[:, 1])
 
 
-def normalized_latency(law: StepLaw, rate: float, lengths: Means) -> float:
+def normalized_latency(law: StepLaw, rate: float, lengths: Means, prefix: int = 0, cached: int = 0) -> float:
     """Mean of latency / output tokens at `rate` requests a second, seconds a token, if nothing waits but for a step to
-    end; infinite where the machine cannot keep up."""
-    prompts, outputs = lengths.prompts, lengths.outputs  # [requests]
+    end; infinite where the machine cannot keep up. Each prompt has `prefix` tokens more, of which `cached` need not be
+    computed."""
+    prompts, outputs = lengths.prompts + prefix, lengths.outputs  # [requests]
     step = law.seconds_per_step + law.weight_bytes / law.weight_bytes_per_second
     context = float(np.mean(outputs * (prompts + outputs / 2)))  # tokens held, summed over a request's steps
     fixed = step
     for _ in range(200):
         rows = rate * step * float(outputs.mean())
-        excess = law.prompt_seconds(prompts + rows)  # [requests], of the step that a prompt joins
+        excess = law.prompt_seconds(prompts - cached + rows)  # [requests], of the step that a prompt joins
         longer = rate * step * float(excess.mean())
         reading = rate * step * context * law.kv_bytes_per_token / law.kv_bytes_per_second
         new = fixed + law.seconds_per_row * rows + reading + longer
@@ -109,7 +113,7 @@ def normalized_latency(law: StepLaw, rate: float, lengths: Means) -> float:
             break
         step = new
     # Before its first step it waits for half of one, on average, and that step has its prompt to compute.
-    own = step / 2 + law.prompt_seconds(prompts + rows)  # [requests]
+    own = step / 2 + law.prompt_seconds(prompts - cached + rows)  # [requests]
     return float(step + np.mean(own / outputs))
 
 
@@ -117,11 +121,14 @@ def normalized_latency(law: StepLaw, rate: float, lengths: Means) -> float:
 
 
 def flat_points(panel: str) -> list[FlatPoint]:
-    """Those of a panel of Fig. 12 by which the machine is calibrated: low in rate and low in height.
+    """Those of a panel by which its machine is calibrated, low in rate and low in height; none, if the panel is of none
+    of Figs. 12 and 16.
 
     FasterTransformer's never are: it batches by other rules, of which little is known.
     """
-    dataset = published.dataset(panel)
+    if panel[:2] not in ("12", "16"):
+        return []
+    dataset, prefix = published.dataset(panel), PREFIX.get(panel, 0)
     lines = {name: line for name, line in published.curves(panel).items() if name != "FasterTransformer"}
     low: list[FlatPoint] = []
     for system, line in lines.items():
@@ -129,7 +136,8 @@ def flat_points(panel: str) -> list[FlatPoint]:
         for rate, seconds in line:
             lowest = min(y for other in lines.values() for x, y in other if x >= rate)
             if rate <= FLAT_RATE * last and seconds <= FLAT_HEIGHT * lowest:
-                low.append(FlatPoint(panel, dataset, system, rate, seconds))
+                cached = prefix // 16 * 16 if system == "vLLM" else 0  # whole blocks
+                low.append(FlatPoint(panel, dataset, system, rate, seconds, prefix, cached))
     return low
 
 
@@ -139,7 +147,13 @@ def flat_points(panel: str) -> list[FlatPoint]:
 def relative_errors(law: StepLaw, points: Iterable[FlatPoint]) -> list[float]:
     """Of each point, (by the law - in the paper) / in the paper."""
     means = {dataset: Means.of(dataset) for dataset in {point.dataset for point in points}}
-    return [normalized_latency(law, p.rate, means[p.dataset]) / p.seconds_per_token - 1 for p in points]
+    return [error_at(law, point, means[point.dataset]) for point in points]
+
+
+def error_at(law: StepLaw, point: FlatPoint, means: Means) -> float:
+    """(By the law - in the paper) / in the paper."""
+    by_law = normalized_latency(law, point.rate, means, point.prefix, point.cached)
+    return by_law / point.seconds_per_token - 1
 
 
 def calibrate(law: StepLaw, points: Sequence[FlatPoint]) -> StepLaw:
@@ -149,8 +163,7 @@ def calibrate(law: StepLaw, points: Sequence[FlatPoint]) -> StepLaw:
     def error(law: StepLaw) -> float:
         if law.kv_bytes_per_second > law.memory_bytes_per_second:
             return np.inf
-        found = (normalized_latency(law, p.rate, means[p.dataset]) / p.seconds_per_token - 1 for p in points)
-        return sum(abs(one) for one in found)
+        return sum(abs(error_at(law, point, means[point.dataset])) for point in points)
 
     return least(error, law, ("seconds_per_step", "seconds_per_row", "kv_bytes_per_second"))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Canvas
 
 COLOURS = {
@@ -22,6 +23,8 @@ COLOURS = {
 }
 """Of the systems, told apart by colour-blind readers and in grey. Other lines take matplotlib's own in turn."""
 MARKS = {"FasterTransformer": "v", "Orca (Max)": "s", "Orca (Pow2)": "^", "Orca (Oracle)": "D", "vLLM": "o"}
+MOST_MARKS = 30
+"""Lines of more points have none."""
 INCHES = (6.2, 3.6)
 """Of one plot."""
 
@@ -63,12 +66,14 @@ def _draw_plot(axes: Axes, plot: Mapping[str, Any]) -> None:
     axes.set_xlabel(plot["x"])
     axes.set_ylabel(plot["y"])
     axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
     if plot["groups"]:
         _draw_bars(axes, plot)
     else:
         _draw_lines(axes, plot)
     if plot["log_x"]:
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
     if plot["log_y"]:
         axes.set_yscale("log")
     if plot["y_max"] is not None:
@@ -86,14 +91,16 @@ def _draw_lines(axes: Axes, plot: Mapping[str, Any]) -> None:
         colour = COLOURS.get(label, f"C{labels.index(label)}")
         x, y = zip(*line["points"], strict=True) if line["points"] else ((), ())
         if style == "ours":
-            axes.plot(x, y, "-", marker=MARKS.get(label, "o"), ms=4, color=colour, label=label)
+            mark = MARKS.get(label, "o") if len(x) <= MOST_MARKS else ""
+            axes.plot(x, y, "-", marker=mark, ms=4, color=colour, label=label)
         elif style == "paper":
-            axes.plot(x, y, "--", color=colour, alpha=0.7, label=None if label in ours else f"{label}, paper")
+            darker = [0.6 * part for part in to_rgb(colour)]  # to be seen on top of ours
+            axes.plot(x, y, "--", color=darker, zorder=3, label=None if label in ours else f"{label}, paper")
         else:
             axes.plot(x, y, "o", ms=9, mfc="none", color="black", label="calibrated by")
     if ours & papers:
         axes.plot([], [], "-", color="black", label="ours")
-        axes.plot([], [], "--", color="black", alpha=0.7, label="the paper's")
+        axes.plot([], [], "--", color="black", label="the paper's")
 
 
 def _draw_bars(axes: Axes, plot: Mapping[str, Any]) -> None:

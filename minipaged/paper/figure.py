@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 Verdict = Literal["holds", "fails", "not judged"]
@@ -112,6 +113,13 @@ class Figure(ABC):
     """What to look at."""
     change_it: Sequence[str] = ()
     """Three experiments to try."""
+    needs_traces: bool = False
+    """Whether it is made from files that are not here; see `given`."""
+
+    def given(self, traces: Path) -> Figure:
+        """The same with the traces in this folder."""
+        del traces
+        return self
 
     @abstractmethod
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:

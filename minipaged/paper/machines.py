@@ -39,7 +39,7 @@ class Setting:
     flops_per_second: float
     """The same, 16-bit tensor cores."""
     panels: tuple[str, ...]
-    """Of Fig. 12, whose flat points calibrate it."""
+    """Of Fig. 12 (of LLaMA, Fig. 16), whose flat points calibrate it."""
     seconds: float
     """How long its traces are."""
 
@@ -58,6 +58,7 @@ SETTINGS = {
         Setting("OPT-13B", 1, 40, 5120, 26e9, 12 << 30, A100_40, A100_FLOPS, ("12a", "12d"), 3600),
         Setting("OPT-66B", 4, 64, 9216, 132e9, 21 << 30, 4 * A100_40, 4 * A100_FLOPS, ("12b", "12e"), 3600),
         Setting("OPT-175B", 8, 96, 12288, 346e9, 264 << 30, 8 * A100_80, 8 * A100_FLOPS, ("12c", "12f"), 900),
+        Setting("LLaMA-13B", 1, 40, 5120, 26e9, 12 << 30, A100_40, A100_FLOPS, ("16a", "16b"), 3600),
     )
 }
 
@@ -78,9 +79,10 @@ class Calibrated:
 
 
 CALIBRATED = {
-    "OPT-13B": Calibrated(4.18e-3, 0.277e-3, 0.624),
-    "OPT-66B": Calibrated(20.98e-3, 0.342e-3, 0.546),
-    "OPT-175B": Calibrated(48.94e-3, 0.369e-3, 0.999),
+    "OPT-13B": Calibrated(4.21e-3, 0.277e-3, 0.624),
+    "OPT-66B": Calibrated(21.02e-3, 0.336e-3, 0.495),
+    "OPT-175B": Calibrated(49.23e-3, 0.365e-3, 0.999),
+    "LLaMA-13B": Calibrated(2.21e-3, 0.305e-3, 0.999),
 }
 
 

@@ -75,6 +75,10 @@ class Chunk(BlockTable):
 class Family:
     """The sequences of one request."""
 
+    final: int
+    """Tokens that each of them will have in the end,"""
+    expected: int
+    """and those it was expected to have."""
     spare: list[list[int]]
     """Chunks for sequences to come."""
     owed: list[tuple[EngineSequence, list[int]]] = field(default_factory=list)
@@ -86,6 +90,10 @@ class OrcaMemory(Memory):
     """One chunk for each sequence that a request will have, from when it comes in."""
 
     allocator: BuddyAllocator
+    final_tokens: int = 0
+    """Tokens that the sequences with a chunk will have in the end: those not there yet are *reserved* slots."""
+    expected_tokens: int = 0
+    """Tokens that they were expected to have: what never comes of these is internal fragmentation (Fig. 2)."""
 
     def __init__(self, config: EngineConfig, writer: StepWriters, emit: Emit, estimate: Estimate) -> None:
         self.block_size = config.block_size
@@ -96,8 +104,12 @@ class OrcaMemory(Memory):
 
     def chunks(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> list[int]:
         """Sizes of all chunks that such a request takes, in blocks."""
-        most = min(prompt_tokens + self._estimate(output_tokens), LARGEST_TOKENS)
+        most = self.expected(prompt_tokens, output_tokens)
         return [power_of_two(self.blocks_for(most))] * num_sequences
+
+    def expected(self, prompt_tokens: int, output_tokens: int) -> int:
+        """How long a sequence is expected to become, in tokens."""
+        return min(prompt_tokens + self._estimate(output_tokens), LARGEST_TOKENS)
 
     def _chunks_of(self, request: Request) -> list[int]:
         return self.chunks(len(request.prompt_token_ids), request.max_output_tokens, request.num_sequences)
@@ -118,13 +130,17 @@ class OrcaMemory(Memory):
         """All chunks of the request, the first for this sequence."""
         if sequence not in self._families:
             first, *spare = [self.allocator.take(size) for size in self._chunks_of(request)]
-            self._families[sequence] = Family(spare)
+            prompt, output = len(request.prompt_token_ids), request.max_output_tokens
+            self._families[sequence] = Family(prompt + output, self.expected(prompt, output), spare)
             self._give(sequence, first)
 
     def _give(self, sequence: EngineSequence, chunk: list[int]) -> None:
         table = sequence.table
         assert isinstance(table, Chunk)
         table.take(chunk)
+        family = self._families[sequence]
+        self.final_tokens += family.final
+        self.expected_tokens += family.expected
         self.num_entries += len(chunk)
         sequence.room = len(chunk) * self.block_size - table.num_tokens
         self._writer.table_changed(sequence, 0)
@@ -169,6 +185,8 @@ class OrcaMemory(Memory):
         family.owed = [(child, sources) for child, sources in family.owed if child is not sequence]
         self._writer.table_changed(sequence, 0)
         if blocks:
+            self.final_tokens -= family.final
+            self.expected_tokens -= family.expected
             self._emit(BlocksFreed(sequence.sequence_id, tuple(blocks)))
         if family.owed and blocks:
             assert isinstance(table, Chunk)

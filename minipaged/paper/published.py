@@ -42,9 +42,9 @@ def model(panel: str) -> str:
 
 
 def dataset(panel: str) -> str:
-    """Where the lengths come from: ShareGPT or Alpaca."""
+    """Where the lengths come from: ShareGPT, Alpaca or WMT16."""
     what: str = _paper()["curves"][panel]["what"]
-    return "ShareGPT" if "ShareGPT" in what else "Alpaca"
+    return next((word for word in what.split() if word in ("ShareGPT", "Alpaca")), "WMT16")
 
 
 def curves(panel: str) -> dict[str, list[Point]]:

@@ -16,7 +16,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,11 @@ def made(*, seed: int, quick: bool) -> Made:
 
 
 def key_of(job: Job) -> str:
-    """By which its result is found again."""
-    said = json.dumps([version("minipaged"), type(job).__name__, asdict(job)], sort_keys=True)  # type: ignore[call-overload]
-    return hashlib.sha256(said.encode()).hexdigest()[:24]
+    """By which its result is found again. What a job leaves at its default is not said: jobs may come to know more."""
+    left_open = {each.name: each.default for each in fields(job)}  # type: ignore[arg-type]
+    said = {name: value for name, value in asdict(job).items() if value != left_open[name]}  # type: ignore[call-overload]
+    words = json.dumps([version("minipaged"), type(job).__name__, said], sort_keys=True)
+    return hashlib.sha256(words.encode()).hexdigest()[:24]
 
 
 def _run(job: Job) -> Any:

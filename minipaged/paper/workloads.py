@@ -14,6 +14,11 @@ import numpy as np
 
 from minipaged.paper import published
 
+TRANSLATION = {"input": (40, 0.6), "output": (35, 0.6)}
+"""Assumed, of WMT16 English to German in LLaMA's tokens: mean, and standard deviation as a part of it; by a gamma
+distribution. The paper does not say how long its sentences were."""
+PREFIX = {"16a": 80, "16b": 341}
+"""Tokens of the prefix that all requests of the panel share: an instruction and one, or five, examples."""
 MAX_MODEL_LEN = 2048
 """Of OPT, in tokens."""
 BLOCK = 4096
@@ -49,11 +54,14 @@ def _lengths(dataset: str, side: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_lengths(dataset: str, num: int, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """(prompt, output) of so many requests, both distributed as in Fig. 11.
+    """(prompt, output) of so many requests: of "ShareGPT" or "Alpaca" distributed as in Fig. 11; of "chat" rounds of
+    conversations in ShareGPT's lengths; of "WMT16" by TRANSLATION.
 
     Pairs that are too long together are not dropped, or long prompts would be rarer than they were: they change their
     outputs with others.
     """
+    if dataset == "chat":
+        return _chat(draw_lengths("ShareGPT", num, rng), rng)
     found: list[tuple[int, int]] = []
     while len(found) < num:
         prompt, output = (_draw(dataset, side, BLOCK, rng) for side in ("input", "output"))  # [BLOCK] each
@@ -66,17 +74,32 @@ def draw_lengths(dataset: str, num: int, rng: np.random.Generator) -> list[tuple
     return found[:num]
 
 
+def _chat(rounds: list[tuple[int, int]], rng: np.random.Generator) -> list[tuple[int, int]]:
+    """Each round's prompt has the rounds before it, cut to its last tokens."""
+    history, found = 0, []
+    for (prompt, output), ends in zip(rounds, rng.random(len(rounds)) < CHAT_ENDS, strict=True):
+        answer = min(output, MAX_MODEL_LEN - CHAT_PROMPT - 8)
+        history += prompt
+        found.append((min(history, CHAT_PROMPT), answer))
+        history = 0 if ends else history + answer
+    return found
+
+
 def _draw(dataset: str, side: str, num: int, rng: np.random.Generator) -> np.ndarray:
+    if dataset == "WMT16":
+        mean, spread = TRANSLATION[side]
+        return np.ceil(rng.gamma(spread**-2, mean * spread**2, num)).astype(int)  # [num]
     lengths, probabilities = _lengths(dataset, side)
     drawn: np.ndarray = rng.choice(lengths, size=num, p=probabilities)  # [num]
     return drawn
 
 
-def arrivals(dataset: str, rate: float, seconds: float, seed: int) -> list[Asked]:
-    """Requests that arrive at random, `rate` a second on average, for so many seconds."""
+def arrivals(dataset: str, rate: float, seconds: float, seed: int, prefix: int = 0) -> list[Asked]:
+    """Requests that arrive at random, `rate` a second on average, for so many seconds. `prefix`: tokens before each
+    prompt."""
     lengths, gaps = (np.random.default_rng((seed, stream)) for stream in range(2))
     expected = round(rate * seconds)
     num = expected + 10 * round(expected**0.5) + 10
     times = np.cumsum(gaps.exponential(1, num)) / rate  # [num] seconds
     asked = zip(times.tolist(), draw_lengths(dataset, num, lengths), strict=True)
-    return [Asked(time, prompt, output) for time, (prompt, output) in asked if time < seconds]
+    return [Asked(time, prefix + prompt, output) for time, (prompt, output) in asked if time < seconds]

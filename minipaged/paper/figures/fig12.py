@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 
 from minipaged.paper import published
 from minipaged.paper.calibration import flat_points
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
+from minipaged.paper.figure import Check, Sentence
+from minipaged.paper.figures.panel import Panel
 from minipaged.paper.machines import SETTINGS
-from minipaged.paper.serving import Serving
 
 TOLERANCE = 0.18
 """Of each knee. (The median of all is to be within MEDIAN.)"""
 MEDIAN = 0.06
-BEYOND = 1.1
-QUICK_SECONDS = 300.0
-SYSTEMS = ("FasterTransformer", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "vLLM")
+HEIGHT = 0.10
+"""Of a curve where nothing waits."""
 
 
-class Fig12(Figure):
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A sentence of the paper: on these datasets vLLM serves `least` to `most` times the rate of `system`."""
+
+    words: str
+    system: str
+    datasets: tuple[str, ...]
+    least: float
+    most: float
+
+
+SAID = (
+    Said("1.7x-2.7x higher request rates compared to Orca (Oracle)", "Orca (Oracle)", ("ShareGPT",), 1.7, 2.7),
+    Said("2.7x-8x higher request rates compared to Orca (Max)", "Orca (Max)", ("ShareGPT",), 2.7, 8.0),
+    Said("up to 22x higher request rates than FasterTransformer", "FasterTransformer", ("ShareGPT", "Alpaca"), 0, 23.5),
+)
+"""Section 6.2, of single sequences. ("Up to" is borne out by what is less, and 23.1 is read off a curve.)"""
+
+
+class Fig12(Panel):
     """One panel."""
 
     section = "6.2"
@@ -28,50 +47,38 @@ class Fig12(Figure):
         "that happens is decided by how many requests fit into the memory at once, and so by how much of it holds "
         "tokens."
     )
+    change_it = (
+        "Give the machine twice the memory for K and V (`kv_memory_bytes` in `machines.py`): which knee moves most?",
+        "Let Orca (Pow2) expect the true length, less a quarter (`ESTIMATES` in `orca.py`): what breaks, and where?",
+        "Halve `seconds_per_row` in `CALIBRATED`: which panels' verdicts turn red, and which do not care?",
+    )
 
     def __init__(self, panel: str) -> None:
-        self.panel = panel
-        self.model, self.dataset = published.model(panel), published.dataset(panel)
-        self.name = panel
-        self.title = f"Fig. {panel}: {self.model}, {self.dataset}"
+        super().__init__(panel)
+        self.title = f"Fig. {panel}: {self.model}, {published.dataset(panel)}"
+        self.seconds = SETTINGS[self.model].seconds
 
-    def rates(self, system: str) -> list[float]:
-        """Those of the paper's points, each once, and one beyond where its curve leaves the panel."""
-        last = BEYOND * published.with_exit(self.panel, system)[-1][0]
-        return [*dict.fromkeys(rate for rate, _ in published.curves(self.panel)[system]), last]
+    def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
+        return [*self.knee_checks(ours, TOLERANCE), self.height_check(dict(ours["vLLM"]))]
 
-    def _serving(self, system: str, rate: float, seconds: float, seed: int) -> Serving:
-        return Serving(system, self.model, self.dataset, rate, seconds, seed)
+    def height_check(self, ours: Mapping[float, float]) -> Check:
+        """Of vLLM, at the fastest rate by which the machine was calibrated: no prediction, but a machine that is wrong
+        shows here. `ours`: seconds a token by rate."""
+        rate = max(point.rate for point in flat_points(self.panel) if point.system == "vLLM")
+        paper = fmean(y for x, y in published.curves(self.panel)["vLLM"] if x == rate)  # 12a has two at one rate
+        return Check(f"vLLM at {rate:g}/s (calibrated)", paper, ours.get(rate), HEIGHT, unit=" s")
 
-    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
-        seconds = QUICK_SECONDS if quick else SETTINGS[self.model].seconds
-        return [self._serving(system, rate, seconds, seed) for system in SYSTEMS for rate in self.rates(system)]
-
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
-        ours: dict[str, list[published.Point]] = {system: [] for system in SYSTEMS}
-        for job, result in results.items():
-            assert isinstance(job, Serving)
-            ours[job.system].append((job.rate, result["normalized_latency"]))
-        lines = [Line(system, "ours", sorted(points)) for system, points in ours.items()]
-        lines += [Line(system, "paper", published.with_exit(self.panel, system)) for system in SYSTEMS]
-        flat = [(point.rate, point.seconds_per_token) for point in flat_points(self.panel)]
-        plot = Plot(
-            self.title, "requests/s", "normalized latency (s/token)", [*lines, Line("", "calibrated", flat)], y_max=1.0
-        )
-        checks = [
-            Check(
-                f"{system}: requests/s at {published.KNEE} s/token",
-                published.knee(published.with_exit(self.panel, system)),
-                published.knee(sorted(ours[system])),
-                None if system == "FasterTransformer" else TOLERANCE,
-                unit="/s",
-            )
-            for system in SYSTEMS
-        ]
-        return Outcome([plot], checks, self._sentences(ours))
-
-    def _sentences(self, ours: Mapping[str, list[published.Point]]) -> list[Sentence]:
-        return []
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
+        """Of how many times a baseline's rate vLLM serves."""
+        dataset, knees, found = published.dataset(self.panel), self.knees(ours), list[Sentence]()
+        for said in SAID:
+            if dataset not in said.datasets:
+                continue
+            times = [a / b if a and b else None for a, b in zip(knees["vLLM"], knees[said.system], strict=True)]
+            in_paper, in_ours = ("no number" if ratio is None else f"{ratio:.2f} x" for ratio in times)
+            holds = times[0] is not None and said.least <= round(times[0], 1) <= said.most
+            found.append(Sentence(said.words, self.section, in_paper, in_ours, holds))
+        return found
 
 
 FIG_12 = tuple(Fig12(f"12{letter}") for letter in "abcdef")

@@ -1,0 +1,91 @@
+"""Fig. 2: what the KV memory holds: tokens, room reserved for tokens to come, and waste."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minipaged.paper import published
+from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
+from minipaged.paper.figures.fig13 import SYSTEMS, serving
+from minipaged.paper.serving import Serving
+
+TOLERANCE = 2.0
+"""Percent of the memory: of tokens. The paper's are one run's, and its way of counting is not described."""
+OTHERS_TOLERANCE = 5.0
+"""Of the other shares."""
+PARTS = {
+    "token states": "tokens",
+    "reservation": "reserved",
+    "internal": "internal",
+    "external and others": "external",
+}
+"""The paper's names, and those of `serving.Queued`."""
+
+
+class Fig2(Figure):
+    """Four shares of four systems."""
+
+    name = "2"
+    title = "Fig. 2: what the KV memory holds, OPT-13B, ShareGPT"
+    section = "3.1"
+    look = (
+        "Orca (Max) loses most to tokens that never come, Orca (Oracle), who knows the outputs, to rounding and to the "
+        "time until they have come. Paging has no one of these: half a block is lost for each sequence."
+    )
+    change_it = (
+        "Let Orca expect twice the true output (an estimate of your own in `orca.ESTIMATES`): between which two is it?",
+        "Hand out chunks of any size, not powers of two (`OrcaMemory.chunks`): how much of *external* was rounding?",
+        "Serve Alpaca (`fig13.serving`): why does Orca (Max) waste 96 % of its memory?",
+    )
+
+    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
+        return [serving(system, "ShareGPT", quick=quick, seed=seed) for system in SYSTEMS]
+
+    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+        printed = published.other("2 share of KV memory (%)")
+        ours: dict[str, dict[str, float]] = {}
+        for job, result in results.items():
+            assert isinstance(job, Serving)
+            shares = {part: 100 * result["queued"][field] for part, field in PARTS.items() if field != "external"}
+            ours[job.system] = {**shares, "external and others": 100 - sum(shares.values())}
+        groups = [f"{system.replace(' ', chr(10))}\n{whose}" for system in SYSTEMS for whose in ("paper", "ours")]
+        bars = []
+        for part in PARTS:
+            heights = [of[system][part] or 0.0 for system in SYSTEMS for of in (printed, ours)]
+            bars.append(Line(part, "ours", list(enumerate(heights))))
+        checks = [
+            Check(
+                f"{system}: {part}",
+                printed[system][part] if system != "vLLM" or part == "token states" else None,
+                ours[system][part],
+                TOLERANCE if part == "token states" else OTHERS_TOLERANCE,
+                relative=False,
+                unit=" %",
+            )
+            for system in SYSTEMS
+            for part in PARTS
+        ]
+        of_tokens = [printed[system]["token states"] for system in SYSTEMS[:-1]]
+        own = [ours[system]["token states"] for system in SYSTEMS[:-1]]
+        sentence = Sentence(
+            "only 20.4% - 38.2% of the KV cache memory is used to store the actual token states",
+            "1",
+            f"{min(of_tokens)} % to {max(of_tokens)} %",
+            f"{min(own):.1f} % to {max(own):.1f} %",
+            True,
+        )
+        return Outcome(
+            [Plot(self.title, "", "% of the KV memory", bars, y_max=140, groups=groups, stacked=True)],
+            checks,
+            [sentence],
+            [
+                "Means over the steps in which a request waits: then all that the memory could hold is wanted.",
+                "*Internal* is what was expected and never comes; *external and others* is what nobody has, and what "
+                "the buddy allocator adds by rounding a chunk to a power of two. So counted the paper's bars come out: "
+                "its Orca (Oracle) has no internal waste though its chunks are rounded.",
+            ],
+        )
+
+
+FIG_2 = Fig2()

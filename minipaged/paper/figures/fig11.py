@@ -1,0 +1,107 @@
+"""Fig. 11: how long prompts and outputs of ShareGPT and Alpaca are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minipaged.paper import published
+from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.workloads import draw_lengths
+
+PRINTED = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}
+"""Mean tokens of prompts and of outputs, as the figure has them."""
+TOLERANCE = 0.01
+"""Of the means."""
+MOVED = 2.0
+"""Percent of requests that may lie in another bin than in the paper."""
+NUM, QUICK_NUM = 200_000, 80_000
+"""Requests drawn: the mean of so many ShareGPT prompts varies by 0.4 % of itself, of quick ones by 0.6 %."""
+SHOWN = {"ShareGPT": 2048.0, "Alpaca": 400.0}
+SIDES = ("input", "output")
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Drawn as a trace draws them."""
+
+    dataset: str
+    num: int
+    seed: int
+
+    def run(self) -> Drawn:
+        """Draw them."""
+        drawn = np.array(draw_lengths(self.dataset, self.num, np.random.default_rng((self.seed, 0))))  # [num, 2]
+        counts: list[list[int]] = []
+        for side, lengths in zip(SIDES, drawn.T, strict=True):
+            first, last, printed = published.histogram(self.dataset, side)
+            found, _ = np.histogram(lengths, len(printed), (first, last))  # [bins]
+            counts.append(found.tolist())
+        return Drawn(drawn.mean(axis=0).tolist(), counts, int((drawn.sum(axis=1) >= 2048).sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Prompts first, then outputs."""
+
+    means: list[float]
+    counts: list[list[int]]
+    """In the bins of the paper."""
+    too_long: int
+    """Requests whose prompt and output together the model cannot hold."""
+
+
+class Fig11(Figure):
+    """Two histograms of each dataset: the paper's, and one of what the workloads draw."""
+
+    name = "11"
+    title = "Fig. 11: lengths of prompts and outputs"
+    section = "6.1"
+    look = (
+        "ShareGPT's prompts are 8 times as long as Alpaca's, its outputs 6 times, and both vary far more. Whoever "
+        "reserves memory for the longest loses most where lengths vary most."
+    )
+    change_it = (
+        "Draw 2,000 requests (`QUICK_NUM = 2_000`, --quick) with three seeds: how far apart are the means?",
+        "Give each long prompt a long output (sort both in `workloads.draw_lengths`): the histograms stay, does 12a?",
+        "Let all requests have the mean lengths, and run 12a again: which system gains most, and why?",
+    )
+
+    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
+        return [Lengths(dataset, QUICK_NUM if quick else NUM, seed) for dataset in PRINTED]
+
+    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+        plots, checks = [], []
+        for job, found in results.items():
+            assert isinstance(job, Lengths)
+            lines = []
+            for i, side in enumerate(SIDES):
+                first, last, printed = published.histogram(job.dataset, side)
+                ours, paper = (100 * np.asarray(counts) / sum(counts) for counts in (found["counts"][i], printed))
+                width = (last - first) / len(printed)
+                middles = [first + (bin_ + 0.5) * width for bin_ in range(len(printed))]
+                for style, shares in (("ours", ours), ("paper", paper)):
+                    shown = [(x, y) for x, y in zip(middles, shares.tolist(), strict=True) if x < SHOWN[job.dataset]]
+                    lines.append(Line(side, style, shown))  # type: ignore[arg-type]
+                what = f"{job.dataset}: {side}"
+                moved = float(np.abs(ours - paper).sum() / 2)
+                checks += [
+                    Check(f"{what}, mean tokens", PRINTED[job.dataset][i], found["means"][i], TOLERANCE),
+                    Check(f"{what}, in other bins", 0.0, moved, MOVED, relative=False, unit=" %"),
+                ]
+            plots.append(Plot(job.dataset, "tokens", "requests in a bin (%)", lines))
+        return Outcome(
+            plots,
+            checks,
+            notes=[
+                "The paper prints how long prompts are and how long outputs are, not which belong together: they are "
+                "drawn independently here, as far as both fit into 2,048 tokens.",
+                "Within a bin all lengths are drawn alike; no more can be read off a histogram.",
+            ],
+        )
+
+
+FIG_11 = Fig11()

@@ -1,0 +1,46 @@
+"""Fig. 17: a chatbot, whose prompts are the last 1,024 tokens of a conversation, OPT-13B on ShareGPT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from minipaged.paper import published
+from minipaged.paper.figure import Check
+from minipaged.paper.figures.panel import Panel
+from minipaged.paper.serving import Serving
+
+RATIO = 0.2
+"""How far vLLM ÷ Orca (Oracle) may be from the paper's."""
+TOGETHER = 0.1
+"""How far the other two baselines may be from Orca (Oracle)."""
+
+
+class Fig17(Panel):
+    """The one panel."""
+
+    section = "6.4"
+    title = "Fig. 17: a chatbot, OPT-13B, ShareGPT"
+    look = (
+        "The three baselines are one curve: most prompts have 1,024 tokens, so with any output at all a chunk is "
+        "rounded up to 2,048, however well its length is known."
+    )
+    change_it = (
+        "Cut the history to 960 tokens (CHAT_PROMPT): outputs below 64 fit into half the chunk. Who gains?",
+        "Keep K and V from one round to the next, as prefix caching does today, and look at the prompts' cost.",
+        "Let conversations end after every round (CHAT_ENDS = 1): the figure becomes 12a.",
+    )
+
+    def serving(self, system: str, rate: float, seconds: float, seed: int) -> Serving:
+        return replace(super().serving(system, rate, seconds, seed), dataset="chat")
+
+    def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
+        return [
+            self.ratio_check(ours, "vLLM", "Orca (Oracle)", RATIO),
+            self.ratio_check(ours, "Orca (Max)", "Orca (Oracle)", TOGETHER),
+            self.ratio_check(ours, "Orca (Pow2)", "Orca (Oracle)", TOGETHER),
+            *self.knee_checks(ours, None),
+        ]
+
+
+FIG_17 = Fig17("17")

@@ -1,0 +1,223 @@
+"""Fig. 19: two ways back for who was preempted, swapping and recomputing, by block size.
+
+(a) what one of them costs, for 256 tokens; (b) what it makes of the latency of a whole trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minipaged.engine.policy import carry_seconds
+from minipaged.paper import published
+from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
+from minipaged.paper.figures.block_sizes import BLOCK_SIZES, MODEL, NOT_SIMULATED, crossover, trace
+from minipaged.paper.machines import machine
+from minipaged.scheduling import Way
+
+TOKENS = 256
+"""Moved or computed again. The paper does not say how many; its bandwidth implies so many."""
+
+# --- a --------------------------------------------------------------------------------------------
+
+SWAP_TOLERANCE = 0.05
+"""Of swapping out and in. Two of the machine's numbers, speed of the link and time of a copy, are from these points:
+this is how well two numbers fit nine, and no prediction."""
+RECOMPUTE_TOLERANCE = 0.10
+"""Of a prefill, by the law of a step: of this no point was used."""
+CROSSOVER_TOLERANCE = 1.0
+"""Doublings of the block size by which crossovers may be apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaysBack:
+    """What both ways cost a sequence of so many tokens."""
+
+    model: str
+    block_size: int
+    tokens: int
+
+    def run(self) -> Costs:
+        """By the machine."""
+        made = machine(self.model)
+        blocks = -(-self.tokens // self.block_size)
+        return Costs(carry_seconds(made.costs(self.block_size), blocks), made.step_seconds(1, self.tokens, self.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds."""
+
+    one_way: float
+    """Over the link, out or in."""
+    recompute: float
+    """One step with these tokens as a prompt."""
+
+
+class Fig19a(Figure):
+    """Time to recompute, to swap in and to swap out."""
+
+    name = "19a"
+    title = f"Fig. 19a: what a way back costs, {TOKENS} tokens"
+    section = "7.3"
+    look = (
+        "Swapping pays for each copy, recomputing does not know of blocks. With two pools a layer, a block of one "
+        "token makes 80 copies of 10 KB: most of the time is starting them."
+    )
+    change_it = (
+        "Keep each block in one piece (`copies_per_block=1` in paper/machines.py): where is the crossover now?",
+        "Move 64 tokens, or 1,024 (`TOKENS`): reading the weights is paid once however few are computed.",
+        "Take a link of 50 GB/s (`LINK_BYTES_PER_SECOND`): which block sizes gain nothing from it?",
+    )
+
+    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
+        return [WaysBack(MODEL, size, TOKENS) for size in BLOCK_SIZES]
+
+    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+        printed = published.other("19a time (ms) by block size")
+        found = [results[WaysBack(MODEL, size, TOKENS)] for size in BLOCK_SIZES]
+        one_way = [1e3 * one["one_way"] for one in found]
+        ours = {
+            "Recompute": [1e3 * one["recompute"] for one in found],
+            "Swap in": one_way,
+            "Swap out": one_way,
+            "Swap in + out": [2 * ms for ms in one_way],
+        }
+        lines = []
+        for name, style, of in (
+            ("Recompute", "ours", ours),
+            ("Swap in + out", "ours", ours),
+            ("Swap in", "ours", ours),
+            ("Recompute", "paper", printed),
+            ("Swap in + out", "paper", printed),
+            ("Swap in", "paper", printed),
+            ("Swap out", "paper", printed),
+        ):
+            label = "Swap in, and out" if name == "Swap in" and style == "ours" else name
+            lines.append(Line(label, style, list(zip(BLOCK_SIZES, of[name], strict=True))))  # type: ignore[arg-type]
+        checks = [
+            Check(
+                f"{name}, blocks of {size}",
+                printed[name][i],
+                ours[name][i],
+                {"Recompute": RECOMPUTE_TOLERANCE, "Swap in + out": SWAP_TOLERANCE}.get(name),
+                unit=" ms",
+            )
+            for name in ours
+            for i, size in enumerate(BLOCK_SIZES)
+            if size in (1, 4, 16, 64, 256)
+        ]
+        checks.append(
+            Check(
+                "log2 of the block size from which on swapping costs less",
+                crossover(printed["Swap in + out"], printed["Recompute"]),
+                crossover(ours["Swap in + out"], ours["Recompute"]),
+                CROSSOVER_TOLERANCE,
+                relative=False,
+            )
+        )
+        return Outcome(
+            [Plot(self.title, "block size (tokens)", "ms", lines, log_x=True, y_max=150)],
+            checks,
+            [self._sentence(printed, ours)],
+            [
+                f"The paper does not say how many tokens it moved; with {TOKENS} its times make 12 to 13 GB/s, which a "
+                "link has.",
+                "Our machine has one speed for both ways, the mean of the paper's two: each way alone is not judged. "
+                "What is judged of swapping was calibrated by these same points, recomputing was not.",
+            ],
+        )
+
+    def _sentence(self, printed: Mapping[str, list[float]], ours: Mapping[str, list[float]]) -> Sentence:
+        def shares(of: Mapping[str, list[float]]) -> str:
+            parts = [a / b for a, b in zip(of["Recompute"], of["Swap in + out"], strict=True)]
+            return f"{min(parts):.0%} to {max(parts):.0%} of it"
+
+        return Sentence(
+            "recomputation overhead is never higher than 20% of swapping's latency",
+            self.section,
+            f"{shares(printed)}; it would be true of being slower by 20 %",
+            shares(ours),
+            max(a / b for a, b in zip(printed["Recompute"], printed["Swap in + out"], strict=True)) <= 0.2,
+        )
+
+
+# --- b --------------------------------------------------------------------------------------------
+
+WAYS: dict[str, Way] = {"Recompute": "recompute", "Swap": "swap"}
+LATENCY_TOLERANCE = 0.25
+"""Of how swapping's latency compares with recomputing's: their ratio, at each block size."""
+
+
+class Fig19b(Figure):
+    """Normalized latency by block size, with either way back."""
+
+    name = "19b"
+    title = "Fig. 19b: latency with swapping or recomputing, OPT-13B"
+    section = "7.3"
+    look = (
+        "With medium blocks both ways back are nearly the same: preemptions are few, and each costs about one step. "
+        "With small blocks swapping costs more: thousands of copies. With large ones there is room for fewer requests."
+    )
+    change_it = (
+        "Raise the rate by a tenth (`RATES`): with more preemptions the two part sooner.",
+        "Make blocks one piece of memory (`copies_per_block=1`): what becomes of swapping with blocks of 1?",
+        "Let each victim take the cheaper way (`preemption` left out, and the engine's own policy in place of VLLM).",
+    )
+
+    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
+        return [
+            trace("ShareGPT", size, quick=quick, seed=seed, preemption=way)
+            for way in WAYS.values()
+            for size in BLOCK_SIZES
+        ]
+
+    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+        printed = published.other("19b normalized latency (s/token) by block size, OPT-13B ShareGPT")
+        of = {(job.preemption, job.block_size): result for job, result in results.items()}  # type: ignore[attr-defined]
+        ours = {name: [of[way, size]["normalized_latency"] for size in BLOCK_SIZES] for name, way in WAYS.items()}
+        lines = [
+            Line(name, style, list(zip(BLOCK_SIZES, values[name], strict=True)))  # type: ignore[arg-type]
+            for style, values in (("ours", ours), ("paper", printed))
+            for name in WAYS
+        ]
+        checks = [
+            Check(f"recompute, blocks of {size}", printed["Recompute"][i], ours["Recompute"][i], None, unit=" s/token")
+            for i, size in enumerate(BLOCK_SIZES)
+        ]
+        checks += [
+            Check(
+                f"swapping / recomputing, blocks of {size}",
+                printed["Swap"][i] / printed["Recompute"][i],
+                ours["Swap"][i] / ours["Recompute"][i],
+                LATENCY_TOLERANCE,
+            )
+            for i, size in enumerate(BLOCK_SIZES)
+        ]
+        checks.append(
+            Check(
+                "log2 of the block size from which on swapping is faster",
+                crossover(printed["Swap"], printed["Recompute"]),
+                crossover(ours["Swap"], ours["Recompute"]),
+                CROSSOVER_TOLERANCE,
+                relative=False,
+            )
+        )
+        preempted = ", ".join(f"{of['recompute', size]['preempted']} with {size}" for size in (1, 16, 256))
+        return Outcome(
+            [Plot(self.title, "block size (tokens)", "normalized latency (s/token)", lines, log_x=True, log_y=True)],
+            checks,
+            notes=[
+                f"Requests a second: {next(iter(results)).rate}, so that blocks of 16 come near the paper's height; "  # type: ignore[attr-defined]
+                "it does not say which it took, nor for how long. So heights are not judged, only how the two compare.",
+                NOT_SIMULATED,
+                f"Preemptions, recomputing: {preempted}.",
+                "Where Fig. 19a says swapping and ours says recomputing: there a prefill is a step of its own, here it "
+                "joins the step of those who decode, and a swap is paid for before that step. The paper's gain of "
+                "swapping with large blocks does not come out.",
+            ],
+        )
+
+
+FIG_19 = (Fig19a(), Fig19b())

@@ -1,0 +1,333 @@
+"""The executable paper's figures: what they declare, what verdicts made-up results get, what a tiny run says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from minipaged.cli import app
+from minipaged.paper import machines, published
+from minipaged.paper.figure import Figure, Outcome
+from minipaged.paper.figures import FIGURES, fig15, fig19, table1
+from minipaged.paper.figures.block_sizes import BLOCK_SIZES, best, crossover, good
+from minipaged.paper.figures.fig11 import Lengths
+from minipaged.paper.figures.fig12 import FIG_12
+from minipaged.paper.kernel import DecodeAttention, tiers_here
+from minipaged.paper.serving import BATCH_TOKENS, VLLM, Serving
+from minipaged.paper.workloads import MAX_MODEL_LEN
+from minipaged.scheduling import RequestView
+from minipaged.simulated import OPT_13B_ON_AN_A100
+
+ORDER = ["1", "2", "3", "11", "13", "15", "18a", "18b", "19a", "19b", "table1"]
+"""The figures of this file."""
+
+
+# --- What a figure's file declares ----------------------------------------------------------------
+
+
+def test_figures_are_listed_in_the_papers_order() -> None:
+    assert [name for name in FIGURES if name in ORDER] == ORDER
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_says_what_to_look_at_and_what_to_try(name: str) -> None:
+    figure = FIGURES[name]
+    assert figure.name == name
+    assert figure.title
+    assert figure.section
+    assert figure.look
+    assert len(set(figure.change_it)) == 3
+
+
+def declared(module: ModuleType) -> set[float]:
+    """All numbers that a figure's file has as constants, a dictionary's and a tuple's among them."""
+    found: set[float] = set()
+    for name, value in vars(module).items():
+        if name.isupper():
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]
+            found |= {one for one in values if isinstance(one, float)}
+    return found
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_every_tolerance_is_a_constant_of_the_figures_file(name: str) -> None:
+    figure = FIGURES[name]
+    judged = [check.tolerance for check in as_in_the_paper(figure).checks if check.tolerance is not None]
+    assert set(judged) <= declared(sys.modules[type(figure).__module__])
+    assert judged or name == "18a", "something is judged, but where hardware differs"
+
+
+# --- Verdicts of made-up results ------------------------------------------------------------------
+
+
+def made_up(figure: Figure, **changes: float) -> dict[Any, Any]:
+    """Results that are the paper's own numbers; `changes`: factors of what they name."""
+
+    def factor(what: str) -> float:
+        return changes.get(what, 1.0)
+
+    shares, bars = published.other("2 share of KV memory (%)"), published.other("13 batched requests OPT-13B")
+    saved = published.other("15 memory saving (%) OPT-13B Alpaca, n=2,4,6")
+    by_block = published.other("18b normalized latency (s/token) by block size")
+    ways = published.other("19b normalized latency (s/token) by block size, OPT-13B ShareGPT")
+    moved = published.other("19a time (ms) by block size")
+    kernels = published.other("18a attention kernel (us), context 64,128,256")
+    speed = dict(map(tuple, published.other("1 throughput (tokens/s) by batch size")))
+    results: dict[Any, Any] = {}
+    for job in figure.jobs(quick=True, seed=0):
+        match figure.name, job:
+            case "1", Serving():
+                batch = job.most_running
+                of_memory = published.other("1 memory (GB) by batch size")[
+                    "vLLM" if job.system == "vLLM" else "Existing systems"
+                ]
+                line = [(x, y) for x, y in of_memory]
+                running = min(batch, line[-1][0]) if batch == 40 else batch + (batch == 7)
+                held = (figure_module(figure).at(line, running) * 1e9 * factor("memory") - 26e9) / (12 << 30)
+                per_second = figure_module(figure).at(sorted(speed.items()), running) * factor("speed")
+                results[job] = {
+                    "queued": {"running": running, "held": held, "steps": per_second / running, "seconds": 1.0}
+                }
+            case ("2", Serving()):
+                of = shares[job.system]
+                queued = {"tokens": of["token states"] / 100 * factor("tokens"), "reserved": of["reservation"] / 100}
+                results[job] = {"queued": {**queued, "internal": (of["internal"] or 0.0) / 100}}
+            case ("13", Serving()):
+                paper = bars[f"{job.dataset} {job.rate:g} req/s"][job.system]
+                results[job] = {"mean_running_arriving": paper * factor(job.dataset)}
+            case ("15", Serving()):
+                method = "beam" if job.beams else "parallel"
+                results[job] = {"saved_share": saved[method][fig15.SEQUENCES.index(job.n)] / 100 * factor(method)}
+            case ("18b", Serving()):
+                latency = by_block[job.dataset][BLOCK_SIZES.index(job.block_size)]
+                results[job] = {"normalized_latency": latency * factor(f"block{job.block_size}"), "token_share": 0.9}
+            case ("19b", Serving()):
+                name = "Swap" if job.preemption == "swap" else "Recompute"
+                latency = ways[name][BLOCK_SIZES.index(job.block_size)] * factor(name)
+                results[job] = {"normalized_latency": latency, "preempted": 1}
+            case (_, fig19.WaysBack()):
+                i = BLOCK_SIZES.index(job.block_size)
+                one_way = moved["Swap in + out"][i] / 2e3 * factor("swap")
+                results[job] = {"one_way": one_way, "recompute": moved["Recompute"][i] / 1e3 * factor("recompute")}
+            case (_, table1.Sizes()):
+                weights, _, slots = table1.PRINTED[job.model]
+                per_token = 800 * 1024 * factor("token")
+                found = {"weight_bytes": weights * 1e9 * factor("weights"), "slots": slots * 1e3 * factor("slots")}
+                results[job] = {**found, "kv_bytes_per_token": per_token}
+            case (_, Lengths()):
+                means = figure_module(figure).PRINTED[job.dataset]
+                counts = [published.histogram(job.dataset, side)[2] for side in ("input", "output")]
+                results[job] = {"means": [mean * factor("means") for mean in means], "counts": counts}
+            case (_, DecodeAttention()):
+                i = figure_module(figure).CONTEXTS.index(job.context)
+                of_batch = [kernels[f"{system} batch {job.batch}"][i] for system in ("vLLM", "FasterTransformer")]
+                results[job] = dict(zip(("paged", "contiguous"), of_batch, strict=True))
+            case _:  # Fig. 3: what it counts is exact, so it is run
+                results[job] = asdict(job.run())
+    return results
+
+
+def figure_module(figure: Figure) -> Any:
+    return sys.modules[type(figure).__module__]
+
+
+def as_in_the_paper(figure: Figure, **changes: float) -> Outcome:
+    return figure.outcome(made_up(figure, **changes))
+
+
+def failing(outcome: Outcome) -> list[str]:
+    return [check.what for check in outcome.checks if check.verdict == "fails"]
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_the_papers_own_numbers_hold(name: str) -> None:
+    assert failing(as_in_the_paper(FIGURES[name])) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "factor", "number"),
+    [
+        ("1", "memory", 1.05, 7),
+        ("1", "speed", 0.75, 5),
+        ("2", "tokens", 0.90, 4),
+        ("11", "means", 1.02, 4),
+        ("13", "ShareGPT", 1.06, 4),
+        ("13", "Alpaca", 1.21, 4),
+        ("15", "parallel", 1.4, 2),
+        ("15", "beam", 0.9, 3),
+        ("18b", "block16", 20.0, 2),
+        ("18b", "block8", 0.01, 2),
+        ("19a", "swap", 1.1, 5),
+        ("19a", "recompute", 1.2, 5),
+        ("19b", "Swap", 1.3, 9),
+        ("table1", "slots", 0.95, 3),
+        ("table1", "weights", 1.1, 3),
+        ("table1", "token", 0.5, 1),
+    ],
+)
+def test_what_is_off_by_more_than_was_allowed_fails(name: str, what: str, factor: float, number: int) -> None:
+    assert len(failing(as_in_the_paper(FIGURES[name], **{what: factor}))) >= number
+
+
+def test_what_hardware_decides_gets_no_verdict() -> None:
+    assert {check.verdict for check in as_in_the_paper(FIGURES["18a"]).checks} == {"not judged"}
+
+
+@pytest.mark.parametrize("name", ["18a", "19a"])
+def test_sentences_that_the_papers_figures_do_not_bear_out_are_told(name: str) -> None:
+    assert [sentence.holds_in_paper for sentence in as_in_the_paper(FIGURES[name]).sentences] == [False]
+
+
+def test_of_figure_12_two_sentences_hold_but_for_the_largest_model() -> None:
+    def borne_out(name: str) -> dict[str, bool]:
+        figure = FIGURES[name]
+        lines = {system: published.with_exit(name, system) for system in published.curves(name)}
+        results = {}
+        for job in figure.jobs(quick=True, seed=0):
+            assert isinstance(job, Serving)
+            results[job] = {"normalized_latency": figure_module(FIGURES["1"]).at(lines[job.system], job.rate)}
+        return {said.says[:4]: said.holds_in_paper for said in figure.outcome(results).sentences}
+
+    assert borne_out("12a") == {"1.7x": True, "2.7x": True, "up t": True}
+    assert borne_out("12c") == {"1.7x": False, "2.7x": False, "up t": True}
+    assert borne_out("12f") == {"up t": True}
+
+
+# --- Block sizes ----------------------------------------------------------------------------------
+
+
+def test_where_one_line_comes_to_be_below_another() -> None:
+    falling, level = [9.0, 7.0, 5.0, 3.0, 1.0, 1.0, 1.0, 1.0, 1.0], [4.0] * 9
+    assert crossover(falling, level) == pytest.approx(2.5)  # half way between blocks of 4 and 8
+    assert crossover(level, level[:1] * 9) is None
+    assert crossover(level, falling) is None
+
+
+def test_good_block_sizes_are_those_around_16() -> None:
+    latencies = [1.0, 9.0, 1.9, 1.5, 1.0, 0.8, 1.9, 2.1, 1.0]
+    assert best(latencies) == 5
+    assert good(latencies) == (2, 6)
+
+
+# --- Tiny runs ------------------------------------------------------------------------------------
+
+
+def tiny(system: str, **changes: Any) -> Mapping[str, Any]:
+    serving = Serving(system, "OPT-13B", "ShareGPT", 200.0, 0.2)
+    found: Mapping[str, Any] = asdict(replace(serving, **changes).run())
+    return found
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_others() -> None:
+    first, again, other = (tiny("Orca (Oracle)", seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_the_shares_of_orca_are_those_of_its_chunks() -> None:
+    slots = 15_728 // 16 * 16
+    most = tiny("Orca (Max)")["queued"]
+    parts = most["tokens"] + most["reserved"] + most["internal"]
+    assert most["steps"] > 0
+    assert parts == pytest.approx(most["held"]) == pytest.approx(most["running"] * MAX_MODEL_LEN / slots)
+    knows = tiny("Orca (Oracle)")["queued"]
+    assert knows["internal"] == 0
+    assert knows["tokens"] + knows["reserved"] < knows["held"]
+
+
+def test_of_paging_only_ends_of_blocks_are_lost() -> None:
+    paged = tiny("vLLM", seconds=0.4)["queued"]
+    assert paged["reserved"] == 0
+    assert paged["tokens"] + paged["internal"] == pytest.approx(paged["held"])
+    assert 0 < paged["internal"] < paged["running"] * 16 / 15_728
+
+
+def test_no_more_requests_run_than_may() -> None:
+    found = tiny("vLLM", most_running=3)["queued"]
+    assert found["running"] == pytest.approx(3, abs=0.05)
+    assert found["seconds"] > 0
+
+
+def test_swapping_and_recomputing_take_different_times() -> None:
+    ways = {way: tiny("vLLM", rate=400.0, preemption=way) for way in ("swap", "recompute")}
+    assert all(found["preempted"] for found in ways.values())
+    assert ways["swap"]["seconds"] != ways["recompute"]["seconds"]
+    assert tiny("vLLM", rate=400.0) == ways["recompute"], "as vLLM did then with single sequences"
+
+
+def test_newcomers_leave_the_watermark_free_unless_they_are_alone() -> None:
+    policy = VLLM(1000, 16, 1 << 20, BATCH_TOKENS, OPT_13B_ON_AN_A100.costs(16), preemption=None)
+    runs = RequestView("runs", 0, 1, 8, 400, decodes=True, num_blocks=985, num_tokens=9)
+    waits = RequestView("waits", 1, 1, 80, 4, tokens_to_run=80, blocks_needed=5)
+    assert policy.admit([waits], [runs], 14, BATCH_TOKENS) == []
+    assert policy.admit([waits], [runs], 15, BATCH_TOKENS) == ["waits"]
+    assert policy.admit([waits], [], 5, BATCH_TOKENS) == ["waits"]
+
+
+def test_means_up_to_the_last_arrival_leave_out_the_batch_that_empties() -> None:
+    found = tiny("vLLM", rate=2.0, seconds=20.0)
+    assert found["mean_running_arriving"] > found["mean_running"] * 1.1
+
+
+def test_the_kernels_of_the_reference_tier_agree_with_plain_numpy() -> None:
+    assert "reference" in tiers_here()
+    measured = DecodeAttention("reference", 2, 32, repetitions=2).run()
+    assert measured.paged > 0
+    assert measured.contiguous > 0
+
+
+def test_kernels_that_do_not_say_the_same_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minipaged.paper.kernel.paged_attention", lambda query, *_: query)
+    with pytest.raises(ArithmeticError, match="reference"):
+        DecodeAttention("reference", 2, 32, repetitions=1).run()
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+def run_command(name: str, folder: Path, *options: str) -> int:
+    pytest.importorskip("matplotlib")
+    return CliRunner().invoke(app, ["paper", "run", name, "--jobs", "1", "-o", str(folder), *options]).exit_code
+
+
+def test_a_check_that_fails_makes_the_command_exit_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("minipaged.paper.commands.save", lambda data, path: None)  # drawing takes longest
+    assert run_command("table1", tmp_path) == 0
+    monkeypatch.setattr(table1, "TOLERANCE", 0.001)
+    assert run_command("table1", tmp_path) == 1
+    assert run_command("table1", tmp_path, "--quick") == 0  # by which nothing is judged
+
+
+def test_a_figure_whose_numbers_are_exact_is_drawn(tmp_path: Path) -> None:
+    assert run_command("3", tmp_path) == 0
+    assert (tmp_path / "3.png").stat().st_size > 10_000
+
+
+def test_a_figure_without_a_name_in_the_papers_order_is_refused(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["paper", "run", "99", "-o", str(tmp_path)])
+    assert found.exit_code != 0
+
+
+@pytest.mark.thorough
+def test_a_machine_that_is_wrong_by_a_fifth_turns_a_verdict_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that costs a fifth less: vLLM is too fast where nothing waits, by the very point that calibrated it."""
+    panel = next(figure for figure in FIG_12 if figure.name == "12d")
+
+    def verdict() -> str:
+        machines.machine.cache_clear()
+        height = panel.serving("vLLM", 20, seconds=60, seed=0).run().normalized_latency
+        return panel.height_check({20: height}).verdict
+
+    found = machines.CALIBRATED["OPT-13B"]
+    assert verdict() == "holds"
+    monkeypatch.setitem(machines.CALIBRATED, "OPT-13B", replace(found, seconds_per_row=0.8 * found.seconds_per_row))
+    assert verdict() == "fails"
+    machines.machine.cache_clear()

@@ -10,6 +10,9 @@ import pytest
 
 from docs import build
 from minipaged.events import EVENT_TYPES
+from minipaged.paper.figures import FIGURES
+from minipaged.paper.pages import label
+from minipaged.paper.running import file_name, kept_figures
 from tests.source import definitions
 
 ROOT = Path(__file__).parent.parent
@@ -66,6 +69,30 @@ def test_what_the_docs_name_is_in_the_file_that_they_link(page: Path) -> None:
 
 def test_the_map_of_the_paper_names_functions() -> None:
     assert len(CODE_LINK.findall((ROOT / "docs" / "paper.md").read_text())) > 30
+
+
+# --- The paper's figures --------------------------------------------------------------------------
+
+
+def test_what_is_told_of_the_papers_figures_comes_from_whole_runs_with_the_usual_seed() -> None:
+    results = kept_figures(build.RESULTS, FIGURES)
+    assert results
+    assert {path.stem for path in build.RESULTS.iterdir()} == {file_name(name) for name in results}
+    for name, data in results.items():
+        assert not data["made"]["quick"], name
+        assert data["made"]["seed"] == 0, name
+
+
+def test_a_figure_without_a_result_has_no_page_and_the_table_says_so() -> None:
+    results = kept_figures(build.RESULTS, FIGURES)
+    first = next(iter(results))
+    told = build.verdicts({first: results[first]})
+    missing = told.rpartition("without a page: ")[2]
+    assert f'href="{file_name(first)}.html"' in told
+    assert all(label(name) in missing for name in FIGURES if name != first)
+    page = build.figure_page(results[first], [first])
+    assert f"({file_name(first)}.svg)" in page
+    assert FIGURES[first].look in page
 
 
 # --- Code in a page -------------------------------------------------------------------------------

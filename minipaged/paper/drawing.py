@@ -25,7 +25,7 @@ COLOURS = {
 MARKS = {"FasterTransformer": "v", "Orca (Max)": "s", "Orca (Pow2)": "^", "Orca (Oracle)": "D", "vLLM": "o"}
 MOST_MARKS = 30
 """Lines of more points have none."""
-INCHES = (5.2, 3.6)
+INCHES = (6.2, 3.6)
 """Of one plot."""
 
 
@@ -78,11 +78,14 @@ def _draw_plot(axes: Axes, plot: Mapping[str, Any]) -> None:
         axes.set_yscale("log")
     if plot["y_max"] is not None:
         axes.set_ylim(0 if not plot["log_y"] else None, plot["y_max"])
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))  # beside, where it hides no line
 
 
 def _draw_lines(axes: Axes, plot: Mapping[str, Any]) -> None:
+    """A system that has two lines is named once, and what solid and dashed means once for all."""
     labels = list(dict.fromkeys(line["label"] for line in plot["lines"]))
+    ours = {line["label"] for line in plot["lines"] if line["style"] == "ours"}
+    papers = {line["label"] for line in plot["lines"] if line["style"] == "paper"}
     for line in plot["lines"]:
         label, style = line["label"], line["style"]
         colour = COLOURS.get(label, f"C{labels.index(label)}")
@@ -92,9 +95,12 @@ def _draw_lines(axes: Axes, plot: Mapping[str, Any]) -> None:
             axes.plot(x, y, "-", marker=mark, ms=4, color=colour, label=label)
         elif style == "paper":
             darker = [0.6 * part for part in to_rgb(colour)]  # to be seen on top of ours
-            axes.plot(x, y, "--", color=darker, zorder=3, label=f"{label}, paper")
+            axes.plot(x, y, "--", color=darker, zorder=3, label=None if label in ours else f"{label}, paper")
         else:
             axes.plot(x, y, "o", ms=9, mfc="none", color="black", label="calibrated by")
+    if ours & papers:
+        axes.plot([], [], "-", color="black", label="ours")
+        axes.plot([], [], "--", color="black", label="the paper's")
 
 
 def _draw_bars(axes: Axes, plot: Mapping[str, Any]) -> None:

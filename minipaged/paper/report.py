@@ -22,7 +22,7 @@ body { margin: 0 auto; max-width: 62rem; padding: 1rem; color: var(--text); back
 a { color: var(--link); }
 h2 { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1rem; }
 svg { max-width: 100%; height: auto; background: #ffffff; }
-pre { overflow-x: auto; background: var(--box); padding: .6rem; }
+pre { white-space: pre-wrap; background: var(--box); padding: .6rem; }
 .scrolls { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; }
 th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid var(--line); vertical-align: top; }

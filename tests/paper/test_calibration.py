@@ -80,12 +80,16 @@ def test_the_law_is_near_the_points_that_it_comes_from(model: str) -> None:
     assert np.median(errors) < 0.04
 
 
-SPEEDS = [(model, speed) for model in SETTINGS for speed in ("seconds_per_step", "seconds_per_row")]
-"""And of OPT-13B the speed of attention. (Other machines' points hardly tell it: there weights are most of a step.)"""
+SPEEDS = [
+    *((model, "seconds_per_step") for model in SETTINGS if model != "LLaMA-13B"),
+    *((model, "seconds_per_row") for model in SETTINGS),
+    ("OPT-13B", "kv_bytes_per_second"),
+]
+"""Those that their points tell well. (Elsewhere weights are most of a step; what LLaMA-13B's takes beside is 2 ms.)"""
 
 
 @pytest.mark.parametrize("factor", [1.2, 1 / 1.2], ids=["more", "less"])
-@pytest.mark.parametrize(("model", "speed"), [*SPEEDS, ("OPT-13B", "kv_bytes_per_second")])
+@pytest.mark.parametrize(("model", "speed"), SPEEDS)
 def test_a_calibrated_figure_that_is_wrong_by_a_fifth_fits_clearly_worse(model: str, speed: str, factor: float) -> None:
     law, points = law_of(model), points_of(model)
     wrong = replace(law, **{speed: factor * getattr(law, speed)})

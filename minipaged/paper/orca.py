@@ -24,6 +24,7 @@ from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request
 from minipaged.engine.sequence import Sequence as EngineSequence
 from minipaged.engine.step_writer import StepWriters
+from minipaged.errors import InvalidRequest
 from minipaged.events import BlockCopied, BlocksFreed, Emit, SequenceForked, TokensComputed
 from minipaged.paper.buddy import LARGEST_TOKENS, BuddyAllocator
 from minipaged.params import EngineConfig
@@ -97,6 +98,8 @@ class OrcaMemory(Memory):
 
     def __init__(self, config: EngineConfig, writer: StepWriters, emit: Emit, estimate: Estimate) -> None:
         self.block_size = config.block_size
+        if power_of_two(config.block_size) != config.block_size:
+            raise InvalidRequest(f"block_size is {config.block_size}; buddies need a power of two")
         self.allocator = BuddyAllocator(config.num_blocks, LARGEST_TOKENS // config.block_size)
         self._writer, self._emit, self._estimate = writer, emit, estimate
         self._families: dict[EngineSequence, Family] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -54,6 +55,7 @@ def run_figures(
     names: Sequence[str], *, quick: bool, seed: int, processes: int, output: Path, traces: Path | None = None
 ) -> bool:
     """Run these figures, or all that can be run; returns whether no check failed. By quick ones nothing is judged."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the processes of the jobs end with this one
     chosen = list(dict.fromkeys(figure for name in names for figure in figures_called(name)))
     results = Results(output)
     console, good = Console(highlight=False), True

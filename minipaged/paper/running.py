@@ -162,6 +162,8 @@ def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
                 yield waiting[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():  # a job takes minutes, and nobody wants its result
+                process.terminate()
             raise
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from minipaged.errors import InvalidRequest
@@ -247,3 +251,18 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidRequest, match=r"cannot keep results in .*file/in: Not a directory; give another --out"):
         Results(tmp_path / "file" / "in")
+
+
+@pytest.mark.thorough
+def test_who_is_ended_leaves_no_process_at_work(tmp_path: Path) -> None:
+    """Jobs of an hour's trace take minutes; nobody would have their results."""
+    command = [sys.executable, "-m", "minipaged", "paper", "run", "12d", "--jobs", "2", "-o", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        this = psutil.Process(running.pid)
+        while len(children := this.children(recursive=True)) < 4:  # the jobs' two, and who begins and tracks them
+            assert running.poll() is None
+            time.sleep(0.1)
+        running.terminate()
+    assert running.returncode == 143
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive

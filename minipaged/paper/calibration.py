@@ -121,12 +121,12 @@ def normalized_latency(law: StepLaw, rate: float, lengths: Means, prefix: int = 
 
 
 def flat_points(panel: str) -> list[FlatPoint]:
-    """Those of a panel by which its machine is calibrated, low in rate and low in height; none, if the panel is of none
-    of Figs. 12 and 16.
+    """Those of a panel by which its machine is calibrated, low in rate and in height. Of Fig. 14 vLLM's alone, which
+    say what a further sequence of a request costs. None, if the panel is of none of Figs. 12, 14 and 16.
 
     FasterTransformer's never are: it batches by other rules, of which little is known.
     """
-    if panel[:2] not in ("12", "16"):
+    if panel[:2] not in ("12", "14", "16"):
         return []
     dataset, prefix = published.dataset(panel), PREFIX.get(panel, 0)
     lines = {name: line for name, line in published.curves(panel).items() if name != "FasterTransformer"}
@@ -135,7 +135,7 @@ def flat_points(panel: str) -> list[FlatPoint]:
         last = published.with_exit(panel, system)[-1][0]
         for rate, seconds in line:
             lowest = min(y for other in lines.values() for x, y in other if x >= rate)
-            if rate <= FLAT_RATE * last and seconds <= FLAT_HEIGHT * lowest:
+            if (system == "vLLM" or panel[:2] != "14") and rate <= FLAT_RATE * last and seconds <= FLAT_HEIGHT * lowest:
                 cached = prefix // 16 * 16 if system == "vLLM" else 0  # whole blocks
                 low.append(FlatPoint(panel, dataset, system, rate, seconds, prefix, cached))
     return low

@@ -30,6 +30,10 @@ BATCH_TOKENS = 2560
 """vLLM's limit of a step in the paper's days; Orca's baselines had none."""
 WATERMARK = 0.01
 """Of all blocks, what vLLM's newcomers left free then."""
+FURTHER_SAMPLE, FURTHER_BEAM = 0.2, 0.8
+"""What the second and each further sample, or beam, of a request costs beside its tokens, as a part of what the first
+one costs (`Machine.seconds_per_row`, mostly the host's work). Calibrated by the flat points of Fig. 14: a test says how
+well they are met."""
 NO_LIMIT = 1 << 20
 VOCABULARY = 1 << 20
 """Tokens only have to differ where a prefix is not shared."""
@@ -227,10 +231,8 @@ def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
     """Let these requests come, each at its time, and serve all of them to their end."""
     here = machine(serving.model)
     here = replace(here, kv_bytes_per_token=here.kv_bytes_per_token * serving.kv_bits // 16)
-    # What a row costs beside its tokens is mostly the host's work. By Fig. 14's flat points it is paid once for all
-    # samples of a request (4 samples, 6 requests/s: 0.039 s/token in the paper), and for each beam.
-    if not serving.beams:
-        here = replace(here, seconds_per_row=here.seconds_per_row / serving.n)
+    further = FURTHER_BEAM if serving.beams else FURTHER_SAMPLE
+    here = replace(here, seconds_per_row=here.seconds_per_row * (1 + (serving.n - 1) * further) / serving.n)
     runner = SimulatedRunner(here, serving.block_size)
     engine = engine_of(serving, runner)
     coming, arrived = deque(asked), dict[str, float]()

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -14,11 +15,13 @@ from typer.testing import CliRunner
 
 from minipaged.cli import app
 from minipaged.paper import machines, published
+from minipaged.paper.calibration import flat_points
 from minipaged.paper.figure import Figure, Outcome
 from minipaged.paper.figures import FIGURES, fig15, fig19, table1
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, best, crossover, good
 from minipaged.paper.figures.fig11 import Lengths
 from minipaged.paper.figures.fig12 import FIG_12
+from minipaged.paper.figures.fig14 import FIG_14, Fig14
 from minipaged.paper.kernel import DecodeAttention, tiers_here
 from minipaged.paper.serving import BATCH_TOKENS, VLLM, Serving
 from minipaged.paper.workloads import MAX_MODEL_LEN
@@ -331,3 +334,15 @@ def test_a_machine_that_is_wrong_by_a_fifth_turns_a_verdict_red(monkeypatch: pyt
     monkeypatch.setitem(machines.CALIBRATED, "OPT-13B", replace(found, seconds_per_row=0.8 * found.seconds_per_row))
     assert verdict() == "fails"
     machines.machine.cache_clear()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("panel", FIG_14, ids=lambda panel: panel.name)
+def test_where_nothing_waits_further_sequences_cost_what_the_paper_shows(panel: Fig14) -> None:
+    """FURTHER_SAMPLE and FURTHER_BEAM, at the points that calibrated them: each within 15 %, and a panel within a tenth."""
+    errors = [
+        panel.serving("vLLM", point.rate, seconds=60, seed=0).run().normalized_latency / point.seconds_per_token - 1
+        for point in flat_points(panel.name)
+    ]
+    assert max(map(abs, errors)) < 0.15
+    assert abs(fmean(errors)) < 0.1

@@ -339,7 +339,7 @@ def test_a_machine_that_is_wrong_by_a_fifth_turns_a_verdict_red(monkeypatch: pyt
 @pytest.mark.thorough
 @pytest.mark.parametrize("panel", FIG_14, ids=lambda panel: panel.name)
 def test_where_nothing_waits_further_sequences_cost_what_the_paper_shows(panel: Fig14) -> None:
-    """FURTHER_SAMPLE and FURTHER_BEAM, at the points that calibrated them: each within 15 %, and a panel within a tenth."""
+    """FURTHER_SAMPLE and FURTHER_BEAM, at the points that calibrated them: each within 15 %, a panel within 10."""
     errors = [
         panel.serving("vLLM", point.rate, seconds=60, seed=0).run().normalized_latency / point.seconds_per_token - 1
         for point in flat_points(panel.name)

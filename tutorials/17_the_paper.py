@@ -71,7 +71,7 @@ Bars(
 # And even what is used in the end is empty at first: the piece is there from the first step on, its last tokens come
 # minutes later. vLLM takes a block when it needs one.
 #
-# ## A machine made of four numbers
+# ## A machine made of five speeds
 #
 # There is no GPU here, so there is a law of what a step costs:
 #

@@ -10,7 +10,7 @@ point of Fig. 12 tells apart from `t0`: for these there are measured kernels (`c
 Where no request waits, a curve's height follows from the step alone. By Little's law, `rate * latency` requests run, so
 a step has that many rows; the rate says how many prompts come in meanwhile; and the latency is the outputs' length in
 steps. `normalized_latency` solves this; `calibrate` looks for the law with the smallest absolute errors at the points
-that `flat_points` lets through. Those at which the results are judged, on either side of a knee, are never among them.
+that `flat_points` lets through. Those on either side of a knee are never among them.
 """
 
 from __future__ import annotations

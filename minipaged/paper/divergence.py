@@ -3,7 +3,7 @@
 How many blocks beams share is decided by that alone, not by which tokens they hold. It was heard from real beams of
 SmolLM2 (`python -m minipaged.paper.divergence` listens again, and writes `data/beams.json`): for 12 prompts and each
 width a *run*, the parents of the survivors, best first, in each of 47 steps. In a simulation every request follows one
-of the runs, from some step of it on and around; which, its lengths and the seed decide. So the sharing that Figs. 14
+of the runs, from some step of it on and around; which, its lengths decide. So the sharing that Figs. 14
 and 15 depend on is measured, though on another model than the paper's.
 """
 
@@ -45,14 +45,12 @@ class DivergingBeams(contracts.BeamSearch):
     """A beam search whose survivors stem from the beams that they stemmed from in a measured run. Tokens and scores
     mean nothing: a simulation has no others."""
 
-    seed = 0
-
     def __init__(
         self, params: BeamSearchParams, prompt_length: int, max_length: int, eos_token_ids: Sequence[int]
     ) -> None:
         self._left = max_length - prompt_length
         self._width = params.beam_width
-        drawn = random.Random(f"{self.seed} {prompt_length} {max_length}")
+        drawn = random.Random(f"{prompt_length} {max_length}")
         runs = measured_runs(self._width)
         self._run = drawn.randrange(len(runs))
         self._at = drawn.randrange(len(runs[self._run]))

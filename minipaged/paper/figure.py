@@ -113,6 +113,8 @@ class Figure(ABC):
     """What to look at."""
     change_it: Sequence[str] = ()
     """Three experiments to try."""
+    alone: bool = False
+    """Whether its jobs measure, and so run one after another."""
     needs_traces: bool = False
     """Whether it is made from files that are not here; see `given`."""
 

@@ -24,7 +24,7 @@ from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import Request
 from minipaged.engine.sequence import Sequence as EngineSequence
 from minipaged.engine.step_writer import StepWriters
-from minipaged.errors import InvalidRequest
+from minipaged.errors import InvalidRequest, OutOfBlocks
 from minipaged.events import BlockCopied, BlocksFreed, Emit, SequenceForked, TokensComputed
 from minipaged.paper.buddy import LARGEST_TOKENS, BuddyAllocator
 from minipaged.params import EngineConfig
@@ -130,12 +130,19 @@ class OrcaMemory(Memory):
         return Chunk(self.block_size, self.allocator)
 
     def begin(self, request: Request, sequence: EngineSequence) -> None:
-        """All chunks of the request, the first for this sequence."""
-        if sequence not in self._families:
-            first, *spare = [self.allocator.take(size) for size in self._chunks_of(request)]
-            prompt, output = len(request.prompt_token_ids), request.max_output_tokens
-            self._families[sequence] = Family(prompt + output, self.expected(prompt, output), spare)
-            self._give(sequence, first)
+        """All chunks of the request: one for each of its sequences, of which there are several after an error, and the
+        others for those to come. Raises OutOfBlocks."""
+        if sequence in self._families:
+            return
+        sizes = self._chunks_of(request)
+        if not self.allocator.can_take(sizes):
+            raise OutOfBlocks(f"no chunks of {sizes} blocks are free, together")
+        prompt, output = len(request.prompt_token_ids), request.max_output_tokens
+        spare = [self.allocator.take(size) for size in sizes]
+        family = Family(prompt + output, self.expected(prompt, output), spare, living=len(request.sequences))
+        for one in request.sequences:
+            self._families[one] = family
+            self._give(one, spare.pop(0))
 
     def _give(self, sequence: EngineSequence, chunk: list[int]) -> None:
         table = sequence.table
@@ -184,6 +191,7 @@ class OrcaMemory(Memory):
         self.num_entries -= len(blocks)
         self.num_tokens -= table.num_tokens
         sequence.room = 0
+        self._copies = [(source, to) for source, to in self._copies if to not in blocks]
         family.living -= 1
         family.owed = [(child, sources) for child, sources in family.owed if child is not sequence]
         self._writer.table_changed(sequence, 0)

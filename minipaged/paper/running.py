@@ -14,9 +14,10 @@ import json
 import multiprocessing
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,9 @@ def made(*, seed: int, quick: bool) -> Made:
 
 
 def key_of(job: Job) -> str:
-    """By which its result is found again. What a job leaves at its default is not said: jobs may come to know more."""
-    left_open = {each.name: each.default for each in fields(job)}  # type: ignore[arg-type]
-    said = {name: value for name, value in asdict(job).items() if value != left_open[name]}  # type: ignore[call-overload]
-    words = json.dumps([version("minipaged"), type(job).__name__, said], sort_keys=True)
-    return hashlib.sha256(words.encode()).hexdigest()[:24]
+    """By which its result is found again."""
+    said = json.dumps([version("minipaged"), type(job).__name__, asdict(job)], sort_keys=True)  # type: ignore[call-overload]
+    return hashlib.sha256(said.encode()).hexdigest()[:24]
 
 
 def _run(job: Job) -> Any:
@@ -127,13 +126,13 @@ def kept_figures(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]
 
 
 def run_jobs(jobs: Iterable[Job], results: Results, processes: int, done: Callable[[Job], None]) -> dict[Job, Any]:
-    """The result of each, from the folder or by running it; `done` is told of each as it ends.
-
-    Interrupted, it keeps what has ended.
+    """The result of each, in the order of the jobs, from the folder or by running it; `done` is told of each as it
+    ends. Interrupted, it keeps what has ended.
     """
     found: dict[Job, Any] = {}
     missing: list[Job] = []
-    for job in dict.fromkeys(jobs):
+    asked = list(dict.fromkeys(jobs))
+    for job in asked:
         if (kept := results.get(job)) is not None:
             found[job] = kept
             done(job)
@@ -143,7 +142,7 @@ def run_jobs(jobs: Iterable[Job], results: Results, processes: int, done: Callab
         results.put(job, result)
         found[job] = result
         done(job)
-    return found
+    return {job: found[job] for job in asked}
 
 
 def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
@@ -152,19 +151,30 @@ def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
         for job in jobs:
             yield job, _run(job)
         return
-    context = multiprocessing.get_context(
-        "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    )
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context(method), _end_with_parent)
+    try:
         waiting = {pool.submit(_run, job): job for job in jobs}
-        try:
-            for future in as_completed(waiting):
-                yield waiting[future], future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in multiprocessing.active_children():  # a job takes minutes, and nobody wants its result
-                process.terminate()
-            raise
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+    except BaseException:  # a job takes minutes, and nobody wants the results of the others any more
+        for process in multiprocessing.active_children():
+            process.kill()
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def _end_with_parent() -> None:
+    """In a process of the pool: end when whoever wanted the results is gone, however it went."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def run_figure(
@@ -172,7 +182,7 @@ def run_figure(
 ) -> dict[str, Any]:
     """Run it, keep its result, and return that."""
     jobs = figure.jobs(quick=quick, seed=seed)
-    outcome = figure.outcome(run_jobs(jobs, results, processes, done))
+    outcome = figure.outcome(run_jobs(jobs, results, 1 if figure.alone else processes, done))
     models = {getattr(job, "model", None) for job in jobs}  # those that are served on a simulated machine
     data = {
         "figure": figure.name,

@@ -65,8 +65,8 @@ class Serving:
     """Of vLLM: the only way back. None: single sequences recompute, others swap, as vLLM did then."""
     batch_tokens: int = BATCH_TOKENS
     """Of vLLM: most tokens of a step."""
-    policy: str = "fcfs"
-    """Of vLLM: one of `engine.policies.POLICIES`; fcfs with the way back above."""
+    policy: str = ""
+    """Of vLLM: one of `engine.policies.POLICIES` in the place of its own of then."""
     kv_bits: int = 16
     """Of a number of K or V: with fewer there are more blocks, and attention reads fewer bytes."""
 
@@ -144,7 +144,7 @@ class Served:
     normalized_latency: float
     """Mean over requests of latency / output tokens, seconds a token (section 6.1)."""
     mean_running: float
-    """Requests in a batch."""
+    """Requests in a batch, looked at after each step, without those that ended in it."""
     mean_running_arriving: float
     """The same over the steps up to the last arrival (Fig. 13): after it the batch empties, however long the trace."""
     token_share: float
@@ -205,7 +205,7 @@ def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
     if serving.system == "vLLM":
         host = num_blocks if serving.n > 1 or serving.preemption == "swap" else 0
         policy: MakePolicy = partial(VLLM, preemption=serving.preemption)
-        if serving.policy != "fcfs":
+        if serving.policy:
             policy = POLICIES[serving.policy]
         config = replace(config, max_num_batched_tokens=serving.batch_tokens, num_swap_blocks=host)
         return Engine(config, tier, runner, policy=policy, clock=runner.clock)

@@ -156,7 +156,7 @@ def encode(message: Message) -> bytes:
 
 
 class Incoming(Generic[Told]):
-    """The messages that come on a connection, for one reader. None is lost where he is interrupted."""
+    """The messages that come on a connection, for one reader. No part of one is lost where he is interrupted."""
 
     def __init__(self, connection: socket.socket, decode: Callable[[memoryview], Told]) -> None:
         self._connection = connection

@@ -59,7 +59,7 @@ def sharers_here(most: int) -> int:
 
 def sharers(most: int, there: Mapping[str, float], takes: Mapping[str, float]) -> int:
     """The same of a machine that has these resources, where each takes those."""
-    return max(1, min(most, *(int(there.get(kind, 0) // takes[kind]) for kind in ("CPU", "GPU") if takes.get(kind))))
+    return max(1, min([most, *(int(there.get(kind, 0) // takes[kind]) for kind in ("CPU", "GPU") if takes.get(kind))]))
 
 
 class Replica:

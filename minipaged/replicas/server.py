@@ -235,7 +235,7 @@ class Signals:
 def kill_children() -> None:
     """All processes that this one has started, itself or by others; Ray's agents would outlive it by half a minute."""
     for each in psutil.Process().children(recursive=True):  # those that start others come first
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
             each.kill()
 
 

@@ -18,6 +18,7 @@ from minipaged.cli import app
 from minipaged.errors import InvalidRequest
 from minipaged.paper import commands, drawing
 from minipaged.paper.figures import FIGURES
+from minipaged.paper.figures.fig12 import FIG_12, TOLERANCE
 from minipaged.paper.pages import knees
 from minipaged.paper.report import report
 from minipaged.paper.running import file_name, made
@@ -143,6 +144,13 @@ def test_the_knees_are_judged_together() -> None:
     good = {"12a": result("12a", [check("vLLM: x", 1.0, 1.05, 0.18, "holds")])}
     assert (knees(good) or "").endswith("worst 5.0% (within 18%): holds.")
     assert knees({}) is None
+
+
+def test_four_knees_of_a_panel_are_judged_and_no_height() -> None:
+    panel = FIG_12[0]
+    curves = {system: [(0.1, 0.04), (1.5, 0.05), (3.0, 1.0)] for system in panel.systems}
+    judged = [check for check in panel.checks(curves) if check.tolerance == TOLERANCE]
+    assert [check.what.partition(",")[0] for check in judged] == ["Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "vLLM"]
 
 
 def test_the_table_of_a_figure_fits_80_columns() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from minipaged.contracts import StepResult
 from minipaged.course.content_runner import ContentRunner
 from minipaged.course.workloads import Run, Workload, WorkloadRequest, random_workload
 from minipaged.engine.engine import Engine
@@ -18,6 +19,8 @@ from minipaged.paper.buddy import LARGEST_TOKENS
 from minipaged.paper.faster_transformer import FasterTransformer
 from minipaged.paper.orca import ESTIMATES, Orca, power_of_two
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner
+from minipaged.steps import StepInput
 from tests.effort import examples, scaled
 from tests.workloads import REFERENCE
 
@@ -167,3 +170,39 @@ def test_free_blocks_that_lie_apart_let_nobody_in() -> None:
     engine.abort("b")
     engine.step()
     assert [request.request_id for request in engine.scheduler.running] == ["d", "e"]
+
+
+class FailsOnce(SimulatedRunner):
+    """In its fifth step."""
+
+    def run(self, step: StepInput) -> StepResult:
+        if step.number == 5:
+            raise RuntimeError("the fifth step")
+        return super().run(step)
+
+
+@pytest.mark.parametrize("pool", [16, 64])
+def test_after_an_error_siblings_share_the_chunks_of_their_request(pool: int) -> None:
+    """Three samples of a request are dropped and computed again: in the chunks of one request, not of three."""
+    orca, runner = Orca("Orca (Oracle)"), FailsOnce(OPT_13B_ON_AN_A100, block_size=4)
+    config = EngineConfig(
+        num_blocks=pool,
+        block_size=4,
+        max_model_len=64,
+        vocab_size=64,
+        enable_prefix_caching=False,
+        max_num_batched_tokens=1 << 20,
+        debug=True,
+    )
+    engine = Engine(config, REFERENCE, runner, memory=orca.memory, policy=orca.policy, clock=runner.clock)
+    for _ in range(2):
+        engine.add_request(range(6), SamplingParams(n=3, max_tokens=10, ignore_eos=True))
+    outputs = []
+    while engine.has_unfinished_requests():
+        try:
+            outputs += [update.output for update in engine.step() if update.output]
+        except RuntimeError:
+            assert engine.blocks.num_used == 0
+        assert engine.blocks.num_used <= 2 * 3 * 4
+    assert [len(one.token_ids) for output in outputs for one in output.outputs] == 6 * [10]
+    assert engine.blocks.num_used == 0

@@ -47,6 +47,16 @@ class Triple(Double):
     pass
 
 
+@dataclass(frozen=True)
+class Slow(Double):
+    """Takes a moment, unless it fails."""
+
+    def run(self) -> Answer:
+        answer = super().run()
+        time.sleep(0.5)
+        return answer
+
+
 def doubles(folder: Path, *, failing: int | None = None) -> list[Double]:
     return [Double(i, str(folder / "notes"), fails=i == failing) for i in range(4)]
 
@@ -104,6 +114,23 @@ def test_an_interrupted_run_keeps_what_has_ended(tmp_path: Path) -> None:
     again = doubles(tmp_path)
     assert len(run([*again[:2], again[3]], tmp_path)) == 3
     assert ran(tmp_path) == [0, 1, 2, 3], "only the last had not been run"
+
+
+def test_after_an_error_nobody_waits_for_the_jobs_that_are_left(tmp_path: Path) -> None:
+    """Processes that go on with the queue would take minutes for each, and nobody would have the results."""
+    notes = str(tmp_path / "notes")
+    jobs: list[Double] = [Slow(i, notes, fails=i == 0) for i in range(20)]
+    with pytest.raises(KeyboardInterrupt):
+        run(jobs, tmp_path, processes=2)
+    assert len(ran(tmp_path)) < 10
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_results_come_in_the_order_of_the_jobs(tmp_path: Path, processes: int) -> None:
+    """Whatever was kept before, and whoever ends first."""
+    jobs = doubles(tmp_path)
+    run(jobs[2:], tmp_path)
+    assert list(run(jobs, tmp_path, processes)) == jobs
 
 
 def test_a_result_is_never_taken_for_anothers(tmp_path: Path) -> None:

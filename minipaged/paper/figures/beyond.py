@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from minipaged.engine.policy import carry_seconds, recompute_seconds
+from minipaged.engine.policy import carry_seconds
 from minipaged.paper import published
 from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Style
 from minipaged.paper.machines import machine
@@ -76,7 +76,7 @@ class ChunkedPrefill(Figure):
 
 
 class OrdersOfService(Figure):
-    """First come first served, the shortest first, and priorities, through the policy door."""
+    """First come first served, and the shortest first, through the policy door."""
 
     name = "beyond/policies"
     title = "Orders of service: mean latency against rate (ShareGPT, OPT-13B)"
@@ -192,7 +192,7 @@ class OnePiece(Figure):
             costs = {size: replace(here.costs(size), copies_per_block=copies) for size in self.SIZES}
             both = [(size, 2e3 * carry_seconds(costs[size], self.TOKENS // size)) for size in self.SIZES]
             lines.append(Line(label, OURS, both))
-        recompute = 1e3 * recompute_seconds(here.costs(16), self.TOKENS)
+        recompute = 1e3 * here.step_seconds(1, self.TOKENS, self.TOKENS)  # as in Fig. 19a
         lines.append(Line("recompute", OURS, [(size, recompute) for size in self.SIZES]))
         one, many = dict(lines[1].points), dict(lines[0].points)
         checks = [

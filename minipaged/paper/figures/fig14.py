@@ -8,7 +8,7 @@ from dataclasses import replace
 from minipaged.paper import published
 from minipaged.paper.figure import Check
 from minipaged.paper.figures.panel import Panel
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import FURTHER_BEAM, FURTHER_SAMPLE, Serving
 
 RATIO = 0.15
 """How far vLLM ÷ Orca (Oracle) may be from the paper's."""
@@ -44,9 +44,14 @@ class Fig14(Panel):
         return [self.ratio_check(ours, "vLLM", "Orca (Oracle)", RATIO), *self.knee_checks(ours, None)]
 
     def notes(self) -> list[str]:
-        if not self.beams:
-            return []
-        return ["Which beams survive was measured on SmolLM2, not on OPT-13B: see `divergence.py`."]
+        cost = FURTHER_BEAM if self.beams else FURTHER_SAMPLE
+        notes = [
+            f"What the second and each further sequence of a request costs a step beside its tokens, {cost:g} of what "
+            "the first one does, is calibrated by vLLM's flat points of this figure. The ratio of the knees is not."
+        ]
+        if self.beams:
+            notes.append("Which beams survive was measured on SmolLM2, not on OPT-13B: see `divergence.py`.")
+        return notes
 
 
 FIG_14 = tuple(Fig14(f"14{letter}") for letter in "abcdef")

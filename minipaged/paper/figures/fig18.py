@@ -27,6 +27,7 @@ class Fig18a(Figure):
         "The paper pays a fifth to almost a half more for finding keys by a table, and pays it in attention alone. "
         "What is compared is two programs, not two layouts: how well each is written counts as much as the table."
     )
+    alone = True
     change_it = (
         "Let tables be in order (`np.arange` for `rng.permutation` in paper/kernel.py): does the order cost anything?",
         "Blocks of 1, and of 128 (`BLOCK_SIZE`): at which size does the reference tier come close to NumPy alone?",
@@ -85,7 +86,8 @@ class Fig18a(Figure):
             [sentence],
             [
                 "No verdicts: other hardware, other kernels. These numbers are measured: with the same seed they come "
-                "out differently, on each machine and in each run.",
+                "out differently, on each machine and each time. What is kept is not measured again; with a new folder "
+                "(--output) it is.",
                 f"{HEADS} heads of {HEAD_DIM}, blocks of {BLOCK_SIZE} in random order. Beside the reference tier "
                 "stands NumPy over one array, beside the fast tier torch's scaled_dot_product_attention. Below 1, "
                 "paging's program is the faster one of the two.",

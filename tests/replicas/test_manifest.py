@@ -74,12 +74,14 @@ def built(**arguments: Any) -> Any:
     return from_arguments(arguments)._bound_deployment.init_args[0]._bound_deployment
 
 
+@thorough  # by Ray
 @pytest.mark.parametrize("wrong", ["kv_conector", "routeing", "port"])
 def test_an_argument_that_there_is_not_is_named_with_those_there_are(wrong: str) -> None:
     with pytest.raises(InvalidRequest, match=f"there is no '{wrong}'; known are .*kv_connector.*routing"):
         built(**{wrong: "x"})
 
 
+@thorough  # by Ray
 def test_arguments_are_written_as_options_are(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("class Mine:\n    def __init__(self, num_blocks): self.num_blocks = num_blocks\n")
     given = {"allocator": f"{tmp_path / 'mine.py'}:Mine", "kv_connector": str(tmp_path), "served_model_name": "llama"}
@@ -94,6 +96,7 @@ def test_arguments_are_written_as_options_are(tmp_path: Path) -> None:
         built(kv_connector=5)
 
 
+@thorough  # by Ray
 def test_a_class_of_ones_own_reaches_a_replica(tmp_path: Path) -> None:
     """Which is a process that knows nothing of its file."""
     from ray import cloudpickle
@@ -108,6 +111,7 @@ def test_a_class_of_ones_own_reaches_a_replica(tmp_path: Path) -> None:
     assert found.stdout == b"5\n"
 
 
+@thorough  # by Ray
 def test_a_replica_of_a_cluster_reserves_a_gpu_for_each_of_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 

@@ -47,8 +47,8 @@ RUN = re.compile(r"^<!-- run (?P<file>\S+\.py) -->$", re.MULTILINE)
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 VERDICTS = "<!-- verdicts -->"
 LINES = (
-    "Solid lines are ours, dashed ones the paper's; hollow circles are the points of the paper by which the machine was "
-    "calibrated."
+    "Solid lines are ours, dashed ones the paper's; hollow circles are the points of the paper by which the machine "
+    "was calibrated."
 )
 BLOCKS = "The picture is drawn from the events of a run, which is below to be stepped through."
 RESULTS = ROOT / "docs" / "runs" / "paper"

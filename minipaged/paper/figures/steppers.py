@@ -13,7 +13,7 @@ from typing import Any
 
 from minipaged.events import BlockCopied, BlocksFreed, PrefixReused, SequenceFinished, StepFinished, TokensComputed
 from minipaged.paper.figure import Blocks, Box, Check, Entry, Figure, Job, Outcome, Table
-from minipaged.paper.telling import WORKERS, Asked, Tale, Told
+from minipaged.paper.telling import WORKERS, Asked, Tale, Told, entries
 from minipaged.replay.state import LiveSequence, State
 
 TOLERANCE = 0.0
@@ -87,9 +87,9 @@ class Fig4(Stepped):
     title = "Fig. 4: the system: one KV cache manager, several workers"
     section = "4"
     look = (
-        "The manager's block tables on the left; beside and below it what each worker knows of them, by nothing but the "
-        "steps that it was sent. Each worker has a pool of its own, for its share of the heads, in which a block has the "
-        "same number. Step through the run to see who decides: scheduler, then tables, then the model."
+        "The manager's block tables first; beside and below it what each worker knows of them, by nothing but the "
+        "steps that it was sent. Each worker has a pool of its own, for its share of the heads, in which a block has "
+        "the same number. Step through the run to see who decides: scheduler, then tables, then the model."
     )
     change_it = (
         "Let four workers follow (`WORKERS` in `telling.py`): does the manager do more work?",
@@ -127,9 +127,10 @@ class Fig4(Stepped):
 
     def checks(self, told: Told) -> list[Check]:
         steps, numbers = [event.step for event in told.of(StepFinished)], [sent["step"] for sent in told.sent]
+        not_one = sum(numbers.count(step) != 1 for step in steps)
         otherwise, unlike = [0] * WORKERS, 0
         for sent in told.sent:
-            state = told.until(lambda event, step=sent["step"]: isinstance(event, StepFinished) and event.step == step)
+            state = told.after_step(steps.index(sent["step"]) + 1)
             for worker, seen in enumerate(sent["seen"]):
                 unlike += seen["queries"] != sent["seen"][0]["queries"]
                 otherwise[worker] += sum(
@@ -141,9 +142,7 @@ class Fig4(Stepped):
                 for worker, number in enumerate(otherwise)
             ),
             exact("steps for which workers were told of different tokens", 0, unlike),
-            exact(
-                "steps for which there was not one message (section 4.6)", 0, sum(numbers.count(n) != 1 for n in steps)
-            ),
+            exact("steps for which there was not one message (section 4.6)", 0, not_one),
         ]
 
     def notes(self, told: Told) -> list[str]:
@@ -240,16 +239,16 @@ class Fig6(Stepped):
         filled = []
         for step in (1, 2, 3):
             [sequence] = sequences(told.after_step(step))
-            filled.append([told.after_step(step).device.filled[block] for block in sequence.table])
+            filled.append([entry.filled for entry in entries(sequence, told.after_step(step).block_size)])
         prompt, first, second = filled
         return [
             exact("prompt: blocks", 2, len(prompt)),
             exact("prompt: filled slots of logical block 0", 4, prompt[0]),
-            exact("prompt: filled slots of logical block 1", 3, prompt[1]),
+            exact("prompt: filled slots of logical block 1", 3, sum(prompt[1:2])),
             exact("first new token: blocks taken", 0, len(first) - len(prompt)),
-            exact("first new token: filled slots of logical block 1", 4, first[1]),
+            exact("first new token: filled slots of logical block 1", 4, sum(first[1:2])),
             exact("second new token: blocks taken", 1, len(second) - len(first)),
-            exact("second new token: filled slots of logical block 2", 1, second[-1]),
+            exact("second new token: filled slots of logical block 2", 1, sum(second[2:3])),
         ]
 
 
@@ -298,8 +297,8 @@ class Fig8(Stepped):
     title = "Fig. 8: parallel sampling: one prompt, two samples"
     section = "4.4"
     look = (
-        "Both samples have the prompt's blocks, whose counts are 2. The first to write into the last of them gets a copy "
-        "to write into; the second is then alone with the old one and writes in place. The full block stays shared."
+        "Both samples have the prompt's blocks, whose counts are 2. The first to write into the last of them gets a "
+        "copy to write into; the second is then alone with the old one and writes in place. The full block stays so."
     )
     change_it = (
         "Three samples (`samples=3`): how many copies?",
@@ -309,9 +308,9 @@ class Fig8(Stepped):
     tale = Tale("Two samples of one prompt", (SPEECH, MOTHERS), (Asked(PROMPT, 4, samples=2),), first_blocks=(7, 1, 3))
 
     def pictures(self, told: Told) -> list[Blocks]:
-        [copy] = told.of(BlockCopied)[:1]
+        before, copy = self._before(told), told.of(BlockCopied)[0]
         return [
-            told.picture("both have the prompt", self._before(told), marked=[copy.source]),
+            told.picture("both have the prompt", before, marked=[copy.source]),
             told.picture(
                 "each has written its token",
                 told.after_step(2),
@@ -399,8 +398,8 @@ class Fig9(Stepped):
         gone = [event.sequence for event in told.of(SequenceFinished) if event.reason == "dropped"]
         given = [list(event.blocks) for event in told.of(BlocksFreed) if event.sequence in gone][:2]
         return [
-            f"The two that die give back {given[0]} and {given[1]}, of which others have some. The new blocks are those "
-            "that came free, as they were freed last; the paper's picture takes new ones."
+            f"The two that die give back {given[0]} and {given[1]}, of which others have some. The new blocks are "
+            "those that came free, as they were freed last; the paper's picture takes new ones."
         ]
 
 
@@ -450,7 +449,7 @@ class Fig10(Stepped):
     def checks(self, told: Told) -> list[Check]:
         state = told.after_step(self.moment)
         reused = {event.sequence: len(event.blocks) for event in told.of(PrefixReused)}
-        computed = {}
+        computed: dict[int, int] = {}
         for event in told.of(TokensComputed):
             computed.setdefault(event.sequence, event.num_tokens - reused.get(event.sequence, 0) * state.block_size)
         a, b = sequences(state)
@@ -464,9 +463,9 @@ class Fig10(Stepped):
 
     def notes(self, told: Told) -> list[str]:
         return [
-            "The paper's prefix is named beforehand by whoever offers the service, and its last block may be part full, "
-            "marked copy-on-write. Here prefixes are found by their content, as in vLLM today, in full blocks only "
-            "(the prefix above has exactly five)."
+            "The paper's prefix is named beforehand by whoever offers the service, and its last block may be part "
+            "full, marked copy-on-write. Here prefixes are found by their content, as in vLLM today, in full blocks "
+            "only (the prefix above has exactly five)."
         ]
 
 

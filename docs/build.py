@@ -46,6 +46,8 @@ RECORDING = "application/vnd.minipaged.run+json"
 RUN = re.compile(r"^<!-- run (?P<file>\S+\.py) -->$", re.MULTILINE)
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 VERDICTS = "<!-- verdicts -->"
+WIDE = "---\nhide: [toc]\n---"
+"""At the head of a page: steppers want the room."""
 LINES = (
     "Solid lines are ours, dashed ones the paper's; hollow circles are the points of the paper by which the machine "
     "was calibrated."
@@ -121,6 +123,7 @@ def figure_page(data: dict[str, Any], names: list[str]) -> str:
         around.append(f"[{label(names[place + 1])} →]({file_name(names[place + 1])}.md)")
     return "\n\n".join(
         [
+            *([WIDE] if stepper else []),
             f"# {data['title']}",
             " · ".join(around),
             f"Section {figure.section} of the paper. {counts([data])}. {LINES if not stepper else BLOCKS}",
@@ -231,7 +234,7 @@ def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
 def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
     title, *rest = cells
     parts = [
-        "---\nhide: [toc]\n---",  # steppers want the room
+        WIDE,
         title.source,
         f"[This page as a notebook]({script.stem}.ipynb){{ download }} · the page is what the notebook put out, and "
         "every `assert` in it held when the page was made.",

@@ -122,12 +122,12 @@ class Tale:
                 allocator=handing_out(self.first_blocks),
                 enable_prefix_caching=self.prefix_caching,
             )
-            waiting, step = list(self.requests), 0
-            while waiting or engine.has_unfinished_requests():
-                for asked in [asked for asked in waiting if asked.after == step]:
-                    name = f"request {self.requests.index(asked)}"
-                    engine.add_request(model.encode(asked.prompt), self._params(asked), request_id=name)
-                    waiting.remove(asked)
+            last, step = max(asked.after for asked in self.requests), 0
+            while step <= last or engine.has_unfinished_requests():
+                for i, asked in enumerate(self.requests):
+                    if asked.after == step:
+                        tokens = model.encode(asked.prompt)
+                        engine.add_request(tokens, self._params(asked), request_id=f"request {i}")
                 engine.step()
                 step += 1
         run.events = [replace(event, seconds=0.0) if isinstance(event, StepFinished) else event for event in run.events]

@@ -94,7 +94,7 @@ class Fig4(Stepped):
     change_it = (
         "Let four workers follow (`WORKERS` in `telling.py`): does the manager do more work?",
         "Give the pool 4 blocks (`Fig4.tale`): the second request waits, and no worker hears of it until it runs.",
-        "Let a worker miss a step (`Teller.run`): which table is wrong first, and does it ever come right again?",
+        "Send a worker no changes of tables (`step._replace(tables=())` in `Teller.run`): what fails, from which step on?",
     )
     tale = Tale(
         "A scheduler, a KV cache manager, two workers",
@@ -222,7 +222,7 @@ class Fig6(Stepped):
     change_it = (
         "A prompt of eight tokens (add a word to `PROMPT`): which step takes the third block?",
         "Blocks of 16 (`block_size`): how many slots are taken for nothing, and for how long?",
-        "A pool of two blocks (`num_blocks=2`): what does the engine say, and when?",
+        "Blocks of 2 (`block_size`): which steps take a block now?",
     )
     tale = Tale("Four score and seven years ago our", (SPEECH,), (Asked(PROMPT, 4),), first_blocks=(7, 1, 3))
 
@@ -263,9 +263,9 @@ class Fig7(Stepped):
         "is lost is the end of each last block, and nothing in between."
     )
     change_it = (
-        "Let the second arrive two steps later (`after=3`): who gets which block?",
-        "A pool of 4 blocks (`num_blocks`): which request is preempted, and what becomes of its blocks?",
-        "Five requests of the same text (`Fig7.tale`): how many slots are lost, at most?",
+        "Let both arrive at once (leave `after` out): who gets which block?",
+        "Blocks of 2 (`block_size`): how many slots are lost, and how many blocks has each?",
+        "Hand out the blocks in order (leave `first_blocks` out): does anything change but their numbers?",
     )
     tale = Tale(
         "Two requests, one pool",
@@ -433,7 +433,7 @@ class Fig10(Stepped):
             Asked(f"{PREFIX} cheese =>", 3, after=1),
             Asked(f"{PREFIX} I love you =>", 3, after=1),
         ),
-        num_blocks=10,
+        num_blocks=14,
         prefix_caching=True,
     )
     moment = 2

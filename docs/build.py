@@ -46,6 +46,13 @@ RECORDING = "application/vnd.minipaged.run+json"
 RUN = re.compile(r"^<!-- run (?P<file>\S+\.py) -->$", re.MULTILINE)
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 VERDICTS = "<!-- verdicts -->"
+WIDE = "---\nhide: [toc]\n---"
+"""At the head of a page: steppers want the room."""
+LINES = (
+    "Solid lines are ours, dashed ones the paper's; hollow circles are the points of the paper by which the machine "
+    "was calibrated."
+)
+BLOCKS = "The picture is drawn from the events of a run, which is below to be stepped through."
 RESULTS = ROOT / "docs" / "runs" / "paper"
 """Of the paper's figures: copied from where `minipaged paper run` has left them."""
 CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
@@ -109,20 +116,21 @@ def paper_figures() -> None:
 def figure_page(data: dict[str, Any], names: list[str]) -> str:
     """The page of one figure. `names`: of all that have one, in order."""
     figure, name = FIGURES[data["figure"]], file_name(data["figure"])
-    place = names.index(data["figure"])
+    stepper, place = data.get("recording"), names.index(data["figure"])
     around = [f"[← {label(names[place - 1])}]({file_name(names[place - 1])}.md)"] if place else []
     around.append("[all verdicts](index.md)")
     if place + 1 < len(names):
         around.append(f"[{label(names[place + 1])} →]({file_name(names[place + 1])}.md)")
     return "\n\n".join(
         [
+            *([WIDE] if stepper else []),
             f"# {data['title']}",
             " · ".join(around),
-            f"Section {figure.section} of the paper. {counts([data])}. Solid lines are ours, dashed ones the paper's; "
-            "hollow circles are the points of the paper by which the machine was calibrated.",
-            f"![{data['title']}: ours solid, the paper's dashed]({name}.svg){{ .drawn }}",
+            f"Section {figure.section} of the paper. {counts([data])}. {LINES if not stepper else BLOCKS}",
+            f"![{drawing.in_words(data)}]({name}.svg){{ .drawn }}",
             "## What to look at",
             figure.look,
+            *(["## Step through it", element(stepper, id=f"figure-{name}")] if stepper else []),
             f'<div class="paper">\n{body(figure, data, level=2)}\n</div>',
             f"[The numbers of this page](../runs/paper/{name}.json) · [what this is, and what it is not](what.md)",
         ]
@@ -226,7 +234,7 @@ def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
 def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
     title, *rest = cells
     parts = [
-        "---\nhide: [toc]\n---",  # steppers want the room
+        WIDE,
         title.source,
         f"[This page as a notebook]({script.stem}.ipynb){{ download }} · the page is what the notebook put out, and "
         "every `assert` in it held when the page was made.",

@@ -99,15 +99,6 @@ HOUSE = {
             "only those who ask for several processes need them": "parallel.tier",
         },
     ),
-    # The paper's figures, made again: the engine on simulated machines.
-    "paper": Room(
-        "contracts engine errors events params reference scheduling simulated steps tiers traces",
-        "matplotlib numpy rich",
-        late={
-            "beams are listened to once, by whoever writes the file": "llm",
-            "Fig. 18a measures the fast tier's kernel too, where that is installed": "fast torch",
-        },
-    ),
     "texts": Room("errors models"),
     "perplexity": Room("errors llm params prompts"),
     "quantizing": Room(
@@ -123,6 +114,15 @@ HOUSE = {
     "stepper": Room(
         "contracts engine errors events minipaged mirror params replay scheduling steps tiers",
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
+    ),
+    # The paper's figures, made again: the engine on simulated machines.
+    "paper": Room(
+        "contracts engine errors events mirror params reference replay scheduling simulated stepper steps tiers traces",
+        "matplotlib numpy rich",
+        late={
+            "beams are listened to once, by whoever writes the file": "llm",
+            "Fig. 18a measures the fast tier's kernel too, where that is installed": "fast torch",
+        },
     ),
     "demo": Room(
         "contracts engine errors events kv_connector models.shards outputs params replay settings shared_storage "

@@ -13,6 +13,7 @@ words the results are *replicated in simulation*, not reproduced.
     machines.py           the machines of Table 1
     buddy.py orca.py faster_transformer.py      the baselines, as memory and policy of the engine
     serving.py            one workload, one system, one rate
+    telling.py            Figs. 4 to 10: recorded runs, and pictures from their events
     figure.py figures/    what each figure runs, draws and compares
     running.py drawing.py commands.py
 """

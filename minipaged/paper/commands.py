@@ -21,6 +21,7 @@ from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import COLUMNS, cells, counts, label
 from minipaged.paper.report import report
 from minipaged.paper.running import Results, file_name, kept_figures, run_figure
+from minipaged.stepper.page import page
 
 COLOUR = {"holds": "green", "fails": "red", "not judged": "dim"}
 
@@ -70,8 +71,10 @@ def run_figures(
         path = output / file_name(name)
         save(data, path.with_suffix(".svg"))
         save(data, path.with_suffix(".png"))
+        if stepper := data.get("recording"):
+            path.with_suffix(".html").write_text(page(stepper))
         show(data, console)
-        print(f"{path}.json .svg .png", file=sys.stderr)
+        print(f"{path}.json .svg .png{' .html' if stepper else ''}", file=sys.stderr)
         good &= quick or all(check["verdict"] != "fails" for check in data["checks"])
     return good
 

@@ -1,11 +1,13 @@
-"""Draws a figure's result: ours solid, the paper's dashed, points of the calibration as hollow marks (matplotlib)."""
+"""Draws a figure's result: ours solid, the paper's dashed, points of the calibration as hollow marks (matplotlib).
+
+Pictures of blocks have the block tables on the left, and lines from their entries to the blocks of the pool."""
 
 from __future__ import annotations
 
 import html
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as Canvas
+from matplotlib.patches import Rectangle
 
 COLOURS = {
     "FasterTransformer": "#7f7f7f",
@@ -27,6 +30,8 @@ MOST_MARKS = 30
 """Lines of more points have none."""
 INCHES = (6.2, 3.6)
 """Of one plot."""
+LINE = 0.2
+"""Inches from one row of a picture of blocks to the next."""
 
 
 def draw(data: Mapping[str, Any]) -> Canvas:
@@ -34,9 +39,13 @@ def draw(data: Mapping[str, Any]) -> Canvas:
     plots = data["plots"]
     columns = min(2, len(plots))
     rows = -(-len(plots) // columns)
-    canvas = Canvas(figsize=(INCHES[0] * columns, INCHES[1] * rows), layout="constrained")
+    high = max(_inches_high(plot) for plot in plots)
+    canvas = Canvas(figsize=(INCHES[0] * columns, high * rows), layout="constrained")
     for axes, plot in zip(canvas.subplots(rows, columns, squeeze=False).flat, plots, strict=False):
-        _draw_plot(axes, plot)
+        if "pool" in plot:
+            _draw_blocks(axes, plot)
+        else:
+            _draw_plot(axes, plot)
     for axes in canvas.axes[len(plots) :]:
         axes.set_axis_off()
     return canvas
@@ -57,8 +66,24 @@ def svg(data: Mapping[str, Any]) -> str:
         draw(data).savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
     drawn = file.getvalue()
     element = re.sub(r' id="[a-z]+[\w.]*_\d+"', "", drawn[drawn.index("<svg") :].strip())  # groups, which nothing uses
-    title = html.escape(f"{data['title']}: ours solid, the paper's dashed")
+    title = html.escape(in_words(data))
     return element.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
+
+
+def in_words(data: Mapping[str, Any]) -> str:
+    """What the picture shows, for who cannot see it."""
+    if any("pool" not in plot for plot in data["plots"]):
+        return f"{data['title']}: ours solid, the paper's dashed"
+    told = [
+        f"{plot['title']}: "
+        + ", ".join(f"{table['label']} has blocks {_numbers(table['entries'])}" for table in plot["tables"])
+        for plot in data["plots"]
+    ]
+    return f"{data['title']}: {'; '.join(told)}"
+
+
+def _numbers(entries: Iterable[Mapping[str, Any]]) -> str:
+    return " ".join(str(entry["block"]) for entry in entries)
 
 
 def _draw_plot(axes: Axes, plot: Mapping[str, Any]) -> None:
@@ -116,3 +141,49 @@ def _draw_bars(axes: Axes, plot: Mapping[str, Any]) -> None:
         axes.bar(places, heights, width, below, label=label, hatch=hatch, edgecolor="white")
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)] if plot["stacked"] else bottom
     axes.set_xticks(range(len(groups)), groups, fontsize=8)
+
+
+def _rows_of(plot: Mapping[str, Any]) -> int:
+    """Of a picture of blocks: a table has a row for its name, and one for each entry."""
+    return max(len(plot["pool"]), sum(1 + len(table["entries"]) for table in plot["tables"]))
+
+
+def _inches_high(plot: Mapping[str, Any]) -> float:
+    return max(INCHES[1], LINE * (_rows_of(plot) + 4)) if "pool" in plot else INCHES[1]
+
+
+def _draw_blocks(axes: Axes, plot: Mapping[str, Any]) -> None:
+    """A row is 1 high; a slot 1 wide. The pool begins at 0, and the tables are left of it."""
+    pool, slots, high = plot["pool"], plot["block_size"], _rows_of(plot)
+    axes.set_title(plot["title"], fontsize=10)
+    axes.set_axis_off()
+    wide = max(slots, 3)  # slots of small blocks are not wider than a picture with others
+    axes.set_xlim(-0.8 * wide, wide + 0.9)
+    axes.set_ylim(high + 0.2, -1.4)
+    apart = high / len(pool)
+    middle = {box["number"]: (i + 0.5) * apart for i, box in enumerate(pool)}
+    small: dict[str, Any] = {"fontsize": 7, "va": "center", "ha": "center"}
+    axes.text(-0.55 * wide, -0.7, "logical: physical, #filled", **small)
+    axes.text(wide / 2, -0.7, "physical blocks, × reference count", **small)
+    for box in pool:
+        y = middle[box["number"]]
+        colour = "black" if box["holders"] else "0.7"
+        for i in range(slots):
+            word = box["words"][i] if i < len(box["words"]) else ""
+            fill = "#fdd49e" if word and box["marked"] else "#e8eef7" if word else "white"
+            x = i * wide / slots
+            axes.add_patch(Rectangle((x, y - 0.4), wide / slots, 0.8, fc=fill, ec=colour, lw=0.8))
+            axes.text(x + wide / slots / 2, y, word, **small)
+        axes.text(-0.08, y, str(box["number"]), **small | {"ha": "right", "color": colour})
+        count = f"×{box['holders']}" if box["holders"] else ""
+        axes.text(wide + 0.08, y, f"{count} {box['said']}".strip(), **small | {"ha": "left"})
+    y = 0.5
+    for place, table in enumerate(plot["tables"]):
+        colour = f"C{place}"
+        axes.text(-0.55 * wide, y, table["label"], **small | {"color": colour, "weight": "bold"})
+        for logical, entry in enumerate(table["entries"]):
+            y += 1
+            axes.add_patch(Rectangle((-0.75 * wide, y - 0.4), 0.4 * wide, 0.8, fc="white", ec=colour, lw=0.8))
+            axes.text(-0.55 * wide, y, f"{logical}: {entry['block']}, {entry['filled']}", **small)
+            axes.plot((-0.35 * wide, -0.25), (y, middle[entry["block"]]), "-", color=colour, lw=0.9, alpha=0.8)
+        y += 1

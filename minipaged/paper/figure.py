@@ -51,6 +51,48 @@ class Plot:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """Of a block table."""
+
+    block: int
+    filled: int
+    """Its slots with tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A block table, in logical order."""
+
+    label: str
+    entries: Sequence[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of the pool."""
+
+    number: int
+    words: Sequence[str]
+    """The tokens in it."""
+    holders: int
+    """Its reference count."""
+    marked: bool = False
+    """Whether it is to be seen first."""
+    said: str = ""
+    """A word on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A picture of block tables, and of the pool that they lead into, at one moment of a run."""
+
+    title: str
+    block_size: int
+    tables: Sequence[Table]
+    pool: Sequence[Box]
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
     """One number of the paper, and ours."""
 
@@ -94,11 +136,13 @@ class Sentence:
 class Outcome:
     """What a figure has come to."""
 
-    plots: Sequence[Plot]
+    plots: Sequence[Plot | Blocks]
     checks: Sequence[Check]
     sentences: Sequence[Sentence] = ()
     notes: Sequence[str] = ()
     """What else is to be known, each a sentence or two."""
+    recording: Mapping[str, Any] | None = None
+    """The run to step through, as the stepper takes it (`stepper/page.py`)."""
 
 
 class Figure(ABC):

@@ -29,7 +29,7 @@ from minipaged.paper.figure import Figure, Job
 from minipaged.paper.machines import SETTINGS, facts
 
 KEYS = {"figure", "title", "section", "made", "machines", "plots", "checks", "sentences", "notes"}
-"""Of a figure's result."""
+"""Of a figure's result. One that can be stepped through has its `recording` too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +197,7 @@ def run_figure(
         ],
         "sentences": [asdict(sentence) for sentence in outcome.sentences],
         "notes": list(outcome.notes),
+        **({"recording": outcome.recording} if outcome.recording else {}),
     }
     plain: dict[str, Any] = json.loads(json.dumps(data))  # as it is read again
     results.put_figure(figure, plain)

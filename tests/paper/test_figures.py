@@ -28,7 +28,7 @@ from minipaged.paper.workloads import MAX_MODEL_LEN
 from minipaged.scheduling import RequestView
 from minipaged.simulated import OPT_13B_ON_AN_A100
 
-ORDER = ["1", "2", "3", "11", "13", "15", "18a", "18b", "19a", "19b", "table1"]
+ORDER = ["1", "2", "3", *"456789", "10", "11", "13", "15", "18a", "18b", "19a", "19b", "table1"]
 """The figures of this file."""
 
 

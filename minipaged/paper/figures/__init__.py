@@ -17,6 +17,7 @@ from minipaged.paper.figures.fig17 import FIG_17
 from minipaged.paper.figures.fig18 import FIG_18
 from minipaged.paper.figures.fig19 import FIG_19
 from minipaged.paper.figures.prefix_caching import PrefixCaching
+from minipaged.paper.figures.steppers import FIGS_4_TO_10
 from minipaged.paper.figures.table1 import TABLE_1
 
 FIGURES: dict[str, Figure] = {
@@ -25,6 +26,7 @@ FIGURES: dict[str, Figure] = {
         FIG_1,
         FIG_2,
         FIG_3,
+        *FIGS_4_TO_10,
         FIG_11,
         *FIG_12,
         FIG_13,

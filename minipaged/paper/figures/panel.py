@@ -11,8 +11,8 @@ from minipaged.paper.calibration import flat_points
 from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
 from minipaged.paper.serving import Serving
 
-BEYOND = 1.1
-"""Each curve gets one point more, at so many times the rate at which the paper's leaves its panel."""
+BEYOND = 1.1, 1.2
+"""Each curve goes on to so many times the rate at which the paper's leaves its panel, or of its last point."""
 QUICK_SECONDS = 300.0
 
 
@@ -32,9 +32,10 @@ class Panel(Figure):
         return Serving(system, self.model, published.dataset(self.panel), rate, seconds, seed)
 
     def rates(self, system: str) -> list[float]:
-        """Those of the paper's points, each once, and one beyond where its curve leaves the panel."""
-        last = BEYOND * published.with_exit(self.panel, system)[-1][0]
-        return [*dict.fromkeys(rate for rate, _ in published.curves(self.panel)[system]), last]
+        """Those of the paper's points, each once; one beyond where its curve leaves the panel, or two if it does not."""
+        drawn, line = published.curves(self.panel)[system], published.with_exit(self.panel, system)
+        beyond = BEYOND[: 1 if len(line) > len(drawn) else 2]
+        return [*dict.fromkeys(rate for rate, _ in drawn), *(factor * line[-1][0] for factor in beyond)]
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         seconds = min(QUICK_SECONDS, self.seconds) if quick else self.seconds

@@ -1,0 +1,472 @@
+"""Figs. 4 to 10: the system at work on the paper's own small examples, each a recorded run of the engine.
+
+Their numbers are counted, so none may be off. Which block is handed out is not judged: the pool is in whatever order
+the requests before have left it in, and here in the paper's (`Tale.first_blocks`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from minipaged.events import BlockCopied, BlocksFreed, PrefixReused, SequenceFinished, StepFinished, TokensComputed
+from minipaged.paper.figure import Blocks, Box, Check, Entry, Figure, Job, Outcome, Table
+from minipaged.paper.telling import WORKERS, Asked, Tale, Told, entries
+from minipaged.replay.state import LiveSequence, State
+
+TOLERANCE = 0.0
+"""Of everything here."""
+SPEECH = "Four score and seven years ago our fathers brought forth on this continent a new nation"
+MOTHERS = "Four score and seven years ago our mothers crossed the wide and stormy sea in a boat"
+TIMES = "It was the best of times it was the worst of times"
+PROMPT = "Four score and seven years ago our"
+"""The paper's, of seven tokens where each word is one."""
+PREFIX = (
+    "Translate English to French: sea otter => loutre de mer peppermint => menthe poivrée plush girafe => girafe en "
+    "peluche"
+)
+TASKS = ("cheese => fromage .", "I love you => Je t'aime .")
+"""What comes after the prefix, with the answers."""
+STORIES = (
+    "It was a dark and stormy noon at sea and calm",
+    "It was a dark and stormy night and the rain fell",
+    "It was a dark and stormy night and our ship sank",
+    "It was a dark and stormy evening when nobody came home",
+    "It was a dark and stormy evening when everybody sang along",
+    "It was the best of times it was the worst",
+)
+BEAMS, DIES = 4, 7
+"""Of the search of Fig. 9: how many beams, and in which step two of them die."""
+
+
+class Stepped(Figure):
+    """A figure that is a run to be stepped through."""
+
+    tale: Tale
+
+    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
+        return [replace(self.tale, seed=seed)]
+
+    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+        [result] = results.values()
+        told = Told(result)
+        return Outcome(self.pictures(told), self.checks(told), notes=self.notes(told), recording=told.recording)
+
+    @abstractmethod
+    def pictures(self, told: Told) -> list[Blocks]:
+        """Of the moments that tell."""
+
+    @abstractmethod
+    def checks(self, told: Told) -> list[Check]:
+        """What the paper says of its figure as facts."""
+
+    def notes(self, told: Told) -> list[str]:
+        return []
+
+
+def exact(what: str, paper: int, ours: int, unit: str = "") -> Check:
+    return Check(what, float(paper), float(ours), TOLERANCE, relative=False, unit=unit)
+
+
+def sequences(state: State) -> list[LiveSequence]:
+    """Those that hold blocks, in order of their numbers."""
+    return [state.sequences[number] for number in sorted(state.sequences) if state.sequences[number].table]
+
+
+def held_by(state: State, number: int) -> set[int]:
+    """The blocks that so many sequences hold."""
+    return {block for block, holders in state.device.holders.items() if len(holders) == number}
+
+
+class Fig4(Stepped):
+    """One scheduler and one KV cache manager; workers that are sent each step."""
+
+    name = "4"
+    title = "Fig. 4: the system: one KV cache manager, several workers"
+    section = "4"
+    look = (
+        "The manager's block tables first; beside and below it what each worker knows of them, by nothing but the "
+        "steps that it was sent. Each worker has a pool of its own, for its share of the heads, in which a block has "
+        "the same number. Step through the run to see who decides: scheduler, then tables, then the model."
+    )
+    change_it = (
+        "Let four workers follow (`WORKERS` in `telling.py`): does the manager do more work?",
+        "Give the pool 4 blocks (`Fig4.tale`): the second request waits, and no worker hears of it until it runs.",
+        "Send a worker no changes of tables (`step._replace(tables=())` in `Teller.run`): what fails, from which step on?",
+    )
+    tale = Tale(
+        "A scheduler, a KV cache manager, two workers",
+        (SPEECH, TIMES),
+        (Asked(PROMPT, 5), Asked("It was the best of", 4, after=1)),
+        first_blocks=(7, 1, 5, 2, 3),
+    )
+    moment = 3
+    """The step of the pictures."""
+
+    def pictures(self, told: Told) -> list[Blocks]:
+        state = told.after_step(self.moment)
+        manager = told.picture(f"KV cache manager, step {self.moment}", state)
+        seen = told.sent[self.moment - 1]["seen"]
+        return [manager, *(self._worker(i, one["tables"], manager, state) for i, one in enumerate(seen))]
+
+    def _worker(self, number: int, found: Mapping[str, Sequence[int]], manager: Blocks, state: State) -> Blocks:
+        """What a worker knows: its tables, and its pool, which it fills as it is told."""
+        tables = []
+        for name, blocks in found.items():
+            filled = [state.device.filled.get(block, 0) for block in blocks]
+            label = f"sequence {state.sequences[int(name)].letter}"
+            tables.append(Table(label, [Entry(*pair) for pair in zip(blocks, filled, strict=True)]))
+        known = {block for blocks in found.values() for block in blocks}
+        pool = [
+            Box(box.number, box.words if box.number in known else (), sum(box.number in t for t in found.values()))
+            for box in manager.pool
+        ]
+        return Blocks(f"worker {number}: its heads' K and V", manager.block_size, tables, pool)
+
+    def checks(self, told: Told) -> list[Check]:
+        steps, numbers = [event.step for event in told.of(StepFinished)], [sent["step"] for sent in told.sent]
+        not_one = sum(numbers.count(step) != 1 for step in steps)
+        otherwise, unlike = [0] * WORKERS, 0
+        for sent in told.sent:
+            state = told.after_step(steps.index(sent["step"]) + 1)
+            for worker, seen in enumerate(sent["seen"]):
+                unlike += seen["queries"] != sent["seen"][0]["queries"]
+                otherwise[worker] += sum(
+                    seen["tables"].get(str(sequence.number)) != sequence.table for sequence in sequences(state)
+                )
+        return [
+            *(
+                exact(f"block tables of worker {worker} that are not the manager's, in all steps", 0, number)
+                for worker, number in enumerate(otherwise)
+            ),
+            exact("steps for which workers were told of different tokens", 0, unlike),
+            exact("steps for which there was not one message (section 4.6)", 0, not_one),
+        ]
+
+    def notes(self, told: Told) -> list[str]:
+        rows = ", ".join(f"“{words}”" for words in told.sent[self.moment - 1]["seen"][0]["queries"])
+        return [
+            f"What step {self.moment} runs: {rows}. A step is data (`steps.py`), of which only what has changed is "
+            "sent: here the workers follow it in this process, and `parallel/` sends it to others."
+        ]
+
+
+class Fig5(Stepped):
+    """A query, and the blocks that its attention reads."""
+
+    name = "5"
+    title = "Fig. 5: attention over blocks that are not side by side"
+    section = "4.1"
+    look = (
+        "The query is of “forth”. Its keys and values, and those of all before it, are in three blocks, which lie "
+        "anywhere in the pool. The block table says where, and in which order: the kernel reads block after block."
+    )
+    change_it = (
+        "Blocks of 2 (`block_size` in `Fig5.tale`): how many does the query read now?",
+        "Hand out the blocks in another order (`first_blocks`): what changes but the numbers?",
+        "Let the text go on (`Asked(PROMPT, 9)`): when is a fourth block read?",
+    )
+    tale = Tale("The query of “forth”", (SPEECH,), (Asked(PROMPT, 5),), first_blocks=(4, 1, 2))
+    moment = 4
+    """The step that runs the query."""
+
+    def pictures(self, told: Told) -> list[Blocks]:
+        [table] = self._read(told)
+        said = {block: f"read {number}." for number, block in enumerate(table, 1)}
+        state = told.after_step(self.moment)
+        return [told.picture("the query “forth” reads three blocks", state, marked=table, said=said)]
+
+    def _read(self, told: Told) -> list[list[int]]:
+        """The tables by which the step reads."""
+        return list(told.sent[self.moment - 1]["seen"][0]["tables"].values())
+
+    def checks(self, told: Told) -> list[Check]:
+        [table] = self._read(told)
+        state = told.after_step(self.moment)
+        words = [told.words_in(state, block) for block in table]
+        queries = told.sent[self.moment - 1]["seen"][0]["queries"]
+        return [
+            exact("queries that are “forth”", 1, queries.count("forth")),
+            exact("blocks that it reads", 3, len(table)),
+            exact("block 0: tokens of “Four score and seven”", 4, agreeing(words, 0, "Four score and seven")),
+            exact("block 1: tokens of “years ago our fathers”", 4, agreeing(words, 1, "years ago our fathers")),
+            exact("block 2: tokens of “brought forth”", 2, agreeing(words, 2, "brought forth")),
+            exact("tokens that it attends to, itself among them", 10, sum(map(len, words))),
+        ]
+
+    def notes(self, told: Told) -> list[str]:
+        return [
+            "That attention over blocks comes to what attention over one piece does is tested for every kernel "
+            "(`tests/agreement/`); tutorial 3 does it by hand."
+        ]
+
+
+def agreeing(words: Sequence[Sequence[str]], logical: int, text: str) -> int:
+    """How many tokens of a logical block are the text's."""
+    found = words[logical] if logical < len(words) else ()
+    return sum(ours == theirs for ours, theirs in zip(found, text.split(), strict=False))
+
+
+class Fig6(Stepped):
+    """A block table, token by token."""
+
+    name = "6"
+    title = "Fig. 6: block table translation"
+    section = "4.3"
+    look = (
+        "The prompt takes two blocks, and one slot of the second is left. The first new token goes there: only #filled "
+        "changes. The second finds the block full, and only now is a third one taken."
+    )
+    change_it = (
+        "A prompt of eight tokens (add a word to `PROMPT`): which step takes the third block?",
+        "Blocks of 16 (`block_size`): how many slots are taken for nothing, and for how long?",
+        "Blocks of 2 (`block_size`): which steps take a block now?",
+    )
+    tale = Tale("Four score and seven years ago our", (SPEECH,), (Asked(PROMPT, 4),), first_blocks=(7, 1, 3))
+
+    def pictures(self, told: Told) -> list[Blocks]:
+        moments = ("after the prompt", "“fathers” fills the last slot", "“brought” takes a block")
+        pictures = []
+        for step, title in enumerate(moments, 1):
+            state, before = told.after_step(step), set(told.after_step(step - 1).device.holders) if step > 1 else set()
+            new = set(state.device.holders) - before
+            pictures.append(told.picture(title, state, marked=new, said=dict.fromkeys(new, "new")))
+        return pictures
+
+    def checks(self, told: Told) -> list[Check]:
+        filled = []
+        for step in (1, 2, 3):
+            [sequence] = sequences(told.after_step(step))
+            filled.append([entry.filled for entry in entries(sequence, told.after_step(step).block_size)])
+        prompt, first, second = filled
+        return [
+            exact("prompt: blocks", 2, len(prompt)),
+            exact("prompt: filled slots of logical block 0", 4, prompt[0]),
+            exact("prompt: filled slots of logical block 1", 3, sum(prompt[1:2])),
+            exact("first new token: blocks taken", 0, len(first) - len(prompt)),
+            exact("first new token: filled slots of logical block 1", 4, sum(first[1:2])),
+            exact("second new token: blocks taken", 1, len(second) - len(first)),
+            exact("second new token: filled slots of logical block 2", 1, sum(second[2:3])),
+        ]
+
+
+class Fig7(Stepped):
+    """Two requests in one pool."""
+
+    name = "7"
+    title = "Fig. 7: two requests in one pool"
+    section = "4.3"
+    look = (
+        "Each request has a table; their blocks are mixed in the pool, in the order in which they were asked for. What "
+        "is lost is the end of each last block, and nothing in between."
+    )
+    change_it = (
+        "Let both arrive at once (leave `after` out): who gets which block?",
+        "Blocks of 2 (`block_size`): how many slots are lost, and how many blocks has each?",
+        "Hand out the blocks in order (leave `first_blocks` out): does anything change but their numbers?",
+    )
+    tale = Tale(
+        "Two requests, one pool",
+        (SPEECH, TIMES),
+        (Asked(PROMPT, 4), Asked("It was the best of", 3, after=1)),
+        first_blocks=(7, 1, 5, 2, 3),
+    )
+
+    def pictures(self, told: Told) -> list[Blocks]:
+        return [told.picture("A has brought, B times", told.after_step(3))]
+
+    def checks(self, told: Told) -> list[Check]:
+        state = told.after_step(3)
+        a, b = sequences(state)
+        empty = [len(one.table) * state.block_size - one.num_computed for one in (a, b)]
+        return [
+            exact("blocks of request A", 3, len(a.table)),
+            exact("blocks of request B", 2, len(b.table)),
+            exact("blocks that both have", 0, len({*a.table} & {*b.table})),
+            exact("empty slots of A's last block", 3, empty[0]),
+            exact("empty slots of B's last block", 2, empty[1]),
+        ]
+
+
+class Fig8(Stepped):
+    """Two samples of one prompt."""
+
+    name = "8"
+    title = "Fig. 8: parallel sampling: one prompt, two samples"
+    section = "4.4"
+    look = (
+        "Both samples have the prompt's blocks, whose counts are 2. The first to write into the last of them gets a "
+        "copy to write into; the second is then alone with the old one and writes in place. The full block stays so."
+    )
+    change_it = (
+        "Three samples (`samples=3`): how many copies?",
+        "Blocks of 8 (`block_size`): what is still shared when both have written?",
+        "Let a third request ask for the same one step later (`Asked(PROMPT, 4, after=1)`): does it share anything?",
+    )
+    tale = Tale("Two samples of one prompt", (SPEECH, MOTHERS), (Asked(PROMPT, 4, samples=2),), first_blocks=(7, 1, 3))
+
+    def pictures(self, told: Told) -> list[Blocks]:
+        before, copy = self._before(told), told.of(BlockCopied)[0]
+        return [
+            told.picture("both have the prompt", before, marked=[copy.source]),
+            told.picture(
+                "each has written its token",
+                told.after_step(2),
+                marked=[copy.source, copy.destination],
+                said={copy.destination: f"copy of {copy.source}", copy.source: "in place"},
+            ),
+        ]
+
+    def _before(self, told: Told) -> State:
+        return told.until(lambda event: isinstance(event, BlockCopied), before=True)
+
+    def checks(self, told: Told) -> list[Check]:
+        before, after = self._before(told), told.after_step(2)
+        copies = told.of(BlockCopied)
+        table = sequences(before)[0].table
+        full, last = table[0], table[-1]
+        return [
+            exact("blocks of the prompt that both samples have", 2, len(held_by(before, 2))),
+            exact("reference count of its full block", 2, before.ref_count(full)),
+            exact("reference count of its last block", 2, before.ref_count(last)),
+            exact("blocks copied", 1, len(copies)),
+            exact("of the block copied, count after", 1, after.ref_count(last)),
+            exact("of the copy, count after", 1, after.ref_count(copies[0].destination)),
+            exact("of the full block, count after", 2, after.ref_count(full)),
+            exact("blocks of both samples together", 3, len(after.device.holders)),
+        ]
+
+
+class Fig9(Stepped):
+    """Beams that fork and die."""
+
+    name = "9"
+    title = "Fig. 9: beam search: what dies gives its blocks back"
+    section = "4.4"
+    look = (
+        "Before: four beams, the prompt is everybody's, three have two more blocks in common. Then the four likeliest "
+        "come from only two of them: the other two are gone, and so are the blocks that nobody else had. Nothing is "
+        "copied: four new blocks are begun."
+    )
+    change_it = (
+        "Blocks of 3 (`block_size`): now forks come in the middle of a block. How many copies?",
+        "Three beams (`BEAMS`): which two stories are left, and how many blocks does the whole search take?",
+        'Make "evening" likelier than "night" (`odds`): which blocks are freed?',
+    )
+    tale = Tale(
+        "Four beams",
+        STORIES,
+        (Asked("It was", 8, beams=BEAMS),),
+        num_blocks=17,
+        block_size=2,
+        odds=(("a", 9.0), ("noon", 0.25)),
+    )
+
+    def pictures(self, told: Told) -> list[Blocks]:
+        before, after, next_ = told.computed_in(DIES), told.after_step(DIES), told.computed_in(DIES + 1)
+        freed = set(before.device.holders) - set(after.device.holders)
+        new = set(next_.device.holders) - set(after.device.holders)
+        return [
+            told.picture("four beams", before, marked=freed, said=dict.fromkeys(freed, "to be freed")),
+            told.picture("four of two of them", next_, marked=new, said=dict.fromkeys(new, "new")),
+        ]
+
+    def checks(self, told: Told) -> list[Check]:
+        before, after, next_ = told.computed_in(DIES), told.after_step(DIES), told.computed_in(DIES + 1)
+        beams = sequences(before)
+        common = held_by(before, 3)
+        own_way = [beam for beam in beams if not common & {*beam.table}]
+        dead = [beam for beam in beams if beam.number not in after.sequences]
+        freed = set(before.device.holders) - set(after.device.holders)
+        return [
+            exact("before: candidates", 4, len(beams)),
+            exact("before: full blocks of each", 4, same(len(b.table) for b in beams if b.num_computed == 8)),
+            exact("before: blocks that all have", 1, len(held_by(before, 4))),
+            exact("before: further blocks that three have", 2, len(common)),
+            exact("before: candidates that went their own way from the second block on", 1, len(own_way)),
+            exact("candidates that die", 2, len(dead)),
+            exact("blocks freed", 4, len(freed)),
+            exact("after: blocks that all have", 3, len(held_by(next_, 4))),
+            exact("after: further blocks that two have", 2, len(held_by(next_, 2))),
+            exact("after: blocks begun", 4, len(set(next_.device.holders) - set(after.device.holders))),
+            exact("blocks copied", 0, len(told.of(BlockCopied))),
+        ]
+
+    def notes(self, told: Told) -> list[str]:
+        gone = [event.sequence for event in told.of(SequenceFinished) if event.reason == "dropped"]
+        given = [list(event.blocks) for event in told.of(BlocksFreed) if event.sequence in gone][:2]
+        return [
+            f"The two that die give back {given[0]} and {given[1]}, of which others have some. The new blocks are "
+            "those that came free, as they were freed last; the paper's picture takes new ones."
+        ]
+
+
+def same(numbers: Iterable[int]) -> int:
+    """The one number that all are; -1 where they differ."""
+    found = {*numbers}
+    return found.pop() if len(found) == 1 else -1
+
+
+class Fig10(Stepped):
+    """A prefix that two requests share."""
+
+    name = "10"
+    title = "Fig. 10: a shared prefix"
+    section = "4.4"
+    look = (
+        "The instruction and its examples were computed once, before. Two requests begin with them: their tables begin "
+        "with the same blocks, and only their own words are run. The count of a shared block is 3, since the prefix "
+        "cache holds it too."
+    )
+    change_it = (
+        "Take a word from `PREFIX`: the last block is no longer full. What does that cost each request?",
+        "Turn prefix caching off (`prefix_caching=False`): how many more blocks, how many more tokens?",
+        "Let all three arrive at once (`after=0`): who computes the prefix, and what becomes of the twins?",
+    )
+    tale = Tale(
+        "A prefix, and two tasks",
+        tuple(f"{PREFIX} {task}" for task in TASKS),
+        (
+            Asked(PREFIX, 1),
+            Asked(f"{PREFIX} cheese =>", 3, after=1),
+            Asked(f"{PREFIX} I love you =>", 3, after=1),
+        ),
+        num_blocks=14,
+        prefix_caching=True,
+    )
+    moment = 2
+    """The step in which both tasks run."""
+
+    def pictures(self, told: Told) -> list[Blocks]:
+        state = told.after_step(self.moment)
+        return [
+            told.picture("the prefix is there", told.after_step(self.moment - 1)),
+            told.picture("two requests begin with it", state, marked=held_by(state, 2)),
+        ]
+
+    def checks(self, told: Told) -> list[Check]:
+        state = told.after_step(self.moment)
+        reused = {event.sequence: len(event.blocks) for event in told.of(PrefixReused)}
+        computed: dict[int, int] = {}
+        for event in told.of(TokensComputed):
+            computed.setdefault(event.sequence, event.num_tokens - reused.get(event.sequence, 0) * state.block_size)
+        a, b = sequences(state)
+        in_prefix = len(PREFIX.split()) // state.block_size
+        return [
+            exact("blocks of the prefix that both tables begin with", in_prefix, len(held_by(state, 2))),
+            exact("prompt tokens run for “cheese =>”", 2, computed[a.number]),
+            exact("prompt tokens run for “I love you =>”", 4, computed[b.number]),
+            exact("blocks of the prefix computed for either", 0, len({*a.table[in_prefix:]} & {*b.table[in_prefix:]})),
+        ]
+
+    def notes(self, told: Told) -> list[str]:
+        return [
+            "The paper's prefix is named beforehand by whoever offers the service, and its last block may be part "
+            "full, marked copy-on-write. Here prefixes are found by their content, as in vLLM today, in full blocks "
+            "only (the prefix above has exactly five)."
+        ]
+
+
+FIGS_4_TO_10 = (Fig4(), Fig5(), Fig6(), Fig7(), Fig8(), Fig9(), Fig10())

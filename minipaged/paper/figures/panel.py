@@ -32,7 +32,7 @@ class Panel(Figure):
         return Serving(system, self.model, published.dataset(self.panel), rate, seconds, seed)
 
     def rates(self, system: str) -> list[float]:
-        """Those of the paper's points, each once; one beyond where its curve leaves the panel, or two if it does not."""
+        """Those of the paper's points, each once; one beyond the panel, or two where its curve does not leave it."""
         drawn, line = published.curves(self.panel)[system], published.with_exit(self.panel, system)
         beyond = BEYOND[: 1 if len(line) > len(drawn) else 2]
         return [*dict.fromkeys(rate for rate, _ in drawn), *(factor * line[-1][0] for factor in beyond)]

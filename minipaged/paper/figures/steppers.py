@@ -94,7 +94,7 @@ class Fig4(Stepped):
     change_it = (
         "Let four workers follow (`WORKERS` in `telling.py`): does the manager do more work?",
         "Give the pool 4 blocks (`Fig4.tale`): the second request waits, and no worker hears of it until it runs.",
-        "Send a worker no changes of tables (`step._replace(tables=())` in `Teller.run`): what fails, from which step on?",
+        "Send a worker no changes of tables (`step._replace(tables=())` in `Teller.run`): what fails, and when?",
     )
     tale = Tale(
         "A scheduler, a KV cache manager, two workers",
@@ -270,7 +270,7 @@ class Fig7(Stepped):
     tale = Tale(
         "Two requests, one pool",
         (SPEECH, TIMES),
-        (Asked(PROMPT, 4), Asked("It was the best of", 3, after=1)),
+        (Asked(PROMPT, 4), Asked("It was the best of", 5, after=1)),
         first_blocks=(7, 1, 5, 2, 3),
     )
 

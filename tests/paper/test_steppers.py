@@ -128,6 +128,15 @@ def test_a_table_that_never_copies_has_no_such_moment(monkeypatch: pytest.Monkey
         ran(FIGURE["8"])
 
 
+def test_who_arrives_first_gets_the_first_blocks() -> None:
+    """The order changes which block is whose, and nothing that the paper says."""
+    a, b = FIGURE["7"].tale.requests
+    found = ran(FIGURE["7"], requests=(replace(b, after=0), replace(a, after=1)))
+    assert in_pool(found.plots[0])[7] == ("It was the best", 1)
+    at_once = ran(FIGURE["7"], requests=(a, replace(b, after=0)))
+    assert [entry[0] for entry in tables(at_once.plots[0])["sequence B"]] == [5, 2]
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -270,7 +270,7 @@ class Fig7(Stepped):
     tale = Tale(
         "Two requests, one pool",
         (SPEECH, TIMES),
-        (Asked(PROMPT, 4), Asked("It was the best of", 3, after=1)),
+        (Asked(PROMPT, 4), Asked("It was the best of", 5, after=1)),
         first_blocks=(7, 1, 5, 2, 3),
     )
 

@@ -51,6 +51,8 @@ def share_of(lane: Lane, lanes: ListLike[Lane], entering: ListLike[Request]) -> 
     do: even lanes keep all of them busy. The first, so that nobody is overtaken; and the lane with the fewest takes one
     at least, so that nobody waits for a turn in vain. A single lane takes all.
     """
+    if len(lanes) == 1 or not entering:
+        return entering
     counts = {each: each.num_sequences for each in lanes}
     num_entering = 0
     for request in entering:

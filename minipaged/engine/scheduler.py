@@ -215,7 +215,8 @@ class Scheduler:
         most = plan.num_query_tokens  # a token takes one block at most: if there are so many, there is no need to count
         if most <= available:
             return most - available
-        return sum(self._blocks.blocks_needed(scheduled.work) for scheduled in plan.scheduled) - available
+        unsure = (part for part in plan.scheduled if not (part.plain and part.plain.room))  # the others have room left
+        return sum(self._blocks.blocks_needed(part.work) for part in unsure) - available
 
     def _preempt(self, short: int) -> None:
         """Take all blocks from the one that the policy names."""

@@ -154,7 +154,7 @@ def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context(method), _end_with_parent)
     try:
-        waiting = {pool.submit(_run, job): job for job in jobs}
+        waiting = {pool.submit(_run, job): job for job in reversed(jobs)}  # the highest rates, which take longest, first
         for future in as_completed(waiting):
             yield waiting[future], future.result()
     except BaseException:  # a job takes minutes, and nobody wants the results of the others any more

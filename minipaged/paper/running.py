@@ -152,9 +152,13 @@ def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
             yield job, _run(job)
         return
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context(method), _end_with_parent)
+    context = multiprocessing.get_context(method)
+    context.set_forkserver_preload([jobs[0].__class__.__module__])  # so that each pool's processes begin at once
+    pool = ProcessPoolExecutor(processes, context, _end_with_parent)
     try:
-        waiting = {pool.submit(_run, job): job for job in reversed(jobs)}  # the highest rates, which take longest, first
+        waiting = {
+            pool.submit(_run, job): job for job in reversed(jobs)
+        }  # the highest rates, which take longest, first
         for future in as_completed(waiting):
             yield waiting[future], future.result()
     except BaseException:  # a job takes minutes, and nobody wants the results of the others any more

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -186,6 +189,28 @@ def test_what_hardware_decides_gets_no_verdict() -> None:
 @pytest.mark.parametrize("name", ["18a", "19a"])
 def test_sentences_that_the_papers_figures_do_not_bear_out_are_told(name: str) -> None:
     assert [sentence.holds_in_paper for sentence in as_in_the_paper(FIGURES[name]).sentences] == [False]
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "place", "number"),
+    [
+        ("1", "1 throughput (tokens/s) by batch size", [2], [8, 700.0]),
+        ("1", "1 memory (GB) by batch size", ["vLLM", -1], [8.0, 41]),
+        ("2", "2 share of KV memory (%)", ["Orca (Pow2)", "token states"], 38.3),
+        ("15", "15 memory saving (%) OPT-13B Alpaca, n=2,4,6", ["beam", 2], 56.0),
+    ],
+)
+def test_a_sentence_is_borne_out_by_the_papers_numbers_and_by_nothing_else(
+    name: str, line: str, place: list[Any], number: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = made_up(FIGURES[name])
+    assert [sentence.holds_in_paper for sentence in FIGURES[name].outcome(results).sentences] == [True]
+    others = {line: copy.deepcopy(published.other(line))}
+    *path, last = place
+    functools.reduce(operator.getitem, path, others[line])[last] = number
+    as_printed = published.other
+    monkeypatch.setattr(published, "other", lambda what: others[what] if what in others else as_printed(what))
+    assert [sentence.holds_in_paper for sentence in FIGURES[name].outcome(results).sentences] == [False]
 
 
 def test_of_figure_12_two_sentences_hold_but_for_the_largest_model() -> None:

@@ -52,7 +52,10 @@ class Fig15(Figure):
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
         printed = published.other("15 memory saving (%) OPT-13B Alpaca, n=2,4,6")
         plots, checks = [], []
-        of = {(job.beams, job.n): 100 * result["saved_share"] for job, result in results.items()}  # type: ignore[attr-defined]
+        of: dict[tuple[bool, int], float] = {}
+        for job, result in results.items():
+            assert isinstance(job, Serving)
+            of[job.beams, job.n] = 100 * result["saved_share"]
         for method, title in METHODS.items():
             ours = [of[method == "beam", n] for n in SEQUENCES]
             bars = [

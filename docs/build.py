@@ -49,8 +49,7 @@ VERDICTS = "<!-- verdicts -->"
 WIDE = "---\nhide: [toc]\n---"
 """At the head of a page: steppers want the room."""
 LINES = (
-    "Solid lines are ours, dashed ones the paper's; hollow circles are the points of the paper by which the machine "
-    "was calibrated."
+    "Solid lines are ours, dashed ones the paper's; hollow circles are the points by which the machine was calibrated."
 )
 BLOCKS = "The picture is drawn from the events of a run, which is below to be stepped through."
 RESULTS = ROOT / "docs" / "runs" / "paper"

@@ -83,13 +83,13 @@ Bars(
 
 # %%
 from minipaged.paper.calibration import relative_errors
-from minipaged.paper.machines import facts, law_of, points_of
+from minipaged.paper.machines import facts, machine, points_of
 
 for fact in facts("OPT-13B"):
     print(f"{fact.what:50} {fact.value:45} {fact.kind}")
 
 points = points_of("OPT-13B")
-errors = [abs(error) for error in relative_errors(law_of("OPT-13B"), points)]
+errors = [abs(error) for error in relative_errors(machine("OPT-13B"), points)]
 print(f"\n{len(points)} flat points of Fig. 12a and d, met within {max(errors):.1%}")
 
 assert max(errors) < 0.06
@@ -157,8 +157,8 @@ for system, rate in shown.items():
 # %%
 from dataclasses import replace
 
-law = law_of("OPT-13B")
-slow = replace(law, seconds_per_row=1.5 * law.seconds_per_row)
+right = machine("OPT-13B")
+slow = replace(right, seconds_per_row=1.5 * right.seconds_per_row)
 by_slow = [abs(error) for error in relative_errors(slow, points)]
 print(f"flat points, met within {max(errors):.1%}; with slow rows within {max(by_slow):.1%}")
 

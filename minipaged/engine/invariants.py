@@ -40,8 +40,7 @@ def check_blocks(sequences: Iterable[Sequence], blocks: Memory) -> None:
             f"the tables on the device have {held[0]} blocks and {held[1]} tokens, but {blocks.num_entries} and "
             f"{blocks.num_tokens} were counted",
         )
-    if blocks.prefix_cache:
-        expected[False].update(blocks.prefix_cache.blocks)
+    expected[False].update(blocks.held_beside_tables)
     for allocator, counts in ((blocks.allocator, expected[False]), (blocks.host_allocator, expected[True])):
         if allocator is None:
             continue

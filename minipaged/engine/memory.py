@@ -66,6 +66,12 @@ class Memory(ABC):
         """Blocks that only the prefix cache holds."""
         return self.prefix_cache.num_evictable if self.prefix_cache else 0
 
+    @property
+    def held_beside_tables(self) -> Iterable[int]:
+        """The device's blocks of which a reference is no table's, each as often: of paging those that the prefix cache
+        has. With the tables' they are all there are, which debug mode checks."""
+        return self.prefix_cache.blocks if self.prefix_cache else ()
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
 

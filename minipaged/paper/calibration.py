@@ -9,8 +9,8 @@ point of Fig. 12 tells apart from `t0`: for these there are measured kernels (`c
 
 Where no request waits, a curve's height follows from the step alone. By Little's law, `rate * latency` requests run, so
 a step has that many rows; the rate says how many prompts come in meanwhile; and the latency is the outputs' length in
-steps. `normalized_latency` solves this; `calibrate` looks for the law with the smallest absolute errors at the points
-that `flat_points` lets through. Those on either side of a knee are never among them.
+steps. `normalized_latency` solves this; `calibrate` looks for the machine with the smallest absolute errors at the
+points that `flat_points` lets through. Those on either side of a knee are never among them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import numpy as np
 
 from minipaged.paper import published
 from minipaged.paper.workloads import PREFIX, draw_lengths
+from minipaged.simulated import Machine
 
 FLAT_RATE = 0.75
 """Of the rate at which a curve leaves its panel: below it, it is flat,"""
@@ -51,34 +52,6 @@ class FlatPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLaw:
-    """The law with its five speeds, and the sizes that it needs."""
-
-    seconds_per_step: float
-    seconds_per_row: float
-    kv_bytes_per_second: float
-    weight_bytes: float
-    weight_bytes_per_second: float
-    flops_per_token: float
-    flops_per_second: float
-    kv_bytes_per_token: int
-    memory_bytes_per_second: float
-    """Of the data sheet: nothing is read faster."""
-
-    def seconds(self, num_rows: int, num_query_tokens: int, num_context_tokens: int) -> float:
-        """Of one step."""
-        read = self.weight_bytes / self.weight_bytes_per_second
-        compute = num_query_tokens * self.flops_per_token / self.flops_per_second
-        kv = num_context_tokens * self.kv_bytes_per_token / self.kv_bytes_per_second
-        return self.seconds_per_step + self.seconds_per_row * num_rows + max(read, compute) + kv
-
-    def prompt_seconds(self, num_tokens: np.ndarray) -> np.ndarray:
-        """By how much so many query tokens make a step longer than reading the weights takes. [lengths]"""
-        read = self.weight_bytes / self.weight_bytes_per_second
-        return np.maximum(0, num_tokens * self.flops_per_token / self.flops_per_second - read)
-
-
-@dataclass(frozen=True, slots=True)
 class Means:
     """What of a dataset's lengths the mean latency depends on."""
 
@@ -93,27 +66,33 @@ class Means:
         return cls(lengths[:, 0], lengths[:, 1])
 
 
-def normalized_latency(law: StepLaw, rate: float, lengths: Means, prefix: int = 0, cached: int = 0) -> float:
+def prompt_seconds(machine: Machine, num_tokens: np.ndarray) -> np.ndarray:
+    """By how much so many query tokens make a step longer than reading the weights takes. [lengths]"""
+    read = machine.weight_bytes / machine.weight_bytes_per_second
+    return np.maximum(0, num_tokens * machine.flops_per_token / machine.flops_per_second - read)
+
+
+def normalized_latency(machine: Machine, rate: float, lengths: Means, prefix: int = 0, cached: int = 0) -> float:
     """Mean of latency / output tokens at `rate` requests a second, seconds a token, if nothing waits but for a step to
     end; infinite where the machine cannot keep up. Each prompt has `prefix` tokens more, of which `cached` need not be
     computed."""
     prompts, outputs = lengths.prompts + prefix, lengths.outputs  # [requests]
-    step = law.seconds_per_step + law.weight_bytes / law.weight_bytes_per_second
+    step = machine.seconds_per_step + machine.weight_bytes / machine.weight_bytes_per_second
     context = float(np.mean(outputs * (prompts + outputs / 2)))  # tokens held, summed over a request's steps
     fixed = step
     for _ in range(200):
         rows = rate * step * float(outputs.mean())
-        excess = law.prompt_seconds(prompts - cached + rows)  # [requests], of the step that a prompt joins
+        excess = prompt_seconds(machine, prompts - cached + rows)  # [requests], of the step that a prompt joins
         longer = rate * step * float(excess.mean())
-        reading = rate * step * context * law.kv_bytes_per_token / law.kv_bytes_per_second
-        new = fixed + law.seconds_per_row * rows + reading + longer
+        reading = rate * step * context * machine.kv_bytes_per_token / machine.kv_bytes_per_second
+        new = fixed + machine.seconds_per_row * rows + reading + longer
         if not new < 10:
             return np.inf
         if abs(new - step) < 1e-7:
             break
         step = new
     # Before its first step it waits for half of one, on average, and that step has its prompt to compute.
-    own = step / 2 + law.prompt_seconds(prompts - cached + rows)  # [requests]
+    own = step / 2 + prompt_seconds(machine, prompts - cached + rows)  # [requests]
     return float(step + np.mean(own / outputs))
 
 
@@ -144,32 +123,35 @@ def flat_points(panel: str) -> list[FlatPoint]:
 # --- The fit --------------------------------------------------------------------------------------
 
 
-def relative_errors(law: StepLaw, points: Iterable[FlatPoint]) -> list[float]:
+def relative_errors(machine: Machine, points: Iterable[FlatPoint]) -> list[float]:
     """Of each point, (by the law - in the paper) / in the paper."""
     means = {dataset: Means.of(dataset) for dataset in {point.dataset for point in points}}
-    return [error_at(law, point, means[point.dataset]) for point in points]
+    return [error_at(machine, point, means[point.dataset]) for point in points]
 
 
-def error_at(law: StepLaw, point: FlatPoint, means: Means) -> float:
+def error_at(machine: Machine, point: FlatPoint, means: Means) -> float:
     """(By the law - in the paper) / in the paper."""
-    by_law = normalized_latency(law, point.rate, means, point.prefix, point.cached)
+    by_law = normalized_latency(machine, point.rate, means, point.prefix, point.cached)
     return by_law / point.seconds_per_token - 1
 
 
-def calibrate(law: StepLaw, points: Sequence[FlatPoint]) -> StepLaw:
-    """The law with the least sum of absolute errors at the points; what it has of sizes and measurements stays."""
+def calibrate(machine: Machine, points: Sequence[FlatPoint], memory_bytes_per_second: float) -> Machine:
+    """The machine with the least sum of absolute errors at the points; what it has of sizes and measurements stays.
+
+    `memory_bytes_per_second`: of the data sheet; nothing is read faster.
+    """
     means = {dataset: Means.of(dataset) for dataset in {point.dataset for point in points}}
 
-    def error(law: StepLaw) -> float:
-        if law.kv_bytes_per_second > law.memory_bytes_per_second:
+    def error(machine: Machine) -> float:
+        if machine.kv_bytes_per_second > memory_bytes_per_second:
             return np.inf
-        return sum(abs(error_at(law, point, means[point.dataset])) for point in points)
+        return sum(abs(error_at(machine, point, means[point.dataset])) for point in points)
 
-    return least(error, law, ("seconds_per_step", "seconds_per_row", "kv_bytes_per_second"))
+    return least(error, machine, ("seconds_per_step", "seconds_per_row", "kv_bytes_per_second"))
 
 
-def least(error: Callable[[StepLaw], float], start: StepLaw, names: Sequence[str]) -> StepLaw:
-    """The law with the least error, found by changing these speeds and no others.
+def least(error: Callable[[Machine], float], start: Machine, names: Sequence[str]) -> Machine:
+    """The machine with the least error, found by changing these speeds and no others.
 
     By pattern search (Hooke and Jeeves, 1961): the speeds up, down or left alone, in every combination, as long as one
     of them is better, then by half as much. The error has a kink at every point, so nothing finer would help.
@@ -182,7 +164,7 @@ def least(error: Callable[[StepLaw], float], start: StepLaw, names: Sequence[str
             )
             for ups in product((-1, 0, 1), repeat=len(names))
         ]
-        found, i = min((error(law), i) for i, law in enumerate(tried))
+        found, i = min((error(one), i) for i, one in enumerate(tried))
         if found < reached:
             best, reached = tried[i], found
         else:
@@ -207,11 +189,11 @@ class MeasuredStep:
     prefill_tokens: int
     seconds: float
 
-    def by(self, law: StepLaw) -> float:
+    def by(self, machine: Machine) -> float:
         """What the step takes by the law, in seconds."""
         prompts = self.prefill_tokens > 0
         context = self.decode_rows * self.context_each + self.prefill_tokens
-        return law.seconds(self.decode_rows + prompts, self.decode_rows + self.prefill_tokens, context)
+        return machine.step_seconds(self.decode_rows + prompts, self.decode_rows + self.prefill_tokens, context)
 
 
 def measured_steps() -> list[MeasuredStep]:
@@ -229,11 +211,14 @@ def measured_steps() -> list[MeasuredStep]:
     ]
 
 
-def calibrate_by_kernels(law: StepLaw, steps: Sequence[MeasuredStep]) -> StepLaw:
-    """The law with the least sum of absolute errors at measured steps. Kernels have no host beside them: `t0` is 0."""
+def calibrate_by_kernels(machine: Machine, steps: Sequence[MeasuredStep]) -> Machine:
+    """The machine with the least sum of absolute errors at measured steps.
 
-    def error(law: StepLaw) -> float:
-        return sum(abs(step.by(law) / step.seconds - 1) for step in steps)
+    Kernels have no host beside them: `t0` is 0.
+    """
+
+    def error(machine: Machine) -> float:
+        return sum(abs(step.by(machine) / step.seconds - 1) for step in steps)
 
     names = ("seconds_per_row", "weight_bytes_per_second", "flops_per_second", "kv_bytes_per_second")
-    return least(error, replace(law, seconds_per_step=0.0), names)
+    return least(error, replace(machine, seconds_per_step=0.0), names)

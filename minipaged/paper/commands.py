@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -20,19 +21,22 @@ from minipaged.paper.figure import Figure
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import COLUMNS, cells, counts, label
 from minipaged.paper.report import report
-from minipaged.paper.running import Results, file_name, kept_figures, run_figure
+from minipaged.paper.running import Results, Unusable, file_name, kept_figure, kept_figures, run_figure
 from minipaged.stepper.page import page
 
 COLOUR = {"holds": "green", "fails": "red", "not judged": "dim"}
 
 
 def list_figures(folder: Path) -> None:
-    """Each with what its result, if one is kept, came to."""
-    kept = kept_figures(folder, FIGURES)
+    """Each with what its result, if one is kept, came to, or why that one cannot be used."""
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, show_header=False)
     for figure in FIGURES.values():
-        data = kept.get(figure.name)
+        try:
+            data = kept_figure(folder, figure.name)
+        except Unusable as unusable:
+            table.add_row(figure.name, figure.title, f"[red]{escape(unusable.why)}; to be made again[/]")
+            continue
         quick = " (quick)" if data and data["made"]["quick"] else ""
         table.add_row(figure.name, figure.title, counts([data]) + quick if data else "[dim]not run[/]")
     console.print(table)

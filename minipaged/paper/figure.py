@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 Verdict = Literal["holds", "fails", "not judged"]
 Style = Literal["ours", "paper", "calibrated"]
-"""Solid lines are ours, dashed ones the paper's; marks alone are points of the paper that calibrated the machine."""
+"""Solid lines are ours, dashed ones the paper's; marks alone are points that calibrated the machine."""
 
 
 class Job(Protocol):

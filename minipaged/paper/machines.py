@@ -12,7 +12,6 @@ from typing import Literal
 
 from minipaged.paper.calibration import (
     FlatPoint,
-    StepLaw,
     calibrate,
     calibrate_by_kernels,
     flat_points,
@@ -114,49 +113,29 @@ def points_of(model: str) -> list[FlatPoint]:
     return [point for panel in SETTINGS[model].panels for point in flat_points(panel)]
 
 
-def law_of(model: str) -> StepLaw:
-    """How the machine's steps cost, for calibration."""
-    made, setting = machine(model), SETTINGS[model]
-    return StepLaw(
-        seconds_per_step=made.seconds_per_step,
-        seconds_per_row=made.seconds_per_row,
-        kv_bytes_per_second=made.kv_bytes_per_second,
-        weight_bytes=made.weight_bytes,
-        weight_bytes_per_second=made.weight_bytes_per_second,
-        flops_per_token=made.flops_per_token,
-        flops_per_second=made.flops_per_second,
-        kv_bytes_per_token=made.kv_bytes_per_token,
-        memory_bytes_per_second=setting.memory_bytes_per_second,
-    )
-
-
 def calibrated_anew(model: str) -> Calibrated:
     """From the flat points alone: the search begins at round figures, not at what it found before."""
     setting = SETTINGS[model]
+    speed = setting.memory_bytes_per_second
     start = replace(
-        law_of(model),
-        seconds_per_step=0.1 * setting.weight_bytes / setting.memory_bytes_per_second,
+        machine(model),
+        seconds_per_step=0.1 * setting.weight_bytes / speed,
         seconds_per_row=0.3e-3,
-        kv_bytes_per_second=0.7 * setting.memory_bytes_per_second,
+        kv_bytes_per_second=0.7 * speed,
     )
-    law = calibrate(start, points_of(model))
-    return Calibrated(
-        law.seconds_per_step, law.seconds_per_row, law.kv_bytes_per_second / setting.memory_bytes_per_second
-    )
+    found = calibrate(start, points_of(model), speed)
+    return Calibrated(found.seconds_per_step, found.seconds_per_row, found.kv_bytes_per_second / speed)
 
 
-def kernels_anew() -> StepLaw:
+def kernels_anew() -> Machine:
     """What measured kernels of LLaMA-13B reach on an A100 of 80 GB."""
-    start = StepLaw(
-        seconds_per_step=0.0,
+    start = replace(
+        machine("LLaMA-13B"),
+        name="kernels of LLaMA-13B on an A100 of 80 GB",
         seconds_per_row=0.01e-3,
         kv_bytes_per_second=0.7 * A100_80,
-        weight_bytes=26e9,
         weight_bytes_per_second=0.8 * A100_80,
-        flops_per_token=26e9,
         flops_per_second=0.6 * A100_FLOPS,
-        kv_bytes_per_token=SETTINGS["OPT-13B"].kv_bytes_per_token,
-        memory_bytes_per_second=A100_80,
     )
     return calibrate_by_kernels(start, measured_steps())
 

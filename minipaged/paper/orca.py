@@ -82,6 +82,8 @@ class Family:
     """and those it was expected to have."""
     spare: list[list[int]]
     """Chunks for sequences to come."""
+    searches: bool
+    """Whether it is a beam search: that forks until its end, so a chunk that a beam leaves is kept for another."""
     owed: list[tuple[EngineSequence, list[int]]] = field(default_factory=list)
     """Forked while no chunk was spare, and the blocks to copy: the next that ends gives its chunk."""
     living: int = 1
@@ -123,6 +125,12 @@ class OrcaMemory(Memory):
     def blocks_to_admit(self, request: Request) -> int:
         return self.most_blocks(request)
 
+    @property
+    def held_beside_tables(self) -> list[int]:
+        """The spare chunks' blocks."""
+        families = {id(family): family for family in self._families.values()}
+        return [block for family in families.values() for chunk in family.spare for block in chunk]
+
     def blocks_needed(self, work: ListLike[tuple[EngineSequence, int]]) -> int:
         return 0
 
@@ -139,7 +147,13 @@ class OrcaMemory(Memory):
             raise OutOfBlocks(f"no chunks of {sizes} blocks are free, together")
         prompt, output = len(request.prompt_token_ids), request.max_output_tokens
         spare = [self.allocator.take(size) for size in sizes]
-        family = Family(prompt + output, self.expected(prompt, output), spare, living=len(request.sequences))
+        family = Family(
+            prompt + output,
+            self.expected(prompt, output),
+            spare,
+            bool(request.beam_search),
+            living=len(request.sequences),
+        )
         for one in request.sequences:
             self._families[one] = family
             self._give(one, spare.pop(0))
@@ -199,10 +213,13 @@ class OrcaMemory(Memory):
             self.final_tokens -= family.final
             self.expected_tokens -= family.expected
             self._emit(BlocksFreed(sequence.sequence_id, tuple(blocks)))
-        if family.owed and blocks:
+        if blocks and (family.owed or family.searches):
             assert isinstance(table, Chunk)
             table.take([])
-            self._settle(family, blocks)
+            if family.owed:
+                self._settle(family, blocks)
+            else:
+                family.spare.append(blocks)
         table.trim(0)
         for chunk in () if family.living else family.spare:
             self.allocator.give_back(chunk[0])

@@ -99,30 +99,43 @@ def file_name(figure: str) -> str:
     return figure.replace("/", "-")
 
 
+class Unusable(InvalidRequest):
+    """A figure's kept result that cannot be used. `why` says it in a few words, the message with the way out."""
+
+    def __init__(self, message: str, why: str) -> None:
+        super().__init__(message)
+        self.why = why
+
+
+def kept_figure(folder: Path, name: str) -> dict[str, Any] | None:
+    """The figure's result that is in the folder; None if there is none. Raises Unusable for one that cannot be read, or
+    that another version of minipaged has made."""
+    path = folder / f"{file_name(name)}.json"
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Unusable(f"cannot read {path}: {error.strerror}", f"cannot be read: {error.strerror}") from None
+    except ValueError:
+        data = None
+    again = f"make it again: minipaged paper run {name} --output {folder}"
+    if not isinstance(data, dict) or not data.keys() >= KEYS:
+        raise Unusable(f"{path} is no whole result of a figure; remove it, or {again}", "no whole result")
+    maker = data["made"]["minipaged"]
+    if maker != version("minipaged"):
+        raise Unusable(
+            f"{path} was made by minipaged {maker}, and this is {version('minipaged')}, whose figures may come out "
+            f"otherwise; {again}",
+            f"made by minipaged {maker}",
+        )
+    return data
+
+
 def kept_figures(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """The figures' results that are in the folder, in the order of the names. Raises InvalidRequest for one that cannot
-    be read, or that another version of minipaged has made."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in names:
-        path = folder / f"{file_name(name)}.json"
-        try:
-            data = json.loads(path.read_text())
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise InvalidRequest(f"cannot read {path}: {error.strerror}") from None
-        except ValueError:
-            data = None
-        again = f"minipaged paper run {name} --output {folder}"
-        if not isinstance(data, dict) or not data.keys() >= KEYS:
-            raise InvalidRequest(f"{path} is no whole result of a figure; remove it, or make it again: {again}")
-        if data["made"]["minipaged"] != version("minipaged"):
-            raise InvalidRequest(
-                f"{path} was made by minipaged {data['made']['minipaged']}, and this is {version('minipaged')}, whose "
-                f"figures may come out otherwise; make it again: {again}"
-            )
-        found[name] = data
-    return found
+    """The figures' results that are in the folder, in the order of the names. Raises Unusable."""
+    found = {name: kept_figure(folder, name) for name in names}
+    return {name: data for name, data in found.items() if data is not None}
 
 
 def run_jobs(jobs: Iterable[Job], results: Results, processes: int, done: Callable[[Job], None]) -> dict[Job, Any]:

@@ -18,7 +18,6 @@ from minipaged.paper.machines import (
     SETTINGS,
     calibrated_anew,
     kernels_anew,
-    law_of,
     machine,
     points_of,
 )
@@ -67,16 +66,16 @@ def test_calibrating_anew_gives_what_is_kept(model: str) -> None:
 
 
 def test_measured_kernels_give_the_shares_that_are_kept() -> None:
-    law = kernels_anew()
-    assert law.weight_bytes_per_second / A100_80 == pytest.approx(KERNELS["weights"], rel=0.01)
-    assert law.flops_per_second / A100_FLOPS == pytest.approx(KERNELS["arithmetic"], rel=0.01)
-    errors = [abs(step.by(law) / step.seconds - 1) for step in measured_steps()]
+    found = kernels_anew()
+    assert found.weight_bytes_per_second / A100_80 == pytest.approx(KERNELS["weights"], rel=0.01)
+    assert found.flops_per_second / A100_FLOPS == pytest.approx(KERNELS["arithmetic"], rel=0.01)
+    errors = [abs(step.by(found) / step.seconds - 1) for step in measured_steps()]
     assert np.median(errors) < 0.04
 
 
 @pytest.mark.parametrize("model", SETTINGS)
 def test_the_law_is_near_the_points_that_it_comes_from(model: str) -> None:
-    errors = np.abs(relative_errors(law_of(model), points_of(model)))
+    errors = np.abs(relative_errors(machine(model), points_of(model)))
     assert np.median(errors) < 0.04
 
 
@@ -91,14 +90,7 @@ SPEEDS = [
 @pytest.mark.parametrize("factor", [1.2, 1 / 1.2], ids=["more", "less"])
 @pytest.mark.parametrize(("model", "speed"), SPEEDS)
 def test_a_calibrated_figure_that_is_wrong_by_a_fifth_fits_clearly_worse(model: str, speed: str, factor: float) -> None:
-    law, points = law_of(model), points_of(model)
-    wrong = replace(law, **{speed: factor * getattr(law, speed)})
-    right, changed = (np.abs(relative_errors(one, points)).mean() for one in (law, wrong))
+    made, points = machine(model), points_of(model)
+    wrong = replace(made, **{speed: factor * getattr(made, speed)})
+    right, changed = (np.abs(relative_errors(one, points)).mean() for one in (made, wrong))
     assert changed > 1.15 * right
-
-
-@pytest.mark.parametrize("model", SETTINGS)
-def test_calibration_and_simulation_have_the_same_law(model: str) -> None:
-    law, simulated = law_of(model), machine(model)
-    for sizes in ((1, 1, 1), (30, 30, 9000), (7, 2506, 4000)):
-        assert law.seconds(*sizes) == pytest.approx(simulated.step_seconds(*sizes))

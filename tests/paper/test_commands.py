@@ -189,6 +189,22 @@ def test_the_list_says_what_is_kept(kept: Path) -> None:
     assert told["12b"].endswith("not run")
 
 
+def test_the_list_says_which_results_cannot_be_used_and_goes_on(kept: Path) -> None:
+    older = {**RESULTS["12b"], "made": {**RESULTS["12b"]["made"], "minipaged": "0.0.1"}}
+    (kept / "12b.json").write_text(json.dumps(older))
+    (kept / "12c.json").write_text(json.dumps(RESULTS["12b"])[:100])
+    (kept / "12d.json").mkdir()
+    rows = minipaged("list", "--output", str(kept)).splitlines()
+    told = dict(zip(FIGURES, (row.rstrip() for row in rows), strict=True))
+    assert told["12a"].endswith("1 hold, 1 fail, 1 not judged (quick)")
+    assert told["12b"].endswith("made by minipaged 0.0.1; to be made again")
+    assert told["12c"].endswith("no whole result; to be made again")
+    assert told["12d"].endswith("cannot be read: Is a directory; to be made again")
+    assert told["12e"].endswith("not run")
+    with pytest.raises(InvalidRequest, match=r"12b\.json was made by minipaged 0\.0\.1"):
+        minipaged("report", "--results", str(kept))
+
+
 def test_the_report_is_written_where_it_is_asked_for(kept: Path) -> None:
     file = kept / "mine.html"
     assert minipaged("report", "--results", str(kept), "-o", str(file)).strip().endswith("mine.html")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +18,9 @@ from typer.testing import CliRunner
 
 from minipaged.cli import app
 from minipaged.paper import machines, published
-from minipaged.paper.calibration import flat_points
-from minipaged.paper.figure import Figure, Outcome
-from minipaged.paper.figures import FIGURES, fig15, fig19, table1
+from minipaged.paper.calibration import flat_points, measured_steps, relative_errors
+from minipaged.paper.figure import Figure, Outcome, Plot
+from minipaged.paper.figures import FIGURES, calibration, fig15, fig19, table1
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, best, crossover, good
 from minipaged.paper.figures.fig11 import Lengths
 from minipaged.paper.figures.fig12 import FIG_12
@@ -28,7 +31,7 @@ from minipaged.paper.workloads import MAX_MODEL_LEN
 from minipaged.scheduling import RequestView
 from minipaged.simulated import OPT_13B_ON_AN_A100
 
-ORDER = ["1", "2", "3", *"456789", "10", "11", "13", "15", "18a", "18b", "19a", "19b", "table1"]
+ORDER = ["1", "2", "3", *"456789", "10", "11", "13", "15", "18a", "18b", "19a", "19b", "table1", "calibration"]
 """The figures of this file."""
 
 
@@ -124,6 +127,12 @@ def made_up(figure: Figure, **changes: float) -> dict[Any, Any]:
                 per_token = 800 * 1024 * factor("token")
                 found = {"weight_bytes": weights * 1e9 * factor("weights"), "slots": slots * 1e3 * factor("slots")}
                 results[job] = {**found, "kv_bytes_per_token": per_token}
+            case (_, calibration.Kernels()):
+                seconds = [step.seconds * factor("kernels") for step in measured_steps()]
+                results[job] = {**asdict(job.run()), "seconds": seconds}
+            case (_, calibration.FlatPoints()):
+                points = machines.points_of(job.model)
+                results[job] = {"latencies": [one.seconds_per_token * factor("law") for one in points], "curves": {}}
             case (_, Lengths()):
                 means = figure_module(figure).PRINTED[job.dataset]
                 counts = [published.histogram(job.dataset, side)[2] for side in ("input", "output")]
@@ -173,6 +182,8 @@ def test_the_papers_own_numbers_hold(name: str) -> None:
         ("table1", "slots", 0.95, 3),
         ("table1", "weights", 1.1, 3),
         ("table1", "token", 0.5, 1),
+        ("calibration", "kernels", 1.05, 1),
+        ("calibration", "law", 0.95, 4),
     ],
 )
 def test_what_is_off_by_more_than_was_allowed_fails(name: str, what: str, factor: float, number: int) -> None:
@@ -188,6 +199,28 @@ def test_sentences_that_the_papers_figures_do_not_bear_out_are_told(name: str) -
     assert [sentence.holds_in_paper for sentence in as_in_the_paper(FIGURES[name]).sentences] == [False]
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "place", "number"),
+    [
+        ("1", "1 throughput (tokens/s) by batch size", [2], [8, 700.0]),
+        ("1", "1 memory (GB) by batch size", ["vLLM", -1], [8.0, 41]),
+        ("2", "2 share of KV memory (%)", ["Orca (Pow2)", "token states"], 38.3),
+        ("15", "15 memory saving (%) OPT-13B Alpaca, n=2,4,6", ["beam", 2], 56.0),
+    ],
+)
+def test_a_sentence_is_borne_out_by_the_papers_numbers_and_by_nothing_else(
+    name: str, line: str, place: list[Any], number: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = made_up(FIGURES[name])
+    assert [sentence.holds_in_paper for sentence in FIGURES[name].outcome(results).sentences] == [True]
+    others = {line: copy.deepcopy(published.other(line))}
+    *path, last = place
+    functools.reduce(operator.getitem, path, others[line])[last] = number
+    as_printed = published.other
+    monkeypatch.setattr(published, "other", lambda what: others[what] if what in others else as_printed(what))
+    assert [sentence.holds_in_paper for sentence in FIGURES[name].outcome(results).sentences] == [False]
+
+
 def test_of_figure_12_two_sentences_hold_but_for_the_largest_model() -> None:
     def borne_out(name: str) -> dict[str, bool]:
         figure = FIGURES[name]
@@ -201,6 +234,32 @@ def test_of_figure_12_two_sentences_hold_but_for_the_largest_model() -> None:
     assert borne_out("12a") == {"1.7x": True, "2.7x": True, "up t": True}
     assert borne_out("12c") == {"1.7x": False, "2.7x": False, "up t": True}
     assert borne_out("12f") == {"up t": True}
+
+
+# --- What calibrates ------------------------------------------------------------------------------
+
+
+def test_the_fits_that_are_drawn_are_those_of_the_machines() -> None:
+    """Errors of the law, at every point; and every point of a machine is drawn, near a curve."""
+    figure = FIGURES["calibration"]
+    results = {job: asdict(job.run()) for job in figure.jobs(quick=False, seed=0)}
+    outcome = figure.outcome(results)
+    assert failing(outcome) == []
+    told = {check.what: check.ours for check in outcome.checks}
+    drawn = {plot.title: plot for plot in outcome.plots if isinstance(plot, Plot)}
+    for model in machines.SETTINGS:
+        points = machines.points_of(model)
+        errors = [100 * abs(error) for error in relative_errors(machines.machine(model), points)]
+        what = f"median distance from {len(points)} flat points of {model} (calibrated)"
+        assert told[what] == pytest.approx(median(errors))
+        *curves, marks = drawn[model].lines
+        assert marks.style == "calibrated"
+        assert marks.points == [(point.rate, point.seconds_per_token) for point in points]
+        rates = [rate for curve in curves for rate, _ in curve.points]
+        assert all(min(abs(rate / point.rate - 1) for rate in rates) < 0.2 for point in points)
+    for title in ("measured steps that decode", "measured steps with a prompt"):
+        *lines, marks = drawn[title].lines
+        assert sum(len(line.points) for line in lines) == len(marks.points) > 20
 
 
 # --- Block sizes ----------------------------------------------------------------------------------

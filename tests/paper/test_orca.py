@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from minipaged.contracts import StepResult
-from minipaged.course.content_runner import ContentRunner
+from minipaged.course.content_runner import ContentRunner, GivenRow
 from minipaged.course.workloads import Run, Workload, WorkloadRequest, random_workload
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest
@@ -24,6 +25,7 @@ from minipaged.steps import StepInput
 from tests.effort import examples, scaled
 from tests.workloads import REFERENCE
 
+EOS = 2
 SYSTEMS: dict[str, tuple[Callable[[], Orca], int | None]] = {
     "Orca (Oracle)": (lambda: Orca("Orca (Oracle)"), None),
     "Orca (Pow2)": (lambda: Orca("Orca (Pow2)"), None),
@@ -33,22 +35,12 @@ SYSTEMS: dict[str, tuple[Callable[[], Orca], int | None]] = {
 """The systems, and how many tokens each chunk is for; None where that depends on the request."""
 
 
-def with_all_beams(request: WorkloadRequest) -> WorkloadRequest:
-    """A chunk that waits for a beam which an end of sequence has cost the search is held, and in no table: by the
-    invariants of debug mode that is a leak. So these searches lose none."""
-    params = request.params
-    return (
-        replace(request, params=replace(params, ignore_eos=True)) if isinstance(params, BeamSearchParams) else request
-    )
-
-
 def crowded(seed: int, longest: int | None) -> Workload:
     """One of the engine's random workloads, without what contiguous memory does not know: caching, limits of a batch,
     blocks of any size. Samples, beams and cancelling stay. The pool has room for the largest request, of `longest`
     tokens if there is one size for all, or for two of them.
     """
     workload, r = random_workload(seed), random.Random(seed)
-    workload = replace(workload, requests=tuple(map(with_all_beams, workload.requests)))
     block_size = r.choice([1, 2, 4, 8, 16] if longest is None else [16, 32])
 
     def tokens(request: WorkloadRequest) -> int:
@@ -216,3 +208,39 @@ def test_after_an_error_siblings_share_the_chunks_of_their_request(pool: int) ->
         assert engine.blocks.num_used <= 2 * 3 * 4
     assert [len(one.token_ids) for output in outputs for one in output.outputs] == 6 * [10]
     assert engine.blocks.num_used == 0
+
+
+class CertainOfSome(ContentRunner):
+    """After three tokens two beams can go on with one token each, and all others can only end."""
+
+    def compute(self, rows: Sequence[GivenRow]) -> np.ndarray:
+        logits = super().compute(rows)
+        if len(rows) == 4 and rows[0].slots[0] % self.block_size == 3:
+            allowed = np.full_like(logits, -np.inf)
+            for row, token in enumerate((3, 3, EOS, EOS)):
+                allowed[row, token] = 0
+            return allowed
+        return logits
+
+
+def test_a_search_that_loses_beams_and_gets_more_keeps_its_chunks() -> None:
+    """Two of four beams end while nobody forks; in the next step there are four again, each with a chunk."""
+    orca = Orca("Orca (Oracle)")
+    config = EngineConfig(
+        num_blocks=16,
+        block_size=4,
+        max_model_len=16,
+        vocab_size=11,
+        eos_token_ids=(EOS,),
+        enable_prefix_caching=False,
+        debug=True,
+    )
+    engine = Engine(config, REFERENCE, CertainOfSome(16, 0, 4, 11), memory=orca.memory, policy=orca.policy)
+    engine.add_request([1], BeamSearchParams(beam_width=4, max_tokens=12))
+    beams, held = list[int](), set[int]()
+    while engine.has_unfinished_requests():
+        engine.step()
+        beams += [len(request.sequences) for request in engine.scheduler.running]
+        held.add(engine.blocks.num_used)
+    assert beams[2:5] == [4, 2, 4]
+    assert held == {16, 0}, "what was reserved, until the search is over"

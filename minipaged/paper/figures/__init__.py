@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from minipaged.paper.figure import Figure
 from minipaged.paper.figures.beyond import BEYOND
+from minipaged.paper.figures.calibration import CALIBRATION
 from minipaged.paper.figures.fig01 import FIG_1
 from minipaged.paper.figures.fig02 import FIG_2
 from minipaged.paper.figures.fig03 import FIG_3
@@ -37,6 +38,7 @@ FIGURES: dict[str, Figure] = {
         *FIG_18,
         *FIG_19,
         TABLE_1,
+        CALIBRATION,
         *BEYOND,
         PrefixCaching(),
     )

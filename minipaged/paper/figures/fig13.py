@@ -49,7 +49,10 @@ class Fig13(Figure):
         return [serving(system, dataset, quick=quick, seed=seed) for dataset in RATES for system in SYSTEMS]
 
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
-        of = {(job.dataset, job.system): result for job, result in results.items()}  # type: ignore[attr-defined]
+        of: dict[tuple[str, str], Any] = {}
+        for job, result in results.items():
+            assert isinstance(job, Serving)
+            of[job.dataset, job.system] = result
         plots, checks = [], []
         for dataset, rate in RATES.items():
             paper = published.other("13 batched requests OPT-13B")[f"{dataset} {rate:g} req/s"]

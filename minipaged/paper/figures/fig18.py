@@ -10,6 +10,7 @@ from minipaged.paper import published
 from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, LONG, NOT_SIMULATED, RATES, best, good, trace
 from minipaged.paper.kernel import BLOCK_SIZE, HEAD_DIM, HEADS, DecodeAttention, tiers_here
+from minipaged.paper.serving import Serving
 
 # --- a --------------------------------------------------------------------------------------------
 
@@ -123,7 +124,10 @@ class Fig18b(Figure):
 
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
         printed = published.other("18b normalized latency (s/token) by block size")
-        of = {(job.dataset, job.block_size): result for job, result in results.items()}  # type: ignore[attr-defined]
+        of: dict[tuple[str, int], Any] = {}
+        for job, result in results.items():
+            assert isinstance(job, Serving)
+            of[job.dataset, job.block_size] = result
         plots, checks, shares = [], [], []
         for dataset in DATASETS:
             paper = printed[dataset]

@@ -12,8 +12,9 @@ from typing import Any
 from minipaged.engine.policy import carry_seconds
 from minipaged.paper import published
 from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
-from minipaged.paper.figures.block_sizes import BLOCK_SIZES, MODEL, NOT_SIMULATED, crossover, trace
+from minipaged.paper.figures.block_sizes import BLOCK_SIZES, MODEL, NOT_SIMULATED, RATES, crossover, trace
 from minipaged.paper.machines import machine
+from minipaged.paper.serving import Serving
 from minipaged.scheduling import Way
 
 TOKENS = 256
@@ -145,6 +146,7 @@ class Fig19a(Figure):
 
 # --- b --------------------------------------------------------------------------------------------
 
+DATASET = "ShareGPT"
 WAYS: dict[str, Way] = {"Recompute": "recompute", "Swap": "swap"}
 LATENCY_TOLERANCE = 0.25
 """Of how swapping's latency compares with recomputing's: their ratio, at each block size."""
@@ -168,14 +170,17 @@ class Fig19b(Figure):
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [
-            trace("ShareGPT", size, quick=quick, seed=seed, preemption=way)
+            trace(DATASET, size, quick=quick, seed=seed, preemption=way)
             for way in WAYS.values()
             for size in BLOCK_SIZES
         ]
 
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
         printed = published.other("19b normalized latency (s/token) by block size, OPT-13B ShareGPT")
-        of = {(job.preemption, job.block_size): result for job, result in results.items()}  # type: ignore[attr-defined]
+        of: dict[tuple[Way | None, int], Any] = {}
+        for job, result in results.items():
+            assert isinstance(job, Serving)
+            of[job.preemption, job.block_size] = result
         ours = {name: [of[way, size]["normalized_latency"] for size in BLOCK_SIZES] for name, way in WAYS.items()}
         lines = [
             Line(name, style, list(zip(BLOCK_SIZES, values[name], strict=True)))  # type: ignore[arg-type]
@@ -209,7 +214,7 @@ class Fig19b(Figure):
             [Plot(self.title, "block size (tokens)", "normalized latency (s/token)", lines, log_x=True, log_y=True)],
             checks,
             notes=[
-                f"Requests a second: {next(iter(results)).rate}, so that blocks of 16 come near the paper's height; "  # type: ignore[attr-defined]
+                f"Requests a second: {RATES[DATASET]}, so that blocks of 16 come near the paper's height; "
                 "it does not say which it took, nor for how long. So heights are not judged, only how the two compare.",
                 NOT_SIMULATED,
                 f"Preemptions, recomputing: {preempted}.",

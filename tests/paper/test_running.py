@@ -117,7 +117,10 @@ def test_an_interrupted_run_keeps_what_has_ended(tmp_path: Path) -> None:
 
 
 def test_after_an_error_nobody_waits_for_the_jobs_that_are_left(tmp_path: Path) -> None:
-    """Processes that go on with the queue would take minutes for each, and nobody would have the results. (The last job is the first to run.)"""
+    """Processes that go on with the queue would take minutes for each, and nobody would have the results.
+
+    The last job is the first to run.
+    """
     notes = str(tmp_path / "notes")
     jobs: list[Double] = [Slow(i, notes, fails=i == 19) for i in range(20)]
     with pytest.raises(KeyboardInterrupt):

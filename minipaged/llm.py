@@ -115,11 +115,11 @@ class LLM:
                 asked = replace(asked, **settled)
             _check_length(model.config, asked.max_model_len)
             loaded = model
-            _open_connector(asked, model.folder, model.config, model.tier)
+            _check_connector(asked, model.folder, model.config, model.tier)
         else:
             where = (asked.tier, asked.device, asked.dtype)
             sizes = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
-            check = partial(_open_connector, asked)
+            check = partial(_check_connector, asked)
             loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len, check)
         try:
             self._begin(loaded, asked, policy, listeners)
@@ -165,6 +165,8 @@ class LLM:
             encode=self.tokenizer.encode if self.tokenizer else None,
             listeners=listeners,
         )
+        if asked.kv_connector is not None:
+            asked.kv_connector.open(_handshake(asked, loaded.folder, loaded.config, loaded.tier))
 
     # --- What users call --------------------------------------------------------------------------
 
@@ -517,20 +519,24 @@ def _check_length(config: ModelConfig, max_model_len: int | None) -> None:
     raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
 
 
-def _open_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
-    """Tell the connector, if there is one, what the engine's blocks are. Raises InvalidRequest where those of others
-    are of another kind, or it cannot be used."""
+def _check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
+    """Raise InvalidRequest if there is a connector whose other engines have blocks of another kind, or one that cannot
+    be used."""
     if asked.kv_connector is not None:
-        handshake = Handshake(
-            model=hub.fingerprint(folder),
-            dtype=tier.dtype,
-            kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            block_size=asked.block_size,
-        )
-        asked.kv_connector.open(handshake)
+        asked.kv_connector.check(_handshake(asked, folder, config, tier))
+
+
+def _handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> Handshake:
+    """What the engine's blocks are."""
+    return Handshake(
+        model=hub.fingerprint(folder),
+        dtype=tier.dtype,
+        kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        block_size=asked.block_size,
+    )
 
 
 def known_dtype(name: str) -> str:

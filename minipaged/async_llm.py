@@ -154,9 +154,10 @@ class AsyncLLM:
         listeners: Sequence[Listener] = (),
         observers: Sequence[Observer] = (),
         max_waiting: int | None = None,
+        host_sharers: int = 1,
         **settings: Unpack[GivenSettings],
     ) -> None:
-        self.llm = LLM(model, listeners=listeners, **settings)
+        self.llm = LLM(model, listeners=listeners, host_sharers=host_sharers, **settings)
         self.max_waiting = max_waiting
         self.observers = list(observers)
         self.error: BaseException | None = None

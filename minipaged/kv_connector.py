@@ -42,9 +42,13 @@ class KVConnector(Protocol):
     those of `Runner.read_blocks`.
     """
 
+    def check(self, handshake: Handshake) -> None:
+        """Raise InvalidRequest where the blocks of others are not like those that an engine will have. Called before
+        its model is loaded; of an engine that then comes to nothing, nothing is to stay behind."""
+
     def open(self, handshake: Handshake) -> None:
-        """What the blocks of this engine are. Called once, before everything else. Raises InvalidRequest where those of
-        others are not like that."""
+        """What the blocks of this engine are, which stands now. Called once, before those below. Raises what `check`
+        raises."""
 
     def lacking(self, token_ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
         """Which of the logical blocks start .. stop - 1 are not there, and would be taken."""

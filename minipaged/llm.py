@@ -80,6 +80,10 @@ class LLM:
 
     Several LLMs can share one `LoadedModel`, each with sizes, policies and a KV cache of its own: give it as `model`
     (`LLM(llm.loaded, num_blocks=8)`). `tier`, `device` and `dtype` were settled when it was loaded.
+
+    `host_sharers`: engines, in processes of their own, that have this machine's memory together. Pools that are left
+    open are sized for one of so many parts of what is free: a page is taken when it is first used, so each of several
+    that start together sees all of it. Raises InvalidRequest for less than 1.
     """
 
     @takes_settings
@@ -88,8 +92,12 @@ class LLM:
         model: str | Path | LoadedModel = "smollm2-135m-instruct",
         *,
         listeners: Sequence[Listener] = (),
+        host_sharers: int = 1,
         **settings: Unpack[GivenSettings],
     ) -> None:
+        if host_sharers < 1:
+            raise InvalidRequest(f"host_sharers is {host_sharers}; it must be 1 or more, this engine included")
+        self._host_sharers = host_sharers
         own = [each.name for each in fields(Settings)]
         asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
         policy = _policy(asked.scheduling_policy)  # what is wrong with it is said before anything is loaded
@@ -107,11 +115,11 @@ class LLM:
                 asked = replace(asked, **settled)
             _check_length(model.config, asked.max_model_len)
             loaded = model
-            _open_connector(asked, model.folder, model.config, model.tier)
+            _check_connector(asked, model.folder, model.config, model.tier)
         else:
             where = (asked.tier, asked.device, asked.dtype)
             sizes = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
-            check = partial(_open_connector, asked)
+            check = partial(_check_connector, asked)
             loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len, check)
         try:
             self._begin(loaded, asked, policy, listeners)
@@ -157,6 +165,8 @@ class LLM:
             encode=self.tokenizer.encode if self.tokenizer else None,
             listeners=listeners,
         )
+        if asked.kv_connector is not None:
+            asked.kv_connector.open(_handshake(asked, loaded.folder, loaded.config, loaded.tier))
 
     # --- What users call --------------------------------------------------------------------------
 
@@ -356,7 +366,7 @@ class LLM:
             num_swap_blocks = int(asked.swap_space * 2**30 / size)
         elif num_swap_blocks is None:
             # At most half of what is free. Memory that a GPU is to read is reserved in powers of two: up to twice this.
-            room = int(_free_host_bytes() / (2 if on_cpu else 4) / size)
+            room = int(self._free_host_bytes() / (2 if on_cpu else 4) / size)
             num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
         if max_model_len is None:
             max_model_len = min(self.model_config.context_length, num_blocks * asked.block_size)
@@ -384,7 +394,7 @@ class LLM:
         size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
         sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
         on_device = self.loaded.tier.free_device_bytes(self.model_config, self.loaded.weights, *sizes)
-        free = (_free_host_bytes() if on_device is None else on_device) * asked.gpu_memory_utilization
+        free = (self._free_host_bytes() if on_device is None else on_device) * asked.gpu_memory_utilization
         num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
         if num_blocks < 1:
             raise InvalidRequest(
@@ -392,6 +402,13 @@ class LLM:
                 "block_size, raise gpu_memory_utilization, or free some memory"
             )
         return min(num_blocks, asked.max_num_seqs * -(-self.model_config.context_length // asked.block_size))
+
+    def _free_host_bytes(self) -> float:
+        """The part of this machine's free memory that is for this engine."""
+        import psutil
+
+        free = min(psutil.virtual_memory().available, _container_limit() - psutil.Process().memory_info().rss)
+        return free / self._host_sharers
 
     @contextmanager
     def _progress_bar(self, num_requests: int, use_tqdm: bool) -> Iterator[None]:
@@ -502,20 +519,24 @@ def _check_length(config: ModelConfig, max_model_len: int | None) -> None:
     raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
 
 
-def _open_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
-    """Tell the connector, if there is one, what the engine's blocks are. Raises InvalidRequest where those of others
-    are of another kind, or it cannot be used."""
+def _check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
+    """Raise InvalidRequest if there is a connector whose other engines have blocks of another kind, or one that cannot
+    be used."""
     if asked.kv_connector is not None:
-        handshake = Handshake(
-            model=hub.fingerprint(folder),
-            dtype=tier.dtype,
-            kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
-            num_layers=config.num_hidden_layers,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            block_size=asked.block_size,
-        )
-        asked.kv_connector.open(handshake)
+        asked.kv_connector.check(_handshake(asked, folder, config, tier))
+
+
+def _handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> Handshake:
+    """What the engine's blocks are."""
+    return Handshake(
+        model=hub.fingerprint(folder),
+        dtype=tier.dtype,
+        kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        block_size=asked.block_size,
+    )
 
 
 def known_dtype(name: str) -> str:
@@ -534,31 +555,6 @@ def _policy(policy: str | MakePolicy) -> MakePolicy:
             "FILE.py:Class)"
         )
     return POLICIES[policy]
-
-
-@dataclass(slots=True)
-class _HostMemory:
-    """This machine's, to this process."""
-
-    sharers: int = 1
-    """Engines, in processes of their own, that have it together."""
-
-
-_host_memory = _HostMemory()
-
-
-def share_host_memory(sharers: int) -> None:
-    """Let the engines of this process take no more than one of so many parts of the host's memory that is free. Such a
-    pool is taken a page at a time, as it fills: so each of several processes that start together sees all of it."""
-    _host_memory.sharers = sharers
-
-
-def _free_host_bytes() -> float:
-    """The memory of this machine that is free for this process."""
-    import psutil
-
-    free = min(psutil.virtual_memory().available, _container_limit() - psutil.Process().memory_info().rss)
-    return free / _host_memory.sharers
 
 
 def _container_limit() -> float:

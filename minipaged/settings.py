@@ -87,7 +87,8 @@ class Settings(EngineSettings):
         if isinstance(self.kv_connector, type):
             name = self.kv_connector.__name__
             raise InvalidRequest(f"kv_connector is the class {name}; give an instance, as in {name}(folder)")
-        if missing := [name for name in ("open", "lacking", "store", "load") if not hasattr(self.kv_connector, name)]:
+        methods = ("check", "open", "lacking", "store", "load")
+        if missing := [name for name in methods if not hasattr(self.kv_connector, name)]:
             raise InvalidRequest(
                 f"kv_connector is {self.kv_connector!r}, which has no {', '.join(missing)}; give a "
                 "SharedStorageConnector(folder), or another with these methods (minipaged/kv_connector.py)"

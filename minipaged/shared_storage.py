@@ -57,20 +57,19 @@ class SharedStorageConnector:
         self._num_since = max_bytes  # stored since
         self._told = False
 
-    def open(self, handshake: Handshake) -> None:
-        mine = asdict(handshake)
-        path = self.folder / "handshake.json"
+    def check(self, handshake: Handshake) -> None:
+        mine, path = asdict(handshake), self._handshake
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             there = self.folder.stat()
             believed = not hasattr(os, "getuid") or (there.st_uid == os.getuid() and not there.st_mode & 0o022)
             if believed:
-                self._write(path, json.dumps(mine, indent=1).encode(), only_if_new=True)
-                theirs = json.loads(path.read_text())
+                tempfile.TemporaryFile(dir=self.folder).close()  # it can be written to
+                theirs = json.loads(path.read_text()) if path.exists() else mine
                 if not isinstance(theirs, dict):
                     raise ValueError("not a handshake")
         except OSError as error:
-            raise InvalidRequest(f"kv_connector: {self.folder} cannot be used: {error}; give another folder") from None
+            raise self._unusable(error) from None
         except ValueError:
             raise InvalidRequest(
                 f"kv_connector: {path} is damaged; remove {self.folder}, if no engine uses it, or give another folder"
@@ -90,6 +89,15 @@ class SharedStorageConnector:
                 f"kv_connector: {self.folder} has blocks of another kind: {'; '.join(differ) or 'see handshake.json'}; "
                 "make the engines the same, or give each kind a folder of its own"
             )
+
+    def open(self, handshake: Handshake) -> None:
+        self.check(handshake)
+        mine = asdict(handshake)
+        try:
+            self._write(self._handshake, json.dumps(mine, indent=1).encode(), only_if_new=True)
+        except OSError as error:
+            raise self._unusable(error) from None
+        self.check(handshake)  # another engine may have been the first
         self._seal = blake2b(json.dumps(mine).encode(), digest_size=DIGEST_BYTES).digest()
         self._block_size = handshake.block_size
 
@@ -142,6 +150,13 @@ class SharedStorageConnector:
         return found
 
     # --- Files ------------------------------------------------------------------------------------
+
+    @property
+    def _handshake(self) -> Path:
+        return self.folder / "handshake.json"
+
+    def _unusable(self, error: OSError) -> InvalidRequest:
+        return InvalidRequest(f"kv_connector: {self.folder} cannot be used: {error}; give another folder")
 
     def _paths(self, token_ids: Sequence[int], stop: int) -> list[Path]:
         hashes = block_hashes(token_ids[: stop * self._block_size], self._block_size)

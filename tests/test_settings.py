@@ -41,7 +41,7 @@ DECLARED = declared(ServeSettings) | declared(Settings) | declared(BeamSearchPar
 
 def test_an_llm_takes_every_setting_by_name_and_with_its_default() -> None:
     parameters = dict(inspect.signature(LLM).parameters)
-    assert [parameters.pop(name).name for name in ("model", "listeners")]
+    assert [parameters.pop(name).name for name in ("model", "listeners", "host_sharers")]
     assert {name: each.default for name, each in parameters.items()} == declared(Settings)
 
 

@@ -15,7 +15,6 @@ from ray import serve
 
 from minipaged.async_llm import Asked, AsyncLLM
 from minipaged.errors import MinipagedError
-from minipaged.llm import share_host_memory
 from minipaged.models.config import ModelConfig
 from minipaged.outputs import RequestUpdate
 from minipaged.params import EngineConfig
@@ -70,10 +69,11 @@ class Replica:
     ) -> None:
         """`most`: how many of them there may be."""
         use_one_heap()
-        share_host_memory(sharers_here(most))
         self.id = serve.get_replica_context().replica_id.unique_id
         self.news = CacheNews()
-        self.allm = AsyncLLM(model, listeners=[self.news], max_waiting=max_waiting, **engine)
+        self.allm = AsyncLLM(
+            model, listeners=[self.news], max_waiting=max_waiting, host_sharers=sharers_here(most), **engine
+        )
         self.metrics = Metrics(name, self.allm.llm.config, engine=self.id)
         self.allm.observers.append(self.metrics)
         self.allm.on_death = self._engine_died

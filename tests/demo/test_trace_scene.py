@@ -47,11 +47,13 @@ def test_the_scene_tells_of_every_request_in_eighty_columns(scene: Callable[...,
     assert max(len(line) for line in out.split("\n")) <= 80
     assert "\x1b" not in out
     assert summary["served"] + summary["refused_too_long"] == 300
-    assert summary["preempted_by_swap"] + summary["preempted_by_recompute"] > 0
+    assert summary["preempted_by_recompute"] > 0  # on this machine that is the cheaper way for single sequences
     assert summary["mean_waiting"] > 1
     words = " ".join(out.split())
     assert f"Served {summary['served']} requests and {summary['generated_tokens']:,} tokens" in words
-    assert f"Preempted {summary['preempted_by_swap']} times by swapping" in words
+    swapped, recomputed = summary["preempted_by_swap"], summary["preempted_by_recompute"]
+    assert f"Preempted {swapped} times by swapping ({summary['blocks_swapped_out']:,} blocks copied out)" in words
+    assert f"and {recomputed} times by recomputing ({summary['tokens_recomputed']:,} tokens)" in words
     assert f"paging wasted {1 - summary['paged_share_of_tokens']:.1%}" in words
     assert "With --pace 0." in words
     last_row = [line.split() for line in out.split("\n") if "....." in line or "####" in line][-1]

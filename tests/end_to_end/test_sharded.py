@@ -160,17 +160,13 @@ def test_parts_on_the_reference_tier_are_said(nine_heads: Path) -> None:
 
 def test_engines_that_share_a_machine_share_its_free_memory(nine_heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they reserve together is no more than the share of what was free, the pools for swapping with it."""
-    from minipaged import llm as module
-
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 << 20))
     loaded = LoadedModel.load(nine_heads, "reference")
 
     def pools(sharers: int, **settings: int) -> int:
-        module.share_host_memory(sharers)
-        config = LLM(loaded, **settings).config
+        config = LLM(loaded, host_sharers=sharers, **settings).config
         return (config.num_blocks + config.num_swap_blocks) * loaded.block_bytes(config.block_size)
 
-    monkeypatch.setattr(module, "_host_memory", module._HostMemory())
     alone, of_two, of_three = pools(1), pools(2), pools(3)
     assert alone > 0.8 * 0.9 * (4 << 20)
     assert 2 * of_two <= 0.9 * (4 << 20)
@@ -179,3 +175,5 @@ def test_engines_that_share_a_machine_share_its_free_memory(nine_heads: Path, mo
     few = loaded.block_bytes(16) * 8
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=few))
     assert pools(4, num_blocks=8) - few <= few / 4 / 2  # half of its part, for swapping
+    with pytest.raises(InvalidRequest, match="host_sharers is 0; it must be 1 or more"):
+        pools(0)

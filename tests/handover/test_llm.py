@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged import LLM, BeamSearchParams, InvalidRequest, RequestOutput, SamplingParams
-from minipaged.errors import BadRecording
+from minipaged.errors import BadRecording, ModelError
 from minipaged.fast import handover as fast_handover
 from minipaged.fast.kv_cache import KVCache as FastCache
 from minipaged.llm import LoadedModel
@@ -303,7 +303,7 @@ def test_settings_that_do_not_go_with_it_are_refused_with_the_way_out(tmp_path: 
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         with pytest.raises(InvalidRequest, match=f"{name} is 2, where each rank has a part of every block"):
             LLM("/no/such/model", kv_connector=connector, **{name: 2})  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"kv_connector is 'a folder', which has no open, lacking, store, load"):
+    with pytest.raises(InvalidRequest, match="'a folder', which has no check, open, lacking, store, load"):
         LLM("/no/such/model", kv_connector="a folder")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"is the class SharedStorageConnector; give an instance, as in"):
         LLM("/no/such/model", kv_connector=SharedStorageConnector)  # type: ignore[arg-type]
@@ -322,6 +322,25 @@ def test_what_is_wrong_with_the_folder_is_told_before_loading(
         connector = SharedStorageConnector(tmp_path / name)
         with pytest.raises(InvalidRequest, match=said):
             LLM(reference.folder, tier="reference", dtype="float32", kv_connector=connector)
+
+
+@pytest.mark.parametrize("where", ["load_weights", "make_runner"])
+def test_an_engine_that_comes_to_nothing_leaves_the_folder_to_any_model(
+    reference: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ModelError("a file is cut")
+
+    prompts, settings = prompts_of(14, 1), SIZES | {"tier": "reference", "dtype": "float32"}
+    with monkeypatch.context() as while_it_fails:
+        while_it_fails.setattr(ReferenceTier, where, fail)
+        with pytest.raises(ModelError, match="a file is cut"):
+            LLM(reference.folder, **settings, kv_connector=SharedStorageConnector(tmp_path / "kv"))
+    assert list((tmp_path / "kv").iterdir()) == []
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    llm = LLM(other, **settings, kv_connector=SharedStorageConnector(tmp_path / "kv"))
+    llm.generate(prompts, GREEDY)
+    assert llm.stats().blocks_stored
 
 
 def test_engines_that_do_not_fit_are_told_both_values(reference: LoadedModel, tmp_path: Path) -> None:

@@ -279,6 +279,14 @@ def test_a_folder_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
         SharedStorageConnector("")
 
 
+def test_to_check_leaves_a_folder_to_everybody(tmp_path: Path) -> None:
+    SharedStorageConnector(tmp_path / "kv").check(HANDSHAKE)
+    assert list((tmp_path / "kv").iterdir()) == []
+    opened(tmp_path / "kv", block_size=8)
+    with pytest.raises(InvalidRequest, match="block_size is 8 there and 4 here"):
+        SharedStorageConnector(tmp_path / "kv").check(HANDSHAKE)
+
+
 def test_of_many_that_open_a_new_folder_at_once_all_agree(tmp_path: Path) -> None:
     errors: list[Exception] = []
     barrier = threading.Barrier(8)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged.errors import InvalidRequest, ModelError
@@ -222,9 +222,18 @@ def rounded(weight: Array, recipe: Recipe) -> Array:
     return (codes - zeros.repeat(size, axis=1)) * scales.repeat(size, axis=1)
 
 
+def fits(weight: Array, recipe: Recipe, shrink: float = 1) -> bool:
+    """Whether there is a float16 for each group's step."""
+    size = recipe.size(weight.shape[1])
+    with np.errstate(over="ignore"):
+        scales = [grid_of(group, recipe, shrink)[0] for group in weight.reshape(-1, size).tolist()]
+    return bool(np.isfinite(scales).all())
+
+
 @given(cases())
 def test_awq_takes_the_scales_with_which_outputs_err_least(case: tuple[Recipe, Array, Array]) -> None:
-    """Tried with the inputs themselves, on all matrices that share them."""
+    """Tried with the inputs themselves, on all matrices that share them. Some scales make weights of thousands so large
+    that float16 has no steps for them."""
     recipe, weight, inputs = case
     mean_abs = np.abs(inputs).mean(axis=0)
     half = len(weight) // 2
@@ -232,15 +241,10 @@ def test_awq_takes_the_scales_with_which_outputs_err_least(case: tuple[Recipe, A
     def error(scales: Array) -> float:
         return float(((inputs @ weight.T - inputs / scales @ rounded(weight * scales, recipe).T) ** 2).sum())
 
-    errors = []
-    try:
-        found = awq_scales([weight[:half], weight[half:]], inputs.T @ inputs, mean_abs, recipe)
-        for alpha in ALPHAS:
-            scales = np.array([max(m**alpha, 1e-4) for m in mean_abs])
-            errors.append(error(scales / math.sqrt(max(scales) * min(scales))))
-    except ModelError:  # weights of thousands, whose scales float16 cannot hold: refused, which is another test
-        assume(False)
-    least = min(errors)
+    found = awq_scales([weight[:half], weight[half:]], inputs.T @ inputs, mean_abs, recipe)
+    tried = [np.array([max(m**alpha, 1e-4) for m in mean_abs]) for alpha in ALPHAS]
+    tried = [scales / math.sqrt(max(scales) * min(scales)) for scales in tried]
+    least = min(error(scales) for scales in tried if fits(weight * scales, recipe))
     assert error(found) <= least * (1 + 1e-6) + 1e-9 * float(((inputs @ weight.T) ** 2).sum())
 
 
@@ -261,6 +265,32 @@ def test_awq_cuts_each_group_where_its_outputs_err_least(case: tuple[Recipe, Arr
             tried = [error(grid, np.array([code_of(each, grid, recipe) for each in w.tolist()])) for grid in grids]
             ours = error((scales[r, g], zeros[r, g]), codes[r, own])
             assert ours <= min(tried) * (1 + 1e-6) + 1e-9 * float(((x @ w) ** 2).sum())
+
+
+TOO_WIDE = np.array([[100_000.0, -100_000, 50_000, 30_000, 1, 2, 3, 4]])
+"""One output, of which float16 has no steps for the first group, in 2 bits."""
+
+
+@pytest.mark.parametrize(("least", "found"), [(100.0, False), (0.01, True)])
+def test_awq_tries_only_scales_with_which_the_steps_fit_float16(least: float, found: bool) -> None:
+    """Of which there are some where the inputs of the large weights are small."""
+    recipe = Recipe("awq", bits=2, group_size=4)
+    mean_abs = np.array([least] * 4 + [1.0] * 4)
+    assert not fits(TOO_WIDE, recipe)
+    if found:
+        assert fits(TOO_WIDE * awq_scales([TOO_WIDE], np.eye(8), mean_abs, recipe), recipe)
+        return
+    with pytest.raises(ModelError, match="too large for scales in float16"):
+        awq_scales([TOO_WIDE], np.eye(8), mean_abs, recipe)
+
+
+def test_awq_cuts_off_what_does_not_fit_float16() -> None:
+    recipe = Recipe("awq", bits=2, group_size=4)
+    assert [fits(TOO_WIDE, recipe, shrink) for shrink in SHRINKS] == [False, *[True] * 9]
+    scales, zeros, _ = parts(awq_clipped(TOO_WIDE, np.eye(8), recipe))
+    assert (scales[0, 0], zeros[0, 0]) in [grid_of(TOO_WIDE[0, :4].tolist(), recipe, each) for each in SHRINKS[1:]]
+    with pytest.raises(ModelError, match="too large for scales in float16"):
+        awq_clipped(2 * TOO_WIDE, np.eye(8), recipe)
 
 
 # --- The pass -------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from minipaged import LLM, EngineConfig
 from minipaged.async_llm import Asked
 from minipaged.errors import EngineDead, ShuttingDown, WorkerFailed
 from minipaged.events import BlockCached, BlockEvicted
@@ -176,6 +177,25 @@ def test_who_leaves_a_stream_cancels_the_replica_s_replies() -> None:
 
 
 # --- A replica --------------------------------------------------------------------------------------
+
+
+def test_a_replica_takes_its_part_of_the_machine_s_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from minipaged.replicas import replica as module
+
+    model = str(make_tiny_model(tmp_path))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=4 << 20))
+    monkeypatch.setattr(module, "sharers_here", lambda most: most)
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
+    monkeypatch.setattr(module.serve, "get_replica_context", lambda: context)
+
+    async def config() -> EngineConfig:
+        replica = module.Replica.__new__(module.Replica)
+        await replica.__init__(model, "tiny", 9, 3, {"tier": "reference"})  # type: ignore[misc]
+        return (await replica.facts()).config
+
+    found = asyncio.run(config())
+    assert found == LLM(model, tier="reference", host_sharers=3).config
+    assert found.num_blocks < LLM(model, tier="reference").config.num_blocks
 
 
 def test_a_replica_hears_of_a_worker_s_death_while_it_is_idle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ so that the inputs themselves are needed once only. The authors run the whole at
 
 Then each group's grid is shrunk, in 10 steps down to half (the authors' `auto_clip.py`): weights at the ends are cut
 off, all others have finer steps. That is judged group by group, as if a group's inputs had nothing to do with others'.
+
+An alpha, or a share, with which a step of the matrix does not fit float16 is not tried.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minipaged.errors import ModelError
 from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import Array, Grouped
 from minipaged.reference.quantize.rtn import Grid, packed
@@ -37,7 +40,8 @@ LEAST = 1e-4
 def awq_scales(weights: Sequence[Array], hessian: Array, mean_abs: Array, recipe: Recipe) -> Array:
     """The scales [in] of inputs for matrices [out, in] that have the same ones.
 
-    `hessian` [in, in]: X.T X, or any multiple. `mean_abs` [in]: the mean of |X| over the tokens.
+    `hessian` [in, in]: X.T X, or any multiple. `mean_abs` [in]: the mean of |X| over the tokens. Raises ModelError if
+    steps fit float16 with no alpha.
     """
     weight = np.concatenate(list(weights))  # [out of all, in]
     best, least = np.ones_like(mean_abs), math.inf  # [in]
@@ -45,7 +49,12 @@ def awq_scales(weights: Sequence[Array], hessian: Array, mean_abs: Array, recipe
         scales = np.maximum(mean_abs**alpha, LEAST)  # [in]
         scales /= np.sqrt(scales.max() * scales.min())  # [in], around 1
         groups = (weight * scales).reshape(len(weight), -1, recipe.size(weight.shape[1]))  # [out, groups, size]
-        grid = Grid.over(groups, recipe)  # [out, groups, 1]
+        try:
+            grid = Grid.over(groups, recipe)  # [out, groups, 1]
+        except ModelError:
+            if least == math.inf and alpha == ALPHAS[-1]:
+                raise
+            continue
         d = weight - grid.decode(grid.encode(groups)).reshape(weight.shape) / scales  # [out, in]
         error = float(np.vdot(d @ hessian, d))
         if error < least:
@@ -55,15 +64,19 @@ def awq_scales(weights: Sequence[Array], hessian: Array, mean_abs: Array, recipe
 
 def awq_clipped(weight: Array, hessian: Array, recipe: Recipe) -> Grouped:
     """weight [out, in], rounded to nearest on the best of the shrunk grids, group by group. `hessian`: as above, of the
-    inputs that these weights meet."""
+    inputs that these weights meet. Raises ModelError if steps fit float16 on none of them."""
     num_outputs, num_inputs = weight.shape
     size = recipe.size(num_inputs)
     groups = weight.reshape(num_outputs, -1, size)  # [out, groups, size]
     blocks = hessian.reshape(-1, size, num_inputs // size, size)  # [groups, size, groups, size]
     blocks = np.einsum("gigj->gij", blocks)  # [groups, size, size], those on the diagonal
-    best, least = Grid.over(groups, recipe), np.full((*groups.shape[:2], 1), np.inf)  # [out, groups, 1] both
+    best = Grid.over(groups, recipe, SHRINKS[-1])  # [out, groups, 1]; if these steps do not fit, none do
+    least = np.full((*groups.shape[:2], 1), np.inf)  # [out, groups, 1]
     for shrink in SHRINKS:
-        grid = Grid.over(groups, recipe, shrink)  # [out, groups, 1]
+        try:
+            grid = Grid.over(groups, recipe, shrink)  # [out, groups, 1]
+        except ModelError:
+            continue
         d = (groups - grid.decode(grid.encode(groups))).swapaxes(0, 1)  # [groups, out, size]
         errors = np.vecdot(d @ blocks, d).T[..., None]  # [out, groups, 1]
         better = errors < least  # [out, groups, 1]

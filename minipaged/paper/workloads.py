@@ -37,6 +37,9 @@ CHAT_PROMPT = 1024
 CHAT_ENDS = 0.1
 """Assumed: with this probability the next request begins a new conversation."""
 
+CHAT_PAUSE, MOST_ROUNDS = 20.0, 20
+"""Assumed: mean seconds from an answer to what is said next, exponentially distributed; rounds of a conversation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -126,6 +129,37 @@ def poisson(draw: Draw, rate: float, seconds: float, seed: int, prefix: int = 0)
     times = np.cumsum(gaps.exponential(1, num)) / rate  # [num] seconds
     asked = zip(times.tolist(), draw(num, lengths), strict=True)
     return [Asked(time, prefix + prompt, output) for time, (prompt, output) in asked if time < seconds]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Of a conversation: what is said, and answered."""
+
+    pause: float
+    """Seconds from the answer before it; of the first round, from 0."""
+    said_tokens: int
+    answer_tokens: int
+
+
+def conversations(rate: float, seconds: float, seed: int) -> list[list[Round]]:
+    """Conversations that begin at random, `rate` a second, in ShareGPT's lengths. The prompt of a round is all that was
+    said and answered before, and what is said now; the conversation ends by CHAT_ENDS, or where the next round would
+    not fit the model."""
+    rng = np.random.default_rng((seed, 4))
+    begin = arrivals("ShareGPT", rate, seconds, seed)
+    more = iter(draw_lengths("ShareGPT", MOST_ROUNDS * len(begin), rng))
+    found = []
+    for first in begin:
+        rounds = [Round(first.seconds, first.prompt_tokens, first.output_tokens)]
+        history = first.prompt_tokens + first.output_tokens
+        while len(rounds) < MOST_ROUNDS and rng.random() >= CHAT_ENDS:
+            said, answer = next(more)
+            history += said + answer
+            if history >= MAX_MODEL_LEN:
+                break
+            rounds.append(Round(rng.exponential(CHAT_PAUSE), said, answer))
+        found.append(rounds)
+    return found
 
 
 # --- Real requests, from files --------------------------------------------------------------------

@@ -15,6 +15,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Figure
 from minipaged.paper.figures import FIGURES, real_requests
 from minipaged.paper.figures.real_requests import ServedLengths, ServedTrace
+from minipaged.paper.pages import body
 from minipaged.paper.running import Results, run_figure
 from minipaged.paper.workloads import (
     MAX_MODEL_LEN,
@@ -148,6 +149,7 @@ def test_requests_that_are_left_out_are_counted_and_no_path_is_kept(
     assert "traces-of-mine" not in json.dumps(data)
     assert data["machines"].keys() == {"OPT-13B"}
     assert {check["verdict"] for check in data["checks"]} == {"not judged"}
+    assert f"minipaged paper run {name} --quick --traces FOLDER" in body(FIGURES[name], data, level=2)
 
 
 def test_all_that_fit_are_served(traces: Path) -> None:

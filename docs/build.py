@@ -34,7 +34,7 @@ from typing import Any
 from docs import npm, python_in_page
 from minipaged.paper import drawing
 from minipaged.paper.figures import FIGURES
-from minipaged.paper.pages import body, counts, knees, label, summary
+from minipaged.paper.pages import body, counts, knees, label, section, summary
 from minipaged.paper.running import file_name, kept_figures
 from minipaged.stepper.page import element
 
@@ -125,7 +125,7 @@ def figure_page(data: dict[str, Any], names: list[str]) -> str:
             *([WIDE] if stepper else []),
             f"# {data['title']}",
             " · ".join(around),
-            f"Section {figure.section} of the paper. {counts([data])}. {LINES if not stepper else BLOCKS}",
+            f"{section(figure)} {counts([data])}. {LINES if not stepper else BLOCKS}",
             f"![{drawing.in_words(data)}]({name}.svg){{ .drawn }}",
             "## What to look at",
             figure.look,

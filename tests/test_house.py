@@ -115,15 +115,6 @@ HOUSE = {
         "contracts engine errors events minipaged mirror params replay scheduling steps tiers",
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
     ),
-    # The paper's figures, made again: the engine on simulated machines.
-    "paper": Room(
-        "contracts engine errors events mirror params reference replay scheduling simulated stepper steps tiers traces",
-        "matplotlib numpy rich",
-        late={
-            "beams are listened to once, by whoever writes the file": "llm",
-            "Fig. 18a measures the fast tier's kernel too, where that is installed": "fast torch",
-        },
-    ),
     "demo": Room(
         "contracts engine errors events kv_connector models.shards outputs params replay settings shared_storage "
         "traces",
@@ -148,6 +139,16 @@ HOUSE = {
     "replicas": Room(
         "async_llm block_hashes errors events llm models outputs own_parts params serve settings",
         "prometheus_client psutil ray starlette",
+    ),
+    # The paper's figures, made again: the engine on simulated machines, and several of them behind a router.
+    "paper": Room(
+        "contracts engine errors events mirror params reference replay replicas.routing scheduling simulated "
+        "stepper steps tiers traces",
+        "matplotlib numpy rich",
+        late={
+            "beams are listened to once, by whoever writes the file": "llm",
+            "Fig. 18a measures the fast tier's kernel too, where that is installed": "fast torch",
+        },
     ),
     "options": Room("errors own_parts params replicas.settings serve.settings settings", "typer"),
     "cli": Room(

@@ -63,11 +63,17 @@ def checks_table(data: Mapping[str, Any]) -> str:
     return table(("what", *COLUMNS), rows)
 
 
-def command(data: Mapping[str, Any]) -> str:
+def section(figure: Figure) -> str:
+    """Where the figure is in the paper, as a sentence."""
+    return "Not in the paper." if figure.section == "beyond" else f"Section {figure.section} of the paper."
+
+
+def command(figure: Figure, data: Mapping[str, Any]) -> str:
     """By which the figure is made again."""
     made = data["made"]
     words = ["minipaged", "paper", "run", data["figure"]]
     words += ["--quick"] * made["quick"] + ["--seed", str(made["seed"])] * (made["seed"] != 0)
+    words += ["--traces", "FOLDER"] * figure.needs_traces
     return " ".join(words)
 
 
@@ -94,7 +100,7 @@ def body(figure: Figure, data: Mapping[str, Any], level: int) -> str:
         ]
         parts += [heading("What the paper says, and what its own figure comes to")]
         parts += [table(("sentence", "ours", "the paper's own figure"), rows)]
-    parts += [heading("Make it again"), f"<pre><code>$ {html.escape(command(data))}</code></pre>"]
+    parts += [heading("Make it again"), f"<pre><code>$ {html.escape(command(figure, data))}</code></pre>"]
     parts += [
         f"<p>Seed {made['seed']}, minipaged {made['minipaged']}, Python {made['python']}, NumPy {made['numpy']}"
         f"{'; short traces (--quick), by which knees come out too high' if made['quick'] else ''}.</p>"

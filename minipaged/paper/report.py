@@ -9,7 +9,7 @@ from typing import Any
 from minipaged.paper import published
 from minipaged.paper.drawing import svg
 from minipaged.paper.figures import FIGURES
-from minipaged.paper.pages import body, counts, knees, summary, text
+from minipaged.paper.pages import body, counts, knees, section, summary, text
 from minipaged.paper.running import file_name
 
 STYLE = """
@@ -56,7 +56,7 @@ def report(results: Mapping[str, Mapping[str, Any]]) -> str:
         parts += [
             f'<section id="{file_name(name)}">',
             f"<h2>{text(data['title'])}</h2>",
-            f"<p>Section {figure.section} of the paper. {text(counts([data]))}</p>",
+            f"<p>{section(figure)} {text(counts([data]))}</p>",
             svg(data),
             f"<p>{text(figure.look)}</p>",
             body(figure, data, level=3),

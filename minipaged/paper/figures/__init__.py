@@ -18,6 +18,8 @@ from minipaged.paper.figures.fig17 import FIG_17
 from minipaged.paper.figures.fig18 import FIG_18
 from minipaged.paper.figures.fig19 import FIG_19
 from minipaged.paper.figures.prefix_caching import PrefixCaching
+from minipaged.paper.figures.real_requests import REAL_REQUESTS
+from minipaged.paper.figures.routing import Routing
 from minipaged.paper.figures.steppers import FIGS_4_TO_10
 from minipaged.paper.figures.table1 import TABLE_1
 
@@ -40,6 +42,8 @@ FIGURES: dict[str, Figure] = {
         TABLE_1,
         CALIBRATION,
         *BEYOND,
+        Routing(),
         PrefixCaching(),
+        *REAL_REQUESTS,
     )
 }

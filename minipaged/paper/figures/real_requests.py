@@ -1,0 +1,253 @@
+"""Real requests in the place of drawn ones: the times and lengths of an Azure trace, and pairs of ShareGPT's lengths.
+
+The paper draws arrivals from a Poisson process, and of its lengths only histograms are known. Both can be doubted with
+what services have recorded since. Requests that the model cannot hold are left out, and the notes say how many.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from minipaged.errors import InvalidRequest
+from minipaged.paper import published
+from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.serving import Served, Serving, serve
+from minipaged.paper.workloads import (
+    MAX_MODEL_LEN,
+    Asked,
+    at_random,
+    at_rate,
+    azure,
+    draw_pairs,
+    in_any_order,
+    poisson,
+    sharegpt,
+    that_fit,
+)
+
+QUICK_SECONDS, SECONDS = 200.0, 3600.0
+QUICK_REQUESTS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class OfFile:
+    """What came of requests from a file."""
+
+    served: Served
+    of_file: int
+    """Requests of the file, or of what was taken of it."""
+    too_long: int
+    """Those of them that were left out."""
+
+
+def of_file(asked: list[Asked], fit: list[Asked], served: Served) -> OfFile:
+    return OfFile(served, len(asked), len(asked) - len(fit))
+
+
+class FromFile(Figure):
+    """A figure from one file in the folder with the traces."""
+
+    section = "beyond"
+    needs_traces = True
+    file: ClassVar[str]
+    source: ClassVar[str]
+    """Where it can be had."""
+
+    def __init__(self, traces: Path | None = None) -> None:
+        self._traces = traces
+
+    def given(self, traces: Path) -> Self:
+        return type(self)(traces)
+
+    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
+        if self._traces is None:
+            raise InvalidRequest(f"{self.name} needs --traces FOLDER, with {self.file}: {self.source}")
+        return self.jobs_with(str(self._traces / self.file), quick, seed)
+
+    @abstractmethod
+    def jobs_with(self, path: str, quick: bool, seed: int) -> list[Job]:
+        """The jobs, with the file at this place."""
+
+    def left_out(self, results: Mapping[Job, Any]) -> str:
+        """A note of how many requests were."""
+        one = next(iter(results.values()))
+        return (
+            f"{one['too_long']:,} of {one['of_file']:,} requests are left out: with prompt and output they have "
+            f"{MAX_MODEL_LEN:,} tokens or more, which the model cannot hold."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTrace:
+    """A trace, its clock slowed to a rate, on vLLM's machine."""
+
+    path: str
+    rate: float
+    seed: int
+    poisson: bool = False
+    """Whether requests come at random in the place of the trace's times."""
+    shuffled: bool = False
+    """Whether who comes when is drawn."""
+    most: int = 0
+    """Requests of the trace; 0: all."""
+    model: str = "OPT-13B"
+
+    def run(self) -> OfFile:
+        asked = azure(Path(self.path))[: self.most or None]
+        fit = coming = that_fit(asked)
+        if self.shuffled:
+            coming = in_any_order(coming, self.seed)
+        coming = at_rate(coming, self.rate)
+        if self.poisson:
+            coming = at_random(coming, self.seed)
+        serving = Serving("vLLM", self.model, "Azure", self.rate, coming[-1].seconds, self.seed)
+        return of_file(asked, fit, serve(serving, coming))
+
+
+class Azure(FromFile):
+    """Latency against rate: the trace as it is, and with less and less of what it has."""
+
+    name = "beyond/azure"
+    title = "Real arrivals: Azure's trace of conversations against a Poisson process (OPT-13B, vLLM)"
+    file = "azure_llm_2023_conv.csv"
+    source = (
+        "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset (Patel et al., ISCA 2024; CC-BY 4.0)"
+    )
+    look = (
+        "From second to second the trace is hardly more uneven than a Poisson process, but within its hour the rate "
+        "goes up by two fifths and down again. By that alone (its times, its lengths in any order) the queue grows "
+        "earlier. In the trace those who come in the busy minutes ask for less, which takes a part of it back."
+    )
+    change_it = (
+        "Take every fourth request at its own time, the clock as it is (`at_rate`): what is left of the bursts?",
+        "Keep the order of the lengths and only draw the times (`at_random`): why is that the worst of all?",
+        'Serve with `policy="shortest-first"`: does it matter more with bursts, or without?',
+    )
+    RATES = (0.6, 0.8, 0.9, 1.0, 1.1, 1.2)
+    KINDS: Mapping[str, tuple[bool, bool]] = {
+        "the trace": (False, False),
+        "its times, any order": (False, True),
+        "Poisson, any order": (True, True),
+    }
+    """Name -> (poisson, shuffled)."""
+    AT = 1.0
+    """At this rate the tails are compared."""
+
+    def jobs_with(self, path: str, quick: bool, seed: int) -> list[Job]:
+        most = QUICK_REQUESTS if quick else 0
+        return [ServedTrace(path, rate, seed, *kind, most) for kind in self.KINDS.values() for rate in self.RATES]
+
+    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+        of_kind: dict[tuple[bool, bool], dict[float, Any]] = {kind: {} for kind in self.KINDS.values()}
+        for job, result in results.items():
+            assert isinstance(job, ServedTrace)
+            of_kind[job.poisson, job.shuffled][job.rate] = result["served"]
+
+        def plot(title: str, time: str, percentile: str) -> Plot:
+            lines = [
+                Line(name, "ours", [(rate, of_kind[kind][rate][time][percentile]) for rate in self.RATES])
+                for name, kind in self.KINDS.items()
+            ]
+            return Plot(title, "requests/s", "s", lines, log_y=time == "first_token")
+
+        plots = [
+            plot("time to first token, mean", "first_token", "mean"),
+            plot("time to first token, 99 %", "first_token", "p99"),
+            plot("time per output token, mean", "per_token", "mean"),
+            plot("time per output token, 99 %", "per_token", "p99"),
+        ]
+        checks = []
+        for name, kind in self.KINDS.items():
+            line = [(rate, of_kind[kind][rate]["normalized_latency"]) for rate in self.RATES]
+            checks.append(Check(f"{name}: knee", None, published.knee(line), None, unit="/s"))
+        for name, kind in self.KINDS.items():
+            tail = of_kind[kind][self.AT]["first_token"]["p99"]
+            checks.append(Check(f"{name}: 99 % of TTFT at {self.AT:g}/s", None, tail, None, unit=" s"))
+        slowed = (
+            "The trace's clock is slowed to each rate: its bursts keep their requests, and last longer. Knees are at "
+            f"{published.KNEE} s/token of normalized latency, as in Fig. 12. Any order: who comes when is drawn."
+        )
+        return Outcome(plots, checks, notes=[self.left_out(results), slowed])
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLengths:
+    """Lengths of a file, which arrive at random, served by one system."""
+
+    path: str
+    system: str
+    rate: float
+    seconds: float
+    seed: int
+    apart: bool = False
+    """Whether prompts and outputs are paired anew."""
+    model: str = "OPT-13B"
+
+    def run(self) -> OfFile:
+        asked = sharegpt(Path(self.path))
+        fit = that_fit(asked)
+        coming = poisson(partial(draw_pairs, fit, apart=self.apart), self.rate, self.seconds, self.seed)
+        serving = Serving(self.system, self.model, "ShareGPT", self.rate, self.seconds, self.seed)
+        return of_file(asked, fit, serve(serving, coming))
+
+
+class ShareGPTPairs(FromFile):
+    """Fig. 12a with real pairs of lengths, whose prompts have the history of their conversations."""
+
+    name = "beyond/sharegpt"
+    title = "Fig. 12a with real pairs of ShareGPT's lengths (OPT-13B)"
+    file = "sharegpt_lengths.csv.gz"
+    source = (
+        "data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv of github.com/microsoft/sarathi-serve "
+        "(Agrawal et al., OSDI 2024; Apache-2.0), compressed by gzip"
+    )
+    look = (
+        "Here a prompt is a whole conversation, four times as long as in Fig. 11, so every knee comes sooner. What to "
+        "compare are the distances between the systems: the order is the paper's, but the longer the prompts, the less "
+        "of a sequence is yet to come, and the less there is to gain by not reserving it. And whether prompts and "
+        "outputs are paired as they were, or anew (as in Fig. 12 here), is hardly seen."
+    )
+    change_it = (
+        "Leave out prompts of more than 500 tokens (`that_fit`): do the knees come back to the paper's?",
+        "Serve OPT-175B (`model`), which has four times the slots: what is left of the distance to Orca (Oracle)?",
+        "Cut prompts to their last 1,024 tokens in place of leaving requests out: who gains?",
+    )
+    RATES: Mapping[str, tuple[float, ...]] = {
+        "Orca (Max)": (0.3, 0.4, 0.45, 0.5, 0.6),
+        "Orca (Pow2)": (0.3, 0.4, 0.5, 0.55, 0.6, 0.7),
+        "Orca (Oracle)": (0.3, 0.5, 0.6, 0.65, 0.7, 0.8),
+        "vLLM": (0.3, 0.6, 0.8, 0.9, 1.0, 1.1),
+    }
+
+    def jobs_with(self, path: str, quick: bool, seed: int) -> list[Job]:
+        seconds = QUICK_SECONDS if quick else SECONDS
+        asked = [(system, rate, False) for system, rates in self.RATES.items() for rate in rates]
+        asked += [("vLLM", rate, True) for rate in self.RATES["vLLM"]]
+        return [ServedLengths(path, system, rate, seconds, seed, apart) for system, rate, apart in asked]
+
+    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+        ours: dict[str, list[published.Point]] = {}
+        for job, result in results.items():
+            assert isinstance(job, ServedLengths)
+            name = f"{job.system}, paired anew" if job.apart else job.system
+            ours.setdefault(name, []).append((job.rate, result["served"]["normalized_latency"]))
+        lines = [Line(name, "ours", sorted(points)) for name, points in ours.items()]
+        lines += [Line(system, "paper", published.with_exit("12a", system)) for system in self.RATES]
+        knees = {name: published.knee(sorted(points)) for name, points in ours.items()}
+        paper = {system: published.knee(published.with_exit("12a", system)) for system in self.RATES}
+        checks = [Check(f"{name}, requests/s", paper.get(name), knee, None, unit="/s") for name, knee in knees.items()]
+        for system in list(self.RATES)[:-1]:
+            pairs = [(of["vLLM"], of[system]) for of in (paper, knees)]
+            in_paper, in_ours = (a / b if a and b else None for a, b in pairs)
+            checks.append(Check(f"vLLM ÷ {system}", in_paper, in_ours, None, unit="×"))
+        plot = Plot(self.title, "requests/s", "normalized latency (s/token)", lines, y_max=1.0)
+        other = "The paper's lines and numbers are of Fig. 12a, with its own mix of lengths: nothing is judged."
+        return Outcome([plot], checks, notes=[self.left_out(results), other])
+
+
+REAL_REQUESTS = (Azure(), ShareGPTPairs())

@@ -1,0 +1,242 @@
+"""Several engines behind a router: what is found in their prefix caches, and how long first tokens take.
+
+The routers are those of `minipaged serve --replicas` (`replicas/routing.py`), and so is what they are told: the changes
+of each cache, once a second. Each replica is an engine on a simulated machine with a clock of its own. What happens
+first is done first: of the engines that have something to do, the one whose clock is behind does the next step, unless
+something arrives, or is answered, before that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+from minipaged.engine.engine import Engine
+from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.machines import machine
+from minipaged.paper.serving import BATCH_TOKENS, VOCABULARY
+from minipaged.paper.workloads import MAX_MODEL_LEN, Round, conversations
+from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.replicas.routing import CacheNews, LeastLoaded, PrefixAware, RoundRobin, Router
+from minipaged.simulated import TOKEN, SimulatedRunner, simulated_tier
+from minipaged.traces import Percentiles
+
+BLOCK_SIZE = 16
+NEWS_SECONDS = 1.0
+"""From one time that replicas tell of their caches to the next (as Ray asks them)."""
+ROUTERS: Mapping[str, Callable[[], Router]] = {
+    "round robin": RoundRobin,
+    "least loaded": LeastLoaded,
+    "prefix-aware": partial(PrefixAware, BLOCK_SIZE),
+}
+QUICK_SECONDS, SECONDS = 60.0, 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """What it came to."""
+
+    requests: int
+    hit_rate: float
+    """Of the prompts' tokens, what was found when a request was first admitted."""
+    most: float
+    """The same, if nothing were ever evicted and each round came where the one before it was."""
+    first_token: Percentiles
+    latency: Percentiles
+
+
+class Talk:
+    """A conversation, and where it stands."""
+
+    def __init__(self, number: int, rounds: Sequence[Round]) -> None:
+        self._coming = deque(rounds)
+        self._word = TOKEN + 1 + number  # said again and again, so that no two conversations share a block
+        self.prompt: list[int] = []
+        self.history_tokens = 0
+        """Of the prompt, what was said and answered in the rounds before."""
+        self.round: Round
+
+    def next(self) -> bool:
+        """Go on to the next round, if there is one: its prompt has the answer of the one before it."""
+        if not self._coming:
+            return False
+        if self.prompt:
+            self.prompt += [TOKEN] * self.round.answer_tokens
+        self.round, self.history_tokens = self._coming.popleft(), len(self.prompt)
+        self.prompt += [self._word] * self.round.said_tokens
+        return True
+
+
+class Replica:
+    """An engine with a prefix cache, on a machine and a clock of its own."""
+
+    def __init__(self, model: str) -> None:
+        self.runner, self.news = SimulatedRunner(machine(model), BLOCK_SIZE), CacheNews()
+        config = EngineConfig(
+            num_blocks=self.runner.machine.num_blocks(BLOCK_SIZE),
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCABULARY,
+            block_size=BLOCK_SIZE,
+            preemption="recompute",
+            max_num_batched_tokens=BATCH_TOKENS,
+        )
+        self.engine = Engine(config, simulated_tier(), self.runner, listeners=[self.news], clock=self.runner.clock)
+        self.asked: dict[str, tuple[Talk, float]] = {}
+        """Request -> the conversation, and when it came."""
+        self.load = 0
+        """Requests sent and not ended."""
+
+    def take(self, talk: Talk, seconds: float) -> None:
+        self.runner.now = max(self.runner.now, seconds)
+        params = SamplingParams(max_tokens=talk.round.answer_tokens, ignore_eos=True)
+        name = self.engine.add_request(talk.prompt, params, output_kind=RequestOutputKind.FINAL_ONLY)
+        self.asked[name] = talk, seconds
+        self.load += 1
+
+    def answered(self, seconds: float) -> None:
+        self.load -= 1
+
+
+class Fleet:
+    """Replicas behind a router, and what is going to happen."""
+
+    def __init__(self, router: Router, num_replicas: int, model: str) -> None:
+        self._router, self._told = router, 0.0
+        self._replicas = {str(i): Replica(model) for i in range(num_replicas)}
+        for name in self._replicas:
+            router.added(name)
+        self._coming: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = count()
+        self._prompt_tokens = self._found = self._known = 0
+        self._first_token, self._latency = list[float](), list[float]()
+
+    def run(self, talks: Iterable[Talk]) -> Routed:
+        """Let them talk to their ends."""
+        for talk in talks:
+            self._go_on(talk, 0.0)
+        while True:
+            busy = [replica for replica in self._replicas.values() if replica.engine.has_unfinished_requests()]
+            behind = min(busy, key=lambda replica: replica.runner.now, default=None)
+            if self._coming and (behind is None or self._coming[0][0] <= behind.runner.now):
+                seconds, _, happens = heappop(self._coming)
+                happens(seconds)
+            elif behind is not None:
+                self._step(behind)
+            else:
+                break
+        return Routed(
+            requests=len(self._latency),
+            hit_rate=self._found / max(1, self._prompt_tokens),
+            most=self._known / max(1, self._prompt_tokens),
+            first_token=Percentiles.of(self._first_token),
+            latency=Percentiles.of(self._latency),
+        )
+
+    def _at(self, seconds: float, happens: Callable[[float], None]) -> None:
+        heappush(self._coming, (seconds, next(self._order), happens))
+
+    def _go_on(self, talk: Talk, seconds: float) -> None:
+        if talk.next():
+            self._at(seconds + talk.round.pause, partial(self._ask, talk))
+
+    def _ask(self, talk: Talk, seconds: float) -> None:
+        if isinstance(self._router, PrefixAware) and seconds - self._told >= NEWS_SECONDS:
+            self._told = seconds
+            for name, replica in self._replicas.items():
+                self._router.told(name, *replica.news.latest())
+        loads = {name: replica.load for name, replica in self._replicas.items()}
+        self._replicas[self._router.choose(talk.prompt, loads)].take(talk, seconds)
+
+    def _step(self, replica: Replica) -> None:
+        for output in [update.output for update in replica.engine.step() if update.output]:
+            (talk, came), metrics = replica.asked.pop(output.request_id), output.metrics
+            assert metrics.first_token_time is not None
+            self._prompt_tokens += len(talk.prompt)
+            self._found += output.num_cached_tokens
+            self._known += talk.history_tokens // BLOCK_SIZE * BLOCK_SIZE
+            self._first_token.append(metrics.first_token_time - came)
+            self._latency.append(metrics.finished_time - came)
+            self._at(metrics.finished_time, replica.answered)
+            self._go_on(talk, metrics.finished_time)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedChats:
+    """Conversations before so many replicas."""
+
+    router: str
+    replicas: int
+    rate: float
+    """Conversations that begin in a second, for each replica."""
+    seconds: float
+    """For so long they begin."""
+    seed: int
+    model: str = "OPT-13B"
+
+    def run(self) -> Routed:
+        begun = conversations(self.rate * self.replicas, self.seconds, self.seed)
+        fleet = Fleet(ROUTERS[self.router](), self.replicas, self.model)
+        return fleet.run([Talk(number, rounds) for number, rounds in enumerate(begun)])
+
+
+class Routing(Figure):
+    """Hit rate, and time to first token, against the number of replicas."""
+
+    name = "beyond/routing"
+    title = "Replicas behind a router: chatbot, OPT-13B, as many users for each replica"
+    section = "beyond"
+    look = (
+        "With as many users for each replica nothing should change to the right. By turns a round meets what the one "
+        "before it has left by chance, one time in so many replicas; who goes by prefixes finds nearly what one "
+        "replica alone would find. Caches of 15,700 tokens are small: running requests take most of them, and of what "
+        "could be found half has been evicted by then."
+    )
+    change_it = (
+        "Begin 0.15 conversations a second (RATE): which of the two, hits or seconds, gains more now?",
+        "Let replicas never tell of their caches (NEWS_SECONDS = 1e9): how far does what was sent where go?",
+        "`PrefixAware(BLOCK_SIZE, apart=0, ratio=1)`: what does it cost to balance before all else?",
+    )
+    RATE = 0.25
+    REPLICAS = (1, 2, 4, 8)
+
+    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
+        seconds = QUICK_SECONDS if quick else SECONDS
+        return [RoutedChats(router, num, self.RATE, seconds, seed) for router in ROUTERS for num in self.REPLICAS]
+
+    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+        of: dict[tuple[str, int], Any] = {}
+        for job, result in results.items():
+            assert isinstance(job, RoutedChats)
+            of[job.router, job.replicas] = result
+
+        def plot(title: str, unit: str, number: Callable[[Any], float]) -> Plot:
+            lines = [Line(one, "ours", [(num, number(of[one, num])) for num in self.REPLICAS]) for one in ROUTERS]
+            return Plot(title, "replicas", unit, lines, log_x=True)
+
+        plots = [
+            plot("found in a prefix cache", "of the prompts' tokens", lambda result: result["hit_rate"]),
+            plot("time to first token, mean", "s", lambda result: result["first_token"]["mean"]),
+            plot("time to first token, 99 %", "s", lambda result: result["first_token"]["p99"]),
+            plot("latency, mean", "s", lambda result: result["latency"]["mean"]),
+        ]
+        last = self.REPLICAS[-1]
+        numbers = [("one replica", of["round robin", 1])]
+        numbers += [(f"{last} replicas, {router}", of[router, last]) for router in ROUTERS]
+        checks = [Check(f"{what}: hit rate", None, result["hit_rate"], None) for what, result in numbers]
+        checks += [Check("an endless cache: hit rate", None, of["round robin", last]["most"], None)]
+        checks += [
+            Check(f"{what}: mean TTFT", None, result["first_token"]["mean"], None, unit=" s")
+            for what, result in numbers
+        ]
+        note = (
+            "Of a conversation each prompt has all that was said and answered before it. It has ShareGPT's lengths, "
+            "goes on 20 s after an answer on average, and ends one time in ten, or where the model's context does "
+            "(pauses and ends are assumed). No two have anything in common. The routers are those of `minipaged serve "
+            "--replicas`, and are told of the caches once a second."
+        )
+        return Outcome(plots, checks, notes=[note])

@@ -1,0 +1,172 @@
+"""Real requests in the place of drawn ones: what is read of files, what is left out, what is served."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minipaged.errors import InvalidRequest
+from minipaged.paper.figure import Figure
+from minipaged.paper.figures import FIGURES, real_requests
+from minipaged.paper.figures.real_requests import ServedLengths, ServedTrace
+from minipaged.paper.pages import body
+from minipaged.paper.running import Results, run_figure
+from minipaged.paper.workloads import (
+    MAX_MODEL_LEN,
+    Asked,
+    at_random,
+    at_rate,
+    azure,
+    draw_pairs,
+    in_any_order,
+    sharegpt,
+    that_fit,
+)
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+SHAREGPT = "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n"
+LENGTHS = [(100, 30), (20, 60), (2000, 48), (300, 5), (50, 20), (2000, 47), (100, 2000)]
+"""The third and the last one are too long, the one before the last one just not: requests have less than 2,048."""
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> Path:
+    """A folder with a trace of 70 requests, one each second, and lengths."""
+    folder = tmp_path / "traces-of-mine"
+    folder.mkdir()
+    lines = [f"2023-11-16 18:{15 + i // 60}:{i % 60:02}.5000000,{p},{o}\n" for i, (p, o) in enumerate(LENGTHS * 10)]
+    (folder / real_requests.Azure.file).write_text(AZURE + "".join(lines))
+    with gzip.open(folder / real_requests.ShareGPTPairs.file, "wt") as file:
+        file.write(SHAREGPT + "".join(f"{p},{o},{p + o},{p / o}\n" for p, o in LENGTHS))
+    return folder
+
+
+# --- What is read ---------------------------------------------------------------------------------
+
+
+def test_an_azure_trace_is_read_with_its_times(traces: Path) -> None:
+    asked = azure(traces / real_requests.Azure.file)
+    assert asked[:3] == [Asked(0, 100, 30), Asked(1, 20, 60), Asked(2, 2000, 48)]
+    assert len(asked) == 70
+
+
+def test_lengths_are_read_compressed_or_not(traces: Path, tmp_path: Path) -> None:
+    compressed = traces / real_requests.ShareGPTPairs.file
+    plain = tmp_path / "lengths.csv"
+    plain.write_bytes(gzip.decompress(compressed.read_bytes()))
+    assert sharegpt(compressed) == sharegpt(plain) == [Asked(0, *pair) for pair in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a,b\n1,2\n", SHAREGPT, SHAREGPT + "1\n", SHAREGPT + "1,x,1,1\n", SHAREGPT + "0,3,3,0\n"]
+)
+def test_what_is_no_file_of_lengths_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    with pytest.raises(InvalidRequest, match=r"lengths\.csv has no lengths.*num_prefill_tokens"):
+        sharegpt(path)
+
+
+def test_files_that_are_not_there_or_are_not_compressed_are_named(tmp_path: Path) -> None:
+    for name in ("none.csv", "text.csv.gz"):
+        (tmp_path / "text.csv.gz").write_text(SHAREGPT)
+        with pytest.raises(InvalidRequest, match=f"cannot read the lengths .*{name}"):
+            sharegpt(tmp_path / name)
+
+
+def test_requests_as_long_as_the_model_are_left_out() -> None:
+    fit = that_fit([Asked(0, *pair) for pair in LENGTHS])
+    assert [(one.prompt_tokens, one.output_tokens) for one in fit] == [LENGTHS[i] for i in (0, 1, 3, 4, 5)]
+    with pytest.raises(InvalidRequest, match="cannot hold"):
+        that_fit([Asked(0, MAX_MODEL_LEN - 1, 1)])
+
+
+def test_a_slowed_trace_keeps_its_bursts() -> None:
+    asked = [Asked(seconds, 8, 8) for seconds in (0.0, 0.1, 0.2, 8.0)]
+    slow = at_rate(asked, 0.25)
+    assert [one.seconds for one in slow] == pytest.approx([0.0, 0.2, 0.4, 16.0])
+    with pytest.raises(InvalidRequest, match="at once"):
+        at_rate(asked[:1], 1.0)
+
+
+def test_at_random_as_many_come_in_the_same_time() -> None:
+    asked = [Asked(float(i // 100), i, 8) for i in range(2000)]  # a hundred at a time
+    spread = at_random(asked, seed=0)
+    assert [one.prompt_tokens for one in spread] == list(range(2000))
+    times = [one.seconds for one in spread]
+    assert times == sorted(times)
+    assert 0 <= times[0] < times[-1] <= asked[-1].seconds
+    gaps = np.diff(times)  # [requests - 1] seconds
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1), "of a Poisson process they are equal"
+
+
+def test_in_any_order_only_who_comes_when_changes() -> None:
+    asked = [Asked(float(i), i + 1, 2 * i + 1) for i in range(100)]
+    drawn = in_any_order(asked, seed=0)
+    assert [one.seconds for one in drawn] == [one.seconds for one in asked]
+    assert drawn != asked
+    assert sorted(drawn, key=lambda one: one.prompt_tokens) != drawn
+    assert {(one.prompt_tokens, one.output_tokens) for one in drawn} == {(i + 1, 2 * i + 1) for i in range(100)}
+
+
+def test_pairs_are_drawn_as_they_are_or_apart() -> None:
+    asked = [Asked(0, 100 + i, 1000 - i) for i in range(900)]
+    pairs = draw_pairs(asked, 3000, np.random.default_rng(0))
+    assert all(prompt + output == 1100 for prompt, output in pairs)
+    apart = draw_pairs(asked, 3000, np.random.default_rng(0), apart=True)
+    assert sum(prompt + output == 1100 for prompt, output in apart) < 30
+    assert [sorted(side) for side in zip(*apart, strict=True)] == [sorted(side) for side in zip(*pairs, strict=True)]
+
+
+# --- Real requests served -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["beyond/azure", "beyond/sharegpt"])
+def test_without_a_folder_it_is_said_where_the_trace_is(name: str) -> None:
+    figure = FIGURES[name]
+    assert figure.needs_traces
+    with pytest.raises(InvalidRequest, match=r"--traces FOLDER, with .*github\.com"):
+        figure.jobs(quick=True, seed=0)
+
+
+def result_of(figure: Figure, folder: Path) -> dict[str, Any]:
+    return run_figure(figure, Results(folder), quick=True, seed=0, processes=1, done=lambda job: None)
+
+
+@pytest.mark.parametrize(("name", "left_out"), [("beyond/azure", "20 of 70"), ("beyond/sharegpt", "2 of 7")])
+def test_requests_that_are_left_out_are_counted_and_no_path_is_kept(
+    name: str, left_out: str, traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(real_requests, "QUICK_SECONDS", 20.0)
+    data = result_of(FIGURES[name].given(traces), tmp_path / "results")
+    assert left_out in data["notes"][0]
+    assert "traces-of-mine" not in json.dumps(data)
+    assert data["machines"].keys() == {"OPT-13B"}
+    assert {check["verdict"] for check in data["checks"]} == {"not judged"}
+    assert f"minipaged paper run {name} --quick --traces FOLDER" in body(FIGURES[name], data, level=2)
+
+
+def test_all_that_fit_are_served(traces: Path) -> None:
+    path = str(traces / real_requests.Azure.file)
+    found = ServedTrace(path, 1.0, seed=0).run()
+    assert (found.served.requests, found.of_file, found.too_long) == (50, 70, 20)
+    assert ServedTrace(path, 1.0, seed=0, most=7).run().served.requests == 5
+
+
+def test_a_burst_waits_longer_than_the_same_requests_at_random(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    lines = [f"{60 * (i // 40)},500,100\n" for i in range(160)]  # forty a minute, all at once
+    path.write_text("time,context_tokens,generated_tokens\n" + "".join(lines))
+    burst, spread = (ServedTrace(str(path), 0.5, seed=0, poisson=poisson).run().served for poisson in (False, True))
+    assert burst.first_token.mean > 5 * spread.first_token.mean
+
+
+def test_lengths_paired_anew_are_other_requests(traces: Path) -> None:
+    job = ServedLengths(str(traces / real_requests.ShareGPTPairs.file), "vLLM", 2.0, 20.0, seed=0)
+    assert job.run().served != replace(job, apart=True).run().served

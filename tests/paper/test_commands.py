@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -22,6 +23,8 @@ from minipaged.paper.figures.fig12 import FIG_12, TOLERANCE
 from minipaged.paper.pages import knees
 from minipaged.paper.report import report
 from minipaged.paper.running import file_name, made
+
+KEPT = Path(__file__).parents[2] / "docs" / "runs" / "paper"
 
 VOID = {"meta", "br", "img", "link"}
 
@@ -154,12 +157,20 @@ def test_four_knees_of_a_panel_are_judged_and_no_height() -> None:
 
 
 def test_the_table_of_a_figure_fits_80_columns() -> None:
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=80, record=True, file=io.StringIO())
     commands.show(RESULTS["12a"], console)
     lines = console.export_text().splitlines()
     [row] = [line for line in lines if "FasterTransformer" in line]
     assert row.split() == ["FasterTransformer", "1/s", "1.5/s", "+50.0%", "-", "not", "judged"]
     assert any("Not borne out" in line for line in lines)
+
+
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*.json")), ids=lambda path: path.stem)
+def test_no_word_in_the_table_of_a_kept_result_is_cut_in_80_columns(path: Path) -> None:
+    data = json.loads(path.read_text())
+    console = Console(width=80, record=True, file=io.StringIO())
+    commands.show({**data, "sentences": [], "notes": []}, console)
+    assert "…" not in console.export_text()
 
 
 # --- The commands ---------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class Fig18b(Figure):
                 Plot(rate, "block size (tokens)", "normalized latency (s/token)", lines, log_x=True, log_y=True)
             )
             checks += [
-                Check(f"{dataset}: blocks of {size}", paper[i], ours[i], None, unit=" s/token")
+                Check(f"{dataset}: blocks of {size}", paper[i], ours[i], None, unit=" s")
                 for i, size in enumerate(BLOCK_SIZES)
             ]
             names = f"smallest with at most {LONG:g} x the latency of 16", f"largest with at most {LONG:g} x that"

@@ -188,7 +188,7 @@ class Fig19b(Figure):
             for name in WAYS
         ]
         checks = [
-            Check(f"recompute, blocks of {size}", printed["Recompute"][i], ours["Recompute"][i], None, unit=" s/token")
+            Check(f"recompute, blocks of {size}", printed["Recompute"][i], ours["Recompute"][i], None, unit=" s")
             for i, size in enumerate(BLOCK_SIZES)
         ]
         checks += [

@@ -71,9 +71,15 @@ def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any
     names = settings.served_model_name or (str(allm.llm.folder.name if isinstance(model, LoadedModel) else model),)
     serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template, page=settings.page)
     app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
-    # lifespan: nothing is to be started with the app, and what is to be ended has an end of its own.
+    # h11: httptools, which uvicorn prefers where it is installed, takes headers without end. lifespan: nothing is to be
+    # started with the app, and what is to be ended has an end of its own.
     config = uvicorn.Config(
-        app, log_level=settings.log_level, timeout_graceful_shutdown=LAST_MOMENT_S, lifespan="off", server_header=False
+        app,
+        http="h11",
+        log_level=settings.log_level,
+        timeout_graceful_shutdown=LAST_MOMENT_S,
+        lifespan="off",
+        server_header=False,
     )
     logging.getLogger("uvicorn.access").addFilter(_is_told)
     return Server(config, serving, settings.shutdown_timeout)

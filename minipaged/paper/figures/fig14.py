@@ -13,7 +13,7 @@ from minipaged.paper.serving import FURTHER_BEAM, FURTHER_SAMPLE, Serving
 RATIO = 0.15
 """How far vLLM ÷ Orca (Oracle) may be from the paper's."""
 BEYOND_BEAMS = 1.25, 1.4
-"""Curves of beams on Orca go on to so many times the rate at which the paper's leaves its panel: ours leave it later."""
+"""Curves of beams on Orca go on to so many times the rate at which the paper's leaves its panel; ours leave later."""
 WIDTHS = {"a": 2, "b": 4, "c": 6, "d": 2, "e": 4, "f": 6}
 
 

@@ -88,8 +88,7 @@ def paged_prefill(
 ) -> Tensor:
     """See `minipaged.fast.kernels`. The sequences with one query are left to `paged_decode`."""
     out = torch.empty_like(query)
-    query_lens = query_start[1:] - query_start[:-1]  # [seqs]
-    single = torch.nonzero(query_lens == 1)[:, 0]  # [sequences with one query]
+    single = np.flatnonzero(np.diff(query_start.numpy()) == 1)  # [sequences with one query]
     if len(single):
         tokens = query_start[single].long()
         lengths = context_lens[single]

@@ -32,6 +32,8 @@ def compile_attention(dtype: torch.dtype) -> None:
     one = torch.zeros(1, dtype=torch.int32)
     query, (keys, values) = torch.zeros(1, 2, 8, dtype=dtype), torch.zeros(2, 1, 1, 4, 8, dtype=dtype)
     cpu.paged_decode(query, keys, values, one[:, None], one, one + 1, 1.0)
+    ends, two = torch.tensor([0, 2], dtype=torch.int32), query.repeat(2, 1, 1)
+    cpu.paged_prefill(two, keys, values, one[:, None], one, ends, one + 2, 1.0, max_query_len=2)
 
 
 def compile_sampling(dtype: torch.dtype) -> None:

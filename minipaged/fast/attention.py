@@ -10,7 +10,7 @@ softmax, in the kernels:
               is as good as its matrix products.
 
 The model lays a mixed batch out so that each kernel gets its part of it (`llama.FlatBatch`). `gpu/attention.py` has
-them in Triton, `cpu/attention.py` in numba.
+them in Triton, `cpu/attention.py` and `cpu/prefill.py` in numba.
 """
 
 from __future__ import annotations

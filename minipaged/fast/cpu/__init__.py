@@ -1,9 +1,10 @@
 """The kernels for a machine without a GPU: numba and torch. What they do is described in `minipaged.fast.kernels`."""
 
-from minipaged.fast.cpu.attention import paged_decode, paged_prefill
+from minipaged.fast.cpu.attention import paged_decode
 from minipaged.fast.cpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
 from minipaged.fast.cpu.llama import add_rms_norm, linears, rms_norm, swiglu, use_threads
+from minipaged.fast.cpu.prefill import paged_prefill
 from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, uniform
 
 __all__ = [

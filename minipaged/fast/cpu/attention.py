@@ -1,4 +1,4 @@
-"""Paged attention on a CPU, compiled: keys and values are read where they lie, block by block.
+"""Paged attention of sequences with one query, compiled: keys and values are read where they lie, block by block.
 
 Decoding reads every key and value once and does little with each: memory is what it waits for. So
 
@@ -6,16 +6,11 @@ Decoding reads every key and value once and does little with each: memory is wha
 - the work of a batch, whatever the lengths of its sequences, is cut into as many equal stretches of tiles as there are
   threads. A cut may fall within a sequence; the two halves of its online softmax are put together at the end, as the
   splits of the GPU's kernel are.
-
-A prompt's attention is matrix products, which are best left to the library: there, keys and values are gathered a
-thousand at a time, and the online softmax runs over those tiles.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg"
 
 from __future__ import annotations
-
-from typing import Any
 
 import numba
 import numpy as np
@@ -29,9 +24,6 @@ TILE = 64
 """Keys between two updates of the running maximum."""
 STEP = 4
 """Keys that are weighed at a time."""
-QUERY_TILE = 256
-KEY_TILE = 1024
-"""Queries and keys of one matrix product of a prompt: products large enough to be fast, scores that fit the cache."""
 CACHE_LINE = 64
 """Bytes that memory is read in. Asking ahead for them is worth a fifth to two fifths where keys and values are more
 than the processor's cache holds (SmolLM2's shapes, 32 sequences of 1024: 20.1 GB/s for 16.5 in float32, 15.9 for 11.3
@@ -79,103 +71,6 @@ def paged_decode(
         as_array(out),
     )
     return out
-
-
-def paged_prefill(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    tables: Tensor,
-    rows: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    kv_scales: Tensor | None = None,
-    *,
-    max_query_len: int,
-) -> Tensor:
-    """See `minipaged.fast.kernels`. The sequences with one query are left to `paged_decode`."""
-    out = torch.empty_like(query)
-    query_lens = query_start[1:] - query_start[:-1]  # [seqs]
-    single = torch.nonzero(query_lens == 1)[:, 0]  # [sequences with one query]
-    if len(single):
-        tokens = query_start[single].long()
-        where = (tables, rows[single], context_lens[single])
-        out[tokens] = paged_decode(query[tokens], keys, values, *where, scale, kv_scales)
-    if max_query_len > 1:
-        for s in torch.nonzero(query_lens > 1)[:, 0].tolist():
-            begin, end, context_len = int(query_start[s]), int(query_start[s + 1]), int(context_lens[s])
-            num_blocks = -(-context_len // keys.shape[2])
-            blocks = tables[int(rows[s]), :num_blocks]
-            for tile in range(begin, end, QUERY_TILE):
-                stop = min(end, tile + QUERY_TILE)
-                out[tile:stop] = _prefill_tile(
-                    query[tile:stop], keys, values, kv_scales, blocks, context_len - (end - tile), context_len, scale
-                )
-    return out
-
-
-def _prefill_tile(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    kv_scales: Tensor | None,
-    blocks: Tensor,
-    first: int,
-    context_len: int,
-    scale: float,
-) -> Tensor:
-    """Up to QUERY_TILE queries [T, heads, head_dim] of one sequence, the first of them at position `first`."""
-    T, heads, head_dim = query.shape
-    kv_heads, block_size = keys.shape[1], keys.shape[2]
-    group = heads // kv_heads
-    q = query.float().mul_(scale) if query.dtype != torch.float32 else query * scale
-    q = q.view(T, kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(kv_heads, T * group, head_dim)
-    position = first + torch.arange(T).repeat_interleave(group)  # [T * group]
-    m = torch.full((kv_heads, T * group, 1), -torch.inf)
-    l = torch.zeros(kv_heads, T * group, 1)  # noqa: E741
-    o = torch.zeros(kv_heads, T * group, head_dim)
-    seen = min(context_len, first + T)  # keys past it lie after every query
-    step = max(1, KEY_TILE // block_size)  # blocks of a tile
-    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales.unbind(1)
-    like = as_array(query)
-    for j in range(0, -(-seen // block_size), step):
-        start, stop = j * block_size, min((j + step) * block_size, seen)
-        K = _gather(keys, key_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
-        V = _gather(values, value_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
-        scores = q @ K.mT  # [kv_heads, T * group, keys]
-        if stop > first + 1:  # the first query, at least, must not see all of them
-            scores.masked_fill_(torch.arange(start, stop) > position[:, None], -torch.inf)
-        m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
-        fade = torch.exp(m - m_new)
-        p = scores.sub_(m_new).exp_()
-        l = l * fade + p.sum(-1, keepdim=True)  # noqa: E741
-        o = torch.baddbmm(o.mul_(fade), p, V)
-        m = m_new
-    o = (o / l).view(kv_heads, T, group, head_dim).permute(1, 0, 2, 3)
-    return o.reshape(T, heads, head_dim)
-
-
-def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int, like: Any) -> Tensor:
-    """The first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim].
-
-    like: an array of the type that the model computes in.
-    """
-    kv_heads, block_size, head_dim = pool.shape[1:]
-    tiles = torch.empty(kv_heads, -(-num_keys // STEP) * STEP, head_dim)
-    _read_heads(
-        pool.data_ptr(),
-        0 if scales is None else scales.data_ptr(),
-        KINDS[pool.dtype],
-        pool.stride(0) * pool.itemsize,
-        pool.stride(1) * pool.itemsize,
-        block_size,
-        blocks.numpy(),
-        num_keys,
-        like,
-        tiles.numpy(),
-    )
-    return tiles[:, :num_keys]
 
 
 @njit(inline="always")
@@ -263,10 +158,10 @@ def _decode(
                         o[g, d] = 0
                 for t in range(begin - first_tile[pair], stop - first_tile[pair]):
                     start, size = t * TILE, min(TILE, context_lens[s] - t * TILE)
-                    _read_tile(k, k_scales, kind, block_stride, block_size, table, start, size, query, tile)
+                    read_tile(k, k_scales, kind, block_stride, block_size, table, start, size, query, tile)
                     _prefetch_tile(v, block_stride, block_size, table, start, size, row_bytes)
                     _take_scores(q, tile, size, m, l, o, p)
-                    _read_tile(v, v_scales, kind, block_stride, block_size, table, start, size, query, tile)
+                    read_tile(v, v_scales, kind, block_stride, block_size, table, start, size, query, tile)
                     next_size = min(TILE, context_lens[s] - start - TILE)
                     _prefetch_tile(k, block_stride, block_size, table, start + TILE, next_size, row_bytes)
                     _take_values(p, tile, size, o)
@@ -288,7 +183,7 @@ def _decode(
 
 @njit(cache=True)
 def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes):
-    """Ask for what `_read_tile` will read next, while there is something to compute."""
+    """Ask for what `read_tile` will read next, while there is something to compute."""
     j, block, offset = 0, start // block_size, start % block_size
     while j < size:
         there = min(block_size - offset, size - j)
@@ -298,16 +193,8 @@ def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes
         j, block, offset = j + there, block + 1, 0
 
 
-@njit(nogil=True, cache=True)
-def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table, size, like, tiles):
-    """The first `size` keys (or values) of a table, of every head, into `tiles` [kv_heads, size or more, head_dim]."""
-    for h in range(len(tiles)):
-        head, head_scales = pool + h * head_stride, scales + h * block_size * SCALE_BYTES
-        _read_tile(head, head_scales, kind, block_stride, block_size, table, 0, size, like, tiles[h])
-
-
 @njit(cache=True)
-def _read_tile(pool, scales, kind, block_stride, block_size, table, start, size, like, tile):
+def read_tile(pool, scales, kind, block_stride, block_size, table, start, size, like, tile):
     """Widen `size` keys (or values) from position `start` on into `tile` [TILE, head_dim], block after block."""
     head_dim = tile.shape[1]
     j, block, offset = 0, start // block_size, start % block_size

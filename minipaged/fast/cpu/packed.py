@@ -56,17 +56,27 @@ import torch
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, widen
+from minipaged.fast.cpu.vectors import (
+    BITS32,
+    BITS64,
+    BYTES,
+    FLOATS,
+    HALVES,
+    INTEGERS,
+    OUT_BFLOATS,
+    PAIRS,
+    ROWS,
+    Vectors,
+    number_type,
+)
 from minipaged.fast.kernels import Matrix
 from minipaged.models.quantized.stored import Codebook4, Float8, Grouped, StoredMatrix, e4m3_values, round_to, unpack
 
-ROWS = 16
-"""Rows of a tile: as many float32 sums as a vector of 512 bits holds."""
 STEP = 8
 """Inputs that are laid out together: a lane's codes of 4 bits. Groups are filled up to a multiple of it."""
 TOKENS = (8, 4, 2, 1)
@@ -82,19 +92,6 @@ E4M3_BITS, E4M3_SCALE = 0x87F00000, 2.0**120
 has all of them where float32 has its own, but for the sign's copies; and the exponents count from other zeros."""
 LINE, ALIGNMENT = 64, 32
 """Bytes of a line of the cache, at which a matrix begins; and what the bytes of a piece are a multiple of."""
-
-
-def number_type(dtype: torch.dtype) -> Any:
-    """What the processor can multiply 16 rows by at a time, as a number of that type: pairs of bfloat16 (uint16), or
-    float32. None: no instructions for it are known, and plain loops have to do.
-
-    Asked of numba, which may be told to use fewer than there are (NUMBA_CPU_NAME); it keeps what it compiles for each
-    set of them by itself.
-    """
-    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-    if dtype == torch.bfloat16 and {"+avx512bf16", "+avx512bw"} <= set(features):
-        return np.uint16(0)
-    return np.float32(0) if "+avx512f" in features else None
 
 
 class Room:
@@ -536,20 +533,6 @@ def _float_of_code(code):
 # --- Vector instructions --------------------------------------------------------------------------
 
 
-class BFloat16(ir.Type):  # type: ignore[misc]
-    """LLVM has this type, its Python interface has not."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-
-BITS8, BITS16, BITS32, BITS64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-FLOATS, INTEGERS = ir.VectorType(ir.FloatType(), ROWS), ir.VectorType(BITS32, ROWS)
-HALVES, BYTES = ir.VectorType(ir.HalfType(), ROWS), ir.VectorType(BITS8, ROWS)
-PAIRS, BFLOATS = ir.VectorType(BITS16, 2 * ROWS), ir.VectorType(BFloat16(), 2 * ROWS)
-OUT_BFLOATS = ir.VectorType(BFloat16(), ROWS)
-
-
 @intrinsic
 def _multiply_tile_by_instructions(typingctx, tile, x, tokens, sums, out, layout, like, number, code):
     """See `_multiply_tile`."""
@@ -562,7 +545,7 @@ def _multiply_tile_by_instructions(typingctx, tile, x, tokens, sums, out, layout
     return types.none(*[types.int64] * 5, layout, like, number, code), codegen
 
 
-class TileKernel:
+class TileKernel(Vectors):
     """Writes the product of a tile and all tokens, in LLVM's language.
 
     A vector has a number for each of 16 rows; those to multiply pairs by have two, of neighbouring inputs.
@@ -570,7 +553,8 @@ class TileKernel:
 
     def __init__(self, builder, tile, x, tokens, sums, out, layout, like, number, code) -> None:
         """Numbers in the program: `tile` to `layout`. Types: `like` to `code`."""
-        self.builder, self.layout = builder, layout
+        super().__init__(builder)
+        self.layout = layout
         self.tile, self.x, self.tokens, self.sums, self.out = tile, x, tokens, sums, out
         self.code, self.in_pairs, self.rounds = code, number == types.uint16, like == types.uint16
         self.input_bytes = 2 if self.in_pairs else 4
@@ -670,46 +654,3 @@ class TileKernel:
             with whole:
                 b.store(self.load(address, FLOATS), scale)
         return b.load(scale)
-
-    def variable(self):
-        """Where a vector is kept; 0 to begin with. (LLVM makes a register of it.)"""
-        variable = cgutils.alloca_once(self.builder, FLOATS)
-        self.builder.store(self.all_of(FLOATS, 0.0), variable)
-        return variable
-
-    def add_product(self, variable, weights, x) -> None:
-        """Of floats, or of pairs: the products of both numbers."""
-        total = self.builder.load(variable)
-        if weights.type == FLOATS:
-            total = self.call("llvm.fma.v16f32", FLOATS, weights, x, total)
-        else:
-            weights, x = (self.builder.bitcast(pairs, BFLOATS) for pairs in (weights, x))
-            total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, weights, x)
-        self.builder.store(total, variable)
-
-    def where(self, number):
-        """What follows is done if the number is not 0."""
-        return self.builder.if_then(self.builder.icmp_unsigned("!=", number, BITS64(0)))
-
-    def place(self, address, index, size):
-        return self.builder.add(address, self.builder.mul(index, BITS64(size)))
-
-    def load(self, address, kind, offset=0):
-        address = self.builder.add(address, BITS64(offset))
-        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
-
-    def all_of(self, kind, value):
-        return ir.Constant(kind, [value] * kind.count)
-
-    def spread(self, value):
-        """A vector of 16 times the same."""
-        one = ir.VectorType(value.type, ROWS)
-        first = self.builder.insert_element(ir.Constant(one, ir.Undefined), value, BITS32(0))
-        return self.builder.shuffle_vector(first, first, self.all_of(INTEGERS, 0))
-
-    def call(self, name, result, *arguments):
-        module = self.builder.module
-        function = module.globals.get(name) or ir.Function(
-            module, ir.FunctionType(result, [argument.type for argument in arguments]), name
-        )
-        return self.builder.call(function, arguments)

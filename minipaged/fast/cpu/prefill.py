@@ -1,0 +1,537 @@
+"""A prompt's attention on a CPU with vectors of 512 bits: matrix products on tiles, read where keys and values lie.
+
+A *row* is one query of one head; the heads that share a key/value head are neighbours, so that keys and values are
+fetched once for all of them. Each of the 16 lanes of a vector is a row, and ROWS rows go together:
+
+    S = K @ Q.T   [keys, rows]    keys as they lie in their block, queries turned over once
+    P = 2 ** (S * scale * log2(e) - m), and the largest score m and the sum l of each row
+    O += V.T @ P  [head_dim, rows]    values of two neighbouring keys side by side, made so once a tile
+
+The largest score and the sum of a row are then those of a lane: nothing is ever added up across lanes. In bfloat16 one
+instruction (vdpbf16ps) multiplies two numbers of each lane by two and adds both products to a float32. So P is rounded
+to bfloat16; scores, sums and results are float32. The sums of 8 keys (or dimensions) and 3 vectors of rows are kept in
+24 of the 32 registers: 3 vectors are loaded for 24 such instructions, and what they are multiplied by is one number for
+all lanes, which is read from the cache as part of the instruction.
+
+What there is to do is cut into items of ITEM rows of one key/value head. Each thread takes the next item when it has
+finished one, the longest first: a thread that shares its core with another process takes fewer of them.
+
+A row's result does not depend on the others: tiles of keys begin at multiples of TILE, whatever chunk the row is in.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, paged_decode, read_tile
+from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
+from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, PAIRS, Vectors, number_type
+
+LANES = 16
+VECTORS = 3
+ROWS = LANES * VECTORS
+"""Rows whose sums are in registers together."""
+TOGETHER = 8
+"""Keys, or dimensions, of which they are."""
+TILE = 64
+"""Keys between two updates of a row's largest score: scores, keys, values and queries fit the nearest cache."""
+ITEM = 4 * ROWS
+"""Rows for which a tile of keys is fetched."""
+QUERY_TILE = 256
+KEY_TILE = 1024
+"""Without vectors of 512 bits, queries and keys of one product of the library's: large enough to be fast, and the
+scores fit the cache."""
+POWERS = tuple(math.log(2) ** k / math.factorial(k) for k in range(7))
+"""2 ** x is the sum of POWERS[k] * x ** k; with |x| <= 1/2, to the last bit or two of a float32."""
+
+
+class Pool(NamedTuple):
+    """Where the kernels find keys and values."""
+
+    keys: int
+    """An address, as are the next two. `scales`: 0 where there are none."""
+    values: int
+    scales: int
+    block_stride: int
+    """From block to block in bytes; and `head_stride` from head to head."""
+    head_stride: int
+    kv_heads: int
+    block_size: int
+    kind: int
+    """One of `attention.KINDS`."""
+
+
+def paged_prefill(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    kv_scales: Tensor | None = None,
+    *,
+    max_query_len: int,
+) -> Tensor:
+    """See `minipaged.fast.kernels`. The sequences with one query are left to `paged_decode`."""
+    out = torch.empty_like(query)
+    single = np.flatnonzero(np.diff(query_start.numpy()) == 1)  # [sequences with one query]
+    if len(single):
+        tokens = query_start[single].long()
+        lengths = context_lens[single]
+        out[tokens] = paged_decode(query[tokens], keys, values, tables, rows[single], lengths, scale, kv_scales)
+    if max_query_len > 1:
+        number = number_type(query.dtype if kv_scales is None and query.shape[2] % 2 == 0 else torch.float32)
+        if number is None:
+            _prefill_by_library(query, keys, values, tables, rows, query_start, context_lens, scale, kv_scales, out)
+            return out
+        pool = Pool(
+            *(keys.data_ptr(), values.data_ptr(), 0 if kv_scales is None else kv_scales.data_ptr()),
+            *(keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize, keys.shape[1], keys.shape[2]),
+            KINDS[keys.dtype],
+        )
+        where = tables.numpy(), rows.numpy(), query_start.numpy(), context_lens.numpy()
+        num_threads = numba.get_num_threads()
+        _prefill(as_array(query), pool, where, np.float32(scale), num_threads, number, as_array(out))
+    return out
+
+
+def _prefill_by_library(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    rows: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    kv_scales: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Without such instructions the products are the library's, in float32: keys and values are gathered KEY_TILE at a
+    time, and the online softmax runs over those tiles."""
+    query_lens = query_start[1:] - query_start[:-1]  # [seqs]
+    for s in torch.nonzero(query_lens > 1)[:, 0].tolist():
+        begin, end, context_len = int(query_start[s]), int(query_start[s + 1]), int(context_lens[s])
+        num_blocks = -(-context_len // keys.shape[2])
+        blocks = tables[int(rows[s]), :num_blocks]
+        for tile in range(begin, end, QUERY_TILE):
+            stop = min(end, tile + QUERY_TILE)
+            out[tile:stop] = _prefill_tile(
+                query[tile:stop], keys, values, kv_scales, blocks, context_len - (end - tile), context_len, scale
+            )
+
+
+def _prefill_tile(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    kv_scales: Tensor | None,
+    blocks: Tensor,
+    first: int,
+    context_len: int,
+    scale: float,
+) -> Tensor:
+    """Up to QUERY_TILE queries [T, heads, head_dim] of one sequence, the first of them at position `first`."""
+    T, heads, head_dim = query.shape
+    kv_heads, block_size = keys.shape[1], keys.shape[2]
+    group = heads // kv_heads
+    q = query.float().mul_(scale) if query.dtype != torch.float32 else query * scale
+    q = q.view(T, kv_heads, group, head_dim).permute(1, 0, 2, 3).reshape(kv_heads, T * group, head_dim)
+    position = first + torch.arange(T).repeat_interleave(group)  # [T * group]
+    m = torch.full((kv_heads, T * group, 1), -torch.inf)
+    l = torch.zeros(kv_heads, T * group, 1)  # noqa: E741
+    o = torch.zeros(kv_heads, T * group, head_dim)
+    seen = min(context_len, first + T)  # keys past it lie after every query
+    step = max(1, KEY_TILE // block_size)  # blocks of a tile
+    key_scales, value_scales = (None, None) if kv_scales is None else kv_scales.unbind(1)
+    like = as_array(query)
+    for j in range(0, -(-seen // block_size), step):
+        start, stop = j * block_size, min((j + step) * block_size, seen)
+        K = _gather(keys, key_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
+        V = _gather(values, value_scales, blocks[j : j + step], stop - start, like)  # [kv_heads, keys, head_dim]
+        scores = q @ K.mT  # [kv_heads, T * group, keys]
+        if stop > first + 1:  # the first query, at least, must not see all of them
+            scores.masked_fill_(torch.arange(start, stop) > position[:, None], -torch.inf)
+        m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
+        fade = torch.exp(m - m_new)
+        p = scores.sub_(m_new).exp_()
+        l = l * fade + p.sum(-1, keepdim=True)  # noqa: E741
+        o = torch.baddbmm(o.mul_(fade), p, V)
+        m = m_new
+    o = (o / l).view(kv_heads, T, group, head_dim).permute(1, 0, 2, 3)
+    return o.reshape(T, heads, head_dim)
+
+
+def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int, like: Any) -> Tensor:
+    """The first `num_keys` keys (or values) of these blocks, float32 [kv_heads, num_keys, head_dim].
+
+    like: an array of the type that the model computes in.
+    """
+    kv_heads, block_size, head_dim = pool.shape[1:]
+    tiles = torch.empty(kv_heads, -(-num_keys // STEP) * STEP, head_dim)
+    _read_heads(
+        pool.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        KINDS[pool.dtype],
+        pool.stride(0) * pool.itemsize,
+        pool.stride(1) * pool.itemsize,
+        block_size,
+        blocks.numpy(),
+        num_keys,
+        like,
+        tiles.numpy(),
+    )
+    return tiles[:, :num_keys]
+
+
+@njit(nogil=True, cache=True)
+def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table, size, like, tiles):
+    """The first `size` keys (or values) of a table, of every head, into `tiles` [kv_heads, size or more, head_dim]."""
+    for h in range(len(tiles)):
+        head, head_scales = pool + h * head_stride, scales + h * block_size * SCALE_BYTES
+        read_tile(head, head_scales, kind, block_stride, block_size, table, 0, size, like, tiles[h])
+
+
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def _prefill(query, pool, where, scale, num_threads, number, out):
+    """query, out: [tokens, heads, head_dim]. where: tables, rows, query_start, context_lens. `number`: the type to
+    multiply in."""
+    _, rows, query_start, _ = where
+    group = query.shape[1] // pool.kv_heads
+    first_item = np.zeros(len(rows) + 1, np.int64)  # of each sequence; those with one query have none
+    for s in range(len(rows)):
+        n = np.int64(query_start[s + 1] - query_start[s])
+        items = (n * group + ITEM - 1) // ITEM * pool.kv_heads if n > 1 else 0
+        first_item[s + 1] = first_item[s] + items
+    taken = np.zeros(1, np.int64)
+    for _ in prange(num_threads):
+        _work(query, pool, where, scale, first_item, taken, number, out)
+
+
+@njit(cache=True, error_model="numpy")
+def _work(query, pool, where, scale, first_item, taken, number, out):
+    """Take items until there are none left."""
+    tables, rows, query_start, context_lens = where
+    head_dim, kv_heads = query.shape[2], pool.kv_heads
+    blocks, wide = ITEM // ROWS, head_dim + -head_dim % TOGETHER
+    q = np.zeros((blocks, head_dim, ROWS), np.float32)  # or half as many pairs
+    o = np.empty((blocks, wide, ROWS), np.float32)
+    m_l = np.empty((blocks, 2, ROWS), np.float32)
+    limits = np.empty((blocks, ROWS), np.int32)
+    # What comes after a tile's last row is multiplied too, into sums that nobody looks at.
+    k, v = np.zeros((TILE + 1, wide), np.float32), np.zeros((TILE + 1, wide), np.float32)
+    scores = np.empty((TILE, ROWS), np.float32)
+    s = 0
+    while True:
+        item: Any = _take(taken.ctypes.data)
+        if item >= first_item[-1]:
+            break
+        while first_item[s + 1] <= item:
+            s += 1
+        tiles = (first_item[s + 1] - first_item[s]) // kv_heads
+        tile, h = tiles - 1 - (item - first_item[s]) // kv_heads, (item - first_item[s]) % kv_heads
+        begin, context_len = np.int64(query_start[s]), np.int64(context_lens[s])
+        n = np.int64(query_start[s + 1]) - begin
+        _attend(
+            *(query[begin : begin + n], pool, h, tables[rows[s]], tile * ITEM, context_len, scale, number),
+            *(q, o, m_l, limits, k, v, scores, out[begin : begin + n]),
+        )
+
+
+@njit(cache=True, error_model="numpy")
+def _attend(query, pool, h, table, first, context_len, scale, number, q, o, m_l, limits, k, v, scores, out):
+    """The rows from `first` on of key/value head h. query, out: [queries, heads, head_dim] of one sequence.
+
+    What follows `number` is scratch memory.
+    """
+    head_dim, group = query.shape[2], query.shape[1] // pool.kv_heads
+    num_rows = min(ITEM, len(query) * group - first)
+    blocks = (num_rows + ROWS - 1) // ROWS
+    before = context_len - len(query)
+    for r in range(blocks * ROWS):
+        b, i = r // ROWS, r % ROWS
+        row = first + min(r, num_rows - 1)  # the last one again, where there is none
+        limits[b, i] = before + row // group + 1
+        _turn(query[row // group, h * group + row % group], q[b], i, number)
+        m_l[b, 0, i], m_l[b, 1, i] = LOWEST, 0
+    for b in range(blocks):
+        for d in range(o.shape[1]):
+            for i in range(ROWS):
+                o[b, d, i] = 0
+    seen = limits[blocks - 1, ROWS - 1]
+    for start in range(0, seen, TILE):
+        size = min(TILE, seen - start)
+        _read_keys(pool, h, table, start, size, query, k, number)
+        _read_values(pool, h, table, start, size, query, v, scores, number)
+        for b in range(blocks):
+            needed = min(size, limits[b, ROWS - 1] - start)
+            if needed > 0:
+                needed += -needed % TOGETHER
+                masks = np.int64(limits[b, 0] < start + needed)
+                _attend_tile(
+                    *(q[b].ctypes.data, k.ctypes.data, v.ctypes.data, scores.ctypes.data, o[b].ctypes.data),
+                    *(m_l[b].ctypes.data, limits[b].ctypes.data, start, needed, head_dim, masks, scale, number),
+                )
+    for r in range(num_rows):
+        b, i, row = r // ROWS, r % ROWS, first + r
+        share = np.float32(1) / m_l[b, 1, i]
+        to = out[row // group, h * group + row % group]
+        for d in range(head_dim):
+            to[d] = narrow(o[b, d, i] * share, to[0])
+
+
+@intrinsic
+def _take(typingctx, address):
+    """The number at an address, which is one more then, whoever else is doing the same."""
+
+    def codegen(context, builder, signature, arguments):
+        pointer = builder.inttoptr(arguments[0], BITS64.as_pointer())
+        return builder.atomic_rmw("add", pointer, BITS64(1), "monotonic")
+
+    return types.int64(types.int64), codegen
+
+
+def _turn(row: Any, q: Any, i: Any, number: Any) -> None:
+    """Query `row` [head_dim] becomes lane i of q [head_dim, ROWS]. (In compiled code, as those that follow.)"""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_turn)
+def _turn_query(row, q, i, number):
+    def pairs(row, q, i, number):
+        to = array_at(q.ctypes.data, len(row) // 2 * ROWS, np.uint32(0))
+        for d in range(len(row) // 2):
+            to[d * ROWS + i] = np.uint32(row[2 * d]) | np.uint32(row[2 * d + 1]) << np.uint32(16)
+
+    def floats(row, q, i, number):
+        for d in range(len(row)):
+            q[d, i] = widen(row[d])
+
+    return pairs if number == types.uint16 else floats
+
+
+def _read_keys(pool: Any, h: Any, table: Any, start: Any, size: Any, like: Any, k: Any, number: Any) -> None:
+    """`size` keys from position `start` on, one after another, to the beginning of k."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_read_keys)
+def _read_keys_as(pool, h, table, start, size, like, k, number):
+    def pairs(pool, h, table, start, size, like, k, number):
+        _copy(pool, pool.keys + h * pool.head_stride, table, start, size, 2 * like.shape[2], k.ctypes.data)
+
+    def floats(pool, h, table, start, size, like, k, number):
+        to = array_at(k.ctypes.data, TILE * like.shape[2], np.float32(0)).reshape(TILE, like.shape[2])
+        head, factors = pool.keys + h * pool.head_stride, pool.scales + h * pool.block_size * SCALE_BYTES
+        read_tile(head, factors, pool.kind, pool.block_stride, pool.block_size, table, start, size, like, to)
+
+    return pairs if number == types.uint16 else floats
+
+
+def _read_values(
+    pool: Any, h: Any, table: Any, start: Any, size: Any, like: Any, v: Any, room: Any, number: Any
+) -> None:
+    """`size` values from position `start` on, to v; up to a multiple of TOGETHER there are zeros behind them."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_read_values)
+def _read_values_as(pool, h, table, start, size, like, v, room, number):
+    def pairs(pool, h, table, start, size, like, v, room, number):
+        head_dim = like.shape[2]
+        row_bytes, room_at, v_at = 2 * head_dim, room.ctypes.data, v.ctypes.data
+        _copy(pool, pool.values + h * pool.head_stride, table, start, size, row_bytes, room_at)
+        whole = size + -size % TOGETHER
+        rest = array_at(room_at + size * row_bytes, (whole - size) * head_dim, np.uint16(0))
+        for i in range(len(rest)):
+            rest[i] = 0
+        for j in range(whole // 2):
+            low = array_at(room_at + 2 * j * row_bytes, head_dim, np.uint16(0))
+            high = array_at(room_at + (2 * j + 1) * row_bytes, head_dim, np.uint16(0))
+            both = array_at(v_at + j * head_dim * 4, head_dim, np.uint32(0))
+            for d in range(head_dim):
+                both[d] = np.uint32(low[d]) | np.uint32(high[d]) << np.uint32(16)
+
+    def floats(pool, h, table, start, size, like, v, room, number):
+        head_dim = like.shape[2]
+        to = array_at(v.ctypes.data, TILE * head_dim, np.float32(0))
+        rows, factors = to.reshape(TILE, head_dim), pool.scales + (pool.kv_heads + h) * pool.block_size * SCALE_BYTES
+        head = pool.values + h * pool.head_stride
+        read_tile(head, factors, pool.kind, pool.block_stride, pool.block_size, table, start, size, like, rows)
+        for rest in range(size * head_dim, (size + -size % TOGETHER) * head_dim):
+            to[rest] = 0
+
+    return pairs if number == types.uint16 else floats
+
+
+@njit(cache=True)
+def _copy(pool, head, table, start, size, row_bytes, address):
+    """Keys (or values) as they are, block after block, to an address. `head`: where the head's first one is."""
+    j, block, offset = 0, start // pool.block_size, start % pool.block_size
+    while j < size:
+        there = min(pool.block_size - offset, size - j)
+        place = head + table[block] * pool.block_stride + offset * row_bytes
+        _copy_bytes(address + j * row_bytes, place, there * row_bytes)
+        j, block, offset = j + there, block + 1, 0
+
+
+@intrinsic
+def _copy_bytes(typingctx, to, source, size):
+    """From one address to another."""
+
+    def codegen(context, builder, signature, arguments):
+        to, source = (builder.inttoptr(address, BITS8.as_pointer()) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, to, source, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 3), codegen
+
+
+@intrinsic
+def _attend_tile(typingctx, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, scale, number):
+    """ROWS rows and a tile of `size` keys, a multiple of TOGETHER. The first 7 are addresses; `masks`: whether some of
+    the keys are not for some of the rows."""
+
+    def codegen(context, builder, signature, arguments):
+        Attention(builder, *arguments[:12], number == types.uint16).write()
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 11, types.float32, number), codegen
+
+
+class Attention(Vectors):
+    """Writes the attention of a block of rows to a tile of keys, in LLVM's language."""
+
+    def __init__(self, builder, q, k, v, scores, o, m_l, limits, start, size, head_dim, masks, scale, in_pairs) -> None:
+        """Numbers in the program, but for `in_pairs`: whether it multiplies pairs of bfloat16."""
+        super().__init__(builder)
+        self.q, self.k, self.v, self.scores, self.o, self.m_l, self.limits = q, k, v, scores, o, m_l, limits
+        self.start, self.size, self.head_dim, self.masks, self.scale = start, size, head_dim, masks, scale
+        self.in_pairs = in_pairs
+
+    def write(self) -> None:
+        b = self.builder
+        scale = self.spread(b.fmul(self.scale, ir.Constant(ir.FloatType(), math.log2(math.e))))
+        before = [self.load(self.m_l, FLOATS, 64 * i) for i in range(VECTORS)]
+        highest = [self.variable() for _ in before]
+        for variable, m in zip(highest, before, strict=True):
+            b.store(m, variable)
+        with cgutils.for_range(b, b.udiv(self.size, BITS64(TOGETHER))) as loop:
+            self.write_scores(b.mul(loop.index, BITS64(TOGETHER)), scale, highest)
+        m = [b.load(variable) for variable in highest]
+        fade = [self.power(b.fsub(old, new)) for old, new in zip(before, m, strict=True)]
+        totals = [self.variable() for _ in m]
+        for i in range(VECTORS):
+            b.store(b.fmul(self.load(self.m_l, FLOATS, 4 * ROWS + 64 * i), fade[i]), totals[i])
+            self.store(m[i], self.m_l, 64 * i)
+        with cgutils.for_range(b, self.halved(self.size)) as loop:
+            self.write_weights(loop.index, m, totals)
+        for i in range(VECTORS):
+            self.store(b.load(totals[i]), self.m_l, 4 * ROWS + 64 * i)
+        chunks = b.udiv(b.add(self.head_dim, BITS64(TOGETHER - 1)), BITS64(TOGETHER))
+        with cgutils.for_range(b, chunks) as loop:
+            self.add_values(b.mul(loop.index, BITS64(TOGETHER)), fade)
+
+    def write_scores(self, first, scale, highest) -> None:
+        """Of the keys from `first` on."""
+        b = self.builder
+        row_bytes = b.mul(self.head_dim, BITS64(2 if self.in_pairs else 4))
+        keys = [b.add(self.k, b.mul(b.add(first, BITS64(j)), row_bytes)) for j in range(TOGETHER)]
+        sums = [[self.variable() for _ in range(VECTORS)] for _ in keys]
+        with cgutils.for_range(b, self.halved(self.head_dim)) as loop:
+            rows = self.vectors(self.place(self.q, loop.index, 4 * ROWS))
+            for key, totals in zip(keys, sums, strict=True):
+                self.add_products(totals, rows, self.place(key, loop.index, 4))
+        for totals in sums:
+            for total in totals:
+                b.store(b.fmul(b.load(total), scale), total)
+        with self.where(self.masks):
+            for j, totals in enumerate(sums):
+                position = b.trunc(b.add(b.add(self.start, first), BITS64(j)), BITS32)
+                for i, total in enumerate(totals):
+                    sees = b.icmp_signed("<", self.spread(position), self.load(self.limits, INTEGERS, 64 * i))
+                    lowest = self.all_of(FLOATS, -math.inf)
+                    b.store(b.select(sees, b.load(total), lowest), total)
+        for j, totals in enumerate(sums):
+            to = self.place(self.scores, b.add(first, BITS64(j)), 4 * ROWS)
+            for i, total in enumerate(totals):
+                score, m = b.load(total), b.load(highest[i])
+                self.store(score, to, 64 * i)
+                b.store(b.select(b.fcmp_ordered(">", score, m), score, m), highest[i])
+
+    def write_weights(self, step, m, totals) -> None:
+        """Of one key, or of two: in bfloat16 they lie side by side, where the scores of the first were, or before."""
+        b, keys = self.builder, 2 if self.in_pairs else 1
+        for i in range(VECTORS):
+            at = self.place(self.scores, step, 4 * ROWS * keys)
+            weights = [self.power(b.fsub(self.load(at, FLOATS, 64 * i + 4 * ROWS * j), m[i])) for j in range(keys)]
+            for weight in weights:
+                b.store(b.fadd(b.load(totals[i]), weight), totals[i])
+            to = self.place(self.scores, step, 4 * ROWS)
+            if self.in_pairs:  # rounded to the nearest: half a unit of the last place is added, and the rest cut off
+                half = self.all_of(INTEGERS, 0x8000)
+                low, high = (b.add(b.bitcast(weight, INTEGERS), half) for weight in weights)
+                upper = b.and_(high, self.all_of(INTEGERS, 0xFFFF0000))
+                self.store(b.or_(b.lshr(low, self.all_of(INTEGERS, 16)), upper), to, 64 * i)
+            else:
+                self.store(weights[0], to, 64 * i)
+
+    def add_values(self, first, fade) -> None:
+        """To the sums of the dimensions from `first` on."""
+        b = self.builder
+        places = [self.place(self.o, b.add(first, BITS64(j)), 4 * ROWS) for j in range(TOGETHER)]
+        sums = [[self.variable() for _ in range(VECTORS)] for _ in places]
+        for place, totals in zip(places, sums, strict=True):
+            for i, total in enumerate(totals):
+                b.store(b.fmul(self.load(place, FLOATS, 64 * i), fade[i]), total)
+        values = self.place(self.v, first, 4)
+        with cgutils.for_range(b, self.halved(self.size)) as loop:
+            weights = self.vectors(self.place(self.scores, loop.index, 4 * ROWS))
+            at = b.add(values, b.mul(loop.index, b.mul(self.head_dim, BITS64(4))))
+            for j, totals in enumerate(sums):
+                self.add_products(totals, weights, b.add(at, BITS64(4 * j)))
+        for place, totals in zip(places, sums, strict=True):
+            for i, total in enumerate(totals):
+                self.store(b.load(total), place, 64 * i)
+
+    def halved(self, size):
+        """How many pairs that is; or floats."""
+        return self.builder.lshr(size, BITS64(1)) if self.in_pairs else size
+
+    def vectors(self, address):
+        return [self.load(address, PAIRS if self.in_pairs else FLOATS, 64 * i) for i in range(VECTORS)]
+
+    def add_products(self, totals, rows, address) -> None:
+        """Of each vector of rows and the number, or pair, at an address."""
+        number = self.spread(self.load(address, BITS32 if self.in_pairs else ir.FloatType()))
+        for total, row in zip(totals, rows, strict=True):
+            self.add_product(total, row, number)
+
+    def power(self, x):
+        """2 ** x; 0 from -160 on downwards, NaN for NaN."""
+        b, least = self.builder, self.all_of(FLOATS, -160.0)
+        x = b.select(b.fcmp_ordered("<", x, least), least, x)
+        whole = self.call("llvm.rint.v16f32", FLOATS, x)
+        rest, power = b.fsub(x, whole), self.all_of(FLOATS, POWERS[-1])
+        for factor in reversed(POWERS[:-1]):
+            power = self.call("llvm.fma.v16f32", FLOATS, power, rest, self.all_of(FLOATS, factor))
+        lanes, current = ir.Constant(ir.IntType(16), -1), BITS32(4)
+        return self.call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, power, whole, power, lanes, current)
+
+    def store(self, value, address, offset):
+        address = self.builder.add(address, BITS64(offset))
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)

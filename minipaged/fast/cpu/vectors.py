@@ -1,0 +1,100 @@
+"""The processor's vector instructions in compiled loops: what writes a kernel in LLVM's language.
+
+A compiled loop becomes vectors where LLVM sees how. Where the order of the instructions is what matters (which numbers
+stay in registers, what is multiplied by what), a kernel is written with the words below. A vector has 16 float32, or 16
+pairs of bfloat16; vdpbf16ps multiplies both numbers of each pair and adds both products to a float32.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+
+ROWS = 16
+"""As many float32 as a vector of 512 bits holds."""
+
+
+class BFloat16(ir.Type):  # type: ignore[misc]
+    """LLVM has this type, its Python interface has not."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BITS8, BITS16, BITS32, BITS64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+FLOATS, INTEGERS = ir.VectorType(ir.FloatType(), ROWS), ir.VectorType(BITS32, ROWS)
+HALVES, BYTES = ir.VectorType(ir.HalfType(), ROWS), ir.VectorType(BITS8, ROWS)
+PAIRS, BFLOATS = ir.VectorType(BITS16, 2 * ROWS), ir.VectorType(BFloat16(), 2 * ROWS)
+OUT_BFLOATS = ir.VectorType(BFloat16(), ROWS)
+
+
+@functools.cache
+def number_type(dtype: torch.dtype) -> Any:
+    """What the processor can multiply 16 rows by at a time, as a number of that type: pairs of bfloat16 (uint16), or
+    float32. None: no instructions for it are known, and plain loops have to do.
+
+    Asked of numba, which may be told to use fewer than there are (NUMBA_CPU_NAME); it keeps what it compiles for each
+    set of them by itself.
+    """
+    features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+    if dtype == torch.bfloat16 and {"+avx512bf16", "+avx512bw"} <= set(features):
+        return np.uint16(0)
+    return np.float32(0) if "+avx512f" in features else None
+
+
+class Vectors:
+    """Writes instructions on vectors, one after another. Subclasses make a kernel of them."""
+
+    def __init__(self, builder) -> None:
+        self.builder = builder
+
+    def variable(self):
+        """Where a vector is kept; 0 to begin with. (LLVM makes a register of it.)"""
+        variable = cgutils.alloca_once(self.builder, FLOATS)
+        self.builder.store(self.all_of(FLOATS, 0.0), variable)
+        return variable
+
+    def add_product(self, variable, weights, x) -> None:
+        """Of floats, or of pairs: the products of both numbers."""
+        total = self.builder.load(variable)
+        if weights.type == FLOATS:
+            total = self.call("llvm.fma.v16f32", FLOATS, weights, x, total)
+        else:
+            weights, x = (self.builder.bitcast(pairs, BFLOATS) for pairs in (weights, x))
+            total = self.call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, weights, x)
+        self.builder.store(total, variable)
+
+    def where(self, number):
+        """What follows is done if the number is not 0."""
+        return self.builder.if_then(self.builder.icmp_unsigned("!=", number, BITS64(0)))
+
+    def place(self, address, index, size):
+        return self.builder.add(address, self.builder.mul(index, BITS64(size)))
+
+    def load(self, address, kind, offset=0):
+        address = self.builder.add(address, BITS64(offset))
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
+
+    def all_of(self, kind, value):
+        return ir.Constant(kind, [value] * kind.count)
+
+    def spread(self, value):
+        """A vector of 16 times the same."""
+        one = ir.VectorType(value.type, ROWS)
+        first = self.builder.insert_element(ir.Constant(one, ir.Undefined), value, BITS32(0))
+        return self.builder.shuffle_vector(first, first, self.all_of(INTEGERS, 0))
+
+    def call(self, name, result, *arguments):
+        module = self.builder.module
+        function = module.globals.get(name) or ir.Function(
+            module, ir.FunctionType(result, [argument.type for argument in arguments]), name
+        )
+        return self.builder.call(function, arguments)

@@ -1,0 +1,186 @@
+"""Attention of prompts on a CPU, in every way to compute it, against float64: within what rounding explains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import numba
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minipaged.fast.cpu import prefill
+from minipaged.fast.cpu.vectors import number_type
+from tests.effort import examples, thorough
+
+WAYS = {
+    "pairs": (torch.bfloat16, np.uint16(0)),
+    "floats": (torch.float32, np.float32(0)),
+    "widened floats": (torch.bfloat16, np.float32(0)),
+    "library": (torch.float32, None),
+    "library, widened": (torch.bfloat16, None),
+}
+"""A model's type, and what products are computed with (`number_type`)."""
+on_every_way = pytest.mark.parametrize("way", WAYS)
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]
+
+
+def make(
+    sizes: list[tuple[int, int]],
+    dtype: torch.dtype,
+    *,
+    block_size: int = 16,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 64,
+    spread: float = 1.0,
+    seed: int = 0,
+) -> Arguments:
+    """What `paged_prefill` takes. `sizes`: context and queries of each sequence. Slots without a token are NaN."""
+    random = torch.Generator().manual_seed(seed)
+    num_blocks = [-(-context // block_size) for context, _ in sizes]
+    pool = torch.full((sum(num_blocks), 2, kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+    keys, values = pool.unbind(1)
+    places = torch.randperm(len(pool), generator=random).split(num_blocks)
+    tables = torch.full((len(sizes), max(num_blocks)), -1, dtype=torch.int32)
+    for s, (context, _) in enumerate(sizes):
+        tables[s, : num_blocks[s]] = places[s]
+        position = torch.arange(context)
+        block, offset = tables[s].long()[position // block_size], position % block_size
+        for each in (keys, values):
+            each[block, :, offset] = torch.randn(context, kv_heads, head_dim, generator=random).to(dtype)
+    lens = torch.tensor([queries for _, queries in sizes])
+    query = spread * torch.randn(int(lens.sum()), kv_heads * group, head_dim, generator=random)
+    start = torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
+    contexts = torch.tensor([context for context, _ in sizes], dtype=torch.int32)
+    rows = torch.arange(len(sizes), dtype=torch.int32)
+    return query.to(dtype), keys, values, tables, rows, start, contexts, head_dim**-0.5
+
+
+def attended(way: str, arguments: Arguments) -> Tensor:
+    number = WAYS[way][1]
+    if number is not None and type(number) not in [type(number_type(dtype)) for dtype, _ in WAYS.values()]:
+        pytest.skip("not on this processor")
+    with patch.object(prefill, "number_type", lambda dtype: number):
+        start = arguments[5]
+        return prefill.paged_prefill(*arguments, max_query_len=int((start[1:] - start[:-1]).max()))
+
+
+def check(way: str, arguments: Arguments) -> None:
+    """The weights are rounded to bfloat16 where pairs are multiplied, the result to the model's type: each by at most
+    half a unit of its last place, which is a 256th (with the place before the point). The rest is float32: what a score
+    is wrong by, the weight is wrong by in proportion."""
+    result, (dtype, number) = attended(way, arguments), WAYS[way]
+    exact, size, terms = expected(arguments)  # size: the sum of the weights times how large the values are
+    bound = 1e-6 * (1 + terms) * size + 1e-6
+    if number == 0 and isinstance(number, np.uint16):
+        bound = bound + size / 256
+    if dtype == torch.bfloat16:
+        bound = bound + exact.abs() / 256
+    assert result.dtype == dtype
+    assert ((result.double() - exact).abs() <= bound).all()
+
+
+def expected(arguments: Arguments) -> tuple[Tensor, Tensor, float]:
+    """Attention in float64; the same with the values' absolutes; and the most that a score's terms add up to, with
+    theirs."""
+    query, keys, values, tables, _, start, contexts, scale = arguments
+    group = query.shape[1] // keys.shape[1]
+    (exact, size), terms = torch.empty(2, *query.shape, dtype=torch.float64), 0.0
+    for s, context in enumerate(contexts.tolist()):
+        blocks = tables[s, : -(-context // keys.shape[2])].long()
+        K, V = (
+            pool[blocks].transpose(0, 1).flatten(1, 2)[:, :context].double().repeat_interleave(group, 0)
+            for pool in (keys, values)
+        )  # [heads, context, head_dim]
+        own = slice(int(start[s]), int(start[s + 1]))
+        q = query[own].double().transpose(0, 1)  # [heads, queries, head_dim]
+        later = torch.ones(q.shape[1], context, dtype=torch.bool).triu(context - q.shape[1] + 1)
+        weights = (q @ K.mT * scale).masked_fill(later, -torch.inf).softmax(-1)
+        terms = max(terms, float((q.abs() @ K.abs().mT * scale).max()))
+        exact[own], size[own] = (weights @ V).transpose(0, 1), (weights @ V.abs()).transpose(0, 1)
+    return exact, size, terms
+
+
+@on_every_way
+@given(data=st.data())
+@settings(max_examples=examples(30, least=5))
+def test_random_batches_are_exact_within_rounding(way: str, data: st.DataObject) -> None:
+    contexts = data.draw(st.lists(st.integers(1, 9) | st.integers(1, 400), min_size=1, max_size=4))
+    sizes = [(context, data.draw(st.integers(1, context))) for context in contexts]
+    arguments = make(
+        sizes,
+        WAYS[way][0],
+        block_size=data.draw(st.sampled_from([1, 3, 16, 100])),
+        kv_heads=data.draw(st.integers(1, 3)),
+        group=data.draw(st.sampled_from([1, 3, 4, 7])),
+        head_dim=data.draw(st.sampled_from([4, 8, 20, 64, 80, 128])),
+        spread=data.draw(st.sampled_from([0.1, 1.0, 30.0])),
+        seed=data.draw(st.integers(0, 2**32)),
+    )
+    check(way, arguments)
+
+
+@pytest.mark.parametrize("context", [2, prefill.TILE - 1, prefill.TILE, prefill.TILE + 1, 3 * prefill.TILE])
+@pytest.mark.parametrize("group", [1, 3, prefill.ROWS])
+def test_prompts_around_a_tiles_end(context: int, group: int) -> None:
+    for way in ("pairs", "floats"):
+        check(way, make([(context, context)], WAYS[way][0], kv_heads=1, group=group))
+
+
+@pytest.mark.parametrize("way", ["pairs", "floats"])
+def test_a_chunk_gives_what_the_whole_prompt_gives(way: str) -> None:
+    """To the last bit, wherever it is cut, and with any number of threads."""
+    query, *others, start, contexts, scale = make([(300, 300)], WAYS[way][0])
+    whole = attended(way, (query, *others, start, contexts, scale))
+    before = numba.get_num_threads()
+    try:
+        for threads in range(1, numba.config.NUMBA_NUM_THREADS + 1):
+            numba.set_num_threads(threads)
+            for first, last in [(0, 300), (0, 2), (2, 67), (67, 128), (128, 300)]:
+                ends = torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
+                part = attended(way, (query[first:last], *others, *ends, scale))
+                assert part.equal(whole[first:last])
+    finally:
+        numba.set_num_threads(before)
+
+
+@on_every_way
+def test_one_prompts_nan_stays_its_own(way: str) -> None:
+    """A prompt whose keys and values are NaN shares a thread, and its scratch memory, with others."""
+    arguments = make([(70, 70), (5, 5), (9, 3)], WAYS[way][0], kv_heads=1)
+    exact, *_ = expected(arguments)
+    keys, values, tables = arguments[1:4]
+    for pool in (keys, values):
+        pool[tables[0].long()] = torch.nan
+    result = attended(way, arguments)
+    assert result[:70].isnan().all()
+    torch.testing.assert_close(result[70:].double(), exact[70:], rtol=0.02, atol=0.02)
+
+
+def test_scores_of_any_size() -> None:
+    """Exponentials neither overflow nor leave nothing."""
+    for way in ("pairs", "floats"):
+        query, *others = make([(200, 200)], WAYS[way][0])
+        check(way, (query * 1000, *others))
+
+
+@thorough
+def test_a_processor_without_the_instructions_takes_the_librarys_products() -> None:
+    """numba is told to know none, so that what remains is compiled as it would be elsewhere."""
+    code = (
+        "import torch\n"
+        "from minipaged.fast.cpu.vectors import number_type\n"
+        "from tests.fast.test_cpu_prefill import check, make\n"
+        "assert number_type(torch.bfloat16) is None and number_type(torch.float32) is None\n"
+        "check('library, widened', make([(40, 30), (7, 1)], torch.bfloat16))\n"
+    )
+    root = Path(__file__).parent.parent.parent
+    subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ | {"NUMBA_CPU_NAME": "generic"}, check=True)

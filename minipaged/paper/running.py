@@ -160,7 +160,7 @@ def run_jobs(jobs: Iterable[Job], results: Results, processes: int, done: Callab
 
 def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
     """As they end. One process is this one: errors, and the debugger, are then where they belong."""
-    if processes == 1:
+    if processes == 1 or not jobs:
         for job in jobs:
             yield job, _run(job)
         return

@@ -121,7 +121,7 @@ def test_random_batches_are_exact_within_rounding(way: str, data: st.DataObject)
         block_size=data.draw(st.sampled_from([1, 3, 16, 100])),
         kv_heads=data.draw(st.integers(1, 3)),
         group=data.draw(st.sampled_from([1, 3, 4, 7])),
-        head_dim=data.draw(st.sampled_from([4, 8, 20, 64, 80, 128])),
+        head_dim=data.draw(st.sampled_from([4, 8, 20, 64, 80, 128, 256])),
         spread=data.draw(st.sampled_from([0.1, 1.0, 30.0])),
         seed=data.draw(st.integers(0, 2**32)),
     )
@@ -133,6 +133,13 @@ def test_random_batches_are_exact_within_rounding(way: str, data: st.DataObject)
 def test_prompts_around_a_tiles_end(context: int, group: int) -> None:
     for way in ("pairs", "floats"):
         check(way, make([(context, context)], WAYS[way][0], kv_heads=1, group=group))
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 256])
+@pytest.mark.parametrize("way", ["pairs", "floats"])
+def test_wide_heads(way: str, head_dim: int) -> None:
+    for _ in range(4):
+        check(way, make([(200, 200), (65, 40)], WAYS[way][0], head_dim=head_dim))
 
 
 @pytest.mark.parametrize("way", ["pairs", "floats"])

@@ -234,7 +234,7 @@ def _work(query, pool, where, scale, first_item, taken, number, out):
     limits = np.empty((blocks, ROWS), np.int32)
     # What comes after a tile's last row is multiplied too, into sums that nobody looks at.
     k, v = np.zeros((TILE + 1, wide), np.float32), np.zeros((TILE + 1, wide), np.float32)
-    scores = np.empty((TILE, ROWS), np.float32)
+    scores = np.empty((TILE, max(ROWS, head_dim)), np.float32)  # and, before there are any, values as they lie
     s = 0
     while True:
         item: Any = _take(taken.ctypes.data)

@@ -57,6 +57,8 @@ class Fig12(Panel):
         super().__init__(panel)
         self.title = f"Fig. {panel}: {self.model}, {published.dataset(panel)}"
         self.seconds = SETTINGS[self.model].seconds
+        if panel == "12d":
+            self.further = {"vLLM": (1.2,)}
 
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
         return [*self.knee_checks(ours, TOLERANCE), self.height_check(dict(ours["vLLM"]))]

@@ -12,8 +12,6 @@ from minipaged.paper.serving import FURTHER_BEAM, FURTHER_SAMPLE, Serving
 
 RATIO = 0.15
 """How far vLLM ÷ Orca (Oracle) may be from the paper's."""
-BEYOND_BEAMS = 1.25, 1.4
-"""Curves of beams on Orca go on to so many times the rate at which the paper's leaves its panel; ours leave later."""
 WIDTHS = {"a": 2, "b": 4, "c": 6, "d": 2, "e": 4, "f": 6}
 
 
@@ -36,16 +34,13 @@ class Fig14(Panel):
         super().__init__(panel)
         self.beams = panel[-1] in "def"
         self.width = WIDTHS[panel[-1]]
+        if self.beams:
+            self.further = dict.fromkeys(("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)"), (1.25, 1.4))
         kind = "beam search" if self.beams else "parallel sampling"
         self.title = f"Fig. {panel}: {kind}, {self.width} sequences, OPT-13B, Alpaca"
 
     def serving(self, system: str, rate: float, seconds: float, seed: int) -> Serving:
         return replace(super().serving(system, rate, seconds, seed), n=self.width, beams=self.beams)
-
-    def rates(self, system: str) -> list[float]:
-        further = BEYOND_BEAMS if self.beams and system.startswith("Orca") else ()
-        leaves = published.with_exit(self.panel, system)[-1][0]
-        return [*super().rates(system), *(factor * leaves for factor in further)]
 
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
         return [self.ratio_check(ours, "vLLM", "Orca (Oracle)", RATIO), *self.knee_checks(ours, None)]

@@ -12,8 +12,7 @@ from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sent
 from minipaged.paper.serving import Serving
 
 BEYOND = 1.1, 1.2
-"""Each curve goes on to so many times the rate at which the paper's leaves its panel, or of its last point: a little
-further than a knee may be from the paper's."""
+"""Each curve goes on to so many times the rate at which the paper's leaves its panel, or of its last point."""
 QUICK_SECONDS = 300.0
 
 
@@ -22,6 +21,8 @@ class Panel(Figure):
 
     seconds = 3600.0
     """How long the traces are."""
+    further: Mapping[str, tuple[float, ...]] = {}
+    """System -> factors as in BEYOND."""
 
     def __init__(self, panel: str) -> None:
         self.name = self.panel = panel
@@ -33,9 +34,11 @@ class Panel(Figure):
         return Serving(system, self.model, published.dataset(self.panel), rate, seconds, seed)
 
     def rates(self, system: str) -> list[float]:
-        """Those of the paper's points, each once, and those beyond."""
+        """Those of the paper's points, each once; one beyond the panel, or two where its curve does not leave it; and
+        more where ours leaves it later (`further`)."""
         drawn, line = published.curves(self.panel)[system], published.with_exit(self.panel, system)
-        return [*dict.fromkeys(rate for rate, _ in drawn), *(factor * line[-1][0] for factor in BEYOND)]
+        beyond = *BEYOND[: 1 if len(line) > len(drawn) else 2], *self.further.get(system, ())
+        return [*dict.fromkeys(rate for rate, _ in drawn), *(factor * line[-1][0] for factor in beyond)]
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         seconds = min(QUICK_SECONDS, self.seconds) if quick else self.seconds

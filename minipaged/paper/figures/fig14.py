@@ -20,6 +20,7 @@ class Fig14(Panel):
 
     section = "6.3"
     seconds = 600.0
+    quick_seconds = 40.0
     look = (
         "vLLM's lead over Orca (Oracle) grows with the number of sequences, because they share the blocks of their "
         "prompt, and beams also much of what they generated; Orca holds a chunk for each."

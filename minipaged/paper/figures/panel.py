@@ -13,7 +13,6 @@ from minipaged.paper.serving import Serving
 
 BEYOND = 1.1, 1.2
 """Each curve goes on to so many times the rate at which the paper's leaves its panel, or of its last point."""
-QUICK_SECONDS = 300.0
 
 
 class Panel(Figure):
@@ -21,6 +20,8 @@ class Panel(Figure):
 
     seconds = 3600.0
     """How long the traces are."""
+    quick_seconds = 300.0
+    """The same of quick runs."""
     further: Mapping[str, tuple[float, ...]] = {}
     """System -> factors as in BEYOND."""
 
@@ -41,7 +42,7 @@ class Panel(Figure):
         return [*dict.fromkeys(rate for rate, _ in drawn), *(factor * line[-1][0] for factor in beyond)]
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
-        seconds = min(QUICK_SECONDS, self.seconds) if quick else self.seconds
+        seconds = self.quick_seconds if quick else self.seconds
         return [self.serving(system, rate, seconds, seed) for system in self.systems for rate in self.rates(system)]
 
     def curves(self, results: Mapping[Job, Any]) -> dict[str, list[published.Point]]:

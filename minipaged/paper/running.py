@@ -4,7 +4,8 @@
     results/12a.json                one figure: plots, checks, and what it was made with
 
 A digest is of everything that a job says and of the package's version, so a result is never taken for another's. (Who
-changes the code without changing the version gives another folder, or removes this one.)
+changes the code without changing the version, or a file of traces but not its name, gives another folder, or removes
+this one.)
 """
 
 from __future__ import annotations
@@ -166,12 +167,12 @@ def _each(jobs: list[Job], processes: int) -> Iterator[tuple[Job, Any]]:
         return
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload([jobs[0].__class__.__module__])  # so that each pool's processes begin at once
+    # The server of the first pool is the next ones' too: by what it has imported their processes begin at once.
+    context.set_forkserver_preload(["minipaged.paper.serving"])
     pool = ProcessPoolExecutor(processes, context, _end_with_parent)
     try:
-        waiting = {
-            pool.submit(_run, job): job for job in reversed(jobs)
-        }  # the highest rates, which take longest, first
+        # The last first: the highest rates of vLLM are, and they take longest.
+        waiting = {pool.submit(_run, job): job for job in reversed(jobs)}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
     except BaseException:  # a job takes minutes, and nobody wants the results of the others any more

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -159,8 +160,16 @@ def test_a_chunk_gives_what_the_whole_prompt_gives(way: str) -> None:
         numba.set_num_threads(before)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    yield
+    numba.set_num_threads(before)
+
+
 @on_every_way
-def test_one_prompts_nan_stays_its_own(way: str) -> None:
+def test_one_prompts_nan_stays_its_own(way: str, one_thread: None) -> None:
     """A prompt whose keys and values are NaN shares a thread, and its scratch memory, with others."""
     arguments = make([(70, 70), (5, 5), (9, 3)], WAYS[way][0], kv_heads=1)
     exact, *_ = expected(arguments)
@@ -170,6 +179,27 @@ def test_one_prompts_nan_stays_its_own(way: str) -> None:
     result = attended(way, arguments)
     assert result[:70].isnan().all()
     torch.testing.assert_close(result[70:].double(), exact[70:], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("way", ["floats", "library"])
+def test_keys_and_values_of_8_bits(way: str) -> None:
+    """A number is an integer times the scale of its slot and head."""
+    query, keys, values, *others = make([(70, 70), (130, 9)], torch.float32, head_dim=20)
+    pool = torch.stack([keys, values], 1)  # [blocks, 2, kv_heads, block_size, head_dim]
+    kv_scales = pool.abs().amax(-1) / 127  # [blocks, 2, kv_heads, block_size]; NaN where there is no token
+    numbers = torch.where(pool.isnan(), 0, pool / kv_scales[..., None]).round().to(torch.int8)
+    exact, *_ = expected((query, *(numbers * kv_scales[..., None]).unbind(1), *others))
+    with patch.object(prefill, "number_type", lambda dtype: WAYS[way][1]):
+        result = prefill.paged_prefill(query, *numbers.unbind(1), *others, kv_scales, max_query_len=70)
+    torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_of_an_odd_size_is_not_multiplied_in_pairs() -> None:
+    """Whatever the processor can: this is not patched."""
+    arguments = make([(70, 70)], torch.bfloat16, head_dim=7)
+    exact, *_ = expected(arguments)
+    result = prefill.paged_prefill(*arguments, max_query_len=70)
+    torch.testing.assert_close(result.double(), exact, rtol=0.01, atol=1e-5)
 
 
 def test_scores_of_any_size() -> None:

@@ -14,9 +14,10 @@ to bfloat16; scores, sums and results are float32. The sums of 8 keys (or dimens
 all lanes, which is read from the cache as part of the instruction.
 
 What there is to do is cut into items of ITEM rows of one key/value head. Each thread takes the next item when it has
-finished one, the longest first: a thread that shares its core with another process takes fewer of them.
+finished one, a sequence's longest first: a thread that shares its core with another process takes fewer of them.
 
-A row's result does not depend on the others: tiles of keys begin at multiples of TILE, whatever chunk the row is in.
+A row's result does not depend on the others, if all values are finite: tiles of keys begin at multiples of TILE,
+whatever chunk the row is in. (A chunk of one query is computed as decoding is, whose last bits are others.)
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg, attr-defined"
@@ -234,7 +235,7 @@ def _work(query, pool, where, scale, first_item, taken, number, out):
     limits = np.empty((blocks, ROWS), np.int32)
     # What comes after a tile's last row is multiplied too, into sums that nobody looks at.
     k, v = np.zeros((TILE + 1, wide), np.float32), np.zeros((TILE + 1, wide), np.float32)
-    scores = np.empty((TILE, max(ROWS, head_dim)), np.float32)  # and, before there are any, values as they lie
+    scores = np.empty(TILE * max(ROWS, head_dim), np.float32)  # and, before there are any, values as they lie
     s = 0
     while True:
         item: Any = _take(taken.ctypes.data)

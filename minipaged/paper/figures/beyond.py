@@ -28,13 +28,15 @@ class ChunkedPrefill(Figure):
     title = "Chunked prefill: tokens of a step against waiting times (chatbot's prompts, OPT-13B)"
     section = "beyond"
     look = (
-        "A large budget lets a prompt of a thousand tokens run at once, and all who decode wait for it; a small "
-        "one spreads it over many steps, and its own first token comes later. Between the two there is a flat valley."
+        "A large budget lets a prompt of a thousand tokens run at once, and all who decode wait for it; a small one "
+        "spreads it over many steps. So the median time to the first token wants large budgets, and the time per "
+        "output token small ones. The slowest first tokens are those that waited in the queue, and that is shorter "
+        "where steps are."
     )
     change_it = (
         "Serve Alpaca, whose prompts have 19 tokens: is there anything left to decide?",
-        "Double the rate (RATE): which of the two times breaks first?",
-        "Give the machine twice the arithmetic (KERNELS): to which budget does the valley move?",
+        "Double the rate (`RATE`): which of the two times breaks first?",
+        "Give the machine twice the arithmetic (`KERNELS` in paper/machines.py): what do large budgets still cost?",
     )
     RATE = 0.6
     BUDGETS = (128, 256, 512, 1024, 2048, 4096)
@@ -82,8 +84,9 @@ class OrdersOfService(Figure):
     title = "Orders of service: mean latency against rate (ShareGPT, OPT-13B)"
     section = "beyond"
     look = (
-        "While nothing waits the order makes no difference. Beyond the knee the shortest first halves the mean again "
-        "and again, at the cost of the longest, whose wait has a limit (`PLACES`)."
+        "While nothing waits the order makes no difference. Beyond the knee the shortest first brings the mean down, "
+        "up to 2.7 times, at the cost of the longest: the 99 % wait more than twice as long, though the wait has a "
+        "limit (`PLACES`)."
     )
     change_it = (
         "Let PLACES be 0.1 in `ShortestFirst`: how much of the gain is left, and who waits longest now?",
@@ -127,15 +130,15 @@ class EightBits(Figure):
     name = "beyond/kv-8-bits"
     title = "K and V in 8 bits: normalized latency against rate (ShareGPT, OPT-13B)"
     section = "beyond"
-    look = "Twice the blocks do not give twice the rate: with 60 rows a step takes longer, and that is what is left."
+    look = "Twice the blocks do not give twice the rate: with more rows in it a step takes longer."
     change_it = (
         "Only half the bytes, not twice the blocks (`kv_memory_bytes` halved): how much of the gain was reading?",
-        "The same for OPT-175B, which has 60 thousand slots already: why does it gain less?",
-        "Four bits: is there still a gain?",
+        "The same for OPT-175B (`model`, and lower `RATES`), which has 60 thousand slots already: does it gain less?",
+        "Four bits (a line of `RATES`, which go on to 5): is there still a gain?",
     )
     RATES: Mapping[int, tuple[float, ...]] = {
         16: (1.5, 1.75, 1.9, 2.0, 2.2),
-        8: (1.5, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25),
+        8: (1.5, 2.0, 2.25, 2.5, 2.75, 3.0, 3.25, 3.5, 3.75),
     }
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
@@ -160,7 +163,8 @@ class EightBits(Figure):
         )
         knees = {bits: published.knee(sorted(points)) for bits, points in lines.items()}
         checks = [Check(f"{bits} bits, requests/s", None, knee, None, unit="/s") for bits, knee in knees.items()]
-        return Outcome([plot], checks)
+        gain = knees[8] / knees[16] if knees[8] and knees[16] else None
+        return Outcome([plot], [*checks, Check("8 bits ÷ 16 bits", None, gain, None, unit="×")])
 
 
 class OnePiece(Figure):

@@ -1,7 +1,8 @@
 """No figure of the paper: what its machines were calibrated by, and how well the law of a step meets it.
 
 Two things were fitted (`paper/calibration.py`): measured kernels, which say how fast weights are read and prompts are
-computed, and the flat points of Figs. 12 and 16, which say the rest. All of them are drawn here.
+computed (a part of them is drawn here), and the flat points of Figs. 12 and 16, which say the rest. What swapping costs
+is by Fig. 19a, and what further sequences of a request cost by Fig. 14: there those are drawn.
 """
 
 from __future__ import annotations

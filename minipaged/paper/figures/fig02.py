@@ -37,7 +37,8 @@ class Fig2(Figure):
     )
     change_it = (
         "Let Orca expect twice the true output (an estimate of your own in `orca.ESTIMATES`): between which two is it?",
-        "Hand out chunks of any size, not powers of two (`OrcaMemory.chunks`): how much of *external* was rounding?",
+        "Hand out chunks of any size (`OrcaMemory.chunks`, from an allocator that cuts anywhere, in place of "
+        "`BuddyAllocator`): how much of *external* was rounding?",
         "Serve Alpaca (`fig13.serving`): why does Orca (Max) waste 96 % of its memory?",
     )
 

@@ -37,7 +37,7 @@ class Fig13(Figure):
     section = "6.2"
     look = (
         "All systems have the same memory. Orca (Max) has room for 7 longest sequences in it, however short the "
-        "requests are: the same 7 with either dataset. Paging has 4 times as many on ShareGPT and 19 times on Alpaca."
+        "requests are: the same 7 with either dataset. Paging has 4 to 5 times as many on ShareGPT, 18 times on Alpaca."
     )
     change_it = (
         "Give the machine 24 GiB for K and V (`SETTINGS` in paper/machines.py): do all bars double?",

@@ -51,8 +51,8 @@ class Fig14(Panel):
         notes = [
             f"What the second and each further sequence of a request costs a step beside its tokens, {cost:g} of what "
             "the first one does, is calibrated by vLLM's flat points of this figure. The ratio of the knees is not.",
-            "Traces are ten minutes long, the paper's an hour: all knees come out higher, for a queue has less time to "
-            "grow.",
+            "Traces are ten minutes long, the paper's an hour: all knees are higher than an hour's would be, for a "
+            "queue has less time to grow.",
         ]
         if self.beams:
             notes.append("Which beams survive was measured on SmolLM2, not on OPT-13B: see `divergence.py`.")

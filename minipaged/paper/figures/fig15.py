@@ -43,7 +43,7 @@ class Fig15(Figure):
     change_it = (
         "Take ShareGPT (`DATASET`, and lower `RATES`): its prompts are 8 times as long. The paper says 16 to 31 %.",
         "Blocks of 1 token (`Serving(block_size=1)`): everything that could be shared is. How much is that?",
-        "Ask for 32 outputs of each: where does the saving end, and which share of the text is that?",
+        "Ask for 8 samples of each (`SEQUENCES`, `RATES`, and no beams): where does the saving end?",
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:

@@ -2,7 +2,7 @@
 
 The traces (Qin et al., FAST 2025) say of each request the hashes of its prompt's blocks, of 512 tokens each. The cache
 is the engine's own (`engine/prefix_cache.py`), with such a hash in the place of a block's tokens. Requests come one
-after another and give their blocks back at once; so this is the best that a cache of that size could do.
+after another and give their blocks back at once; so this is the best that such a cache of that size could do.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class PrefixCaching(Figure):
     section = "beyond"
     needs_traces = True
     look = (
-        "A conversation's hit rate grows slowly with the cache: its prefixes come again after hours. The synthetic "
-        "trace has hot prefixes, and a small cache has most of what there is to have."
+        "Both curves grow slowly, for prefixes come again long after they were there: it takes some 15 million tokens "
+        "for nearly all that there is to have. The synthetic trace, which has more of them, is there a little sooner."
     )
     change_it = (
         "Evict at random in place of the least recently used (`PrefixCache.evict`): how much of the curve is lost?",

@@ -124,8 +124,8 @@ class Azure(FromFile):
         "earlier. In the trace those who come in the busy minutes ask for less, which takes a part of it back."
     )
     change_it = (
-        "Take every fourth request at its own time, the clock as it is (`at_rate`): what is left of the bursts?",
-        "Keep the order of the lengths and only draw the times (`at_random`): why is that the worst of all?",
+        "Take every fifth request at its own time, the clock as it is (`at_rate`): what is left of the bursts?",
+        "Keep the order of the lengths and only draw the times (`at_random`): which of the three is it nearest?",
         'Serve with `policy="shortest-first"`: does it matter more with bursts, or without?',
     )
     RATES = (0.6, 0.8, 0.9, 1.0, 1.1, 1.2)
@@ -214,7 +214,7 @@ class ShareGPTPairs(FromFile):
     )
     change_it = (
         "Leave out prompts of more than 500 tokens (`that_fit`): do the knees come back to the paper's?",
-        "Serve OPT-175B (`model`), which has four times the slots: what is left of the distance to Orca (Oracle)?",
+        "Serve OPT-175B (`model`, and raise `RATES`), which has four times the slots: how far is Orca (Oracle) then?",
         "Cut prompts to their last 1,024 tokens in place of leaving requests out: who gains?",
     )
     RATES: Mapping[str, tuple[float, ...]] = {

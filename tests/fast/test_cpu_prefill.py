@@ -183,12 +183,16 @@ def test_one_prompts_nan_stays_its_own(way: str, one_thread: None) -> None:
 
 @pytest.mark.parametrize("way", ["floats", "library"])
 def test_keys_and_values_of_8_bits(way: str) -> None:
-    """A number is an integer times the scale of its slot and head."""
+    """A number is an integer times the scale of its slot and head; scales lie before their block's numbers."""
     query, keys, values, *others = make([(70, 70), (130, 9)], torch.float32, head_dim=20)
     pool = torch.stack([keys, values], 1)  # [blocks, 2, kv_heads, block_size, head_dim]
-    kv_scales = pool.abs().amax(-1) / 127  # [blocks, 2, kv_heads, block_size]; NaN where there is no token
-    numbers = torch.where(pool.isnan(), 0, pool / kv_scales[..., None]).round().to(torch.int8)
-    exact, *_ = expected((query, *(numbers * kv_scales[..., None]).unbind(1), *others))
+    factors = pool.abs().amax(-1) / 127  # [blocks, 2, kv_heads, block_size]; NaN where there is no token
+    integers = torch.where(pool.isnan(), 0, pool / factors[..., None]).round().to(torch.int8)
+    exact, *_ = expected((query, *(integers * factors[..., None]).unbind(1), *others))
+    blocks = torch.cat([factors.flatten(1).view(torch.int8), integers.flatten(1)], 1)  # [blocks, bytes]
+    scale_bytes = 4 * factors[0].numel()
+    numbers = blocks[:, scale_bytes:].view(pool.shape)
+    kv_scales = blocks[:, :scale_bytes].view(torch.float32).view(factors.shape)
     with patch.object(prefill, "number_type", lambda dtype: WAYS[way][1]):
         result = prefill.paged_prefill(query, *numbers.unbind(1), *others, kv_scales, max_query_len=70)
     torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)

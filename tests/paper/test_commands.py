@@ -173,6 +173,13 @@ def test_no_word_in_the_table_of_a_kept_result_is_cut_in_80_columns(path: Path) 
     assert "…" not in console.export_text()
 
 
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*.json")), ids=lambda path: path.stem)
+def test_every_curve_of_a_kept_result_goes_on_to_its_knee(path: Path) -> None:
+    """A knee that never came would be no number at all."""
+    checks = json.loads(path.read_text())["checks"]
+    assert [one["what"] for one in checks if one["what"].endswith("requests/s") and one["ours"] is None] == []
+
+
 # --- The commands ---------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,11 +17,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import minipaged
 from minipaged.cli import app
 from minipaged.paper import machines, published
 from minipaged.paper.calibration import flat_points, measured_steps, relative_errors
 from minipaged.paper.figure import Figure, Outcome, Plot
-from minipaged.paper.figures import FIGURES, calibration, fig15, fig19, table1
+from minipaged.paper.figures import FIGURES, beyond, calibration, fig15, fig19, table1
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, best, crossover, good
 from minipaged.paper.figures.fig11 import Lengths
 from minipaged.paper.figures.fig12 import FIG_12
@@ -50,6 +52,26 @@ def test_every_figure_says_what_to_look_at_and_what_to_try(name: str) -> None:
     assert figure.section
     assert figure.look
     assert len(set(figure.change_it)) == 3
+
+
+def test_names_that_experiments_speak_of_are_in_the_code() -> None:
+    root = Path(minipaged.__file__).parent
+    known = {word for path in root.rglob("*.py") for word in re.findall(r"[A-Za-z_]\w*", path.read_text())}
+    for figure in FIGURES.values():
+        code = " ".join(re.findall(r"`([^`]+)`", " ".join(figure.change_it)))
+        assert set(re.findall(r"[A-Za-z_]\w*", code)) <= known, figure.name
+
+
+@pytest.mark.parametrize("name", ["beyond/chunked-prefill", "beyond/policies", "beyond/kv-8-bits"])
+def test_a_figure_beyond_the_paper_draws_each_of_its_jobs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beyond, "QUICK_SECONDS", 20.0)
+    jobs = FIGURES[name].jobs(quick=True, seed=0)
+    outcome = FIGURES[name].outcome({job: asdict(job.run()) for job in jobs})
+    for plot in outcome.plots:
+        assert isinstance(plot, Plot)
+        points = [point for line in plot.lines for point in line.points]
+        assert len(points) >= len(jobs)
+        assert all(0 < y < 100 for _, y in points)
 
 
 def declared(module: ModuleType) -> set[float]:

@@ -68,15 +68,17 @@ from minipaged.fast.cpu.vectors import (
     FLOATS,
     HALVES,
     INTEGERS,
+    LANES,
     OUT_BFLOATS,
     PAIRS,
-    ROWS,
     Vectors,
     number_type,
 )
 from minipaged.fast.kernels import Matrix
 from minipaged.models.quantized.stored import Codebook4, Float8, Grouped, StoredMatrix, e4m3_values, round_to, unpack
 
+ROWS = LANES
+"""Rows of a tile: as many float32 sums as a vector holds."""
 STEP = 8
 """Inputs that are laid out together: a lane's codes of 4 bits. Groups are filled up to a multiple of it."""
 TOKENS = (8, 4, 2, 1)

@@ -38,9 +38,8 @@ from torch import Tensor
 
 from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, paged_decode, read_tile
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
-from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, PAIRS, Vectors, number_type
+from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, LANES, PAIRS, Vectors, number_type
 
-LANES = 16
 VECTORS = 3
 ROWS = LANES * VECTORS
 """Rows whose sums are in registers together."""
@@ -219,7 +218,7 @@ def _prefill(query, pool, where, scale, num_threads, number, out):
         items = (n * group + ITEM - 1) // ITEM * pool.kv_heads if n > 1 else 0
         first_item[s + 1] = first_item[s] + items
     taken = np.zeros(1, np.int64)
-    for _ in prange(num_threads):
+    for _ in prange(min(num_threads, first_item[-1])):
         _work(query, pool, where, scale, first_item, taken, number, out)
 
 
@@ -229,12 +228,12 @@ def _work(query, pool, where, scale, first_item, taken, number, out):
     tables, rows, query_start, context_lens = where
     head_dim, kv_heads = query.shape[2], pool.kv_heads
     blocks, wide = ITEM // ROWS, head_dim + -head_dim % TOGETHER
-    q = np.zeros((blocks, head_dim, ROWS), np.float32)  # or half as many pairs
+    q = np.empty((blocks, head_dim, ROWS), np.float32)  # or half as many pairs
     o = np.empty((blocks, wide, ROWS), np.float32)
     m_l = np.empty((blocks, 2, ROWS), np.float32)
     limits = np.empty((blocks, ROWS), np.int32)
-    # What comes after a tile's last row is multiplied too, into sums that nobody looks at.
-    k, v = np.zeros((TILE + 1, wide), np.float32), np.zeros((TILE + 1, wide), np.float32)
+    # Rows lie head_dim apart. What is behind the last one is multiplied too, into sums that nobody looks at.
+    k, v = np.empty((TILE, wide), np.float32), np.empty((TILE, wide), np.float32)
     scores = np.empty(TILE * max(ROWS, head_dim), np.float32)  # and, before there are any, values as they lie
     s = 0
     while True:
@@ -532,7 +531,3 @@ class Attention(Vectors):
             power = self.call("llvm.fma.v16f32", FLOATS, power, rest, self.all_of(FLOATS, factor))
         lanes, current = ir.Constant(ir.IntType(16), -1), BITS32(4)
         return self.call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, power, whole, power, lanes, current)
-
-    def store(self, value, address, offset):
-        address = self.builder.add(address, BITS64(offset))
-        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)

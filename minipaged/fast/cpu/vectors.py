@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-ROWS = 16
+LANES = 16
 """As many float32 as a vector of 512 bits holds."""
 
 
@@ -30,10 +30,10 @@ class BFloat16(ir.Type):  # type: ignore[misc]
 
 
 BITS8, BITS16, BITS32, BITS64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-FLOATS, INTEGERS = ir.VectorType(ir.FloatType(), ROWS), ir.VectorType(BITS32, ROWS)
-HALVES, BYTES = ir.VectorType(ir.HalfType(), ROWS), ir.VectorType(BITS8, ROWS)
-PAIRS, BFLOATS = ir.VectorType(BITS16, 2 * ROWS), ir.VectorType(BFloat16(), 2 * ROWS)
-OUT_BFLOATS = ir.VectorType(BFloat16(), ROWS)
+FLOATS, INTEGERS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(BITS32, LANES)
+HALVES, BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(BITS8, LANES)
+PAIRS, BFLOATS = ir.VectorType(BITS16, 2 * LANES), ir.VectorType(BFloat16(), 2 * LANES)
+OUT_BFLOATS = ir.VectorType(BFloat16(), LANES)
 
 
 @functools.cache
@@ -83,12 +83,16 @@ class Vectors:
         address = self.builder.add(address, BITS64(offset))
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
 
+    def store(self, value, address, offset=0):
+        address = self.builder.add(address, BITS64(offset))
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=1)
+
     def all_of(self, kind, value):
         return ir.Constant(kind, [value] * kind.count)
 
     def spread(self, value):
         """A vector of 16 times the same."""
-        one = ir.VectorType(value.type, ROWS)
+        one = ir.VectorType(value.type, LANES)
         first = self.builder.insert_element(ir.Constant(one, ir.Undefined), value, BITS32(0))
         return self.builder.shuffle_vector(first, first, self.all_of(INTEGERS, 0))
 

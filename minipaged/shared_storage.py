@@ -60,11 +60,15 @@ class SharedStorageConnector:
     def check(self, handshake: Handshake) -> None:
         mine, path = asdict(handshake), self._handshake
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            there = self.folder.stat()
-            believed = not hasattr(os, "getuid") or (there.st_uid == os.getuid() and not there.st_mode & 0o022)
+            place = next((one for one in (self.folder, *self.folder.parents) if one.exists()), self.folder)
+            there = self.folder.stat() if place == self.folder else None  # None: `open` makes it there
+            believed = (
+                there is None
+                or not hasattr(os, "getuid")
+                or (there.st_uid == os.getuid() and not there.st_mode & 0o022)
+            )
             if believed:
-                tempfile.TemporaryFile(dir=self.folder).close()  # it can be written to
+                tempfile.TemporaryFile(dir=place).close()  # it can be written to
                 theirs = json.loads(path.read_text()) if path.exists() else mine
                 if not isinstance(theirs, dict):
                     raise ValueError("not a handshake")
@@ -94,6 +98,7 @@ class SharedStorageConnector:
         self.check(handshake)
         mine = asdict(handshake)
         try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._write(self._handshake, json.dumps(mine, indent=1).encode(), only_if_new=True)
         except OSError as error:
             raise self._unusable(error) from None

@@ -10,7 +10,8 @@ import importlib.util
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from minipaged.contracts import BlockAllocator, BlockTable, Runner, Sampled, SamplingInput, Tier
 from minipaged.devices import gpu_problem, has_nvidia_gpu
 from minipaged.errors import InvalidRequest
-from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.models.config import ModelConfig
 from minipaged.models.shards import Shard, cut_weights, local_config, shards_of
 from minipaged.params import EngineConfig, KVCacheDtype
 
@@ -270,7 +271,8 @@ class FastTier(DeviceTier):
         return shape_problem(getattr(torch, self.dtype), config.head_dim, group, 10 * major + minor, shared_memory)
 
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
-        return self._load(folder, config)
+        with self.kernels_compiled():
+            return self._load(folder, config)
 
     def load_shard(self, folder: Path, config: ModelConfig, shard: Shard, ranks: Ranks) -> Any:
         """The same for one rank (`models.shards`), which exchanges its results with the others by `ranks`."""
@@ -299,34 +301,20 @@ class FastTier(DeviceTier):
                 "free some memory, use a smaller model, or device='cpu'"
             ) from None
 
+    def kernels_compiled(self) -> AbstractContextManager[None]:
+        """On leaving, numba's kernels are compiled, if they are needed: for whoever comes next, too."""
+        if self.device != "cpu":
+            return nullcontext()
+        import torch
+
+        from minipaged.fast.cpu.compiling import compiled_meanwhile
+
+        return compiled_meanwhile(getattr(torch, self.dtype))
+
     def make_runner(self, config: ModelConfig, weights: Any, engine_config: EngineConfig) -> Runner:
         from minipaged.fast.llama import Llama
 
         return self._make(Llama, config, weights, engine_config)
-
-    def compile_kernels(self, config: ModelConfig) -> None:
-        """On a CPU, and if that was not done before: what numba compiles, it keeps for whoever comes next. Runs a model
-        of one small layer for it."""
-        import torch
-
-        from minipaged.fast.cpu.llama import kernels_are_compiled
-
-        dtype = getattr(torch, self.dtype)
-        if self.device != "cpu" or kernels_are_compiled(dtype):
-            return
-        small = replace(
-            config,
-            vocab_size=16,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=config.num_attention_heads // config.num_key_value_heads,
-            num_key_value_heads=1,
-            kv_cache_dtype="auto",
-        )
-        weights = {name: torch.ones(shape, dtype=dtype) for name, shape in weight_shapes(small).items()}
-        sizes = EngineConfig(num_blocks=4, num_swap_blocks=4, max_model_len=32, max_num_seqs=1, vocab_size=16)
-        FastTier.make_runner(self, small, weights, sizes)
 
     def make_stage(self, config: ModelConfig, weights: Any, engine_config: EngineConfig, ranks: Ranks) -> StageLlama:
         """The same for a stage that is not the last; `config`: the shard's own."""
@@ -339,7 +327,6 @@ class FastTier(DeviceTier):
     ) -> AnyLlama:
         import torch
 
-        from minipaged.fast.cpu.llama import kernels_are_compiled
         from minipaged.fast.kv_cache import KVCache
         from minipaged.models.loading import static_scales
 
@@ -362,8 +349,6 @@ class FastTier(DeviceTier):
                 scales,
                 self.device,
             )
-            if self.device == "cpu" and not kernels_are_compiled(cache.dtype):
-                print(f"compiling the {self.dtype} kernels for this processor, once: about 20 seconds", file=sys.stderr)
             llama = make(
                 config,
                 weights,

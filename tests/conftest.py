@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import importlib.util
 import os
@@ -27,6 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the backgrou
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from tests import effort  # registers the profiles
+from tests.memory import give_back
 from tests.tiny_model import make_tiny_model
 from tests.triton_interpreter import skip_idle_work
 
@@ -58,15 +58,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """What a test of the real model let go of is given back before another is loaded, also what refers to itself, and
-    what glibc keeps because it was freed in small pieces (100 MB, after a model's shards)."""
+    """What a test of the real model let go of is given back before another is loaded."""
     ran = yield
     if (peak := most_bytes()) > _peak["bytes"]:
         _peak.update({"bytes": peak, "at": item.path.relative_to(Path(__file__).parent).as_posix()})
     if item.get_closest_marker("model"):
-        gc.collect()
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-            trim(0)
+        give_back()
     return ran
 
 

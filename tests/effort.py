@@ -7,6 +7,7 @@
 | nightly  | `make test-nightly` | ten times as many, at random                 |
 
 A test that needs another number of examples than its neighbours says so by `examples(n)`: n of them when thorough.
+Where they are numbered (`seeds(n)`), the thorough ones come after the quick ones.
 """
 
 from __future__ import annotations
@@ -35,9 +36,15 @@ def examples(thorough: int, least: int = 2) -> int:
     return max(least, thorough * settings.default.max_examples // THOROUGH)
 
 
-def seeds(thorough: int, chunk: int, *, first: int = 0, least: int = 2) -> list[range]:
-    """`examples(thorough, least)` seeds from `first` on, in parts of `chunk`: a test each, so that cores share them."""
+def seeds(thorough: int, chunk: int, *, first: int = 0, least: int = 2, tried: bool = True) -> list[range]:
+    """`examples(thorough, least)` seeds from `first` on, in parts of `chunk`: a test each, so that cores share them.
+
+    The thorough profile leaves out those of the quick one, which are always the same, where `make test` has `tried`
+    them: not if some cases of the test, or all, are thorough.
+    """
     end = first + examples(thorough, least)
+    if tried and settings.get_current_profile_name() == "thorough":
+        first += max(least, thorough // 10)
     return [range(begin, min(begin + chunk, end)) for begin in range(first, end, chunk)]
 
 

@@ -61,7 +61,8 @@ class ParallelTier(FastTier):
     def load_weights(self, folder: Path, config: ModelConfig) -> Any:
         sizes = (self.tensor_parallel_size, self.pipeline_parallel_size)
         check_parallel_sizes(config, *sizes)  # before anything starts
-        self.compile_kernels(config)  # or all workers would, at the same time
+        with self.kernels_compiled():
+            pass  # or all workers would, at the same time
         num_ranks = math.prod(sizes)
         where = (str(folder), self.device, self.dtype)
         num_threads = max(1, torch.get_num_threads() // num_ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from minipaged.replay_steps import Replay, open_replay
 from minipaged.step_files import Header, StepRecorder, read_recording
 from tests.effort import quick_cases, thorough
 from tests.end_to_end.small_llama import make_small_llama
+from tests.memory import give_back
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8, 9, 10, 12, 13], [40, 41], [5, 6, 7, 8, 9, 99, 98, 97, 96, 95, 94, 93]]
 OTHER = {"reference": "fast", "fast": "reference"}
@@ -98,7 +98,7 @@ def test_smollm2_recorded_on_the_reference_runs_on_the_fast_tier(smollm2_folder:
         llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=1, max_tokens=12, ignore_eos=True))
         recorder.close()
     del llm, recorder
-    gc.collect()  # one tier's weights at a time
+    give_back()  # one tier's weights at a time
     replayed = replay(tmp_path / "steps", LoadedModel.load(smollm2_folder, "fast", dtype="float32"))
     for difference in replayed:
         assert difference.objection is None, difference

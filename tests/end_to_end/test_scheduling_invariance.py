@@ -10,7 +10,6 @@ and beams are compared in float64, where rounding (1e-16) decides nothing: no di
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from minipaged.models.quantized.recipe import Recipe
 from minipaged.quantizing import quantize
 from tests.effort import examples, thorough
 from tests.end_to_end.ties import check_same_or_tied
+from tests.memory import give_back
 from tests.workloads import ended
 
 Params = SamplingParams | BeamSearchParams
@@ -349,7 +349,7 @@ def test_a_crowded_smollm2_says_what_it_says_alone(
     smollm2_folder: Path, smollm2_alone: tuple[list[Job], list[RequestOutput]], tier: str, preemption: Any
 ):
     jobs, alone = smollm2_alone
-    gc.collect()  # the weights that served each alone
+    give_back()  # the weights that served each alone
     llm = LLM(
         smollm2_folder,
         tier=tier,
@@ -366,7 +366,7 @@ def test_a_crowded_smollm2_says_what_it_says_alone(
     check_nothing_is_held(llm)
     stats = llm.stats()
     del llm
-    gc.collect()  # a tie takes weights of its own
+    give_back()  # a tie takes weights of its own
     check_same(smollm2_folder, jobs, crowded, alone)
     assert stats.blocks_copied > 0
     assert stats.prefix_cache_hit_tokens > 0

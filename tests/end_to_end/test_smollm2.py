@@ -6,7 +6,6 @@ proven tie (`ties.py`).
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from minipaged.replay_steps import logits_of
 from tests.end_to_end import yardstick
 from tests.end_to_end.ties import check_same_or_tied
 from tests.end_to_end.yardstick import assert_same_beams, assert_same_logprobs
+from tests.memory import give_back
 
 CHUNK = 32
 """`max_num_batched_tokens`: the longest prompt runs in chunks."""
@@ -42,7 +42,7 @@ def _small_scratch() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def smollm2(tier: str, smollm2_folder: Path) -> LLM:
-    gc.collect()  # the other tier's weights
+    give_back()  # the other tier's weights
     return LLM("smollm2-135m-instruct", tier=tier, dtype="float32", num_blocks=64, max_num_batched_tokens=CHUNK)
 
 

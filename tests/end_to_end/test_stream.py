@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from minipaged import LLM, BeamSearchParams, InvalidRequest, SamplingParams
+from minipaged import LLM, BeamSearchParams, CompletionOutput, InvalidRequest, RequestOutput, SamplingParams
 from minipaged.cli import main
 from minipaged.fast.llama import Llama
 from minipaged.mirror import MirroredRunner
@@ -23,6 +23,11 @@ LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 @pytest.fixture(params=[False, True], ids=["step by step", "asynchronously"])
 def llm(small_llama: Path, request: pytest.FixtureRequest) -> LLM:
     return LLM(small_llama, num_blocks=64, block_size=4, debug=True, async_scheduling=request.param)
+
+
+def near(output: RequestOutput) -> tuple[CompletionOutput, ...]:
+    """What is equal to its outputs up to rounding: in other company a product may be added up in another order."""
+    return tuple(replace(one, cumulative_logprob=pytest.approx(one.cumulative_logprob)) for one in output.outputs)
 
 
 def assert_all_given_back(llm: LLM) -> None:
@@ -52,6 +57,7 @@ def assert_all_given_back(llm: LLM) -> None:
     ids=["one", "samples", "all that may be asked", "beams"],
 )
 def test_a_stream_joins_to_what_generate_returns(llm: LLM, params: SamplingParams | BeamSearchParams) -> None:
+    llm.generate("The one", LONG)  # both then find its blocks
     updates = list(llm.stream("The one", params))
     check_stream(updates)
     [expected] = (
@@ -122,14 +128,14 @@ def test_generate_may_be_called_while_a_stream_is_read_and_neither_takes_from_th
         if count == 3:
             [between] = llm.generate([5, 6], LONG)
     check_stream(updates)
-    assert updates[-1].output.outputs == alone[0][-1].output.outputs  # type: ignore[union-attr]
-    assert between.outputs == alone[1][0].outputs  # type: ignore[union-attr]
+    assert updates[-1].output.outputs == near(alone[0][-1].output)  # type: ignore[union-attr]
+    assert between.outputs == near(alone[1][0])  # type: ignore[arg-type]
     theirs = []
     while llm.engine.has_unfinished_requests():
         theirs += llm.engine.step()
     check_stream(theirs)
     assert {update.request_id for update in theirs} == {by_hand}
-    assert ended(theirs)[0].outputs == alone[2][0].outputs  # type: ignore[union-attr]
+    assert ended(theirs)[0].outputs == near(alone[2][0])  # type: ignore[arg-type]
     assert_all_given_back(llm)
 
 

@@ -5,7 +5,6 @@ Of its weights, half a gigabyte and more, one set is in memory at a time.
 
 from __future__ import annotations
 
-import gc
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from tests.effort import thorough
 from tests.end_to_end import yardstick
 from tests.end_to_end.test_scheduling_invariance import Job, largest_need, run
 from tests.end_to_end.ties import check_same_or_tied, check_same_or_tied_draws
+from tests.memory import give_back
 
 pytestmark = pytest.mark.model
 
@@ -90,7 +90,7 @@ def test_random_workloads_give_the_same_tokens(smollm2_folder: Path, seed: int, 
         assert count["request_preempted"], "the pool was large enough for all"
         assert count["block_copied"]
         del llm
-        gc.collect()  # one tier's weights at a time
+        give_back()  # one tier's weights at a time
     for job, ours, theirs in zip(jobs, outputs["fast"], outputs["reference"], strict=True):
         for stream, (our, their) in enumerate(zip(ours.outputs, theirs.outputs, strict=True)):
             if isinstance(job.params, BeamSearchParams):
@@ -109,6 +109,6 @@ def test_every_logit_is_within_rounding_of_that_of_transformers(smollm2_folder: 
     prompt = yardstick.kept()["logits"]["prompt"]
     theirs = yardstick.last_logits(yardstick.load(smollm2_folder), prompt)
     for tier in ("reference", "fast"):
-        gc.collect()  # the weights before
+        give_back()  # the weights before
         ours = logits_of(LoadedModel.load(smollm2_folder, tier, dtype="float32"), prompt)
         assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max(), tier

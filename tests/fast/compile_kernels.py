@@ -407,7 +407,7 @@ def machine_code(binary: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        return _output_of("nvdisasm", "--print-code", file.name)
+        return _output_of("nvdisasm", "--print-code", "--no-dataflow", file.name)  # which would only sort out branches
 
 
 def early_reads(ptx: str) -> list[str]:

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged.fast.cpu import packed
+from minipaged.fast.cpu.llama import FEW, DenseMatrix
 from minipaged.fast.cpu.packed import TOKENS, PackedMatrix, Room, number_type
 from minipaged.models.quantized.stored import Codebook4, Float8, Grouped, StoredMatrix, e4m3_values, pack
 from tests.effort import quick_cases, thorough
@@ -185,9 +186,22 @@ def test_a_matrix_takes_the_memory_of_its_bytes_and_is_never_there_in_floats() -
     whole = PackedMatrix(matrix, None, torch.bfloat16, room)
     size, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert whole.nbytes == matrix.nbytes
+    num_factors = 2 * 4096 * 2048 // 32  # a scale and a minimum a group; float16, but for loops without instructions
+    assert whole.nbytes == matrix.nbytes + (2 * num_factors if number_type(torch.bfloat16) is None else 0)
     assert size <= Room.SIZE + 200_000
     assert peak <= Room.SIZE + 6 * packed.AT_ONCE
+
+
+def test_a_matrix_of_bfloat16_needs_no_onednn_that_multiplies_it() -> None:
+    """Which refuses to lay it out, on a processor without AVX512."""
+    weight, x = torch.randn(8, 16).bfloat16(), torch.randn(FEW + 1, 16).bfloat16()
+    exact = x.double() @ weight.double().T
+    for supported in (False, torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        with patch.object(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda supported=supported: supported):
+            matrix = DenseMatrix(weight, None)
+            product = matrix(x)
+        assert (matrix._packed is not None) == supported
+        torch.testing.assert_close(product.double(), exact, rtol=0.01, atol=0.03)
 
 
 def test_matrices_lie_side_by_side() -> None:

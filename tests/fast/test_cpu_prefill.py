@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import subprocess
 import sys
@@ -17,10 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minipaged.fast.cpu import prefill
+from minipaged.fast.cpu import attention, prefill
+from minipaged.fast.cpu.bfloat16 import as_array
 from minipaged.fast.cpu.vectors import number_type
 from tests.effort import examples, thorough
 
+NO_RESERVE = 0x4000
+"""MAP_NORESERVE, which Python has no name for before 3.13: the system need not have as much memory."""
 WAYS = {
     "pairs": (torch.bfloat16, np.uint16(0)),
     "floats": (torch.float32, np.float32(0)),
@@ -50,26 +55,36 @@ def make(
     pool = torch.full((sum(num_blocks), 2, kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
     keys, values = pool.unbind(1)
     places = torch.randperm(len(pool), generator=random).split(num_blocks)
-    tables = torch.full((len(sizes), max(num_blocks)), -1, dtype=torch.int32)
+    rows = torch.randperm(len(sizes) + 2, generator=random)[: len(sizes)].int()  # some rows are nobody's
+    tables = torch.full((len(sizes) + 2, max(num_blocks)), -1, dtype=torch.int32)
     for s, (context, _) in enumerate(sizes):
-        tables[s, : num_blocks[s]] = places[s]
+        table = tables[rows[s]]
+        table[: num_blocks[s]] = places[s]
         position = torch.arange(context)
-        block, offset = tables[s].long()[position // block_size], position % block_size
+        block, offset = table.long()[position // block_size], position % block_size
         for each in (keys, values):
             each[block, :, offset] = torch.randn(context, kv_heads, head_dim, generator=random).to(dtype)
     lens = torch.tensor([queries for _, queries in sizes])
     query = spread * torch.randn(int(lens.sum()), kv_heads * group, head_dim, generator=random)
     start = torch.cat([torch.zeros(1), lens.cumsum(0)]).int()
     contexts = torch.tensor([context for context, _ in sizes], dtype=torch.int32)
-    rows = torch.arange(len(sizes), dtype=torch.int32)
     return query.to(dtype), keys, values, tables, rows, start, contexts, head_dim**-0.5
 
 
-def attended(way: str, arguments: Arguments) -> Tensor:
+def number_of(way: str) -> np.uint16 | np.float32 | None:
+    """What `number_type` says where this way is gone. Skips the test where the processor has no instructions for it."""
     number = WAYS[way][1]
     if number is not None and type(number) not in [type(number_type(dtype)) for dtype, _ in WAYS.values()]:
         pytest.skip("not on this processor")
-    with patch.object(prefill, "number_type", lambda dtype: number):
+    return number
+
+
+def attended(way: str, arguments: Arguments) -> Tensor:
+    number = number_of(way)
+    with (
+        patch.object(prefill, "number_type", lambda _: number),
+        patch.object(attention, "number_type", lambda _: number),
+    ):
         start = arguments[5]
         return prefill.paged_prefill(*arguments, max_query_len=int((start[1:] - start[:-1]).max()))
 
@@ -92,11 +107,11 @@ def check(way: str, arguments: Arguments) -> None:
 def expected(arguments: Arguments) -> tuple[Tensor, Tensor, float]:
     """Attention in float64; the same with the values' absolutes; and the most that a score's terms add up to, with
     theirs."""
-    query, keys, values, tables, _, start, contexts, scale = arguments
+    query, keys, values, tables, rows, start, contexts, scale = arguments
     group = query.shape[1] // keys.shape[1]
     (exact, size), terms = torch.empty(2, *query.shape, dtype=torch.float64), 0.0
     for s, context in enumerate(contexts.tolist()):
-        blocks = tables[s, : -(-context // keys.shape[2])].long()
+        blocks = tables[rows[s], : -(-context // keys.shape[2])].long()
         K, V = (
             pool[blocks].transpose(0, 1).flatten(1, 2)[:, :context].double().repeat_interleave(group, 0)
             for pool in (keys, values)
@@ -143,6 +158,19 @@ def test_wide_heads(way: str, head_dim: int) -> None:
         check(way, make([(200, 200), (65, 40)], WAYS[way][0], head_dim=head_dim))
 
 
+@on_every_way
+def test_blocks_that_lie_far_apart(way: str) -> None:
+    """More than 2**32 bytes: each block is 2**31 from the next."""
+    query, keys, values, *others = make([(40, 40), (33, 1)], WAYS[way][0], kv_heads=1)
+    pool = torch.stack([keys, values], 1)  # [blocks, 2, kv_heads, block_size, head_dim]
+    apart = 2**31 // pool.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    memory = torch.frombuffer(mmap.mmap(-1, len(pool) * 2**31, flags=flags), dtype=pool.dtype)
+    far = memory.view(len(pool), apart)[:, : pool[0].numel()].unflatten(1, pool.shape[1:])
+    far.copy_(pool)
+    check(way, (query, *far.unbind(1), *others))
+
+
 @pytest.mark.parametrize("way", ["pairs", "floats"])
 def test_a_chunk_gives_what_the_whole_prompt_gives(way: str) -> None:
     """To the last bit, wherever it is cut, and with any number of threads."""
@@ -173,9 +201,9 @@ def test_one_prompts_nan_stays_its_own(way: str, one_thread: None) -> None:
     """A prompt whose keys and values are NaN shares a thread, and its scratch memory, with others."""
     arguments = make([(70, 70), (5, 5), (9, 3)], WAYS[way][0], kv_heads=1)
     exact, *_ = expected(arguments)
-    keys, values, tables = arguments[1:4]
+    keys, values, tables, rows = arguments[1:5]
     for pool in (keys, values):
-        pool[tables[0].long()] = torch.nan
+        pool[tables[rows[0]].long()] = torch.nan
     result = attended(way, arguments)
     assert result[:70].isnan().all()
     torch.testing.assert_close(result[70:].double(), exact[70:], rtol=0.02, atol=0.02)
@@ -193,7 +221,8 @@ def test_keys_and_values_of_8_bits(way: str) -> None:
     scale_bytes = 4 * factors[0].numel()
     numbers = blocks[:, scale_bytes:].view(pool.shape)
     kv_scales = blocks[:, :scale_bytes].view(torch.float32).view(factors.shape)
-    with patch.object(prefill, "number_type", lambda dtype: WAYS[way][1]):
+    number = number_of(way)
+    with patch.object(prefill, "number_type", lambda dtype: number):
         result = prefill.paged_prefill(query, *numbers.unbind(1), *others, kv_scales, max_query_len=70)
     torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -211,6 +240,38 @@ def test_scores_of_any_size() -> None:
     for way in ("pairs", "floats"):
         query, *others = make([(200, 200)], WAYS[way][0])
         check(way, (query * 1000, *others))
+
+
+@pytest.mark.parametrize("head_dim", [7, 20, 64, 256])
+@pytest.mark.parametrize("way", ["pairs", "floats", "widened floats"])
+def test_nothing_beside_scratch_memory_is_written(way: str, head_dim: int) -> None:
+    dtype, number = WAYS[way][0], number_of(way)
+    if isinstance(number, np.uint16) and head_dim % 2:
+        pytest.skip("not multiplied in pairs")
+    query, keys, values, tables, rows, _, contexts, scale = make([(130, 90)], dtype, head_dim=head_dim, kv_heads=1)
+    pool = attention.Pool(
+        *(keys.data_ptr(), values.data_ptr(), 0, keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize),
+        *(1, keys.shape[2], attention.KINDS[dtype]),
+    )
+    blocks, wide, guard, canary = prefill.ITEM // prefill.ROWS, head_dim + -head_dim % prefill.TOGETHER, 256, -77
+    floats = [(blocks, head_dim, prefill.ROWS), (blocks, wide, prefill.ROWS), (blocks, 2, prefill.ROWS)]
+    tile = (prefill.TILE, wide)
+    shapes = [*floats, (blocks, prefill.ROWS), tile, tile, (prefill.TILE * max(prefill.ROWS, head_dim),)]
+    memory = [
+        np.full(math.prod(shape) + 2 * guard, canary, np.int32 if i == len(floats) else np.float32)
+        for i, shape in enumerate(shapes)
+    ]
+    scratch = [each[guard:-guard].reshape(shape) for each, shape in zip(memory, shapes, strict=True)]
+    out = torch.empty_like(query)
+    for first in range(0, query.shape[0] * query.shape[1], prefill.ITEM):
+        prefill._attend(
+            *(as_array(query), pool, 0, tables[rows[0]].numpy(), first, prefill.ITEM, int(contexts[0])),
+            *(np.float32(scale), number, *scratch, as_array(out)),
+        )
+    for each in memory:
+        assert (each[:guard] == canary).all()
+        assert (each[-guard:] == canary).all()
+    assert not out.isnan().any()
 
 
 @thorough

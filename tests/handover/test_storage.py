@@ -279,9 +279,15 @@ def test_a_folder_that_cannot_be_had_is_said_at_once(tmp_path: Path) -> None:
         SharedStorageConnector("")
 
 
+def test_a_folder_that_could_not_be_made_is_said_by_a_check(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidRequest, match=r"file/kv cannot be used: .*; give another folder"):
+        SharedStorageConnector(tmp_path / "file" / "kv").check(HANDSHAKE)
+
+
 def test_to_check_leaves_a_folder_to_everybody(tmp_path: Path) -> None:
-    SharedStorageConnector(tmp_path / "kv").check(HANDSHAKE)
-    assert list((tmp_path / "kv").iterdir()) == []
+    SharedStorageConnector(tmp_path / "some" / "kv").check(HANDSHAKE)
+    assert list(tmp_path.iterdir()) == [], "not even the folder is there"
     opened(tmp_path / "kv", block_size=8)
     with pytest.raises(InvalidRequest, match="block_size is 8 there and 4 here"):
         SharedStorageConnector(tmp_path / "kv").check(HANDSHAKE)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -35,19 +36,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+PATIENCE_S = 60
+"""For what happens at once where nothing else uses the machine. `worker_timeout`, too, is 60 s if it is not given."""
+
+
+def start(folder: Path, **settings: Any) -> LLM:
+    settings = {"num_blocks": 256, "num_swap_blocks": 8, "tensor_parallel_size": 2} | settings
+    return LLM(folder, tier="fast", device="cpu", dtype="float32", **settings)
+
+
 @pytest.fixture
 def llm(folder: Path) -> Iterator[LLM]:
-    made = LLM(
-        folder,
-        tier="fast",
-        device="cpu",
-        dtype="float32",
-        num_blocks=256,
-        num_swap_blocks=8,
-        tensor_parallel_size=2,
-        worker_timeout=2,
-    )
-    with closing(made):
+    with closing(start(folder)) as made:
+        yield made
+
+
+@pytest.fixture
+def impatient(folder: Path) -> Iterator[LLM]:
+    """It gives up on who hangs before whoever tests that does."""
+    with closing(start(folder, worker_timeout=2)) as made:
         yield made
 
 
@@ -57,9 +64,9 @@ def workers_of(llm: LLM) -> Workers:
     return workers
 
 
-def gone(pids: list[int], within: float = 5.0) -> bool:
-    """Whether none of these processes is left, not even as a zombie."""
-    deadline = time.monotonic() + within
+def gone(pids: list[int]) -> bool:
+    """Whether none of these processes is left in the end, not even as a zombie."""
+    deadline = time.monotonic() + PATIENCE_S
     while any(psutil.pid_exists(pid) for pid in pids):
         if time.monotonic() > deadline:
             return False
@@ -67,24 +74,22 @@ def gone(pids: list[int], within: float = 5.0) -> bool:
     return True
 
 
-def run_until_it_fails(llm: LLM, kill: int, by: signal.Signals) -> tuple[WorkerFailed, float]:
-    """The error of a run in whose midst the worker with the process `kill` gets a signal; and how long that took."""
+def run_until_it_fails(llm: LLM, kill: int, by: signal.Signals) -> WorkerFailed:
+    """The error of a run in whose midst the worker with the process `kill` gets a signal."""
     llm.engine.add_request([1, 2, 3], LONG)
     for _ in range(5):
         llm.engine.step()
     os.kill(kill, by)
-    sent = time.monotonic()
     try:
         while True:
             llm.engine.step()
     except WorkerFailed as error:
-        return error, time.monotonic() - sent
+        return error
 
 
 def test_a_worker_that_dies_is_named_at_once(llm: LLM) -> None:
     pids = workers_of(llm).pids
-    error, seconds = run_until_it_fails(llm, pids[1], signal.SIGKILL)
-    assert seconds < 1
+    error = run_until_it_fails(llm, pids[1], signal.SIGKILL)  # if it took worker_timeout, it would be said to hang
     assert f"worker 1 of 2 (process {pids[1]}) was killed by SIGKILL" in str(error)
     with pytest.raises(WorkerFailed, match="was killed by SIGKILL"):  # and so ends whatever comes after
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
@@ -100,7 +105,7 @@ def test_one_that_dies_while_nothing_runs_is_heard_of(llm: LLM) -> None:
     heard: list[Exception] = []
     llm.engine.runner.on_failure(heard.append)
     os.kill(workers_of(llm).pids[0], signal.SIGKILL)
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + PATIENCE_S
     while not heard and time.monotonic() < deadline:
         time.sleep(0.01)
     assert "worker 0 of 2" in str(heard[0])
@@ -108,12 +113,11 @@ def test_one_that_dies_while_nothing_runs_is_heard_of(llm: LLM) -> None:
 
 
 @thorough
-def test_one_that_hangs_is_given_up_and_named(llm: LLM) -> None:
-    pids = workers_of(llm).pids
-    error, seconds = run_until_it_fails(llm, pids[1], signal.SIGSTOP)
-    assert 2 <= seconds < 5
+def test_one_that_hangs_is_given_up_and_named(impatient: LLM) -> None:
+    pids = workers_of(impatient).pids
+    error = run_until_it_fails(impatient, pids[1], signal.SIGSTOP)
     assert f"worker 1 of 2 (process {pids[1]}) hangs: it does not answer at all (worker_timeout is 2 s)" in str(error)
-    llm.close()
+    impatient.close()
     assert gone(pids)
 
 
@@ -124,7 +128,7 @@ def test_closing_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytes
     pids, connections = workers_of(llm).pids, len(psutil.Process().net_connections("unix"))
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].finished
     llm.close()
-    assert gone(pids, within=0.1)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not list(tmp_path.iterdir())
     assert len(psutil.Process().net_connections("unix")) < connections
     with pytest.raises(WorkerFailed, match="closed"):
@@ -233,28 +237,26 @@ def test_a_server_whose_worker_dies_says_so_and_ends(folder: Path, tmp_path: Pat
             assert "worker 1 of 2" in lines[-1] or "worker 1 of 2" in "".join(lines[-4:])
         killed = time.monotonic()
         statuses = set()
-        while time.monotonic() < killed + 10:
+        while time.monotonic() < killed + PATIENCE_S:
             try:
                 statuses.add(httpx.get(url + "/health").status_code)
             except httpx.TransportError:
                 break
             time.sleep(0.02)
         assert 503 in statuses
-        assert program.wait(10) == 1
+        assert program.wait(PATIENCE_S) == 1
         assert "worker 1 of 2" in program.stderr.read()
     assert gone(pids)
     assert not list(tmp_path.glob("minipaged-workers-*"))
 
 
 @thorough
-def test_a_message_that_nobody_reads_does_not_hold_the_driver_up(llm: LLM) -> None:
+def test_a_message_that_nobody_reads_does_not_hold_the_driver_up(impatient: LLM) -> None:
     """Longer than what a socket holds, to a worker that has stopped."""
-    pids = workers_of(llm).pids
+    pids = workers_of(impatient).pids
     os.kill(pids[0], signal.SIGSTOP)
-    started = time.monotonic()
     with pytest.raises(WorkerFailed, match=f"process {pids[0]}.*takes no more messages"):
-        workers_of(llm).tell(Run(StepInput(1, told=tuple(Told(i, i, i) for i in range(400_000)))))
-    assert time.monotonic() - started < 10
+        workers_of(impatient).tell(Run(StepInput(1, told=tuple(Told(i, i, i) for i in range(400_000)))))
 
 
 @thorough

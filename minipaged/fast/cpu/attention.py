@@ -12,22 +12,82 @@ Decoding reads every key and value once and does little with each: memory is wha
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numba
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit, prange, types
+from numba.extending import overload
 from torch import Tensor
 
-from minipaged.fast.cpu.bfloat16 import array_at, as_array, float_of_bits, narrow, prefetch, widen
+from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, prefetch, widen
+from minipaged.fast.cpu.decode import TILE, add_values, score_tile
+from minipaged.fast.cpu.vectors import LANES, number_type
 
-TILE = 64
-"""Keys between two updates of the running maximum."""
 STEP = 4
 """Keys that are weighed at a time."""
 CACHE_LINE = 64
 """Bytes that memory is read in. Asking ahead for them is worth a fifth to two fifths where keys and values are more
 than the processor's cache holds (SmolLM2's shapes, 32 sequences of 1024: 20.1 GB/s for 16.5 in float32, 15.9 for 11.3
 in bfloat16)."""
+
+
+class Pool(NamedTuple):
+    """Where the kernels find keys and values."""
+
+    keys: int
+    """An address, as are the next two. `scales`: 0 where there are none."""
+    values: int
+    scales: int
+    block_stride: int
+    """From block to block in bytes; and `head_stride` from head to head."""
+    head_stride: int
+    kv_heads: int
+    block_size: int
+    kind: int
+    """One of KINDS."""
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, scales: Tensor | None) -> Pool:
+        """Of a layer's keys and values [num_blocks, kv_heads, block_size, head_dim]."""
+        return cls(
+            *(keys.data_ptr(), values.data_ptr(), 0 if scales is None else scales.data_ptr()),
+            *(keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize, keys.shape[1], keys.shape[2]),
+            KINDS[keys.dtype],
+        )
+
+
+class Head(NamedTuple):
+    """Where a key/value head of a layer lies: addresses, and what is between blocks."""
+
+    k: int
+    v: int
+    k_scales: int
+    v_scales: int
+    kind: int
+    block_stride: int
+    block_size: int
+    row_bytes: int
+
+
+class Scratch(NamedTuple):
+    """A thread's memory."""
+
+    q: Array
+    """[group, head_dim], scaled. Not used where pairs are multiplied; nor is `tile`."""
+    o: Array
+    """[group, head_dim]."""
+    m_l: Array
+    """[group, 2]: the largest score, and the sum."""
+    p: Array
+    """[group, TILE], or half as much in bfloat16."""
+    tile: Array
+    """[TILE, head_dim]."""
+    places: Array
+    """[TILE]: addresses of keys or values."""
+
+
 LOWEST = np.float32(-1e30)
 """Stands for minus infinity where there was no score yet: `LOWEST - LOWEST` is 0, and not NaN."""
 SCALE_BYTES = 4
@@ -55,22 +115,20 @@ def paged_decode(
     out = torch.empty_like(query)
     _decode(
         as_array(query),
-        keys.data_ptr(),
-        values.data_ptr(),
-        0 if kv_scales is None else kv_scales.data_ptr(),
-        keys.stride(0) * keys.itemsize,
-        keys.stride(1) * keys.itemsize,
-        keys.shape[1],
-        keys.shape[2],
-        KINDS[keys.dtype],
-        tables.numpy(),
-        rows.numpy(),
-        context_lens.numpy(),
+        Pool.of(keys, values, kv_scales),
+        (tables.numpy(), rows.numpy(), context_lens.numpy()),
         np.float32(scale),
         numba.get_num_threads(),
+        _number(query, kv_scales),
         as_array(out),
     )
     return out
+
+
+def _number(query: Tensor, kv_scales: Tensor | None) -> Any:
+    """A number of the type to multiply in: pairs of bfloat16 (`decode.py`), or float32."""
+    number = number_type(query.dtype) if kv_scales is None and query.shape[2] % (2 * LANES) == 0 else None
+    return number if isinstance(number, np.uint16) else np.float32(0)
 
 
 @njit(inline="always")
@@ -93,92 +151,139 @@ def exponential(x):
     return p * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
 
 
-@njit(parallel=True, nogil=True, cache=True, fastmath=FASTMATH, error_model="numpy")
-def _decode(
-    query,
-    keys,
-    values,
-    scales,
-    block_stride,
-    head_stride,
-    kv_heads,
-    block_size,
-    kind,
-    tables,
-    rows,
-    context_lens,
-    scale,
-    num_threads,
-    out,
-):
-    """`keys`, `values` and `scales` are addresses, and the strides count bytes. kind: one of KINDS; AS_IT_IS has no
-    scales."""
+@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+def _decode(query, pool, where, scale, num_threads, number, out):
+    """query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. `number`: the type to multiply in.
+
+    The threads' loop only calls: what stands in such a loop takes numba several times as long to compile.
+    """
+    _, _, context_lens = where
     seqs, heads, head_dim = query.shape
-    group = heads // kv_heads
-    row_bytes = head_dim * (query.itemsize if kind == AS_IT_IS else 1)
-    scale_stride = block_size * SCALE_BYTES  # from head to head
-    first_tile = np.empty(seqs * kv_heads + 1, np.int64)  # of each pair (sequence, key/value head), counted through
-    first_tile[0] = 0
+    group = heads // pool.kv_heads
+    first_tile = _count_tiles(context_lens, pool.kv_heads)
     for s in range(seqs):
-        tiles = (context_lens[s] + TILE - 1) // TILE
-        for g in range(heads if tiles == 0 else 0):
+        for g in range(heads if context_lens[s] == 0 else 0):
             for d in range(head_dim):
                 out[s, g, d] = narrow(np.float32(0), out[0, 0, 0])
-        for h in range(kv_heads):
-            first_tile[s * kv_heads + h + 1] = first_tile[s * kv_heads + h] + tiles
     # A thread's stretch may begin and end within a pair: those two it leaves unfinished.
     part_of = np.empty((num_threads, 2), np.int64)
-    for thread in range(num_threads):
-        part_of[thread, 0] = part_of[thread, 1] = -1
-    part_m = np.empty((num_threads, 2, group), np.float32)
-    part_l = np.empty((num_threads, 2, group), np.float32)
+    part_m_l = np.empty((num_threads, 2, group, 2), np.float32)
     part_o = np.empty((num_threads, 2, group, head_dim), np.float32)
     for thread in prange(num_threads):
-        begin = first_tile[-1] * thread // num_threads
-        end = first_tile[-1] * (thread + 1) // num_threads
-        q = np.empty((group, head_dim), np.float32)
-        o = np.empty((group, head_dim), np.float32)
-        m = np.empty(group, np.float32)
-        l = np.empty(group, np.float32)  # noqa: E741
-        p = np.empty((group, TILE), np.float32)
-        tile = np.empty((TILE, head_dim), np.float32)
-        pair = 0
-        while begin < end and first_tile[pair + 1] <= begin:
-            pair += 1
-        while begin < end:
-            s, h = pair // kv_heads, pair % kv_heads
-            k, v, table = keys + h * head_stride, values + h * head_stride, tables[rows[s]]
-            k_scales, v_scales = scales + h * scale_stride, scales + (kv_heads + h) * scale_stride
-            stop = min(end, first_tile[pair + 1])
-            if stop > begin:
+        parts = part_of[thread], part_m_l[thread], part_o[thread]
+        begin, end = first_tile[-1] * thread // num_threads, first_tile[-1] * (thread + 1) // num_threads
+        _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, parts, out)
+    _merge(part_of, part_m_l, part_o, pool.kv_heads, out)
+
+
+@njit(cache=True)
+def _count_tiles(context_lens, kv_heads):
+    """[pairs + 1]: the first tile of each pair (sequence, key/value head), counted through, and how many there are."""
+    first_tile = np.empty(len(context_lens) * kv_heads + 1, np.int64)
+    first_tile[0] = 0
+    for s in range(len(context_lens)):
+        for h in range(kv_heads):
+            tiles = (context_lens[s] + TILE - 1) // TILE
+            first_tile[s * kv_heads + h + 1] = first_tile[s * kv_heads + h] + tiles
+    return first_tile
+
+
+@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
+def _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, parts, out):
+    """The tiles from `begin` on, before `end`: pairs that are whole go to `out`, the others to `parts`."""
+    tables, rows, context_lens = where
+    part_of, part_m_l, part_o = parts
+    kv_heads, group, head_dim = pool.kv_heads, query.shape[1] // pool.kv_heads, query.shape[2]
+    row_bytes = head_dim * (query.itemsize if pool.kind == AS_IT_IS else 1)
+    scale_stride = pool.block_size * SCALE_BYTES  # from head to head
+    q, o = np.empty((group, head_dim), np.float32), np.empty((group, head_dim), np.float32)
+    m_l, p = np.empty((group, 2), np.float32), np.empty((group, TILE), np.float32)
+    tile, places = np.empty((TILE, head_dim), np.float32), np.empty(TILE, np.int64)
+    scratch = Scratch(q, o, m_l, p, tile, places)
+    part_of[0] = part_of[1] = -1
+    pair = 0
+    while begin < end and first_tile[pair + 1] <= begin:
+        pair += 1
+    while begin < end:
+        s, h = pair // kv_heads, pair % kv_heads
+        k, v, table = pool.keys + h * pool.head_stride, pool.values + h * pool.head_stride, tables[rows[s]]
+        k_scales, v_scales = pool.scales + h * scale_stride, pool.scales + (kv_heads + h) * scale_stride
+        head = Head(k, v, k_scales, v_scales, pool.kind, pool.block_stride, pool.block_size, row_bytes)
+        queries = query[s : s + 1, h * group : (h + 1) * group]
+        stop = min(end, first_tile[pair + 1])
+        if stop > begin:
+            for g in range(group):
+                m_l[g, 0], m_l[g, 1] = LOWEST, 0
+                for d in range(head_dim):
+                    q[g, d] = widen(queries[0, g, d]) * scale
+                    o[g, d] = 0
+            for t in range(begin - first_tile[pair], stop - first_tile[pair]):
+                _attend_tile(queries, head, table, t * TILE, context_lens[s], scale, scratch, number)
+            if begin == first_tile[pair] and stop == first_tile[pair + 1]:
                 for g in range(group):
-                    m[g], l[g] = LOWEST, 0
                     for d in range(head_dim):
-                        q[g, d] = widen(query[s, h * group + g, d]) * scale
-                        o[g, d] = 0
-                for t in range(begin - first_tile[pair], stop - first_tile[pair]):
-                    start, size = t * TILE, min(TILE, context_lens[s] - t * TILE)
-                    read_tile(k, k_scales, kind, block_stride, block_size, table, start, size, query, tile)
-                    _prefetch_tile(v, block_stride, block_size, table, start, size, row_bytes)
-                    _take_scores(q, tile, size, m, l, o, p)
-                    read_tile(v, v_scales, kind, block_stride, block_size, table, start, size, query, tile)
-                    next_size = min(TILE, context_lens[s] - start - TILE)
-                    _prefetch_tile(k, block_stride, block_size, table, start + TILE, next_size, row_bytes)
-                    _take_values(p, tile, size, o)
-                if begin == first_tile[pair] and stop == first_tile[pair + 1]:
-                    for g in range(group):
-                        for d in range(head_dim):
-                            out[s, h * group + g, d] = narrow(o[g, d] / l[g], out[0, 0, 0])
-                else:
-                    side = 0 if begin > first_tile[pair] else 1
-                    part_of[thread, side] = pair
-                    for g in range(group):
-                        part_m[thread, side, g], part_l[thread, side, g] = m[g], l[g]
-                        for d in range(head_dim):
-                            part_o[thread, side, g, d] = o[g, d]
-            begin = stop
-            pair += 1
-    _merge(part_of, part_m, part_l, part_o, kv_heads, out)
+                        out[s, h * group + g, d] = narrow(o[g, d] / m_l[g, 1], out[0, 0, 0])
+            else:
+                side = 0 if begin > first_tile[pair] else 1
+                part_of[side] = pair
+                for g in range(group):
+                    part_m_l[side, g, 0], part_m_l[side, g, 1] = m_l[g, 0], m_l[g, 1]
+                    for d in range(head_dim):
+                        part_o[side, g, d] = o[g, d]
+        begin = stop
+        pair += 1
+
+
+def _attend_tile(
+    queries: Any, head: Any, table: Any, start: Any, context_len: Any, scale: Any, scratch: Any, number: Any
+) -> None:
+    """Up to TILE keys from position `start` on, for the queries [1, group, head_dim] of a sequence. (Compiled.)"""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(_attend_tile)
+def _attend_tile_as(queries, head, table, start, context_len, scale, scratch, number):
+    def pairs(queries, head, table, start, context_len, scale, scratch, number):
+        size, next_size = min(TILE, context_len - start), min(TILE, context_len - start - TILE)
+        _, group, head_dim = queries.shape
+        places, p, o = scratch.places, scratch.p.ctypes.data, scratch.o.ctypes.data
+        _find_rows(head.k, head, table, start, size, places)
+        _prefetch_tile(head.v, head.block_stride, head.block_size, table, start, size, head.row_bytes)
+        score_tile(
+            *(queries.ctypes.data, places.ctypes.data, np.int64(size), group, head_dim),
+            *(scale, p, o, scratch.m_l.ctypes.data),
+        )
+        for j in range(TILE):
+            places[j] += head.v - head.k
+        _prefetch_tile(head.k, head.block_stride, head.block_size, table, start + TILE, next_size, head.row_bytes)
+        add_values(places.ctypes.data, np.int64(size), group, head_dim, p, o)
+
+    def floats(queries, head, table, start, context_len, scale, scratch, number):
+        size, next_size = min(TILE, context_len - start), min(TILE, context_len - start - TILE)
+        k, v, kind, block_stride, block_size = head.k, head.v, head.kind, head.block_stride, head.block_size
+        tile, p, o = scratch.tile, scratch.p, scratch.o
+        read_tile(k, head.k_scales, kind, block_stride, block_size, table, start, size, queries, tile)
+        _prefetch_tile(v, block_stride, block_size, table, start, size, head.row_bytes)
+        _take_scores(scratch.q, tile, size, scratch.m_l[:, 0], scratch.m_l[:, 1], o, p)
+        read_tile(v, head.v_scales, kind, block_stride, block_size, table, start, size, queries, tile)
+        _prefetch_tile(k, block_stride, block_size, table, start + TILE, next_size, head.row_bytes)
+        _take_values(p, tile, size, o)
+
+    return pairs if number == types.uint16 else floats
+
+
+@njit(cache=True)
+def _find_rows(pool, head, table, start, size, places):
+    """The addresses of `size` keys (or values) from position `start` on; behind them, that of the last one."""
+    block, offset = start // head.block_size, start % head.block_size
+    place = np.int64(0)
+    for j in range(TILE):
+        if j < size:
+            place = pool + table[block] * head.block_stride + offset * head.row_bytes
+        places[j] = place
+        offset += 1
+        if offset == head.block_size:
+            block, offset = block + 1, 0
 
 
 @njit(cache=True)
@@ -300,11 +405,11 @@ def _add_three(pa, pb, pc, tile, size, oa, ob, oc):
 
 
 @njit(cache=True, error_model="numpy")
-def _merge(part_of, part_m, part_l, part_o, kv_heads, out):
+def _merge(part_of, part_m_l, part_o, kv_heads, out):
     """Put the stretches of each cut (sequence, head) together; they follow one another."""
     group, head_dim = part_o.shape[2], part_o.shape[3]
-    part_of, part_m = part_of.reshape(-1), part_m.reshape(-1, group)
-    part_l, part_o = part_l.reshape(-1, group), part_o.reshape(-1, group, head_dim)
+    part_of = part_of.reshape(-1)
+    part_m_l, part_o = part_m_l.reshape(-1, group, 2), part_o.reshape(-1, group, head_dim)
     for i in range(len(part_of)):
         pair = part_of[i]
         merged = pair < 0
@@ -316,12 +421,12 @@ def _merge(part_of, part_m, part_l, part_o, kv_heads, out):
             m = LOWEST
             for j in range(i, len(part_of)):
                 if part_of[j] == pair:
-                    m = max(m, part_m[j, g])
+                    m = max(m, part_m_l[j, g, 0])
             l, o = np.float32(0), np.zeros(head_dim, np.float32)  # noqa: E741
             for j in range(i, len(part_of)):
                 if part_of[j] == pair:
-                    fade = np.float32(np.exp(part_m[j, g] - m))
-                    l += part_l[j, g] * fade  # noqa: E741
+                    fade = np.float32(np.exp(part_m_l[j, g, 0] - m))
+                    l += part_m_l[j, g, 1] * fade  # noqa: E741
                     for d in range(head_dim):
                         o[d] += part_o[j, g, d] * fade
             for d in range(head_dim):

@@ -44,13 +44,6 @@ os.environ.setdefault("LRU_CACHE_CAPACITY", "256")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
 
 
-def kernels_are_compiled(dtype: torch.dtype) -> bool:
-    """Whether numba has compiled this file for tensors of this type before, and will find the result."""
-    stored = numba.from_dtype(as_array(torch.empty(0, dtype=dtype)).dtype)
-    compiled = _multiply._cache._cache_file._load_index()  # keys: (types of the arguments, processor, ...)
-    return any(stored in (getattr(argument, "dtype", None) for argument in types) for types, *_ in compiled)
-
-
 def use_threads() -> None:
     """Let numba use no more threads than torch does, in this thread of Python (it counts for each by itself).
 
@@ -98,8 +91,10 @@ class DenseMatrix(Matrix):
         self.nbytes = weight.nbytes
         self._bias = bias
         self._rows = as_array(weight)
-        has_onednn = torch.backends.mkldnn.is_available()  # not in every build for ARM
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None) if has_onednn else None
+        mkldnn = torch.ops.mkldnn  # oneDNN: not in every build for ARM, and bfloat16 not on every processor
+        can_pack = torch.backends.mkldnn.is_available()
+        can_pack = can_pack and (weight.dtype == torch.float32 or mkldnn._is_mkldnn_bf16_supported())
+        self._packed = mkldnn._reorder_linear_weight(weight, None) if can_pack else None
 
     def rows(self, ids: Tensor) -> Tensor:
         return self.weight[ids]

@@ -13,8 +13,9 @@ to bfloat16; scores, sums and results are float32. The sums of 8 keys (or dimens
 24 of the 32 registers: 3 vectors are loaded for 24 such instructions, and what they are multiplied by is one number for
 all lanes, which is read from the cache as part of the instruction.
 
-What there is to do is cut into items of ITEM rows of one key/value head. Each thread takes the next item when it has
-finished one, a sequence's longest first: a thread that shares its core with another process takes fewer of them.
+What there is to do is cut into items of ITEM rows of one key/value head, or of ROWS where threads would have none.
+Each thread takes the next item when it has finished one, a sequence's longest first: a thread that shares its core with
+another process takes fewer of them.
 
 A row's result does not depend on the others, if all values are finite: tiles of keys begin at multiples of TILE,
 whatever chunk the row is in. (A chunk of one query is computed as decoding is, whose last bits are others.)
@@ -25,7 +26,7 @@ whatever chunk the row is in. (A chunk of one query is computed as decoding is, 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -36,7 +37,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, paged_decode, read_tile
+from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, Pool, paged_decode, read_tile
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, LANES, PAIRS, Vectors, number_type
 
@@ -53,24 +54,6 @@ QUERY_TILE = 256
 KEY_TILE = 1024
 """Without vectors of 512 bits, queries and keys of one product of the library's: large enough to be fast, and the
 scores fit the cache."""
-POWERS = tuple(math.log(2) ** k / math.factorial(k) for k in range(7))
-"""2 ** x is the sum of POWERS[k] * x ** k; with |x| <= 1/2, to the last bit or two of a float32."""
-
-
-class Pool(NamedTuple):
-    """Where the kernels find keys and values."""
-
-    keys: int
-    """An address, as are the next two. `scales`: 0 where there are none."""
-    values: int
-    scales: int
-    block_stride: int
-    """From block to block in bytes; and `head_stride` from head to head."""
-    head_stride: int
-    kv_heads: int
-    block_size: int
-    kind: int
-    """One of `attention.KINDS`."""
 
 
 def paged_prefill(
@@ -98,11 +81,7 @@ def paged_prefill(
         if number is None:
             _prefill_by_library(query, keys, values, tables, rows, query_start, context_lens, scale, kv_scales, out)
             return out
-        pool = Pool(
-            *(keys.data_ptr(), values.data_ptr(), 0 if kv_scales is None else kv_scales.data_ptr()),
-            *(keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize, keys.shape[1], keys.shape[2]),
-            KINDS[keys.dtype],
-        )
+        pool = Pool.of(keys, values, kv_scales)
         where = tables.numpy(), rows.numpy(), query_start.numpy(), context_lens.numpy()
         num_threads = numba.get_num_threads()
         _prefill(as_array(query), pool, where, np.float32(scale), num_threads, number, as_array(out))
@@ -212,29 +191,30 @@ def _prefill(query, pool, where, scale, num_threads, number, out):
     multiply in."""
     _, rows, query_start, _ = where
     group = query.shape[1] // pool.kv_heads
+    item_rows = ITEM if len(query) * query.shape[1] >= num_threads * ITEM else ROWS
     first_item = np.zeros(len(rows) + 1, np.int64)  # of each sequence; those with one query have none
     for s in range(len(rows)):
         n = np.int64(query_start[s + 1] - query_start[s])
-        items = (n * group + ITEM - 1) // ITEM * pool.kv_heads if n > 1 else 0
+        items = (n * group + item_rows - 1) // item_rows * pool.kv_heads if n > 1 else 0
         first_item[s + 1] = first_item[s] + items
     taken = np.zeros(1, np.int64)
     for _ in prange(min(num_threads, first_item[-1])):
-        _work(query, pool, where, scale, first_item, taken, number, out)
+        _work(query, pool, where, scale, first_item, item_rows, taken, number, out)
 
 
 @njit(cache=True, error_model="numpy")
-def _work(query, pool, where, scale, first_item, taken, number, out):
-    """Take items until there are none left."""
+def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
+    """Take items, of up to `item_rows` rows, until there are none left."""
     tables, rows, query_start, context_lens = where
     head_dim, kv_heads = query.shape[2], pool.kv_heads
     blocks, wide = ITEM // ROWS, head_dim + -head_dim % TOGETHER
-    q = np.empty((blocks, head_dim, ROWS), np.float32)  # or half as many pairs
-    o = np.empty((blocks, wide, ROWS), np.float32)
-    m_l = np.empty((blocks, 2, ROWS), np.float32)
+    q = _aligned(blocks * head_dim * ROWS).reshape(blocks, head_dim, ROWS)  # or half as many pairs
+    o = _aligned(blocks * wide * ROWS).reshape(blocks, wide, ROWS)
+    m_l = _aligned(blocks * 2 * ROWS).reshape(blocks, 2, ROWS)
     limits = np.empty((blocks, ROWS), np.int32)
     # Rows lie head_dim apart. What is behind the last one is multiplied too, into sums that nobody looks at.
-    k, v = np.empty((TILE, wide), np.float32), np.empty((TILE, wide), np.float32)
-    scores = np.empty(TILE * max(ROWS, head_dim), np.float32)  # and, before there are any, values as they lie
+    k, v = _aligned(TILE * wide).reshape(TILE, wide), _aligned(TILE * wide).reshape(TILE, wide)
+    scores = _aligned(TILE * max(ROWS, head_dim))  # and, before there are any, values as they lie
     s = 0
     while True:
         item: Any = _take(taken.ctypes.data)
@@ -247,19 +227,37 @@ def _work(query, pool, where, scale, first_item, taken, number, out):
         begin, context_len = np.int64(query_start[s]), np.int64(context_lens[s])
         n = np.int64(query_start[s + 1]) - begin
         _attend(
-            *(query[begin : begin + n], pool, h, tables[rows[s]], tile * ITEM, context_len, scale, number),
+            *(
+                query[begin : begin + n],
+                pool,
+                h,
+                tables[rows[s]],
+                tile * item_rows,
+                item_rows,
+                context_len,
+                scale,
+                number,
+            ),
             *(q, o, m_l, limits, k, v, scores, out[begin : begin + n]),
         )
 
 
+@njit(cache=True)
+def _aligned(size):
+    """[size] float32, at the beginning of a line of the cache."""
+    room = np.empty(size + LANES, np.float32)
+    first = -room.ctypes.data % 64 // 4
+    return room[first : first + size]
+
+
 @njit(cache=True, error_model="numpy")
-def _attend(query, pool, h, table, first, context_len, scale, number, q, o, m_l, limits, k, v, scores, out):
-    """The rows from `first` on of key/value head h. query, out: [queries, heads, head_dim] of one sequence.
+def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o, m_l, limits, k, v, scores, out):
+    """Up to `most` rows from `first` on of key/value head h. query, out: [queries, heads, head_dim] of one sequence.
 
     What follows `number` is scratch memory.
     """
     head_dim, group = query.shape[2], query.shape[1] // pool.kv_heads
-    num_rows = min(ITEM, len(query) * group - first)
+    num_rows = min(most, len(query) * group - first)
     blocks = (num_rows + ROWS - 1) // ROWS
     before = context_len - len(query)
     for r in range(blocks * ROWS):
@@ -520,14 +518,3 @@ class Attention(Vectors):
         number = self.spread(self.load(address, BITS32 if self.in_pairs else ir.FloatType()))
         for total, row in zip(totals, rows, strict=True):
             self.add_product(total, row, number)
-
-    def power(self, x):
-        """2 ** x; 0 from -160 on downwards, NaN for NaN."""
-        b, least = self.builder, self.all_of(FLOATS, -160.0)
-        x = b.select(b.fcmp_ordered("<", x, least), least, x)
-        whole = self.call("llvm.rint.v16f32", FLOATS, x)
-        rest, power = b.fsub(x, whole), self.all_of(FLOATS, POWERS[-1])
-        for factor in reversed(POWERS[:-1]):
-            power = self.call("llvm.fma.v16f32", FLOATS, power, rest, self.all_of(FLOATS, factor))
-        lanes, current = ir.Constant(ir.IntType(16), -1), BITS32(4)
-        return self.call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, power, whole, power, lanes, current)

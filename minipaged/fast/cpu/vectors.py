@@ -10,6 +10,7 @@ pairs of bfloat16; vdpbf16ps multiplies both numbers of each pair and adds both 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from numba.core.registry import cpu_target
 
 LANES = 16
 """As many float32 as a vector of 512 bits holds."""
+
+POWERS = tuple(math.log(2) ** k / math.factorial(k) for k in range(7))
+"""2 ** x is the sum of POWERS[k] * x ** k; with |x| <= 1/2, to the last bit or two of a float32."""
 
 
 class BFloat16(ir.Type):  # type: ignore[misc]
@@ -41,8 +45,8 @@ def number_type(dtype: torch.dtype) -> Any:
     """What the processor can multiply 16 rows by at a time, as a number of that type: pairs of bfloat16 (uint16), or
     float32. None: no instructions for it are known, and plain loops have to do.
 
-    Asked of numba, which may be told to use fewer than there are (NUMBA_CPU_NAME); it keeps what it compiles for each
-    set of them by itself.
+    Asked of numba, which may be told to use fewer than there are (NUMBA_CPU_FEATURES); it keeps what it compiles for
+    each set of them by itself.
     """
     features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
     if dtype == torch.bfloat16 and {"+avx512bf16", "+avx512bw"} <= set(features):
@@ -102,3 +106,14 @@ class Vectors:
             module, ir.FunctionType(result, [argument.type for argument in arguments]), name
         )
         return self.builder.call(function, arguments)
+
+    def power(self, x):
+        """2 ** x; 0 from -160 on downwards, NaN for NaN."""
+        b, least = self.builder, self.all_of(FLOATS, -160.0)
+        x = b.select(b.fcmp_ordered("<", x, least), least, x)
+        whole = self.call("llvm.rint.v16f32", FLOATS, x)
+        rest, power = b.fsub(x, whole), self.all_of(FLOATS, POWERS[-1])
+        for factor in reversed(POWERS[:-1]):
+            power = self.call("llvm.fma.v16f32", FLOATS, power, rest, self.all_of(FLOATS, factor))
+        lanes, current = ir.Constant(ir.IntType(16), -1), BITS32(4)
+        return self.call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, power, whole, power, lanes, current)

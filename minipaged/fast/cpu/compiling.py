@@ -1,0 +1,178 @@
+"""numba's kernels, compiled in processes side by side before a model needs them.
+
+    python -m minipaged.fast.cpu.compiling DTYPE PART
+
+numba compiles on one core at a time, and a first start waits for little else. So each part of the kernels is compiled
+by a process of its own, while this one reads weights; they leave what they make where numba keeps it. Nothing depends
+on them: what is missing, because one of them failed, is compiled where it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from filelock import FileLock
+
+from minipaged.fast import cpu
+from minipaged.fast.cpu.attention import _decode
+from minipaged.fast.cpu.bfloat16 import as_array
+from minipaged.fast.cpu.llama import _multiply
+from minipaged.fast.cpu.sampling import _draw
+
+ROOT = Path(__file__).parents[3]
+"""Where minipaged lies."""
+HEAD_DIM = 32
+"""The least that can be multiplied in pairs of bfloat16."""
+
+
+def attention(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
+    """Compile its kernels. These iterators yield after each kernel, the last of which is the part's sign: in PARTS."""
+    one = torch.zeros(1, dtype=torch.int32)
+    query, (keys, values) = torch.zeros(1, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
+    ends, two = torch.tensor([0, 2], dtype=torch.int32), query.repeat(2, 1, 1)
+    cpu.paged_prefill(two, keys, values, one[:, None], one, ends, one + 2, 1.0, max_query_len=2)
+    yield
+    cpu.paged_decode(query, keys, values, one[:, None], one, one + 1, 1.0)
+    yield
+
+
+def sampling(dtype: torch.dtype) -> Iterator[None]:
+    """`dtype`: of logits, which are float64 where they are penalised."""
+    whole, real = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
+    logits = torch.zeros(1, 4, dtype=dtype)
+    cpu.argmax_logsumexp(logits)
+    yield
+    cpu.uniform(*np.zeros((3, 1), np.uint64))
+    yield
+    cpu.draw(logits, whole, real, real + 1, real, whole, real, whole, real, depth=0)
+    yield
+
+
+def layers(dtype: torch.dtype) -> Iterator[None]:
+    """What is between."""
+    one, angles = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4)
+    x, weight, qkv = (torch.zeros(1, size, dtype=dtype) for size in (8, 8, 32))
+    keys, values = torch.zeros(2, 1, 1, 4, 8, dtype=dtype)
+    cpu.rms_norm(x, weight[0], 1e-5)
+    yield
+    cpu.add_rms_norm(x, x.clone(), weight[0], 1e-5)
+    yield
+    cpu.swiglu(x)
+    yield
+    cpu.rope_and_write(qkv, angles, angles, one, one, keys, values, 2)
+    yield
+    for linear in cpu.linears([(8, 8)], [torch.zeros(8, 8, dtype=dtype)], [None], x):
+        linear(x)
+    yield
+
+
+class Part(NamedTuple):
+    """Kernels that one process compiles."""
+
+    compile: Callable[[torch.dtype], Iterator[None]]
+    last: Any
+    """The one that is compiled last."""
+    num_kernels: int
+
+
+PARTS = {
+    "attention": Part(attention, _decode, 2),
+    "sampling": Part(sampling, _draw, 3),
+    "layers": Part(layers, _multiply, 5),
+}
+
+
+def is_compiled(part: str, dtype: torch.dtype) -> bool:
+    """Whether numba will find the part's last kernel for tensors of this type."""
+    stored = numba.from_dtype(as_array(torch.empty(0, dtype=dtype)).dtype)
+    compiled = PARTS[part].last._cache._cache_file._load_index()  # keys: (types of the arguments, processor, ...)
+    return any(stored in (getattr(argument, "dtype", None) for argument in types) for types, *_ in compiled)
+
+
+def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
+    """Of a model that computes in `dtype`: parts that are not compiled, and what for. (Logits are float32.)"""
+    wanted = {"attention": dtype, "sampling": torch.float32, "layers": dtype}
+    return [(part, of) for part, of in wanted.items() if not is_compiled(part, of)]
+
+
+@contextmanager
+def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
+    """On leaving, what most models in `dtype` need is compiled; in between there is time to do something else. Left out
+    is what few ask for: packed weights, keys and values in 8 bits, heads that cannot be multiplied in pairs, penalties.
+
+    Says on stderr that it compiles, if there is anything to, and on a terminal how far it is.
+    """
+    missing = missing_parts(dtype)
+    if not missing:
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    print(f"compiling the {_name(dtype)} kernels for this processor, once: about 20 seconds", file=sys.stderr)
+    bars = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with bars, ExitStack() as at_the_end:
+        bar = bars.add_task("compiling", total=sum(PARTS[part].num_kernels for part, _ in missing))
+
+        def follow(child: subprocess.Popen[bytes]) -> None:
+            assert child.stdout is not None
+            for _ in child.stdout:
+                bars.advance(bar)
+
+        followers = []
+        for part, of in missing:
+            try:
+                child = _start(part, of)
+            except OSError:  # there is no room for it, or no Python to be started
+                break
+            follower = Thread(target=follow, args=(child,), daemon=True)
+            follower.start()
+            followers.append(follower)
+            at_the_end.push(child)
+            at_the_end.callback(follower.join)
+            at_the_end.callback(child.kill)  # the first of the three; nothing, if it has ended
+        yield
+        for follower in followers:
+            follower.join()
+
+
+def _start(part: str, dtype: torch.dtype) -> subprocess.Popen[bytes]:
+    """A process that compiles, and sees the modules that this one does, and no others that lie where it was started."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, _name(dtype), part],
+        env=os.environ | {"PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def compile_part(part: str, dtype: torch.dtype) -> None:
+    """In this process; a line on stdout after each kernel. Where others are at it, theirs is waited for. (The file by
+    which they know stays in numba's folder, beside what is kept there.)"""
+    kernels, last, _ = PARTS[part]
+    folder = Path(last._cache.cache_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / f"{part}-{_name(dtype)}.lock"):
+        for _ in kernels(dtype):
+            print(flush=True)
+
+
+if __name__ == "__main__":
+    compile_part(sys.argv[2], getattr(torch, sys.argv[1]))

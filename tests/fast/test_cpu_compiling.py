@@ -1,0 +1,102 @@
+"""numba's kernels are compiled before a model asks for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from minipaged.fast.cpu import compiling
+from minipaged.tiers import FastTier, choose_tier
+from tests.tiny_model import make_tiny_model
+
+SERVE = """
+import sys
+from numba.core import event
+from minipaged import LLM, SamplingParams
+
+compiled = []
+class Listener(event.Listener):
+    def on_start(self, event):
+        compiled.append(event.data["dispatcher"])
+    def on_end(self, event):
+        pass
+
+event.register("numba:compile", Listener())
+llm = LLM(sys.argv[1], tier="fast", device="cpu", dtype=sys.argv[2], num_blocks=64)
+params = [SamplingParams(temperature=t, max_tokens=4, ignore_eos=True) for t in (0, 1)]
+llm.generate(["a prompt", "another one"], params, use_tqdm=False)
+print(compiled)
+"""
+
+
+@pytest.mark.parametrize("dtype", sorted({"float32", choose_tier("fast", "cpu").dtype}))
+def test_a_model_finds_everything_compiled(dtype: str, tmp_path: Path) -> None:
+    with compiling.compiled_meanwhile(getattr(torch, dtype)):
+        pass
+    model = make_tiny_model(tmp_path / "tiny", head_dim=compiling.HEAD_DIM)
+    served = subprocess.run([sys.executable, "-c", SERVE, model, dtype], capture_output=True, text=True)
+    assert (served.stdout, served.returncode) == ("[]\n", 0), served.stderr
+    assert "compiling" not in served.stderr
+
+
+@pytest.mark.parametrize("part", compiling.PARTS)
+def test_the_bar_knows_how_many_kernels_there_are(part: str) -> None:
+    assert sum(1 for _ in compiling.PARTS[part].compile(torch.float32)) == compiling.PARTS[part].num_kernels
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Nothing is compiled; in the place of Python, a script of the test's is started."""
+    monkeypatch.setattr(compiling, "is_compiled", lambda part, dtype: False)
+    script = tmp_path / "python"
+    monkeypatch.setattr(sys, "executable", str(script))
+    return script
+
+
+def test_a_compiler_that_fails_stops_nobody(uncompiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    uncompiled.write_text("#!/bin/sh\necho\necho $5 >> $0.asked\nexit 1\n")
+    uncompiled.chmod(0o755)
+    with compiling.compiled_meanwhile(torch.bfloat16):
+        pass
+    assert sorted(Path(f"{uncompiled}.asked").read_text().split()) == sorted(compiling.PARTS)
+    assert "compiling the bfloat16 kernels for this processor, once" in capsys.readouterr().err
+
+
+def test_where_no_process_can_be_started_nobody_is_stopped(uncompiled: Path) -> None:
+    assert not uncompiled.exists()
+    before = psutil.Process().children()
+    with compiling.compiled_meanwhile(torch.float32):
+        assert psutil.Process().children() == before
+
+
+def test_weights_are_read_while_kernels_are_compiled(uncompiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled.write_text("#!/bin/sh\nwhile ! [ -e $0.read ]; do sleep 0.1; done\n")
+    uncompiled.chmod(0o755)
+
+    def load(*_: object) -> str:
+        Path(f"{uncompiled}.read").touch()  # what they wait for
+        return "weights"
+
+    monkeypatch.setattr(FastTier, "_load", load)
+    tier = choose_tier("fast", "cpu")
+    assert tier.load_weights(uncompiled.parent, None) == "weights"  # type: ignore[arg-type]
+
+
+def test_who_interrupts_does_not_wait_for_compilers(uncompiled: Path) -> None:
+    uncompiled.write_text("#!/bin/sh\nexec sleep 600\n")
+    uncompiled.chmod(0o755)
+    before = set(psutil.Process().children())
+
+    def interrupted() -> None:
+        with compiling.compiled_meanwhile(torch.float32):
+            assert len(set(psutil.Process().children()) - before) == len(compiling.PARTS)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not set(psutil.Process().children()) - before

@@ -127,8 +127,12 @@ class SimulatedRunner(Runner):
         rows.follow(step)
         if any(step.moves):
             self.move(step.moves)
-        self.now += self.machine.step_seconds(len(rows), rows.num_query_tokens, rows.num_context_tokens)
+        self.now += self.step_seconds(step, rows)
         return StepResult([_CHOSEN] * rows.num_choices, None)
+
+    def step_seconds(self, step: StepInput, rows: Rows) -> float:
+        """What the step takes beside its moves, with these rows: one pass of them all."""
+        return self.machine.step_seconds(len(rows), rows.num_query_tokens, rows.num_context_tokens)
 
     def move(self, moves: BlockMoves) -> None:
         """Pay for the moves."""

@@ -11,7 +11,9 @@ words the results are *replicated in simulation*, not reproduced.
     workloads.py          lengths of Fig. 11, Poisson arrivals
     calibration.py        what a step costs, from the paper's flat points and from measured kernels
     machines.py           the machines of Table 1
-    buddy.py orca.py faster_transformer.py      the baselines, as memory and policy of the engine
+    orca.py orca_memory.py chunk.py buddy.py faster_transformer.py    the baselines, as policy and memory of the engine
+    vllm.py               vLLM's scheduler of then, and prompts first
+    divergence.py         which beams survive: as measured, and by a model
     serving.py            one workload, one system, one rate
     telling.py            Figs. 4 to 10: recorded runs, and pictures from their events
     figure.py figures/    what each figure runs, draws and compares

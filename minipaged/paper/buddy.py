@@ -14,6 +14,11 @@ LARGEST_TOKENS = 2048
 """The longest sequence of OPT: no chunk is larger."""
 
 
+def power_of_two(number: int) -> int:
+    """The smallest that is not below it."""
+    return 1 << (number - 1).bit_length()
+
+
 class BuddyAllocator(BlockAllocator):
     """A pool of blocks, handed out in chunks. All blocks of a chunk have one reference count."""
 

@@ -1,4 +1,7 @@
-"""`minipaged paper`: list the figures, run some or all of them, and write a report."""
+"""`minipaged paper`: list the figures, run some or all of them, and write a report.
+
+Only what draws imports matplotlib: the list does without.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from minipaged.errors import InvalidRequest
-from minipaged.paper.drawing import save
 from minipaged.paper.figure import Figure
 from minipaged.paper.figures import FIGURES
+from minipaged.paper.figures.from_files import MissingTrace
 from minipaged.paper.pages import COLUMNS, cells, counts, label
-from minipaged.paper.report import report
-from minipaged.paper.running import Results, Unusable, file_name, kept_figure, kept_figures, run_figure
-from minipaged.stepper.page import page
+from minipaged.paper.running import Results, Unusable, file_name, kept_figure, run_figure
 
 COLOUR = {"holds": "green", "fails": "red", "not judged": "dim"}
 
@@ -43,23 +44,33 @@ def list_figures(folder: Path) -> None:
 
 
 def figures_called(name: str) -> list[str]:
-    """`all`, a figure, or all panels of one: 12 is 12a to 12f. Raises InvalidRequest."""
+    """`all`, a figure (12a, or Fig. 12a), or a group: 12 is 12a to 12f, and `beyond` all of those. Raises
+    InvalidRequest."""
     if name == "all":
         return list(FIGURES)
-    found = (
-        [name] if name in FIGURES else [figure for figure in FIGURES if figure[:-1] == name and figure[-1].isalpha()]
-    )
+    plain = name.lower().removeprefix("fig").strip(" .")
+    if plain in FIGURES:
+        return [plain]
+    found = [figure for figure in FIGURES if plain == _group_of(figure)]
     if not found:
-        near = get_close_matches(name.lower().removeprefix("fig").strip(" ."), FIGURES, 1)
+        near = get_close_matches(plain, FIGURES, 1)
         meant = f" (did you mean {near[0]}?)" if near else ""
         raise InvalidRequest(f"there is no figure {name!r}{meant}; there are: {', '.join(FIGURES)}, and all")
     return found
+
+
+def _group_of(figure: str) -> str:
+    """What comes before a panel's letter, or a stroke."""
+    return figure.partition("/")[0] if "/" in figure else figure.rstrip("abcdef")
 
 
 def run_figures(
     names: Sequence[str], *, quick: bool, seed: int, processes: int, output: Path, traces: Path | None = None
 ) -> bool:
     """Run these figures, or all that can be run; returns whether no check failed. By quick ones nothing is judged."""
+    from minipaged.paper.drawing import save  # before anything is run
+    from minipaged.paper.report import figure_page
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Ctrl-C: the processes of the jobs end with this one
     chosen = list(dict.fromkeys(figure for name in names for figure in figures_called(name)))
     results = Results(output)
@@ -68,17 +79,27 @@ def run_figures(
         figure = FIGURES[name]
         if traces is not None:
             figure = figure.given(traces)
-        elif figure.needs_traces and name not in names:
-            print(f"{name} is left out: it needs --traces FOLDER", file=sys.stderr)
+        try:
+            data = _run_one(figure, results, quick=quick, seed=seed, processes=processes)
+        except KeyboardInterrupt:
+            print(f"What has ended of {name} is kept in {output}; the same command goes on from there", file=sys.stderr)
+            raise
+        except MissingTrace as error:
+            if name in names:
+                raise
+            print(f"{name} is left out: {error}", file=sys.stderr)
             continue
-        data = _run_one(figure, results, quick=quick, seed=seed, processes=processes)
         path = output / file_name(name)
-        save(data, path.with_suffix(".svg"))
-        save(data, path.with_suffix(".png"))
-        if stepper := data.get("recording"):
-            path.with_suffix(".html").write_text(page(stepper))
+        stepped = "recording" in data
+        try:
+            save(data, path.with_suffix(".svg"))
+            save(data, path.with_suffix(".png"))
+            if stepped:
+                path.with_suffix(".html").write_text(figure_page(data), encoding="utf-8")
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {error.filename}: {error.strerror}; give another --output") from None
         show(data, console)
-        print(f"{path}.json .svg .png{' .html' if stepper else ''}", file=sys.stderr)
+        print(f"{path}.json .svg .png{' .html' if stepped else ''}", file=sys.stderr)
         good &= quick or all(check["verdict"] != "fails" for check in data["checks"])
     return good
 
@@ -118,8 +139,16 @@ def show(data: Mapping[str, Any], console: Console) -> None:
 
 
 def write_report(folder: Path, output: Path) -> None:
-    """One HTML file of all results in the folder."""
-    results = kept_figures(folder, FIGURES)
+    """One HTML file of all results in the folder that can be used."""
+    from minipaged.paper.report import report
+
+    results = {}
+    for name in FIGURES:
+        try:
+            if data := kept_figure(folder, name):
+                results[name] = data
+        except Unusable as unusable:
+            print(f"{name} is left out: {unusable}", file=sys.stderr)
     if not results:
         raise InvalidRequest(
             f"there are no results in {folder}; minipaged paper run all --output {folder} makes them, or give another "

@@ -3,8 +3,11 @@
 How many blocks beams share is decided by that alone, not by which tokens they hold. It was heard from real beams of
 SmolLM2 (`python -m minipaged.paper.divergence` listens again, and writes `data/beams.json`): for 12 prompts and each
 width a *run*, the parents of the survivors, best first, in each of 47 steps. In a simulation every request follows one
-of the runs, from some step of it on and around; which, its lengths decide. So the sharing that Figs. 14
-and 15 depend on is measured, though on another model than the paper's.
+of the runs, from some step of it on and around; which, its lengths decide (`DivergingBeams`). So the sharing that Figs.
+14 and 15 depend on is measured, though on another model than the paper's.
+
+And there is a model of it, for runs that nobody has heard (`ModelledBeams`). It has one number, `GAP`, fitted to the
+measured runs: with it all three widths part as they do there.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ Run = list[list[int]]
 """[step][survivor] = index of its parent among the survivors of the step before."""
 WIDTHS = (2, 4, 6)
 STEPS = 48
+GAP = 5.0
+"""How much more a less likely token costs a beam than its likeliest. The larger, the longer beams stay apart. Fitted:
+of 1, 2, 3, ... the one by which as much is shared as was measured."""
 PROMPTS = (
     "Give three tips for staying healthy.",
     "Name the planets of the solar system in order.",
@@ -49,22 +55,50 @@ class DivergingBeams(contracts.BeamSearch):
         self, params: BeamSearchParams, prompt_length: int, max_length: int, eos_token_ids: Sequence[int]
     ) -> None:
         self._left = max_length - prompt_length
-        self._width = params.beam_width
-        drawn = random.Random(f"{prompt_length} {max_length}")
-        runs = measured_runs(self._width)
+        self.width = params.beam_width
+        self.begin(random.Random(f"{prompt_length} {max_length}"))
+
+    def begin(self, drawn: random.Random) -> None:
+        """Choose what this search will be. `drawn`: for each request another."""
+        runs = measured_runs(self.width)
         self._run = drawn.randrange(len(runs))
         self._at = drawn.randrange(len(runs[self._run]))
 
+    def parents(self) -> list[int]:
+        """Of the survivors of the next step, best first."""
+        run = measured_runs(self.width)[self._run]
+        self._at += 1
+        return run[(self._at - 1) % len(run)]
+
     def step(self, logits: Logits, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
         self._left -= 1
-        if len(rows) < self._width:  # the prompt
-            parents = [0] * self._width
-        else:
-            run = measured_runs(self._width)[self._run]
-            parents = run[self._at % len(run)]
-            self._at += 1
+        parents = self.parents() if len(rows) == self.width else [0] * self.width  # of the prompt
         moves = [BeamMove(parent, 0, 0.0) for parent in parents]
         return BeamStep(moves, []) if self._left else BeamStep([], [(move, 0.0) for move in moves])
+
+
+class ModelledBeams(DivergingBeams):
+    """The same, but survivors are found as a beam search finds them, by scores that are drawn: a beam's likeliest token
+    costs its score an exponential amount, of mean 1, and each less likely token another one, of mean GAP."""
+
+    def begin(self, drawn: random.Random) -> None:
+        self._drawn = drawn
+        self._scores = [0.0] * self.width
+        """Of the survivors, best first."""
+
+    def parents(self) -> list[int]:
+        found: list[tuple[float, int]] = []
+        for beam, score in enumerate(self._scores):
+            score -= self._drawn.expovariate(1)
+            for _ in range(self.width):
+                found.append((score, beam))
+                score -= self._drawn.expovariate(1 / GAP)
+        found.sort(reverse=True)
+        self._scores = [score - found[0][0] for score, _ in found[: self.width]]
+        return [beam for _, beam in found[: self.width]]
+
+
+DIVERGENCE = {"measured": DivergingBeams, "modelled": ModelledBeams}
 
 
 @cache

@@ -107,7 +107,8 @@ def _draw_plot(axes: Axes, plot: Mapping[str, Any]) -> None:
 
 
 def _draw_lines(axes: Axes, plot: Mapping[str, Any]) -> None:
-    """A system that has two lines is named once, and what solid and dashed means once for all."""
+    """A system that has two lines is named once, and what solid, dashed and a circle mean once for all. Circles of no
+    one line are black."""
     labels = list(dict.fromkeys(line["label"] for line in plot["lines"]))
     ours = {line["label"] for line in plot["lines"] if line["style"] == "ours"}
     papers = {line["label"] for line in plot["lines"] if line["style"] == "paper"}
@@ -122,7 +123,9 @@ def _draw_lines(axes: Axes, plot: Mapping[str, Any]) -> None:
             darker = [0.6 * part for part in to_rgb(colour)]  # to be seen on top of ours
             axes.plot(x, y, "--", color=darker, zorder=3, label=None if label in ours else f"{label}, paper")
         else:
-            axes.plot(x, y, "o", ms=9, mfc="none", color="black", label="calibrated by")
+            axes.plot(x, y, "o", ms=9, mfc="none", mec=colour if label else "black")
+    if any(line["style"] == "calibrated" for line in plot["lines"]):
+        axes.plot([], [], "o", ms=9, mfc="none", color="black", label="calibrated by")
     if ours & papers:
         axes.plot([], [], "-", color="black", label="ours")
         axes.plot([], [], "--", color="black", label="the paper's")

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 Verdict = Literal["holds", "fails", "not judged"]
 Style = Literal["ours", "paper", "calibrated"]
+CheckKind = Literal["predicted", "calibrated", "exact"]
 """Solid lines are ours, dashed ones the paper's; marks alone are points that calibrated the machine."""
 
 
@@ -105,6 +106,9 @@ class Check:
     """How far ours may be from it: a part of the paper's where `relative`, else in its unit. None: no verdict."""
     relative: bool = True
     unit: str = ""
+    kind: CheckKind = "predicted"
+    """*calibrated*: by the paper's number the machine was calibrated; *exact*: it follows from what goes in, as in the
+    paper's own examples. Neither is a prediction."""
 
     @property
     def difference(self) -> float | None:
@@ -157,6 +161,8 @@ class Figure(ABC):
     """What to look at."""
     change_it: Sequence[str] = ()
     """Three experiments to try."""
+    why: Mapping[str, str] = {}
+    """Why checks fail: a part of their `what` -> what is known of the reason, or that it is not known."""
     alone: bool = False
     """Whether its jobs measure, and so run one after another."""
     needs_traces: bool = False

@@ -84,6 +84,11 @@ CALIBRATED = {
     "LLaMA-13B": Calibrated(2.21e-3, 0.305e-3, 0.999),
 }
 
+FURTHER_SAMPLE, FURTHER_BEAM = 0.2, 0.7
+"""What the second and each further sample, or beam, of a request costs beside its tokens, as a part of what the first
+one costs (`Machine.seconds_per_row`, mostly the host's work). Calibrated by the flat points of Fig. 14, to a tenth: a
+test finds that a tenth more or less misses them by more."""
+
 
 @cache
 def machine(model: str) -> Machine:
@@ -154,6 +159,10 @@ def facts(model: str) -> list[Fact]:
     setting, found = SETTINGS[model], CALIBRATED[model]
     speed = setting.memory_bytes_per_second / 1e12
     sizes: Kind = "assumed" if model == "LLaMA-13B" else "paper"  # of which the paper has no table: as of OPT-13B
+    further = [
+        Fact("a request's further samples, of a row each", f"{FURTHER_SAMPLE:g}", "calibrated"),
+        Fact("a request's further beams, of a row each", f"{FURTHER_BEAM:g}", "calibrated"),
+    ]
     return [
         Fact("weights", f"{setting.weight_bytes / 1e9:.0f} GB, read once a step", sizes),
         Fact("memory for K and V", f"{setting.kv_memory_bytes >> 30} GiB", sizes),
@@ -165,6 +174,7 @@ def facts(model: str) -> list[Fact]:
         Fact("of the memory speed, reached by attention", f"{found.kv:.1%}", "calibrated"),
         Fact("a step beside", f"{1e3 * found.seconds_per_step:.2f} ms", "calibrated"),
         Fact("a row beside", f"{1e3 * found.seconds_per_row:.3f} ms", "calibrated"),
+        *(further if model == "OPT-13B" else []),  # Fig. 14 is of no other
         Fact("link to the host", f"{setting.num_gpus * LINK_BYTES_PER_SECOND / 1e9:.1f} GB/s", "calibrated"),
         Fact("a copy over it", f"{1e6 * SECONDS_PER_COPY:.2f} us", "calibrated"),
         Fact("copies of a block", f"{2 * setting.layers}, a pool of keys and one of values a layer", "assumed"),

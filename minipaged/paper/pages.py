@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from minipaged.paper.figure import Figure
+from minipaged.paper.figure import CheckKind, Figure
 from minipaged.paper.figures.fig12 import FIG_12, MEDIAN, TOLERANCE
 
 COLUMNS = ("paper", "ours", "difference", "tolerance", "verdict")
@@ -24,15 +24,18 @@ def cells(check: Mapping[str, Any]) -> list[str]:
     """One row of a table: what, paper, ours, difference, tolerance, verdict."""
 
     def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3g}{check['unit']}"
+        if value is None:
+            return "-"
+        return f"{value:{',.0f' if abs(value) >= 1000 else '.3g'}}{check['unit']}"
 
     def apart(value: float | None, sign: str) -> str:
         if value is None:
             return "-"
-        return f"{value:{sign}.1%}" if check["relative"] else f"{value:{sign}.3g}{check['unit']}"
+        unit = " points" if check["unit"] == " %" else check["unit"]
+        return f"{value:{sign}.1%}" if check["relative"] else f"{value:{sign}.3g}{unit}"
 
     return [
-        check["what"],
+        check["what"] + " (calibrated)" * (check["kind"] == "calibrated"),
         number(check["paper"]),
         number(check["ours"]),
         apart(check["difference"], "+"),
@@ -84,7 +87,7 @@ def body(figure: Figure, data: Mapping[str, Any], level: int) -> str:
         return f"<h{level}>{words}</h{level}>"
 
     made = data["made"]
-    parts = [heading("Beside the paper"), checks_table(data)]
+    parts = [heading("What came out" if figure.section == "beyond" else "Beside the paper"), checks_table(data)]
     parts += [f"<p>{text(note)}</p>" for note in data["notes"]]
     if data["sentences"]:
         rows = [
@@ -115,12 +118,13 @@ def body(figure: Figure, data: Mapping[str, Any], level: int) -> str:
 
 
 def summary(results: Mapping[str, Mapping[str, Any]], links: Mapping[str, str]) -> str:
-    """All verdicts in one table. `links`: where each figure's page is."""
+    """All verdicts in one table, those that fail first. `links`: where each figure's page is."""
     rows = []
     for name, data in results.items():
         for check in data["checks"]:
             figure = f'<a href="{html.escape(links[name])}">{text(label(name))}</a>'
             rows.append((VERDICTS[check["verdict"]], [figure, *(text(cell) for cell in cells(check))]))
+    rows.sort(key=lambda row: row[0] != VERDICTS["fails"])
     return f"<p>{text(counts(results.values()))}</p>\n" + table(("figure", "what", *COLUMNS), rows)
 
 
@@ -130,13 +134,20 @@ def label(name: str) -> str:
 
 
 def counts(results: Iterable[Mapping[str, Any]]) -> str:
-    """How many verdicts of each kind, in words."""
-    found = [check["verdict"] for data in results for check in data["checks"]]
-    return ", ".join(
-        f"{found.count(verdict)} {words}"
-        for verdict, words in (("holds", "hold"), ("fails", "fail"), ("not judged", "not judged"))
-        if verdict in found
-    )
+    """How many verdicts of each kind, in words; what is no prediction by itself."""
+    checks = [check for data in results for check in data["checks"]]
+
+    def told(before: str, kind: CheckKind) -> str:
+        found = [check["verdict"] for check in checks if check["kind"] == kind]
+        return before * bool(found) + ", ".join(
+            f"{found.count(verdict)} {words}"
+            for verdict, words in (("holds", "hold"), ("fails", "fail"), ("not judged", "not judged"))
+            if verdict in found
+        )
+
+    parts = told("", "predicted"), told("of what calibrates ", "calibrated"), told("of what is exact ", "exact")
+    words = "; ".join(part for part in parts if part)
+    return words[:1].upper() + words[1:]
 
 
 def knees(results: Mapping[str, Mapping[str, Any]]) -> str | None:

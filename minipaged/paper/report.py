@@ -1,9 +1,10 @@
-"""`minipaged paper report`: all results of a folder as one HTML file, which needs nothing from anywhere."""
+"""`minipaged paper report`: all results of a folder as one HTML file, which needs nothing from anywhere. And a page of
+one figure that can be stepped through, as `minipaged paper run` writes it."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from minipaged.paper import published
@@ -11,13 +12,14 @@ from minipaged.paper.drawing import svg
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import body, counts, knees, section, summary, text
 from minipaged.paper.running import file_name
+from minipaged.stepper.page import element
 
 STYLE = """
 :root { color-scheme: light dark; --text: #1b1b1f; --back: #ffffff; --soft: #5a5a66; --line: #d4d4dc; --box: #f3f3f8;
   --fails: #b00020; --holds: #17692f; --link: #2a3eb1; }
 @media (prefers-color-scheme: dark) { :root { --text: #e6e6ec; --back: #17171c; --soft: #b4b4c2; --line: #44444f;
   --box: #22222a; --fails: #ff8a80; --holds: #7ddb95; --link: #a9b7ff; } }
-body { margin: 0 auto; max-width: 62rem; padding: 1rem; color: var(--text); background: var(--back);
+body { margin: 0 auto; padding: 1rem; color: var(--text); background: var(--back);
   font: 1rem/1.5 system-ui, sans-serif; }
 a { color: var(--link); }
 h2 { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1rem; }
@@ -38,6 +40,20 @@ WHAT_IT_IS = (
     "speeds are calibrated by those points of the paper at which nothing waits. The knees that are judged were never "
     "among them; checks of points that were say so, in brackets."
 )
+
+
+def figure_page(data: Mapping[str, Any]) -> str:
+    """Of one result that has a run to be stepped through."""
+    figure = FIGURES[data["figure"]]
+    parts = [
+        f"<h1>{text(data['title'])}</h1>",
+        f"<p>{section(figure)} {text(counts([data]))}.</p>",
+        f"<h2>What to look at</h2>\n<p>{text(figure.look)}</p>",
+        "<p>Step with the buttons or on the timeline, or with the arrow keys once the stepper has the focus.</p>",
+        element(data["recording"], with_script=True),
+        body(figure, data, level=2),
+    ]
+    return _whole(data["title"], parts, wide=80)
 
 
 def report(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -62,10 +78,14 @@ def report(results: Mapping[str, Mapping[str, Any]]) -> str:
             body(figure, data, level=3),
             "</section>",
         ]
+    return _whole("The PagedAttention paper, made again", parts, wide=62)
+
+
+def _whole(title: str, parts: Iterable[str], wide: int) -> str:
+    """A page of these parts, at most so many letters' widths wide."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape('The PagedAttention paper, made again')}</title>\n<style>{STYLE}</style></head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}body {{ max-width: {wide}rem; }}</style></head>\n"
+        "<body>\n<main>\n" + "\n".join(parts) + "\n</main>\n</body></html>\n"
     )

@@ -18,7 +18,7 @@ import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 
 from minipaged.errors import InvalidRequest
-from minipaged.paper.figure import Figure, Job
+from minipaged.paper.figure import Check, Figure, Job
 from minipaged.paper.machines import SETTINGS, facts
 
 KEYS = {"figure", "title", "section", "made", "machines", "plots", "checks", "sentences", "notes"}
 """Of a figure's result. One that can be stepped through has its `recording` too."""
+KEYS_OF_CHECK = {field.name for field in fields(Check)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,11 @@ class Results:
 
     def _write(self, path: Path, data: Any) -> None:
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(data, indent=1) + "\n")
-        part.replace(path)
+        try:
+            part.write_text(json.dumps(data, indent=1) + "\n")
+            part.replace(path)
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {path}: {error.strerror}; give another --output") from None
 
     def put_figure(self, figure: Figure, data: Mapping[str, Any]) -> Path:
         path = self.folder / f"{file_name(figure.name)}.json"
@@ -108,10 +112,24 @@ class Unusable(InvalidRequest):
         self.why = why
 
 
+def _is_whole(data: Any) -> bool:
+    """Whether it has all that is told of a result."""
+    try:
+        return (
+            data.keys() >= KEYS
+            and data["made"].keys() >= set(Made.__slots__)
+            and all(check.keys() >= KEYS_OF_CHECK for check in data["checks"])
+            and all(isinstance(plot["title"], str) for plot in data["plots"])
+        )
+    except (AttributeError, KeyError, TypeError):  # something else in their place
+        return False
+
+
 def kept_figure(folder: Path, name: str) -> dict[str, Any] | None:
     """The figure's result that is in the folder; None if there is none. Raises Unusable for one that cannot be read, or
     that another version of minipaged has made."""
     path = folder / f"{file_name(name)}.json"
+    data: dict[str, Any] | None
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
@@ -121,7 +139,7 @@ def kept_figure(folder: Path, name: str) -> dict[str, Any] | None:
     except ValueError:
         data = None
     again = f"make it again: minipaged paper run {name} --output {folder}"
-    if not isinstance(data, dict) or not data.keys() >= KEYS:
+    if not data or not _is_whole(data):
         raise Unusable(f"{path} is no whole result of a figure; remove it, or {again}", "no whole result")
     maker = data["made"]["minipaged"]
     if maker != version("minipaged"):
@@ -195,6 +213,13 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
+def why_it_fails(figure: Figure, checks: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is known of it, of each check that fails."""
+    failing = [check["what"] for check in checks if check["verdict"] == "fails"]
+    found = {words: [what for what in failing if words in what] for words in figure.why}
+    return [f"Why it fails ({'; '.join(whats)}): {figure.why[words]}" for words, whats in found.items() if whats]
+
+
 def run_figure(
     figure: Figure, results: Results, *, quick: bool, seed: int, processes: int, done: Callable[[Job], None]
 ) -> dict[str, Any]:
@@ -202,6 +227,10 @@ def run_figure(
     jobs = figure.jobs(quick=quick, seed=seed)
     outcome = figure.outcome(run_jobs(jobs, results, 1 if figure.alone else processes, done))
     models = {getattr(job, "model", None) for job in jobs}  # those that are served on a simulated machine
+    checks = [
+        {**asdict(check), "difference": check.difference, "verdict": "not judged" if quick else check.verdict}
+        for check in outcome.checks
+    ]
     data = {
         "figure": figure.name,
         "title": figure.title,
@@ -209,12 +238,9 @@ def run_figure(
         "made": asdict(made(seed=seed, quick=quick)),
         "machines": {model: [asdict(fact) for fact in facts(model)] for model in SETTINGS if model in models},
         "plots": [asdict(plot) for plot in outcome.plots],
-        "checks": [
-            {**asdict(check), "difference": check.difference, "verdict": "not judged" if quick else check.verdict}
-            for check in outcome.checks
-        ],
+        "checks": checks,
         "sentences": [asdict(sentence) for sentence in outcome.sentences],
-        "notes": list(outcome.notes),
+        "notes": [*outcome.notes, *why_it_fails(figure, checks)],
         **({"recording": outcome.recording} if outcome.recording else {}),
     }
     plain: dict[str, Any] = json.loads(json.dumps(data))  # as it is read again

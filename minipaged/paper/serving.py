@@ -8,33 +8,33 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+
+import numpy as np
 
 from minipaged.engine.engine import Engine
 from minipaged.engine.policies import POLICIES
-from minipaged.engine.policy import FirstComeFirstServed
-from minipaged.paper.divergence import DivergingBeams
+from minipaged.engine.sequence import Request
+from minipaged.errors import InvalidRequest
+from minipaged.paper.divergence import DIVERGENCE
 from minipaged.paper.faster_transformer import FasterTransformer
-from minipaged.paper.machines import machine
-from minipaged.paper.orca import Orca, OrcaMemory
+from minipaged.paper.machines import FURTHER_BEAM, FURTHER_SAMPLE, machine
+from minipaged.paper.orca import Orca
+from minipaged.paper.orca_memory import OrcaMemory
+from minipaged.paper.vllm import VLLM, PromptsApart, WholePrompts
 from minipaged.paper.workloads import MAX_MODEL_LEN, Asked, arrivals
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
-from minipaged.scheduling import MakePolicy, RequestView, Way
-from minipaged.simulated import SimulatedRunner, simulated_tier
+from minipaged.scheduling import MakePolicy, Way
+from minipaged.simulated import Machine, SimulatedRunner, simulated_tier
 from minipaged.traces import Percentiles
 
 BATCH_TOKENS = 2560
 """vLLM's limit of a step in the paper's days; Orca's baselines had none."""
-WATERMARK = 0.01
-"""Of all blocks, what vLLM's newcomers left free then."""
-FURTHER_SAMPLE, FURTHER_BEAM = 0.2, 0.8
-"""What the second and each further sample, or beam, of a request costs beside its tokens, as a part of what the first
-one costs (`Machine.seconds_per_row`, mostly the host's work). Calibrated by the flat points of Fig. 14: a test says how
-well they are met."""
 NO_LIMIT = 1 << 20
+PREFILL_FIRST = "prefill-first"
+"""The policy `vllm.WholePrompts`, on a machine whose steps are `vllm.PromptsApart`."""
 VOCABULARY = 1 << 20
 """Tokens only have to differ where a prefix is not shared."""
 
@@ -56,6 +56,8 @@ class Serving:
     """Sequences of each request."""
     beams: bool = False
     """Whether they are beams, and not samples."""
+    divergence: str = "measured"
+    """Which beams survive: one of `divergence.DIVERGENCE`."""
     prefix: int = 0
     """So many tokens of its prompt each request shares with all others."""
     block_size: int = 16
@@ -66,13 +68,26 @@ class Serving:
     batch_tokens: int = BATCH_TOKENS
     """Of vLLM: most tokens of a step."""
     policy: str = ""
-    """Of vLLM: one of `engine.policies.POLICIES` in the place of its own of then."""
+    """Of vLLM: one of `engine.policies.POLICIES`, or PREFILL_FIRST, in the place of its own of then."""
+    urgent: float = 0.0
+    """So large a share of the requests is drawn; by the policy "priority" they are one step above the others."""
+    one_piece: bool = False
+    """Whether a block is one piece of memory, and not one for K and one for V in each layer."""
+    link: float = 1.0
+    """Times the speed of the machine's link to the host."""
+    each: bool = False
+    """Whether the times of every request are kept, and how long there was between two tokens (with one sequence each).
+    """
     kv_bits: int = 16
     """Of a number of K or V: with fewer there are more blocks, and attention reads fewer bytes."""
 
     def run(self) -> Served:
         """Serve it."""
-        return serve(self, arrivals(self.dataset, self.rate, self.seconds, self.seed, self.prefix))
+        return serve(self, self.arrivals())
+
+    def arrivals(self) -> list[Asked]:
+        """The requests, in order of arrival."""
+        return arrivals(self.dataset, self.rate, self.seconds, self.seed, self.prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +152,44 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
+class Between:
+    """How long those who had a token waited for the next, in seconds."""
+
+    percentiles: Percentiles
+    longest: float
+
+
+@dataclass(slots=True)
+class Pace:
+    """Looks after each step who has got a token, and how long after the one before."""
+
+    runner: SimulatedRunner
+    latest: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Request -> tokens it has, and when the last of them came."""
+    seconds: list[float] = field(default_factory=list)
+
+    def note(self, running: Iterable[Request]) -> None:
+        """Who computes its prompt, or waits to come back, gets none, and its time goes on."""
+        for request in running:
+            self.has(request.request_id, len(request.sequences[0].output_token_ids))
+
+    def has(self, request_id: str, num_tokens: int) -> None:
+        before, since = self.latest.get(request_id, (0, 0.0))
+        if num_tokens == before:
+            return
+        now = self.runner.now
+        if before:  # a first token is its prompt's
+            now += self.runner.owed if isinstance(self.runner, PromptsApart) else 0.0
+            self.seconds.append(now - since)
+        self.latest[request_id] = num_tokens, now
+
+    def between(self) -> Between:
+        return Between(Percentiles.of(self.seconds), max(self.seconds, default=0.0))
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
-    """What it came to. Shares and means are over steps."""
+    """What it came to. Means are over steps."""
 
     requests: int
     normalized_latency: float
@@ -147,10 +198,6 @@ class Served:
     """Requests in a batch, looked at after each step, without those that ended in it."""
     mean_running_arriving: float
     """The same over the steps up to the last arrival (Fig. 13): after it the batch empties, however long the trace."""
-    token_share: float
-    """Of the KV memory, what held tokens; the rest as in Fig. 2: reserved, internal, and what nobody has."""
-    reserved_share: float
-    internal_share: float
     saved_share: float
     """Blocks saved by sharing (Fig. 15)."""
     preempted: int
@@ -162,31 +209,15 @@ class Served:
     first_token: Percentiles
     per_token: Percentiles
     """From the first token to the last, of each one after the first, in seconds."""
+    latency_urgent: Percentiles
+    """The same as `latency` of those with priority, and of those without."""
+    latency_others: Percentiles
     queued: Queued
-    """The same over the steps in which a request waited: with one sequence a request, or entries count twice."""
-
-
-class VLLM(FirstComeFirstServed):
-    """vLLM's policy in the paper's days: this engine's own but for two things. Which way back depends on the number of
-    sequences. And newcomers leave a hundredth of all blocks free (its *watermark*), not one for each sequence that
-    runs: memory is fuller, and preemptions are more."""
-
-    def __init__(self, *settings: Any, preemption: Way | None) -> None:
-        super().__init__(*settings)
-        self.preemption = preemption
-
-    def soon(self, request: RequestView, num_blocks: int) -> int:
-        return 0
-
-    def admit(
-        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
-    ) -> list[str]:
-        """As long as the watermark stays free; but who is alone may have all."""
-        watermark = int(WATERMARK * self.num_blocks) if running else 0
-        return super().admit(waiting, running, num_free - watermark, tokens_left)
-
-    def way_back(self, request: RequestView, host_free: int) -> Way:
-        return self.preemption or ("recompute" if request.num_sequences == 1 else "swap")
+    """What the memory held while a request waited: with one sequence a request, or entries count twice."""
+    each: list[tuple[float, float]]
+    """Of every request what `first_token` and `per_token` are of, if they are to be kept."""
+    between: Between | None
+    """Any two tokens of a request, one after the other, if it is to be kept."""
 
 
 def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
@@ -201,11 +232,13 @@ def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
         max_num_seqs=serving.most_running,
         max_num_batched_tokens=NO_LIMIT,
     )
-    tier = replace(simulated_tier(), beam_search=DivergingBeams)
+    tier = replace(simulated_tier(), beam_search=DIVERGENCE[serving.divergence])
     if serving.system == "vLLM":
         host = num_blocks if serving.n > 1 or serving.preemption == "swap" else 0
         policy: MakePolicy = partial(VLLM, preemption=serving.preemption)
-        if serving.policy:
+        if serving.policy == PREFILL_FIRST:
+            policy = partial(WholePrompts, preemption=serving.preemption)
+        elif serving.policy:
             policy = POLICIES[serving.policy]
         config = replace(config, max_num_batched_tokens=serving.batch_tokens, num_swap_blocks=host)
         return Engine(config, tier, runner, policy=policy, clock=runner.clock)
@@ -227,62 +260,93 @@ def params_of(serving: Serving, one: Asked) -> SamplingParams | BeamSearchParams
     return SamplingParams(n=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
 
 
-def serve(serving: Serving, asked: Sequence[Asked]) -> Served:
-    """Let these requests come, each at its time, and serve all of them to their end."""
+def machine_of(serving: Serving, further: float | None) -> Machine:
+    """The model's, as this serving changes it. `further`: in the place of FURTHER_SAMPLE or FURTHER_BEAM."""
     here = machine(serving.model)
-    here = replace(here, kv_bytes_per_token=here.kv_bytes_per_token * serving.kv_bits // 16)
-    further = FURTHER_BEAM if serving.beams else FURTHER_SAMPLE
-    here = replace(here, seconds_per_row=here.seconds_per_row * (1 + (serving.n - 1) * further) / serving.n)
-    runner = SimulatedRunner(here, serving.block_size)
+    if further is None:
+        further = FURTHER_BEAM if serving.beams else FURTHER_SAMPLE
+    return replace(
+        here,
+        kv_bytes_per_token=here.kv_bytes_per_token * serving.kv_bits // 16,
+        seconds_per_row=here.seconds_per_row * (1 + (serving.n - 1) * further) / serving.n,
+        link_bytes_per_second=here.link_bytes_per_second * serving.link,
+        copies_per_block=1 if serving.one_piece else here.copies_per_block,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of one request that was served, in seconds."""
+
+    urgent: bool
+    tokens: int
+    latency: float
+    first_token: float
+    per_token: float
+
+
+def serve(serving: Serving, asked: Sequence[Asked], further: float | None = None) -> Served:
+    """Let these requests come, each at its time, and serve all of them to their end. `further`: see `machine_of`.
+    Raises InvalidRequest where there is none."""
+    if not asked:
+        raise InvalidRequest(
+            f"no request comes in {serving.seconds:g} s at {serving.rate:g} a second; take a longer trace, or a "
+            "higher rate"
+        )
+    make = PromptsApart if serving.policy == PREFILL_FIRST else SimulatedRunner
+    runner = make(machine_of(serving, further), serving.block_size)
     engine = engine_of(serving, runner)
-    coming, arrived = deque(asked), dict[str, float]()
-    normalized, latency, first_token, per_token = (list[float]() for _ in range(4))
-    running, queue = 0, Queue()
+    urgent = np.random.default_rng((serving.seed, 5)).random(len(asked)) < serving.urgent  # [requests]
+    coming, arrived = deque(zip(asked, urgent.tolist(), strict=True)), dict[str, tuple[Asked, bool]]()
+    times: list[Times] = []
+    running, queue, pace = 0, Queue(), Pace(runner) if serving.each else None
     arriving = 1, 0
     while coming or engine.has_unfinished_requests():
         if not engine.has_unfinished_requests():
-            runner.now = max(runner.now, coming[0].seconds)
-        while coming and coming[0].seconds <= runner.now:
-            one = coming.popleft()
+            runner.now = max(runner.now, coming[0][0].seconds)
+        while coming and coming[0][0].seconds <= runner.now:
+            one, is_urgent = coming.popleft()
             request_id = engine.add_request(
                 prompt_of(serving, one, len(asked) - len(coming)),
                 params_of(serving, one),
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                priority=-1 if is_urgent and serving.policy == "priority" else 0,
             )
-            arrived[request_id] = one.seconds
+            arrived[request_id] = one, is_urgent
         before = runner.now
         for update in engine.step():
             if update.output:
                 metrics, tokens = update.output.metrics, len(update.output.outputs[0].token_ids)
-                came, first = arrived.pop(update.request_id), metrics.first_token_time
+                (one, is_urgent), first = arrived.pop(update.request_id), metrics.first_token_time
                 assert first is not None
-                latency.append(metrics.finished_time - came)
-                normalized.append(latency[-1] / tokens)
-                first_token.append(first - came)
-                per_token.append((metrics.finished_time - first) / max(1, tokens - 1))
+                if pace:
+                    pace.has(update.request_id, tokens)
+                after = (metrics.finished_time - first) / max(1, tokens - 1)
+                latency = metrics.finished_time - one.seconds
+                times.append(Times(is_urgent, tokens, latency, first - one.seconds, after))
         running += len(engine.scheduler.running)
+        if pace:
+            pace.note(engine.scheduler.running)
         if coming:
             arriving = engine.stats.steps, running
         if engine.scheduler.waiting:
             queue.note(engine, runner.now - before)
     stats = engine.stats
-    slots = stats.steps * stats.blocks_total * serving.block_size
-    tokens, reserved = stats.contiguous.tokens, stats.contiguous.reserved
-    by_orca = serving.system != "vLLM"
     return Served(
-        requests=len(normalized),
-        normalized_latency=math.fsum(normalized) / len(normalized),
+        requests=len(times),
+        normalized_latency=math.fsum(one.latency / one.tokens for one in times) / len(times),
         mean_running=running / stats.steps,
         mean_running_arriving=arriving[1] / arriving[0],
-        token_share=(tokens if by_orca else stats.paged.tokens) / slots,
-        reserved_share=reserved / slots if by_orca else 0.0,
-        internal_share=(stats.paged.internal_fragmentation - (reserved if by_orca else 0)) / slots,
         saved_share=stats.share_saved,
         preempted=stats.preempted_by_swap + stats.preempted_by_recompute,
         seconds=runner.now,
         steps=stats.steps,
-        latency=Percentiles.of(latency),
-        first_token=Percentiles.of(first_token),
-        per_token=Percentiles.of(per_token),
+        latency=Percentiles.of(one.latency for one in times),
+        first_token=Percentiles.of(one.first_token for one in times),
+        per_token=Percentiles.of(one.per_token for one in times),
+        latency_urgent=Percentiles.of(one.latency for one in times if one.urgent),
+        latency_others=Percentiles.of(one.latency for one in times if not one.urgent),
         queued=queue.means(stats.blocks_total * serving.block_size),
+        each=[(one.first_token, one.per_token) for one in times] if serving.each else [],
+        between=pace.between() if pace else None,
     )

@@ -2,7 +2,8 @@
 
 Of the lengths the paper prints histograms, one of prompts and one of outputs. How the two pair is not known: here they
 are drawn independently, as far as both together do not exceed the model's 2,048 tokens. Drawn from the same seed, a
-longer trace begins as a shorter one does, and one of another rate has the same requests closer together.
+longer trace of "ShareGPT", "Alpaca" or "WMT16" begins as a shorter one does, and one of another rate has the same
+requests closer together. Rounds of conversations, and pairs that are taken apart, are others where more are drawn.
 
 Beside them there are real requests, read from files: lengths of ShareGPT in pairs, and the times and lengths of Azure's
 traces.

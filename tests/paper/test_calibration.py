@@ -10,6 +10,7 @@ import pytest
 
 from minipaged.paper import published
 from minipaged.paper.calibration import flat_points, measured_steps, relative_errors
+from minipaged.paper.figures.fig14 import FIG_14
 from minipaged.paper.machines import (
     A100_80,
     A100_FLOPS,
@@ -23,7 +24,7 @@ from minipaged.paper.machines import (
 )
 from tests.effort import quick_cases
 
-PANELS = [panel for setting in SETTINGS.values() for panel in setting.panels]
+PANELS = [*(panel for setting in SETTINGS.values() for panel in setting.panels), *(panel.name for panel in FIG_14)]
 
 
 def sides_of_the_knee(panel: str, system: str) -> set[tuple[float, float]]:

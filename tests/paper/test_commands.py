@@ -20,9 +20,11 @@ from minipaged.errors import InvalidRequest
 from minipaged.paper import commands, drawing
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.figures.fig12 import FIG_12, TOLERANCE
-from minipaged.paper.pages import knees
-from minipaged.paper.report import report
-from minipaged.paper.running import file_name, made
+from minipaged.paper.figures.panel import BETWEEN, Panel, halfway
+from minipaged.paper.machines import facts
+from minipaged.paper.pages import counts, knees
+from minipaged.paper.report import figure_page, report
+from minipaged.paper.running import file_name, made, why_it_fails
 
 KEPT = Path(__file__).parents[2] / "docs" / "runs" / "paper"
 
@@ -32,7 +34,7 @@ VOID = {"meta", "br", "img", "link"}
 def check(what: str, paper: float, ours: float | None, tolerance: float | None, verdict: str) -> dict[str, Any]:
     difference = None if ours is None else ours / paper - 1
     numbers = {"paper": paper, "ours": ours, "tolerance": tolerance, "difference": difference}
-    return {"what": what, **numbers, "relative": True, "unit": "/s", "verdict": verdict}
+    return {"what": what, **numbers, "relative": True, "unit": "/s", "kind": "predicted", "verdict": verdict}
 
 
 def result(name: str, checks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -127,6 +129,21 @@ def test_the_report_stands_alone_and_says_everything() -> None:
     assert written.count('class="fails"') == 2 * 2 + 2, "each failure red in both tables, and each sentence"
 
 
+def test_the_page_of_a_run_says_which_figure_it_is_and_what_to_look_at() -> None:
+    """Whatever signs its texts have."""
+    data = {**RESULTS["12a"], "figure": "6", "recording": {"title": "</script><b>"}}
+    written = figure_page(data)
+    page = Page(written)
+    for words in ("Fig. 12a: a & b", "Section 4.3 of the paper.", FIGURES["6"].look[:60], "What n is.", "+50.0%"):
+        assert words in page.text, words
+    assert all(experiment.partition("`")[0] in page.text for experiment in FIGURES["6"].change_it)
+    assert written.count("<title>Fig. 12a: a &amp; b</title>") == 1
+    assert written.count("<h1>Fig. 12a: a &amp; b</h1>") == 1
+    assert written.count('<div class="stepper"><paged-stepper>') == 1
+    assert "</script><b>" not in written
+    assert not [value for _, name, value in page.attributes if name in ("href", "src")], "nothing comes from anywhere"
+
+
 def test_pictures_of_one_page_have_names_of_their_own() -> None:
     """What one picture defines is not what another one uses."""
 
@@ -180,6 +197,50 @@ def test_every_curve_of_a_kept_result_goes_on_to_its_knee(path: Path) -> None:
     assert [one["what"] for one in checks if one["what"].endswith("requests/s") and one["ours"] is None] == []
 
 
+PANELS = {name: figure for name, figure in FIGURES.items() if isinstance(figure, Panel)}
+
+
+@pytest.mark.parametrize("name", PANELS)
+def test_every_curve_has_the_points_halfway_that_the_rule_asks_for_and_no_others(name: str) -> None:
+    """Whatever its verdict: from a curve's other points the rule gives these again."""
+    lines = json.loads((KEPT / f"{file_name(name)}.json").read_text())["plots"][0]["lines"]
+    for line in (line for line in lines if line["style"] == "ours"):
+        system, kept = line["label"], dict(line["points"])
+        assert sorted(kept) == sorted(PANELS[name].rates(system)), "what a run would have"
+        between = BETWEEN.get(name, {}).get(system, ())
+        others, added = {rate: latency for rate, latency in kept.items() if rate not in between}, list[float]()
+        while system != "FasterTransformer" and (rate := halfway(sorted(others.items()))):
+            assert rate in between, f"{system}, {rate}/s"
+            others[rate] = kept[rate]
+            added.append(rate)
+        assert tuple(added) == between, system
+
+
+def test_points_halfway_are_for_curves_that_there_are() -> None:
+    assert {(name, system) for name, of in BETWEEN.items() for system in of} <= {
+        (name, system) for name, panel in PANELS.items() for system in panel.systems
+    }
+
+
+def test_a_point_halfway_is_asked_for_where_a_curve_rises_far_and_steeply() -> None:
+    assert halfway([(1, 0.01), (2, 0.1), (2.5, 0.81), (9, 9.9)]) == 2.25
+    assert halfway([(1, 0.01), (2, 0.1), (2.5, 0.79), (9, 9.9)]) is None, "less than eightfold; the rest is no knee"
+    assert halfway([(20, 0.1), (20.9, 9.9)]) is None, "near each other"
+    assert halfway([(20, 0.1), (21.19, 9.9)]) == 20.6, "three digits"
+    assert halfway([(1, 0.01), (2, 0.1)]) is None, "no knee"
+
+
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*.json")), ids=lambda path: path.stem)
+def test_of_every_failing_check_of_a_kept_result_a_note_says_why(path: Path) -> None:
+    """It names the check, and is what its figure says today."""
+    data = json.loads(path.read_text())
+    failing = [one["what"] for one in data["checks"] if one["verdict"] == "fails"]
+    told = [note for note in data["notes"] if note.startswith("Why it fails (")]
+    assert told == why_it_fails(FIGURES[data["figure"]], data["checks"])
+    assert [what for what in failing if not any(what in note for note in told)] == []
+    assert all(len(note.partition("): ")[2]) > 80 for note in told)
+
+
 # --- The commands ---------------------------------------------------------------------------------
 
 
@@ -219,8 +280,6 @@ def test_the_list_says_which_results_cannot_be_used_and_goes_on(kept: Path) -> N
     assert told["12c"].endswith("no whole result; to be made again")
     assert told["12d"].endswith("cannot be read: Is a directory; to be made again")
     assert told["12e"].endswith("not run")
-    with pytest.raises(InvalidRequest, match=r"12b\.json was made by minipaged 0\.0\.1"):
-        minipaged("report", "--results", str(kept))
 
 
 def test_the_report_is_written_where_it_is_asked_for(kept: Path) -> None:
@@ -233,7 +292,7 @@ def test_the_report_is_written_where_it_is_asked_for(kept: Path) -> None:
     ("words", "message"),
     [
         (["run", "12z"], r"there is no figure '12z' \(did you mean 12\w\?\); there are: 1, .*12a"),
-        (["run", "Fig. 12a"], r"there is no figure 'Fig\. 12a' \(did you mean 12a\?\)"),
+        (["run", "beyond/azur"], r"there is no figure 'beyond/azur' \(did you mean beyond/azure\?\)"),
         (["run", "nonsense"], r"there is no figure 'nonsense'; there are: "),
         (["run", "12a", "--output", "{folder}/12a.json"], r"cannot keep results in .*12a\.json: .*another --output"),
         (["report", "--results", "{folder}/none"], r"there are no results in .*none; minipaged paper run all"),
@@ -245,15 +304,94 @@ def test_a_mistake_is_told_with_the_way_out(kept: Path, words: list[str], messag
         minipaged(*(word.format(folder=kept) for word in words))
 
 
+def test_a_result_that_cannot_be_used_is_left_out_of_the_report(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, damage in (("12b", {"made": {}}), ("12c", {"checks": 5}), ("12d", {"plots": [{"a": 1}]})):
+        (kept / f"{name}.json").write_text(json.dumps({**RESULTS["12a"], **damage}))
+    commands.write_report(kept, kept / "mine.html")
+    said = capsys.readouterr().err
+    assert [f"{name} is left out" in said for name in ("12a", "12b", "12c", "12d")] == [False, True, True, True]
+
+
+def test_what_cannot_be_written_is_told_with_the_way_out(tmp_path: Path) -> None:
+    for name in ("table1.svg", "table1.json"):
+        (tmp_path / name / name).mkdir(parents=True)
+        with pytest.raises(InvalidRequest, match=rf"cannot write .*{name}: Is a directory; give another --output"):
+            commands.run_figures(["table1"], quick=True, seed=0, processes=1, output=tmp_path / name)
+
+
+@pytest.mark.parametrize("path", sorted(KEPT.glob("*.json")), ids=lambda path: path.stem)
+def test_a_kept_result_is_of_todays_machines(path: Path) -> None:
+    """Or it has to be made again."""
+    data = json.loads(path.read_text())
+    figure = next(figure for figure in FIGURES.values() if file_name(figure.name) == path.stem)
+    assert (data["figure"], data["title"], data["section"]) == (figure.name, figure.title, figure.section)
+    for model, told in data["machines"].items():
+        assert told == [vars_of(fact) for fact in facts(model)]
+
+
+def test_of_all_figures_those_whose_file_is_missing_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --traces and without. Who asks for one of them is told by an error."""
+    few = {name: FIGURES[name] for name in ("beyond/azure", "beyond/prefix-caching", "table1")}
+    monkeypatch.setattr(commands, "FIGURES", few)
+    monkeypatch.setattr(drawing, "save", lambda data, path: None)
+    options: dict[str, Any] = {"quick": True, "seed": 0, "processes": 1, "output": tmp_path}
+    why = "needs --traces FOLDER, with .*github"
+    for traces in (None, tmp_path):
+        assert commands.run_figures(["all"], **options, traces=traces)
+        said = capsys.readouterr()
+        assert "weights" in said.out
+        for name in ("beyond/azure", "beyond/prefix-caching"):
+            assert re.search(f"{name} is left out: .*{why}", said.err), said.err
+        with pytest.raises(InvalidRequest, match=why):
+            commands.run_figures(["beyond/azure"], **options, traces=traces)
+
+
+def test_who_interrupts_is_told_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "run_figure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        commands.run_figures(["table1"], quick=True, seed=0, processes=1, output=tmp_path)
+    assert f"What has ended of table1 is kept in {tmp_path}" in capsys.readouterr().err
+
+
+def test_what_came_out_is_counted_in_a_sentence() -> None:
+    exact = {"kind": "exact", "verdict": "holds"}
+    assert counts([{"checks": [exact, exact]}]) == "Of what is exact 2 hold"
+    told = counts([{"checks": [{"kind": "predicted", "verdict": "fails"}, {**exact, "kind": "calibrated"}, exact]}])
+    assert told == "1 fail; of what calibrates 1 hold; of what is exact 1 hold"
+    assert counts([]) == ""
+
+
 def test_a_number_means_all_its_panels() -> None:
     assert commands.figures_called("12") == [f"12{letter}" for letter in "abcdef"]
     assert commands.figures_called("all") == list(FIGURES)
     assert commands.figures_called("12c") == ["12c"]
+    assert commands.figures_called("Fig. 12C") == ["12c"]
+    assert commands.figures_called("beyond") == [name for name in FIGURES if name.startswith("beyond/")]
+    assert commands.figures_called("18") == ["18a", "18b"]
 
 
-def test_without_matplotlib_the_extra_is_named() -> None:
+def without_matplotlib(*words: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, where it has not been imported yet."""
     program = "import sys; sys.modules['matplotlib'] = None; from minipaged.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", program, "paper", "list"], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "drawing needs matplotlib; install minipaged with its extra 'paper'" in done.stderr
+    return subprocess.run([sys.executable, "-c", program, "paper", *words], capture_output=True, text=True)
+
+
+def test_without_matplotlib_the_extra_is_named_before_anything_is_run(tmp_path: Path) -> None:
+    for words in (["run", "table1", "-o", str(tmp_path / "new")], ["report", "-r", str(tmp_path)]):
+        done = without_matplotlib(*words)
+        assert done.returncode != 0
+        assert "drawing needs matplotlib; install minipaged with its extra 'paper'" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_list_needs_no_matplotlib(kept: Path) -> None:
+    done = without_matplotlib("list", "-o", str(kept))
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= len(FIGURES)

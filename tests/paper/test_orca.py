@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,9 +19,11 @@ from minipaged.course.workloads import Run, Workload, WorkloadRequest, random_wo
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event, RequestAdmitted, RequestFinished, SequenceForked, StepFinished
-from minipaged.paper.buddy import LARGEST_TOKENS
+from minipaged.paper import buddy, chunk, faster_transformer, orca, orca_memory
+from minipaged.paper.buddy import LARGEST_TOKENS, power_of_two
 from minipaged.paper.faster_transformer import FasterTransformer
-from minipaged.paper.orca import ESTIMATES, Orca, power_of_two
+from minipaged.paper.orca import ESTIMATES, Orca
+from minipaged.paper.serving import Serving
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner
 from minipaged.steps import StepInput
@@ -244,3 +249,36 @@ def test_a_search_that_loses_beams_and_gets_more_keeps_its_chunks() -> None:
         held.add(engine.blocks.num_used)
     assert beams[2:5] == [4, 2, 4]
     assert held == {16, 0}, "what was reserved, until the search is over"
+
+
+def test_who_outgrows_a_chunk_is_told_and_not_served_for_nothing() -> None:
+    buddies = buddy.BuddyAllocator(4)
+    table = chunk.Chunk(16, buddies)
+    table.take(buddies.take(2))
+    table.append(32)
+    with pytest.raises(InvalidRequest, match="32 tokens outgrows its chunk of 32: expect more"):
+        table.append(1)
+    assert table.num_tokens == 32
+
+
+def test_an_estimate_below_the_truth_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ESTIMATES, "Orca (Pow2)", lambda output: output // 4)
+    with pytest.raises(InvalidRequest, match="outgrows its chunk"):
+        Serving("Orca (Pow2)", "OPT-13B", "ShareGPT", rate=20.0, seconds=1.0).run()
+
+
+def lines_of_code(path: Path) -> int:
+    """Lines with more on them than comments and docstrings."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    words = [node.value for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    said = {line for word in words for line in range(word.lineno, (word.end_lineno or 0) + 1)}
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return sum(bool(line.strip()) and not line.strip().startswith("#") and i not in said for i, line in lines)
+
+
+@pytest.mark.parametrize(
+    "module", [buddy, chunk, orca_memory, orca, faster_transformer], ids=lambda module: module.__name__
+)
+def test_a_baseline_is_under_150_lines(module: ModuleType) -> None:
+    assert module.__file__ is not None
+    assert 20 < lines_of_code(Path(module.__file__)) < 150

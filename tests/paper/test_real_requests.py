@@ -14,6 +14,7 @@ import pytest
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Figure
 from minipaged.paper.figures import FIGURES, real_requests
+from minipaged.paper.figures.prefix_caching import CachedTrace, HitRate, PrefixCaching
 from minipaged.paper.figures.real_requests import ServedLengths, ServedTrace
 from minipaged.paper.pages import body
 from minipaged.paper.running import Results, run_figure
@@ -41,8 +42,8 @@ def traces(tmp_path: Path) -> Path:
     folder = tmp_path / "traces-of-mine"
     folder.mkdir()
     lines = [f"2023-11-16 18:{15 + i // 60}:{i % 60:02}.5000000,{p},{o}\n" for i, (p, o) in enumerate(LENGTHS * 10)]
-    (folder / real_requests.Azure.file).write_text(AZURE + "".join(lines))
-    with gzip.open(folder / real_requests.ShareGPTPairs.file, "wt") as file:
+    (folder / real_requests.Azure.files[0]).write_text(AZURE + "".join(lines))
+    with gzip.open(folder / real_requests.ShareGPTPairs.files[0], "wt") as file:
         file.write(SHAREGPT + "".join(f"{p},{o},{p + o},{p / o}\n" for p, o in LENGTHS))
     return folder
 
@@ -51,13 +52,13 @@ def traces(tmp_path: Path) -> Path:
 
 
 def test_an_azure_trace_is_read_with_its_times(traces: Path) -> None:
-    asked = azure(traces / real_requests.Azure.file)
+    asked = azure(traces / real_requests.Azure.files[0])
     assert asked[:3] == [Asked(0, 100, 30), Asked(1, 20, 60), Asked(2, 2000, 48)]
     assert len(asked) == 70
 
 
 def test_lengths_are_read_compressed_or_not(traces: Path, tmp_path: Path) -> None:
-    compressed = traces / real_requests.ShareGPTPairs.file
+    compressed = traces / real_requests.ShareGPTPairs.files[0]
     plain = tmp_path / "lengths.csv"
     plain.write_bytes(gzip.decompress(compressed.read_bytes()))
     assert sharegpt(compressed) == sharegpt(plain) == [Asked(0, *pair) for pair in LENGTHS]
@@ -127,7 +128,7 @@ def test_pairs_are_drawn_as_they_are_or_apart() -> None:
 # --- Real requests served -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["beyond/azure", "beyond/sharegpt"])
+@pytest.mark.parametrize("name", ["beyond/azure", "beyond/sharegpt", "beyond/prefix-caching"])
 def test_without_a_folder_it_is_said_where_the_trace_is(name: str) -> None:
     figure = FIGURES[name]
     assert figure.needs_traces
@@ -153,7 +154,7 @@ def test_requests_that_are_left_out_are_counted_and_no_path_is_kept(
 
 
 def test_all_that_fit_are_served(traces: Path) -> None:
-    path = str(traces / real_requests.Azure.file)
+    path = str(traces / real_requests.Azure.files[0])
     found = ServedTrace(path, 1.0, seed=0).run()
     assert (found.served.requests, found.of_file, found.too_long) == (50, 70, 20)
     assert ServedTrace(path, 1.0, seed=0, most=7).run().served.requests == 5
@@ -168,5 +169,41 @@ def test_a_burst_waits_longer_than_the_same_requests_at_random(tmp_path: Path) -
 
 
 def test_lengths_paired_anew_are_other_requests(traces: Path) -> None:
-    job = ServedLengths(str(traces / real_requests.ShareGPTPairs.file), "vLLM", 2.0, 20.0, seed=0)
+    job = ServedLengths(str(traces / real_requests.ShareGPTPairs.files[0]), "vLLM", 2.0, 20.0, seed=0)
     assert job.run().served != replace(job, apart=True).run().served
+
+
+# --- Prefixes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A folder with two traces of two prompts by turns, which share a block; the last block of each is not full."""
+    both = [{"input_length": 1100, "hash_ids": [0, 1, 2]}, {"input_length": 600, "hash_ids": [0, 3]}]
+    for file in PrefixCaching.files:
+        with gzip.open(tmp_path / file, "wt") as lines:
+            lines.write("".join(json.dumps(both[i % 2]) + "\n" for i in range(4)))
+    return tmp_path
+
+
+def test_an_endless_cache_finds_each_token_that_was_there_before(prompts: Path) -> None:
+    path = str(prompts / PrefixCaching.files[0])
+    assert CachedTrace(path, 0).run() == HitRate(0 + 512 + 1100 + 600, 2 * (1100 + 600))
+    assert CachedTrace(path, 3).run() == HitRate(0 + 512 + 1024 + 512, 2 * (1100 + 600)), "the last block made room"
+    assert CachedTrace(path, 0, most=2).run() == HitRate(512, 1700)
+
+
+def test_the_ceilings_of_prefix_caching_are_told_and_not_judged(prompts: Path, tmp_path: Path) -> None:
+    data = result_of(FIGURES["beyond/prefix-caching"].given(prompts), tmp_path / "results")
+    ceilings = [check for check in data["checks"] if check["what"].endswith("hit rate of an endless cache")]
+    assert [check["paper"] for check in ceilings] == [0.40, 0.66]
+    assert all(check["tolerance"] is None for check in ceilings)
+    assert all(check["ours"] == pytest.approx(2212 / 3400) for check in ceilings)
+
+
+@pytest.mark.parametrize("line", ['{"hash_ids": [1]}', '{"input_length": 5}', "[]", "no JSON"])
+def test_what_is_no_trace_of_prefixes_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(InvalidRequest, match=r"trace\.jsonl, line 1: no JSON object with hash_ids and input_length"):
+        CachedTrace(str(path), 0).run()

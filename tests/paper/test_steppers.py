@@ -157,6 +157,42 @@ def test_another_run_than_the_papers_is_drawn_and_fails(name: str, changes: dict
     assert failing(found)
 
 
+def told_of(found: Outcome) -> dict[str, float | None]:
+    return {check.what: check.ours for check in found.checks}
+
+
+def test_three_samples_are_counted_as_three() -> None:
+    found = ran(FIGURE["8"], requests=(Asked("Four score and seven years ago our", 4, samples=3),))
+    told = told_of(found)
+    assert told["samples of the prompt"] == 3
+    assert told["blocks of the prompt that all samples have"] == 2
+    assert told["blocks copied"] == 2
+    assert told["blocks of all samples together"] == 4
+    said = [box.said for box in found.plots[1].pool if box.said] if isinstance(found.plots[1], Blocks) else []
+    assert sorted(said) == ["copy of 1", "copy of 1", "in place"]
+
+
+def test_blocks_of_another_request_are_not_counted_among_the_samples() -> None:
+    [asked] = FIGURE["8"].tale.requests
+    found = ran(FIGURE["8"], requests=(asked, replace(asked, samples=1, after=1)))
+    assert told_of(found) == told_of(outcome("8"))
+
+
+def test_three_beams_are_counted_as_three() -> None:
+    found = ran(FIGURE["9"], requests=(Asked("It was", 8, beams=3),))
+    told = told_of(found)
+    assert told["before: candidates"] == 3
+    assert told["before: blocks that all have"] == 3
+    assert told["before: candidates that went their own way from the second block on"] == 0
+    assert told["after: blocks that all have"] == 3
+    assert [plot.title for plot in found.plots] == ["3 beams", "3 of 2 of them"]
+    assert len(found.notes) == 1
+
+
+def test_a_beams_last_block_is_full_only_when_it_is() -> None:
+    assert told_of(ran(FIGURE["9"], block_size=3))["before: full blocks of each"] == 2
+
+
 # --- Recordings -----------------------------------------------------------------------------------
 
 
@@ -215,6 +251,8 @@ def test_the_command_writes_a_stepper(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     written = (tmp_path / "6.html").read_text()
     assert "<paged-stepper" in written
+    assert "<h1>Fig. 6: block table translation</h1>" in written
+    assert "only #filled changes" in written, "what to look at"
     assert json.loads((tmp_path / "6.json").read_text())["recording"]["title"] in written
     assert (tmp_path / "6.png").stat().st_size > 10_000
 

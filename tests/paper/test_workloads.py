@@ -34,7 +34,7 @@ def test_the_same_seed_gives_the_same_requests_and_another_gives_others() -> Non
     assert arrivals("ShareGPT", 2.0, 100.0, seed=1) != arrivals("ShareGPT", 2.0, 100.0, seed=2)
 
 
-@pytest.mark.parametrize("dataset", MEANS)
+@pytest.mark.parametrize("dataset", [*MEANS, "WMT16"])
 def test_a_longer_trace_begins_as_a_shorter_one(dataset: str) -> None:
     short, long = (arrivals(dataset, 3.0, seconds, seed=5) for seconds in (50.0, 3000.0))
     assert len(long) > len(short) > 100

@@ -46,7 +46,7 @@ def good(latencies: Sequence[float]) -> tuple[float, float]:
 
 
 def crossover(above: Sequence[float], below: Sequence[float]) -> float | None:
-    """log2 of the block size from which on the first is less than the second, by straight lines between sizes; None
+    """log2 of the block size at which the first comes to be less than the second, by straight lines between sizes; None
     where it never comes to be."""
     apart = [a - b for a, b in zip(above, below, strict=True)]
     for size, (before, after) in zip(BLOCK_SIZES, pairwise(apart), strict=False):

@@ -74,13 +74,17 @@ class FlatPoints:
             return normalized_latency(made, rate, means[point.dataset], point.prefix, point.cached)
 
         curves: dict[str, list[published.Point]] = {}
-        for panel, cached in dict.fromkeys((point.panel, point.cached) for point in points):
-            alike = [point for point in points if (point.panel, point.cached) == (panel, cached)]
+        for label in dict.fromkeys(map(curve_of, points)):
+            alike = [point for point in points if curve_of(point) == label]
             rates = sorted({point.rate for point in alike})
             between = np.geomspace(rates[0], rates[-1], NUM_RATES if len(rates) > 1 else 1).tolist()
-            label = f"Fig. {panel}{', prefix kept' if cached else ''}"
             curves[label] = [(rate, latency(alike[0], rate)) for rate in between]
         return FlatFit([latency(point, point.rate) for point in points], curves)
+
+
+def curve_of(point: FlatPoint) -> str:
+    """The curve of the law that a flat point belongs to."""
+    return f"Fig. {point.panel}{', prefix kept' if point.cached else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class Calibration(Figure):
 
     name = "calibration"
     title = "What the machines are calibrated by"
-    section = "6.1"
+    section = "beyond"
     look = (
         "The law was fitted to these points, so that it is near most of them proves little. Look at where it is not. "
         "Prompts of 128 tokens take longer than reading the weights and longer than computing: kernels do not do both "
@@ -154,7 +158,9 @@ CALIBRATION = Calibration()
 
 def near(what: str, errors: Sequence[float]) -> Check:
     """That the median of these errors, percent, is small."""
-    return Check(f"median distance from {what} (calibrated)", 0.0, median(errors), TOLERANCE, relative=False, unit=" %")
+    return Check(
+        f"median distance from {what}", 0.0, median(errors), TOLERANCE, relative=False, unit=" %", kind="calibrated"
+    )
 
 
 def misses(steps: Iterable[tuple[MeasuredStep, float]]) -> list[float]:
@@ -165,27 +171,31 @@ def misses(steps: Iterable[tuple[MeasuredStep, float]]) -> list[float]:
 def of_kernels(by_law: Mapping[MeasuredStep, float]) -> list[Plot]:
     """Steps that decode, over how long the contexts are; steps with a prompt, over how long that is."""
     decoding, computing = list[Line](), list[Line]()
-    decoded, computed = list[published.Point](), list[published.Point]()
     for rows in DECODE_ROWS:
         steps = [step for step in by_law if step.kind == "decode" and step.decode_rows == rows]
-        line = [(step.context_each, 1e3 * by_law[step]) for step in steps]
-        decoding.append(Line(f"{rows} row{'s' * (rows > 1)}", "ours", line))
-        decoded += [(step.context_each, 1e3 * step.seconds) for step in steps]
+        decoding += both(f"{rows} row{'s' * (rows > 1)}", by_law, {step: step.context_each for step in steps})
     for beside in BESIDE_PROMPTS:
         steps = [step for step in by_law if step.prefill_tokens and (step.decode_rows, step.context_each) == beside]
-        line = [(step.prefill_tokens, 1e3 * by_law[step]) for step in steps]
-        computing.append(Line("and {} rows of {}".format(*beside) if any(beside) else "a prompt alone", "ours", line))
-        computed += [(step.prefill_tokens, 1e3 * step.seconds) for step in steps]
-    decoding.append(Line("", "calibrated", decoded))
-    computing.append(Line("", "calibrated", computed))
+        label = "and {} rows of {}".format(*beside) if any(beside) else "a prompt alone"
+        computing += both(label, by_law, {step: step.prefill_tokens for step in steps})
     return [
         Plot("measured steps that decode", "tokens in the context of each row", "ms", decoding, log_x=True),
         Plot("measured steps with a prompt", "tokens of the prompt", "ms", computing, log_x=True, log_y=True),
     ]
 
 
+def both(label: str, by_law: Mapping[MeasuredStep, float], places: Mapping[MeasuredStep, int]) -> list[Line]:
+    """What the law says of these steps, each at its place, and what was measured."""
+    return [
+        Line(label, "ours", [(x, 1e3 * by_law[step]) for step, x in places.items()]),
+        Line(label, "calibrated", [(x, 1e3 * step.seconds) for step, x in places.items()]),
+    ]
+
+
 def of_machine(model: str, points: Sequence[FlatPoint], curves: Mapping[str, Sequence[published.Point]]) -> Plot:
     """The law between its flat points, and the points."""
     lines = [Line(label, "ours", curve) for label, curve in curves.items()]
-    lines.append(Line("", "calibrated", [(point.rate, point.seconds_per_token) for point in points]))
+    for label in dict.fromkeys(map(curve_of, points)):
+        marks = [(point.rate, point.seconds_per_token) for point in points if curve_of(point) == label]
+        lines.append(Line(label, "calibrated", marks))
     return Plot(model, "requests/s", "normalized latency (s/token)", lines, log_x=True)

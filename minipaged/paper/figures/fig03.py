@@ -11,7 +11,8 @@ import numpy as np
 from minipaged.engine.engine import Engine
 from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
 from minipaged.paper.machines import machine
-from minipaged.paper.orca import ESTIMATES, Estimate, OrcaMemory, OrcaPolicy
+from minipaged.paper.orca import ESTIMATES, OrcaPolicy
+from minipaged.paper.orca_memory import Estimate, OrcaMemory
 from minipaged.paper.serving import VOCABULARY
 from minipaged.paper.workloads import MAX_MODEL_LEN, draw_lengths
 from minipaged.params import EngineConfig, SamplingParams
@@ -116,8 +117,9 @@ class Fig3(Figure):
     title = "Fig. 3: what existing systems keep in contiguous chunks"
     section = "3.1"
     look = (
-        "Each request has a chunk for the longest output it may have, from its first step on. What is dark holds "
-        "something. The light rest is lost: none of it may be given to those who wait."
+        "Each request has a chunk for the longest output it may have, from its first step on: a few slots hold tokens, "
+        "some are kept for tokens to come, and nearly all of the left picture is for tokens that never come. None of "
+        "that may be given to those who wait."
     )
     change_it = (
         "Let A expect 256 tokens (`REQUESTS`): how many such requests fit beside B?",
@@ -146,7 +148,7 @@ class Fig3(Figure):
         ]
         parts = ("tokens", "reserved", "internal")
         checks = [
-            Check(f"{name}: {part}", float(slots[i]), float(chunk[part]), TOLERANCE, relative=False, unit=" slots")
+            Check(f"{name}: {part}", slots[i], chunk[part], TOLERANCE, relative=False, unit=" slots", kind="exact")
             for (name, slots), chunk in zip(PRINTED.items(), two["chunks"], strict=True)
             for i, part in enumerate(parts)
         ]

@@ -45,6 +45,11 @@ class Fig13(Figure):
         "Let vLLM's blocks hold 256 tokens (`Serving(block_size=256)`): on which dataset does it hurt?",
     )
 
+    why: Mapping[str, str] = {
+        "ShareGPT, vLLM": "here the memory is full while others wait, as with the other systems. The paper's batch "
+        "was smaller, though requests waited there too. What else bounded it is not known.",
+    }
+
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [serving(system, dataset, quick=quick, seed=seed) for dataset in RATES for system in SYSTEMS]
 

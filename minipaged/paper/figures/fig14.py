@@ -6,12 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check
+from minipaged.paper.calibration import flat_points
+from minipaged.paper.figure import Check, Sentence
 from minipaged.paper.figures.panel import Panel
-from minipaged.paper.serving import FURTHER_BEAM, FURTHER_SAMPLE, Serving
+from minipaged.paper.machines import FURTHER_BEAM, FURTHER_SAMPLE
+from minipaged.paper.serving import Serving, serve
 
 RATIO = 0.15
 """How far vLLM ÷ Orca (Oracle) may be from the paper's."""
+SAID = 2.3
+"""How many times the requests of Orca (Oracle) vLLM serves with beams of width 6: section 6.3."""
+READ = 0.05
+"""How far what is read off the paper's curves may be from what it says."""
+FLAT_SECONDS = 60.0
+"""How long traces are by which the further sequences' cost is calibrated: nothing waits, so no longer one is needed."""
+ORCA_IS_TOO_FAST = (
+    "Orca serves too much. With beams (d, e, f) its knees are 13 to 51 % high, vLLM's within 8 %; with samples "
+    "(a, b, c) Orca's are at most 5 % high. What beams do beside is to fork and die all the time, and then Orca "
+    "copies all that a beam has. Here copies are paid for by their bytes alone. In a trial in which each cost what "
+    "starting it does (by Fig. 19a), Orca (Oracle) came to its knee below 2.8/s, so before the paper's: what its "
+    "copies cost is not known."
+)
 WIDTHS = {"a": 2, "b": 4, "c": 6, "d": 2, "e": 4, "f": 6}
 
 
@@ -37,6 +52,7 @@ class Fig14(Panel):
         self.width = WIDTHS[panel[-1]]
         if self.beams:
             self.further = dict.fromkeys(("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)"), (1.25, 1.4))
+            self.why = {"vLLM ÷ Orca (Oracle)": ORCA_IS_TOO_FAST}
         kind = "beam search" if self.beams else "parallel sampling"
         self.title = f"Fig. {panel}: {kind}, {self.width} sequences, OPT-13B, Alpaca"
 
@@ -46,17 +62,33 @@ class Fig14(Panel):
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
         return [self.ratio_check(ours, "vLLM", "Orca (Oracle)", RATIO), *self.knee_checks(ours, None)]
 
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
+        """Of the widest beams; how the sentence begins is Fig. 12d's."""
+        said = f"improvement [...] over Orca (Oracle) [...] goes [...] to {SAID:g}x in beam search with a width of 6"
+        return [self.times_said(ours, said, SAID, READ)] if self.name == "14f" else []
+
     def notes(self) -> list[str]:
         cost = FURTHER_BEAM if self.beams else FURTHER_SAMPLE
         notes = [
             f"What the second and each further sequence of a request costs a step beside its tokens, {cost:g} of what "
             "the first one does, is calibrated by vLLM's flat points of this figure. The ratio of the knees is not.",
-            "Traces are ten minutes long, the paper's an hour: all knees are higher than an hour's would be, for a "
+            "Traces are shorter than the paper's hour: all knees are higher than an hour's would be, for a "
             "queue has less time to grow.",
         ]
         if self.beams:
             notes.append("Which beams survive was measured on SmolLM2, not on OPT-13B: see `divergence.py`.")
         return notes
+
+
+def misses(beams: bool, further: float) -> list[float]:
+    """(Ours - the paper's) / the paper's, of each flat point of vLLM, if this is what a further sequence costs."""
+    return [
+        serve(asked, asked.arrivals(), further).normalized_latency / point.seconds_per_token - 1
+        for panel in FIG_14
+        for point in flat_points(panel.name)
+        if panel.beams == beams
+        for asked in [panel.serving("vLLM", point.rate, FLAT_SECONDS, seed=0)]
+    ]
 
 
 FIG_14 = tuple(Fig14(f"14{letter}") for letter in "abcdef")

@@ -27,7 +27,7 @@ class Fig16(Panel):
     quick_seconds = 40.0
     look = (
         "With five examples in the prefix vLLM serves 3.5 times what Orca (Oracle) does in the paper, and 3.0 times "
-        "here; with one 1.7 and 1.5 times. The prefix is in memory once, and is computed once."
+        "here; with one 1.7 and 1.6 times. The prefix is in memory once, and is computed once."
     )
     change_it = (
         "Cut the prefix to 320 and to 336 tokens: whole blocks of 16 are shared. Does 341 lose what 336 does not?",
@@ -40,6 +40,13 @@ class Fig16(Panel):
         self.prefix = PREFIX[panel]
         self.title = f"Fig. {panel}: a shared prefix of {self.prefix} tokens, LLaMA-13B"
 
+    why: Mapping[str, str] = {
+        "vLLM ÷ Orca (Oracle)": "vLLM comes to its knee too early, and not by memory alone: where nothing waits, at "
+        "24/s, the law is a tenth above the paper's point already (`minipaged paper run calibration`). In a step "
+        "each row reads the shared prefix for itself, at the full speed of the data sheet, where the search ended. A "
+        "GPU may find it in its cache after the first: that was not measured.",
+    }
+
     def serving(self, system: str, rate: float, seconds: float, seed: int) -> Serving:
         return replace(super().serving(system, rate, seconds, seed), prefix=self.prefix)
 
@@ -50,17 +57,15 @@ class Fig16(Panel):
         return [
             "The paper does not say how long the sentences were: see TRANSLATION in `workloads.py`. Both the knees and "
             "their ratio depend on that.",
-            "Traces are five minutes long, the paper's an hour: all knees are higher than an hour's would be, for a "
+            "Traces are shorter than the paper's hour: all knees are higher than an hour's would be, for a "
             "queue has less time to grow.",
         ]
 
     def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
         """Of the one ratio."""
-        said, check = SAID[self.panel], self.ratio_check(ours, "vLLM", "Orca (Oracle)", RATIO)
+        said = SAID[self.panel]
         words = "when the one-shot prefix is shared" if self.panel == "16a" else "when more examples are shared"
-        in_paper, in_ours = ("no number" if x is None else f"{x:.2f} x" for x in (check.paper, check.ours))
-        holds = check.paper is not None and abs(check.paper / said - 1) <= READ
-        return [Sentence(f"{said}x higher throughput than Orca (Oracle) {words}", "6.4", in_paper, in_ours, holds)]
+        return [self.times_said(ours, f"{said}x higher throughput than Orca (Oracle) {words}", said, READ)]
 
 
 FIG_16 = tuple(Fig16(f"16{letter}") for letter in "ab")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from minipaged.paper import published
@@ -13,6 +14,41 @@ from minipaged.paper.serving import Serving
 
 BEYOND = 1.1, 1.2
 """Each curve goes on to so many times the rate at which the paper's leaves its panel, or of its last point."""
+RISE, APART = 8.0, 1.05
+"""Around its knee no curve of ours rises more than RISE times from one point to the next, unless the higher rate is at
+most APART times the lower: on a longer straight line the knee would lie where nothing was run."""
+BETWEEN: Mapping[str, Mapping[str, tuple[float, ...]]] = {
+    "12a": {"Orca (Max)": (0.575, 0.613), "Orca (Pow2)": (0.838,)},
+    "12b": {"Orca (Max)": (0.15,), "Orca (Pow2)": (0.275,), "Orca (Oracle)": (0.35,)},
+    "12c": {"Orca (Max)": (0.875,)},
+    "12d": {
+        "Orca (Max)": (3.5, 3.75, 3.88),
+        "Orca (Pow2)": (17.0, 16.5),
+        "Orca (Oracle)": (22.2, 22.8),
+        "vLLM": (32.5,),
+    },
+    "12e": {"Orca (Pow2)": (6.85,), "Orca (Oracle)": (10.5,)},
+    "12f": {"Orca (Max)": (5.52,), "Orca (Pow2)": (18.2,), "Orca (Oracle)": (20.4,)},
+    "14a": {"Orca (Pow2)": (9.54,), "Orca (Oracle)": (13.7,), "vLLM": (19.2,)},
+    "14b": {"Orca (Max)": (0.375,), "vLLM": (11.1, 10.8)},
+    "14c": {"Orca (Max)": (0.375,), "vLLM": (7.58, 7.29)},
+    "14d": {"Orca (Pow2)": (8.33,), "Orca (Oracle)": (11.8,), "vLLM": (17.9,)},
+    "14e": {"Orca (Max)": (0.375,), "vLLM": (10.2, 9.85)},
+    "14f": {"vLLM": (6.75,)},
+    "16a": {"vLLM": (44.0,)},
+    "17": {"Orca (Max)": (0.5,)},
+}
+"""Panel -> system -> the rates that were added by this rule, in the order in which `halfway` asked for them: to every
+curve that needed them, whatever its verdict was or became. (Not to FasterTransformer's, which gets none.)"""
+
+
+def halfway(line: Sequence[published.Point]) -> float | None:
+    """The rate that a curve wants next, in three digits: halfway between those on either side of its knee. None if it
+    wants no more."""
+    for (x0, y0), (x1, y1) in pairwise(line):
+        if y0 <= published.KNEE < y1:
+            return float(f"{(x0 + x1) / 2:.3g}") if y1 > RISE * y0 and x1 > APART * x0 else None
+    return None
 
 
 class Panel(Figure):
@@ -23,7 +59,7 @@ class Panel(Figure):
     quick_seconds = 300.0
     """The same of quick runs."""
     further: Mapping[str, tuple[float, ...]] = {}
-    """System -> factors as in BEYOND."""
+    """System -> factors as in BEYOND, where ours leaves the panel later."""
 
     def __init__(self, panel: str) -> None:
         self.name = self.panel = panel
@@ -36,10 +72,11 @@ class Panel(Figure):
 
     def rates(self, system: str) -> list[float]:
         """Those of the paper's points, each once; one beyond the panel, or two where its curve does not leave it; and
-        more where ours leaves it later (`further`)."""
+        some that ours needs (`further`, `BETWEEN`)."""
         drawn, line = published.curves(self.panel)[system], published.with_exit(self.panel, system)
         beyond = *BEYOND[: 1 if len(line) > len(drawn) else 2], *self.further.get(system, ())
-        return [*dict.fromkeys(rate for rate, _ in drawn), *(factor * line[-1][0] for factor in beyond)]
+        between = BETWEEN.get(self.panel, {}).get(system, ())
+        return [*dict.fromkeys(rate for rate, _ in drawn), *(factor * line[-1][0] for factor in beyond), *between]
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         seconds = self.quick_seconds if quick else self.seconds
@@ -81,17 +118,44 @@ class Panel(Figure):
             for system, pair in self.knees(ours).items()
         ]
 
+    def ratios(
+        self, ours: Mapping[str, Sequence[published.Point]], over: str, under: str
+    ) -> tuple[float | None, float | None]:
+        """How many times the requests of `under` `over` serves, in the paper and here."""
+        knees = self.knees(ours)
+        of = [None if a is None or b is None else a / b for a, b in zip(knees[over], knees[under], strict=True)]
+        return of[0], of[1]
+
     def ratio_check(
         self, ours: Mapping[str, Sequence[published.Point]], over: str, under: str, tolerance: float
     ) -> Check:
-        """How many times the requests of `under` `over` serves."""
-        knees = self.knees(ours)
-        quotients = [None if a is None or b is None else a / b for a, b in zip(knees[over], knees[under], strict=True)]
-        return Check(f"{over} ÷ {under}", quotients[0], quotients[1], tolerance, unit="×")
+        """The two beside each other."""
+        return Check(f"{over} ÷ {under}", *self.ratios(ours, over, under), tolerance, unit="×")
+
+    def times_said(
+        self, ours: Mapping[str, Sequence[published.Point]], words: str, times: float, read: float, section: str = ""
+    ) -> Sentence:
+        """A sentence by which vLLM serves so many times the requests of Orca (Oracle). `read`: how far what is read off
+        the paper's curves may be from it, as a part of it. `section`: where it stands, else the figure's."""
+        paper, found = self.ratios(ours, "vLLM", "Orca (Oracle)")
+        in_paper, in_ours = ("no number" if x is None else f"{x:.2f} x" for x in (paper, found))
+        holds = paper is not None and abs(paper / times - 1) <= read
+        return Sentence(words, section or self.section, in_paper, in_ours, holds)
 
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
         ours = self.curves(results)
-        return Outcome([self.plot(ours)], self.checks(ours), self.sentences(ours), self.notes())
+        notes = [*self.notes(), *self.without_knee(ours)]
+        return Outcome([self.plot(ours)], self.checks(ours), self.sentences(ours), notes)
+
+    def without_knee(self, ours: Mapping[str, Sequence[published.Point]]) -> list[str]:
+        """Why the table has places without a number, if it has: which curves do not come to their knees."""
+        ends = [f"{name} {line[-1][0]:.3g}/s" for name, line in ours.items() if published.knee(line) is None]
+        if not ends:
+            return []
+        return [
+            f"No number: up to the highest rate that was run ({', '.join(ends)}) the curve does not come to "
+            f"{published.KNEE:g} s a token. Short traces end before the queue is so long; without --quick they do not."
+        ]
 
     @abstractmethod
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:

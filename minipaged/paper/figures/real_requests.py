@@ -6,16 +6,15 @@ what services have recorded since. Requests that the model cannot hold are left 
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
-from minipaged.errors import InvalidRequest
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, Job, Line, Outcome, Plot
+from minipaged.paper.figures.from_files import FromFiles
 from minipaged.paper.serving import Served, Serving, serve
 from minipaged.paper.workloads import (
     MAX_MODEL_LEN,
@@ -49,37 +48,13 @@ def of_file(asked: list[Asked], fit: list[Asked], served: Served) -> OfFile:
     return OfFile(served, len(asked), len(asked) - len(fit))
 
 
-class FromFile(Figure):
-    """A figure from one file in the folder with the traces."""
-
-    section = "beyond"
-    needs_traces = True
-    file: ClassVar[str]
-    source: ClassVar[str]
-    """Where it can be had."""
-
-    def __init__(self, traces: Path | None = None) -> None:
-        self._traces = traces
-
-    def given(self, traces: Path) -> Self:
-        return type(self)(traces)
-
-    def jobs(self, *, quick: bool, seed: int) -> list[Job]:
-        if self._traces is None:
-            raise InvalidRequest(f"{self.name} needs --traces FOLDER, with {self.file}: {self.source}")
-        return self.jobs_with(str(self._traces / self.file), quick, seed)
-
-    @abstractmethod
-    def jobs_with(self, path: str, quick: bool, seed: int) -> list[Job]:
-        """The jobs, with the file at this place."""
-
-    def left_out(self, results: Mapping[Job, Any]) -> str:
-        """A note of how many requests were."""
-        one = next(iter(results.values()))
-        return (
-            f"{one['too_long']:,} of {one['of_file']:,} requests are left out: with prompt and output they have "
-            f"{MAX_MODEL_LEN:,} tokens or more, which the model cannot hold."
-        )
+def left_out(results: Mapping[Job, Any]) -> str:
+    """A note of how many requests were."""
+    one = next(iter(results.values()))
+    return (
+        f"{one['too_long']:,} of {one['of_file']:,} requests are left out: with prompt and output they have "
+        f"{MAX_MODEL_LEN:,} tokens or more, which the model cannot hold."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +84,12 @@ class ServedTrace:
         return of_file(asked, fit, serve(serving, coming))
 
 
-class Azure(FromFile):
+class Azure(FromFiles):
     """Latency against rate: the trace as it is, and with less and less of what it has."""
 
     name = "beyond/azure"
     title = "Real arrivals: Azure's trace of conversations against a Poisson process (OPT-13B, vLLM)"
-    file = "azure_llm_2023_conv.csv"
+    files = ("azure_llm_2023_conv.csv",)
     source = (
         "AzureLLMInferenceTrace_conv.csv of github.com/Azure/AzurePublicDataset (Patel et al., ISCA 2024; CC-BY 4.0)"
     )
@@ -138,9 +113,9 @@ class Azure(FromFile):
     AT = 1.0
     """At this rate the tails are compared."""
 
-    def jobs_with(self, path: str, quick: bool, seed: int) -> list[Job]:
+    def jobs_with(self, paths: Sequence[str], quick: bool, seed: int) -> list[Job]:
         most = QUICK_REQUESTS if quick else 0
-        return [ServedTrace(path, rate, seed, *kind, most) for kind in self.KINDS.values() for rate in self.RATES]
+        return [ServedTrace(paths[0], rate, seed, *kind, most) for kind in self.KINDS.values() for rate in self.RATES]
 
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
         of_kind: dict[tuple[bool, bool], dict[float, Any]] = {kind: {} for kind in self.KINDS.values()}
@@ -172,7 +147,7 @@ class Azure(FromFile):
             "The trace's clock is slowed to each rate: its bursts keep their requests, and last longer. Knees are at "
             f"{published.KNEE} s/token of normalized latency, as in Fig. 12. Any order: who comes when is drawn."
         )
-        return Outcome(plots, checks, notes=[self.left_out(results), slowed])
+        return Outcome(plots, checks, notes=[left_out(results), slowed])
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +171,12 @@ class ServedLengths:
         return of_file(asked, fit, serve(serving, coming))
 
 
-class ShareGPTPairs(FromFile):
+class ShareGPTPairs(FromFiles):
     """Fig. 12a with real pairs of lengths, whose prompts have the history of their conversations."""
 
     name = "beyond/sharegpt"
     title = "Fig. 12a with real pairs of ShareGPT's lengths (OPT-13B)"
-    file = "sharegpt_lengths.csv.gz"
+    files = ("sharegpt_lengths.csv.gz",)
     source = (
         "data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv of github.com/microsoft/sarathi-serve "
         "(Agrawal et al., OSDI 2024; Apache-2.0), compressed by gzip"
@@ -224,11 +199,11 @@ class ShareGPTPairs(FromFile):
         "vLLM": (0.3, 0.6, 0.8, 0.9, 1.0, 1.1),
     }
 
-    def jobs_with(self, path: str, quick: bool, seed: int) -> list[Job]:
+    def jobs_with(self, paths: Sequence[str], quick: bool, seed: int) -> list[Job]:
         seconds = QUICK_SECONDS if quick else SECONDS
         asked = [(system, rate, False) for system, rates in self.RATES.items() for rate in rates]
         asked += [("vLLM", rate, True) for rate in self.RATES["vLLM"]]
-        return [ServedLengths(path, system, rate, seconds, seed, apart) for system, rate, apart in asked]
+        return [ServedLengths(paths[0], system, rate, seconds, seed, apart) for system, rate, apart in asked]
 
     def outcome(self, results: Mapping[Job, Any]) -> Outcome:
         ours: dict[str, list[published.Point]] = {}
@@ -247,7 +222,7 @@ class ShareGPTPairs(FromFile):
             checks.append(Check(f"vLLM ÷ {system}", in_paper, in_ours, None, unit="×"))
         plot = Plot(self.title, "requests/s", "normalized latency (s/token)", lines, y_max=1.0)
         other = "The paper's lines and numbers are of Fig. 12a, with its own mix of lengths: nothing is judged."
-        return Outcome([plot], checks, notes=[self.left_out(results), other])
+        return Outcome([plot], checks, notes=[left_out(results), other])
 
 
 REAL_REQUESTS = (Azure(), ShareGPTPairs())

@@ -158,7 +158,8 @@ class Fleet:
             assert metrics.first_token_time is not None
             self._prompt_tokens += len(talk.prompt)
             self._found += output.num_cached_tokens
-            self._known += talk.history_tokens // BLOCK_SIZE * BLOCK_SIZE
+            ran = max(0, talk.history_tokens - 1)  # the last token of an answer is chosen and not run
+            self._known += ran // BLOCK_SIZE * BLOCK_SIZE
             self._first_token.append(metrics.first_token_time - came)
             self._latency.append(metrics.finished_time - came)
             self._at(metrics.finished_time, replica.answered)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minipaged.events import BlockCopied, BlocksFreed, PrefixReused, SequenceFinished, StepFinished, TokensComputed
+from minipaged.events import BlockCopied, BlocksFreed, PrefixReused, StepFinished, TokensComputed
 from minipaged.paper.figure import Blocks, Box, Check, Entry, Figure, Job, Outcome, Table
 from minipaged.paper.telling import WORKERS, Asked, Tale, Told, entries
 from minipaged.replay.state import LiveSequence, State
@@ -67,7 +67,7 @@ class Stepped(Figure):
 
 
 def exact(what: str, paper: int, ours: int, unit: str = "") -> Check:
-    return Check(what, float(paper), float(ours), TOLERANCE, relative=False, unit=unit)
+    return Check(what, float(paper), float(ours), TOLERANCE, relative=False, unit=unit, kind="exact")
 
 
 def sequences(state: State) -> list[LiveSequence]:
@@ -97,7 +97,7 @@ class Fig4(Stepped):
         "Send a worker no changes of tables (`step._replace(tables=())` in `Teller.run`): what fails, and when?",
     )
     tale = Tale(
-        "A scheduler, a KV cache manager, two workers",
+        "A scheduler, a KV cache manager, and workers",
         (SPEECH, TIMES),
         (Asked(PROMPT, 5), Asked("It was the best of", 4, after=1)),
         first_blocks=(7, 1, 5, 2, 3),
@@ -308,15 +308,12 @@ class Fig8(Stepped):
     tale = Tale("Two samples of one prompt", (SPEECH, MOTHERS), (Asked(PROMPT, 4, samples=2),), first_blocks=(7, 1, 3))
 
     def pictures(self, told: Told) -> list[Blocks]:
-        before, copy = self._before(told), told.of(BlockCopied)[0]
+        before, copies = self._before(told), told.of(BlockCopied)
+        said = {copy.source: "in place" for copy in copies}
+        said |= {copy.destination: f"copy of {copy.source}" for copy in copies}
         return [
-            told.picture("both have the prompt", before, marked=[copy.source]),
-            told.picture(
-                "each has written its token",
-                told.after_step(2),
-                marked=[copy.source, copy.destination],
-                said={copy.destination: f"copy of {copy.source}", copy.source: "in place"},
-            ),
+            told.picture("all have the prompt", before, marked={copy.source for copy in copies}),
+            told.picture("each has written its token", told.after_step(2), marked=said, said=said),
         ]
 
     def _before(self, told: Told) -> State:
@@ -324,18 +321,20 @@ class Fig8(Stepped):
 
     def checks(self, told: Told) -> list[Check]:
         before, after = self._before(told), told.after_step(2)
-        copies = told.of(BlockCopied)
-        table = sequences(before)[0].table
+        copies, samples = told.of(BlockCopied), sequences(before)
+        table = samples[0].table
         full, last = table[0], table[-1]
+        together = {block for sample in samples for block in after.sequences[sample.number].table}
         return [
-            exact("blocks of the prompt that both samples have", 2, len(held_by(before, 2))),
+            exact("samples of the prompt", 2, len(samples)),
+            exact("blocks of the prompt that all samples have", 2, len(held_by(before, len(samples)))),
             exact("reference count of its full block", 2, before.ref_count(full)),
             exact("reference count of its last block", 2, before.ref_count(last)),
             exact("blocks copied", 1, len(copies)),
             exact("of the block copied, count after", 1, after.ref_count(last)),
             exact("of the copy, count after", 1, after.ref_count(copies[0].destination)),
             exact("of the full block, count after", 2, after.ref_count(full)),
-            exact("blocks of both samples together", 3, len(after.device.holders)),
+            exact("blocks of all samples together", 3, len(together)),
         ]
 
 
@@ -368,38 +367,44 @@ class Fig9(Stepped):
         before, after, next_ = told.computed_in(DIES), told.after_step(DIES), told.computed_in(DIES + 1)
         freed = set(before.device.holders) - set(after.device.holders)
         new = set(next_.device.holders) - set(after.device.holders)
+        beams, dead = sequences(before), self._dead(before, after)
+        parents = len(beams) - len(dead)
         return [
-            told.picture("four beams", before, marked=freed, said=dict.fromkeys(freed, "to be freed")),
-            told.picture("four of two of them", next_, marked=new, said=dict.fromkeys(new, "new")),
+            told.picture(f"{len(beams)} beams", before, marked=freed, said=dict.fromkeys(freed, "to be freed")),
+            told.picture(
+                f"{len(sequences(next_))} of {parents} of them", next_, marked=new, said=dict.fromkeys(new, "new")
+            ),
         ]
+
+    def _dead(self, before: State, after: State) -> set[int]:
+        """Of the beams before, those that did not live on."""
+        return {beam.number for beam in sequences(before) if beam.number not in after.sequences}
 
     def checks(self, told: Told) -> list[Check]:
         before, after, next_ = told.computed_in(DIES), told.after_step(DIES), told.computed_in(DIES + 1)
-        beams = sequences(before)
-        common = held_by(before, 3)
-        own_way = [beam for beam in beams if not common & {*beam.table}]
-        dead = [beam for beam in beams if beam.number not in after.sequences]
+        beams, survivors = sequences(before), sequences(next_)
+        own_way = [beam for beam in beams if all(before.ref_count(block) == 1 for block in beam.table[1:])]
         freed = set(before.device.holders) - set(after.device.holders)
         return [
             exact("before: candidates", 4, len(beams)),
-            exact("before: full blocks of each", 4, same(len(b.table) for b in beams if b.num_computed == 8)),
-            exact("before: blocks that all have", 1, len(held_by(before, 4))),
-            exact("before: further blocks that three have", 2, len(common)),
+            exact("before: full blocks of each", 4, same(b.num_computed // before.block_size for b in beams)),
+            exact("before: blocks that all have", 1, len(held_by(before, len(beams)))),
+            exact("before: further blocks that all but one have", 2, len(held_by(before, len(beams) - 1))),
             exact("before: candidates that went their own way from the second block on", 1, len(own_way)),
-            exact("candidates that die", 2, len(dead)),
+            exact("candidates that die", 2, len(self._dead(before, after))),
             exact("blocks freed", 4, len(freed)),
-            exact("after: blocks that all have", 3, len(held_by(next_, 4))),
-            exact("after: further blocks that two have", 2, len(held_by(next_, 2))),
+            exact("after: blocks that all have", 3, len(held_by(next_, len(survivors)))),
+            exact("after: further blocks that half of them have", 2, len(held_by(next_, len(survivors) // 2))),
             exact("after: blocks begun", 4, len(set(next_.device.holders) - set(after.device.holders))),
             exact("blocks copied", 0, len(told.of(BlockCopied))),
         ]
 
     def notes(self, told: Told) -> list[str]:
-        gone = [event.sequence for event in told.of(SequenceFinished) if event.reason == "dropped"]
-        given = [list(event.blocks) for event in told.of(BlocksFreed) if event.sequence in gone][:2]
+        dead = self._dead(told.computed_in(DIES), told.after_step(DIES))
+        given = [str(list(event.blocks)) for event in told.of(BlocksFreed) if event.sequence in dead]
         return [
-            f"The two that die give back {given[0]} and {given[1]}, of which others have some. The new blocks are "
-            "those that came free, as they were freed last; the paper's picture takes new ones."
+            f"Those that die give back {' and '.join(given)}, of which others have some. The new blocks are those that "
+            "came free, as they were freed last; the paper's picture takes new ones."
         ]
 
 

@@ -1,6 +1,7 @@
 """The course: students swap in their own parts, and learn from what fails. `minipaged grade ASSIGNMENT FILE.py`.
 
 assignment.py       what an assignment is: tests, points, invariants; what a grade is
+handouts.py         what students begin with: handout, starter, first test
 grading.py          one submission through the tests of one assignment, in order
 isolation.py        the grader's end of the process in which student code runs
 worker.py, wire.py  the other end, and what travels between them

@@ -9,6 +9,8 @@ where every holder of a block is a sequence with a table of one block, named A, 
     share            the holder's sequence forks
     copy_on_write    the holder that shared last writes: its table gets a copy, or keeps the block when it is alone
     free             the holder that shared last ends
+
+`allocate_many`, `share_many` and `free_many`, where the student wrote them, are as many of the same.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, NoReturn
 
 from minipaged.course.assignment import Bench, Failed, Failure
 from minipaged.course.counterexample import aligned, is_unwritten, letter, make_script, must_raise, raised_message, said
-from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, StudentError
+from minipaged.course.isolation import Handle, Misbehaviour, Outcome, Raised, Result, StudentError
 from minipaged.errors import BlockNotAllocated, Invariant, OutOfBlocks
 from minipaged.events import (
     BlockCopied,
@@ -41,6 +43,10 @@ from minipaged.events import (
 BLOCK_SIZE = 16
 ALL_CHECKED = 12
 """Pools up to this size have all reference counts checked after each call, larger ones those that the call names."""
+MOST_CALLS = 40_000
+"""That are made to shorten a program: seconds, however long it is."""
+MANY = "allocate_many", "share_many", "free_many"
+"""What an allocator may have besides: all of it or, with an exception, nothing."""
 DRAWN = 8
 """Blocks in a drawing, at most."""
 
@@ -61,17 +67,26 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number that may be no block at all."""
+    """A number that may be no block at all; how many blocks, for `allocate_many`."""
 
     number: int
 
 
-Operand = Held | Variable | Number | None
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Blocks for `share_many` and `free_many`; one may occur twice."""
+
+    blocks: tuple[Held | Number, ...]
+    once: bool = False
+    """Whether they come as an iterator, which can be gone through once only."""
+
+
+Operand = Held | Variable | Number | Several | None
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method, and the block that it is called with."""
+    """A method, and the block (or blocks) that it is called with."""
 
     method: str
     operand: Operand = None
@@ -100,6 +115,7 @@ class Session:
         self._tables: list[_Table] = []
         self._variables: list[tuple[str, int]] = []
         """Name and value of what was returned, in order."""
+        self._num_results = 0
         self._labelled: dict[int, tuple[str, int]] = {}
         self._lines: list[str] = []
         self._events: list[Event] = [EngineStarted(num_blocks, 0, BLOCK_SIZE, BLOCK_SIZE * max(1, num_blocks))]
@@ -150,29 +166,36 @@ class Session:
 
     def call(self, call: Call) -> None:
         """One call, and everything compared."""
-        method, (name, block) = call.method, self._resolve(call.operand)
-        if method != "allocate" and block is None:
+        method, (name, value) = call.method, self._resolve(call.operand)
+        if method != "allocate" and value is None:
             return
         self._step += 1
         self._events.append(StepStarted(self._step))
         shown = f"allocator.{method}({name})"
-        args = () if block is None else (block,)
-        looks = self._to_look_at(block)
-        answers = self._ask([(self._allocator, method, args), *self._looks(looks)], shown)
-        answer, state = answers[0], answers[1:]
-        expected = self._expected_error(method, block)
+        args = () if value is None else (value,)
+        looks = self._to_look_at([] if method == "allocate_many" else _as_blocks(value))
+        once = isinstance(call.operand, Several) and call.operand.once
+        make = [(value, "__iter__", ())] if once else []  # in the worker, which hands it on
+        asked = (self._allocator, method, (Result(0),) if once else args)
+        answer, *state = self._ask([*make, asked, *self._looks(looks)], shown)[len(make) :]
+        expected = self._expected_error(method, value)
         if expected:
             error, why = expected
             self._lines += must_raise(error.__name__, shown, why)
             if isinstance(answer, Raised) and not isinstance(answer.error, error):
                 self._raised(method, answer.error, shown, f"; it has to raise {error.__name__}: {why}")
             if not isinstance(answer, Raised):
-                invariant = Invariant.CONSERVATION if method in ("allocate", "free") else Invariant.EXACT_REFERENCES
+                invariant = Invariant.EXACT_REFERENCES
+                if method in ("allocate", "free", "allocate_many", "free_many"):
+                    invariant = Invariant.CONSERVATION
                 self._observe(state, looks)
                 self._fail(invariant, f"{shown} {said(answer)}; it has to raise {error.__name__}: {why}")
             self._check_state(state, looks, shown, refused=True)
+        elif method in MANY:
+            self._carry_out_many(method, value, shown, answer, state, looks)
         else:
-            self._carry_out(method, name, block, shown, answer, state, looks)
+            assert not isinstance(value, list)
+            self._carry_out(method, name, value, shown, answer, state, looks)
             if call.label is not None:
                 self._labelled[call.label] = self._variables[-1]
         self._events.append(StepFinished(self._step, 1, 1, 0.0))
@@ -189,19 +212,9 @@ class Session:
     ) -> None:
         """A call that has to succeed."""
         returns = method in ("allocate", "copy_on_write")
-        variable = letter(len(self._variables))
-        self._lines.append(f"{variable} = {shown}" if returns else shown)
+        variable = self._add_line(shown, returns=returns)
         if isinstance(answer, Raised):
-            if isinstance(answer.error, OutOfBlocks):
-                free = self.num_blocks - len(self._counts())
-                self._observe(state, looks)
-                if method == "copy_on_write" and block is not None and self._counts()[block] == 1:
-                    self._fail(
-                        Invariant.EXCLUSIVE_WRITE,
-                        f"{shown} raised OutOfBlocks, but block {block} has one holder, which needs no copy",
-                    )
-                self._fail(Invariant.CONSERVATION, f"{shown} raised OutOfBlocks, but {free} blocks are free")
-            self._raised(method, answer.error, shown)
+            self._wrongly_raised(method, block, shown, answer, state, looks)
         if method == "allocate":
             self._check_new_block(answer, variable, shown, state, looks)
             self._variables.append((variable, answer))
@@ -240,6 +253,71 @@ class Session:
             state = [*state, *self._ask(self._looks(new)[1:])]
         self._check_state(state, [*looks, *new], shown, refused=False)
 
+    def _carry_out_many(
+        self,
+        method: str,
+        value: int | list[int] | None,
+        shown: str,
+        answer: Outcome,
+        state: list[Any],
+        looks: Sequence[int],
+    ) -> None:
+        """A call with several blocks that has to succeed: it does what so many calls with one block do."""
+        variable = self._add_line(shown, returns=method == "allocate_many")
+        if isinstance(answer, Raised):
+            self._wrongly_raised(method, None, shown, answer, state, looks)
+        new: list[int] = []
+        if isinstance(value, int):
+            for number, block in enumerate(self._as_many(value, answer, variable, shown, state, looks)):
+                if block in new:
+                    self._lines.append(f'assert len(set({variable})) == {value}, f"got {{{variable}}}"')
+                    self._observe(state, looks)
+                    self._fail(Invariant.EXCLUSIVE_WRITE, f"{shown} {said(answer)}: block {block} twice")
+                self._check_new_block(block, f"{variable}[{number}]", shown, state, looks)
+                self._variables.append((f"{variable}[{number}]", block))
+                self._add_table(block)
+                new.append(block)
+        for block in _as_blocks(value) if method != "allocate_many" else []:
+            if method == "share_many":
+                self._fork(block)
+            else:
+                self._end(block)
+        if new := [block for block in new if block not in looks]:
+            state = [*state, *self._ask(self._looks(new)[1:])]
+        self._check_state(state, [*looks, *new], shown, refused=False)
+
+    def _as_many(
+        self, n: int, answer: Outcome, variable: str, shown: str, state: list[Any], looks: Sequence[int]
+    ) -> list[Any]:
+        """What `allocate_many(n)` returned, as a list; an array is welcome."""
+        blocks = answer.tolist() if hasattr(answer, "tolist") else answer
+        if not isinstance(blocks, list | tuple) or len(blocks) != n:
+            self._lines.append(f'assert len({variable}) == {n}, f"got {{{variable}}}"')
+            self._observe(state, looks)
+            self._fail(Invariant.CONSERVATION, f"{shown} {said(answer)}; it has to return a list of {n} blocks")
+        return list(blocks)
+
+    def _add_line(self, shown: str, *, returns: bool) -> str:
+        """The call as a line of the script; the name of what it returns."""
+        variable = letter(self._num_results)
+        self._num_results += returns
+        self._lines.append(f"{variable} = {shown}" if returns else shown)
+        return variable
+
+    def _wrongly_raised(
+        self, method: str, block: int | None, shown: str, answer: Raised, state: list[Any], looks: Sequence[int]
+    ) -> NoReturn:
+        if isinstance(answer.error, OutOfBlocks):
+            free = self.num_blocks - len(self._counts())
+            self._observe(state, looks)
+            if method == "copy_on_write" and block is not None and self._counts()[block] == 1:
+                self._fail(
+                    Invariant.EXCLUSIVE_WRITE,
+                    f"{shown} raised OutOfBlocks, but block {block} has one holder, which needs no copy",
+                )
+            self._fail(Invariant.CONSERVATION, f"{shown} raised OutOfBlocks, but {free} blocks are free")
+        self._raised(method, answer.error, shown)
+
     def _check_new_block(
         self, answer: Outcome, variable: str, shown: str, state: list[Any], looks: Sequence[int]
     ) -> None:
@@ -265,32 +343,55 @@ class Session:
             counts[table.block] = counts.get(table.block, 0) + 1
         return counts
 
-    def _expected_error(self, method: str, block: int | None) -> tuple[type[Exception], str] | None:
+    def _expected_error(self, method: str, value: int | list[int] | None) -> tuple[type[Exception], str] | None:
         counts = self._counts()
-        if block is not None and not 0 <= block < self.num_blocks:
-            return BlockNotAllocated, f"the pool has blocks 0 to {self.num_blocks - 1}"
-        if method == "ref_count":
+        if method == "allocate_many" and isinstance(value, int):
+            free = self.num_blocks - len(counts)
+            if value < 0:
+                return ValueError, "there is no negative number of blocks"
+            return (OutOfBlocks, f"num_free is {free}") if value > free else None
+        for block in _as_blocks(value):
+            if not 0 <= block < self.num_blocks:
+                return BlockNotAllocated, f"the pool has blocks 0 to {self.num_blocks - 1}"
+            if method != "ref_count" and block not in counts:
+                return BlockNotAllocated, f"nobody holds block {block}"
+            times = _as_blocks(value).count(block)
+            if method == "free_many" and times > counts[block]:
+                return (
+                    BlockNotAllocated,
+                    f"block {block} is in it {times} times, and ref_count({block}) is {counts[block]}",
+                )
+        if method in ("ref_count", "share_many", "free_many"):
             return None
-        if block is not None and block not in counts:
-            return BlockNotAllocated, f"nobody holds block {block}"
         full = len(counts) == self.num_blocks
-        copies = method == "copy_on_write" and block is not None and counts[block] > 1
+        copies = method == "copy_on_write" and isinstance(value, int) and counts[value] > 1
         if full and (method == "allocate" or copies):
             return OutOfBlocks, "no block is free"
         return None
+
+    def is_refused(self, call: Call) -> bool:
+        """Whether the call has to raise."""
+        return self._expected_error(call.method, self._resolve(call.operand)[1]) is not None
 
     def is_full(self) -> bool:
         return len(self._counts()) == self.num_blocks
 
     def is_shared(self, operand: Operand) -> bool:
         block = self._resolve(operand)[1]
-        return block is not None and self._counts().get(block, 0) > 1
+        return isinstance(block, int) and self._counts().get(block, 0) > 1
 
-    def _resolve(self, operand: Operand) -> tuple[str, int | None]:
-        """The block as a script names it, and its number. (None: there is no such block.)"""
+    def _resolve(self, operand: Operand) -> tuple[str, int | list[int] | None]:
+        """The block as a script names it, and its number; of several a list. (None: there is no such block.)"""
         match operand:
             case None:
                 return "", None
+            case Several(operands, once):
+                found = [self._resolve(one) for one in operands]
+                shown = f"[{', '.join(name for name, block in found if block is not None)}]"
+                return (
+                    f"iter({shown})" if once else shown,
+                    [block for _, value in found for block in _as_blocks(value)],
+                )
             case Number(number):
                 return str(number), number
             case Variable(label):
@@ -304,10 +405,10 @@ class Session:
 
     # --- Looking at the state ---------------------------------------------------------------------
 
-    def _to_look_at(self, block: int | None) -> Sequence[int]:
+    def _to_look_at(self, blocks: list[int]) -> Sequence[int]:
         if self.num_blocks <= ALL_CHECKED:
             return range(self.num_blocks)
-        return [block] if block is not None and 0 <= block < self.num_blocks else []
+        return [block for block in dict.fromkeys(blocks) if 0 <= block < self.num_blocks]
 
     def _looks(self, blocks: Sequence[int]) -> list[tuple[Handle, str, Sequence[Any] | None]]:
         looks: list[tuple[Handle, str, Sequence[Any] | None]] = [(self._allocator, "num_free", None)]
@@ -453,6 +554,10 @@ class Session:
         return tuple(lines)
 
 
+def _as_blocks(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def _observed(value: Any, right: int) -> str:
     if value is None:
         return "?"
@@ -468,12 +573,13 @@ def shorten(calls: list[Call], fails: Callable[[list[Call]], bool]) -> None:
     """
     if not fails(calls):
         return
-    size, trials = len(calls), 250
-    while size >= 1 and trials > 0:
+    size, trials, to_make = len(calls), 250, MOST_CALLS
+    while size >= 1 and trials > 0 and to_make > 0:
         start = 0
-        while start < len(calls) and trials > 0:
+        while start < len(calls) and trials > 0 and to_make > 0:
             rest = calls[:start] + calls[start + size :]
             trials -= 1
+            to_make -= len(rest)
             if fails(rest):
                 calls = rest
             else:

@@ -148,6 +148,8 @@ class Assignment:
     tests: tuple[Test, ...]
     cap: int
     """The score that no submission exceeds which fails a test."""
+    optional: tuple[str, ...] = ()
+    """Methods that the class may have besides, and that the tests then call too (see `Bench.also`)."""
     limits: Limits = field(default_factory=Limits)
     modules: tuple[str, ...] = ()
     """Of ours, to be loaded in the worker before the student's file (adapters; what is slow to import)."""
@@ -210,6 +212,7 @@ class Bench:
     model: str = "smollm2-135m-instruct"
     _process: WorkerProcess | None = None
     _part: tuple[Handle, str] | None = None
+    _also: tuple[str, ...] = ()
     _carried_parts: dict[str, tuple[Handle, str]] = field(default_factory=dict)
     output: str = ""
     """What the submission printed, the beginning of it."""
@@ -220,17 +223,24 @@ class Bench:
         if self._process is None:
             self._process = WorkerProcess(self.assignment.limits, self.assignment.modules)
             for name, submission in self.carried.items():
-                self._carried_parts[name] = self._load(find_assignment(name), submission)
-            self._part = self._load(self.assignment, self.submission)
+                carried, chosen = self._load(find_assignment(name), submission)
+                self._carried_parts[name] = carried.module, chosen
+            self._load_part()
         return self._process
 
-    def _load(self, assignment: Assignment, submission: Submission) -> tuple[Handle, str]:
+    def _load_part(self) -> None:
+        loaded, chosen = self._load(self.assignment, self.submission)
+        self._part = loaded.module, chosen
+        [written] = [item.written for item in loaded.contents if item.name == chosen]
+        self._also = tuple(method for method in self.assignment.optional if method in written)
+
+    def _load(self, assignment: Assignment, submission: Submission) -> tuple[Loaded, str]:
         assert self._process is not None
         try:
             loaded = self._process.load(submission.path, assignment.name.replace("-", "_") + "_submission")
         except StudentError as error:
             raise CannotBeGraded(f"{submission.path.name} does not load: {error}") from None
-        return loaded.module, assignment.choose(submission, loaded)
+        return loaded, assignment.choose(submission, loaded)
 
     def make(self, *args: object) -> object:
         """Call the student's class (or function)."""
@@ -243,6 +253,12 @@ class Bench:
         assert self.process
         assert self._part is not None
         return self._part
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """The optional methods that the student wrote (one inherited from minipaged's own class is none of them)."""
+        assert self.process
+        return self._also
 
     def carried_part(self, name: str) -> tuple[Handle, str] | None:
         """The same of an earlier assignment's part, if the student brought one; else the reference's is to be taken."""
@@ -306,6 +322,8 @@ class Grade:
     results: list[TestResult] = field(default_factory=list)
     performance: Performance | None = None
     isolation: dict[str, str] = field(default_factory=dict)
+    also_checked: tuple[str, ...] = ()
+    """Optional methods that the submission has."""
     finished: bool = False
 
     @property

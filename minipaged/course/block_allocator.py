@@ -19,7 +19,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from minipaged.contracts import BlockAllocator
-from minipaged.course.allocator_session import Call, Held, Number, Session, Variable, shorten
+from minipaged.course.allocator_session import MANY, Call, Held, Number, Session, Several, Variable, shorten
 from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Submission, Test, fastest
 from minipaged.course.isolation import Handle, Misbehaviour, Raised, StudentError
 from minipaged.course.search import search
@@ -32,6 +32,11 @@ from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.tiers import reference_tier
 
 LARGEST_POOL = 4
+"""Of the programs that Hypothesis makes up."""
+MOST_BLOCKS = 4
+"""In a call of `share_many` and `free_many`."""
+LARGE_POOLS = 8, 33, 100, 600
+"""Of long runs: a bug may show from some hundred blocks on."""
 MOST_MISBEHAVIOURS = 8
 """How often a program that hangs or kills its worker is shortened."""
 ENGINE_WORKLOADS = 25
@@ -45,13 +50,25 @@ Program = tuple[int, list[Call]]
 # --- Properties -----------------------------------------------------------------------------------
 
 
-def programs_of(*methods: str, with_numbers: Sequence[str] = (), longest: int = 25) -> st.SearchStrategy[Program]:
-    """Programs of calls on held blocks, and of `with_numbers` on any number."""
+def programs_of(
+    *methods: str, with_numbers: Sequence[str] = (), many: Sequence[str] = (), longest: int = 25
+) -> st.SearchStrategy[Program]:
+    """Programs of calls on held blocks, of `with_numbers` on any number, and of `many` on several."""
     held = st.builds(Held, st.integers(0, LARGEST_POOL - 1))
     numbers = st.builds(Number, st.integers(-1, LARGEST_POOL))
     calls = [st.just(Call("allocate"))]
     calls += [st.builds(Call, st.just(method), held) for method in methods if method != "allocate"]
     calls += [st.builds(Call, st.just(method), numbers) for method in with_numbers]
+    some = st.lists(held, max_size=MOST_BLOCKS)
+    if with_numbers:  # what is refused is among what is not: before it something may have been changed
+        few = st.lists(held, max_size=MOST_BLOCKS // 2)
+        some = st.one_of(some, st.builds(lambda before, one, after: [*before, one, *after], few, numbers, few))
+    several = {
+        "allocate_many": st.builds(Number, st.integers(-1, LARGEST_POOL + 1)),
+        "share_many": st.builds(Several, some.map(tuple), st.booleans()),
+        "free_many": st.builds(Several, some.map(tuple), st.booleans()),
+    }
+    calls += [st.builds(Call, st.just(method), several[method]) for method in many]
     sizes, programs = st.integers(1, LARGEST_POOL), st.lists(st.one_of(calls), max_size=longest)
     # Every other one begins with a full pool, where most of what can go wrong goes wrong.
     return st.builds(
@@ -62,11 +79,14 @@ def programs_of(*methods: str, with_numbers: Sequence[str] = (), longest: int = 
 def property_of(
     *methods: str,
     with_numbers: Sequence[str] = (),
+    many: Sequence[str] = (),
     unless: Callable[[Session, Call], bool] = lambda session, call: False,
 ) -> Callable[[Bench], None]:
-    """A check that runs such programs. `unless`: calls to leave out, because another test is about them."""
+    """A check that runs such programs. `many`: methods to call if the student wrote them; `unless`: calls to leave out,
+    because another test is about them."""
 
     def check(bench: Bench) -> None:
+        written = [method for method in many if method in bench.also]
         latest: Program = (1, [])
 
         def run(program: Program) -> None:
@@ -79,7 +99,7 @@ def property_of(
                     session.call(call)
 
         try:
-            search(bench, programs_of(*methods, with_numbers=with_numbers), run)
+            search(bench, programs_of(*methods, with_numbers=with_numbers, many=written), run)
         except Misbehaviour as misbehaviour:
             num_blocks, calls = latest
             raise shorter_misbehaviour(bench, num_blocks, calls, misbehaviour) from None
@@ -131,19 +151,32 @@ def is_copy_in_a_full_pool(session: Session, call: Call) -> bool:
     return call.method == "copy_on_write" and session.is_full() and session.is_shared(call.operand)
 
 
+def is_refused_to_many(session: Session, call: Call) -> bool:
+    return call.method in MANY and session.is_refused(call)
+
+
 def check_long_runs(bench: Bench) -> None:
-    """Larger pools and hundreds of calls, filling and emptying the pool several times."""
-    for number in range(4):
-        r = random.Random(f"{bench.seed} {number}")
-        num_blocks, calls = r.choice([8, 33, 64, 100]), list[Call]()
+    """Larger pools and thousands of calls, filling and emptying the pool several times."""
+    for num_blocks in LARGE_POOLS:
+        r, calls = random.Random(f"{bench.seed} {num_blocks}"), list[Call]()
         for _ in range(3):
-            filling = ["allocate"] * 6 + ["share", "copy_on_write", "free"]
-            emptying = ["free"] * 6 + ["share", "copy_on_write", "allocate"]
+            filling = ["allocate"] * 6 + ["share", "copy_on_write", "free", *bench.also]
+            emptying = ["free"] * 6 + ["share", "copy_on_write", "allocate", *bench.also]
             for methods in (filling, emptying):
                 for _ in range(2 * num_blocks):
-                    method = r.choice(methods)
-                    calls.append(Call(method, None if method == "allocate" else Held(r.randrange(num_blocks))))
+                    calls.append(any_call(r, r.choice(methods), num_blocks))
         fail_shortest(bench, num_blocks, calls)
+
+
+def any_call(r: random.Random, method: str, num_blocks: int) -> Call:
+    """One call of a long run."""
+    if method == "allocate":
+        return Call(method)
+    if method == "allocate_many":
+        return Call(method, Number(r.randrange(num_blocks // 4)))
+    if method in MANY:
+        return Call(method, Several(tuple(Held(r.randrange(num_blocks)) for _ in range(r.randrange(MOST_BLOCKS)))))
+    return Call(method, Held(r.randrange(num_blocks)))
 
 
 def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
@@ -165,7 +198,7 @@ def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
     try:
         if not fails(list(calls), num_blocks):
             return
-        sizes = [size for size in (1, 2, 3, 4, 8, 16, 32) if size < num_blocks]
+        sizes = [size for size in (1, 2, 3, *(1 << i for i in range(2, 10))) if size < num_blocks]
         size = next((size for size in sizes if fails(list(calls), size)), num_blocks)
         shorten(list(calls), lambda some: fails(some, size))
     except Misbehaviour:  # time ran out
@@ -427,6 +460,7 @@ ASSIGNMENT = Assignment(
     title="Block allocator: reference counts and copy-on-write",
     part="BlockAllocator",
     members=("allocate", "share", "free", "ref_count", "copy_on_write"),
+    optional=MANY,
     cap=70,
     measure=measure,
     tests=(
@@ -446,7 +480,7 @@ ASSIGNMENT = Assignment(
             meaning="Free blocks and held blocks add up to the pool: none is lost, none appears from nowhere.",
             hint="Follow one block from allocate to free and back to allocate. When does it leave the free ones, and "
             "when does it return to them?",
-            check=property_of("allocate", "free"),
+            check=property_of(*("allocate", "free"), many=("allocate_many", "free_many"), unless=is_refused_to_many),
         ),
         Test(
             name="reference counts",
@@ -454,7 +488,7 @@ ASSIGNMENT = Assignment(
             invariant=Invariant.EXACT_REFERENCES,
             meaning="ref_count(b) is the number of those who hold b: one more for each share, one less for each free.",
             hint="A block with two holders loses one of them: is it free then?",
-            check=property_of("allocate", "share", "free"),
+            check=property_of("allocate", "share", "free", many=MANY, unless=is_refused_to_many),
         ),
         Test(
             name="copy-on-write",
@@ -476,6 +510,7 @@ ASSIGNMENT = Assignment(
             check=property_of(
                 *("allocate", "share", "free"),
                 with_numbers=("share", "free", "copy_on_write", "ref_count"),
+                many=MANY,
                 unless=is_copy_in_a_full_pool,
             ),
         ),
@@ -487,7 +522,11 @@ ASSIGNMENT = Assignment(
             "else.",
             hint="Before the line that raises, has your method changed anything yet? Look at the one that calls "
             "another.",
-            check=property_of(*("allocate", "share", "copy_on_write"), with_numbers=("share", "free", "copy_on_write")),
+            check=property_of(
+                *("allocate", "share", "copy_on_write"),
+                with_numbers=("share", "free", "copy_on_write"),
+                many=MANY,
+            ),
         ),
         Test(
             name="long runs in large pools",

@@ -81,6 +81,10 @@ def must_raise(error: str, shown: str, why: str) -> list[str]:
     ]
 
 
+UNWRITTEN = "replace its `raise NotImplementedError`"
+"""How the message ends of a call that a starter file answers."""
+
+
 def is_unwritten(error: Exception) -> bool:
     """Whether it is the starter file's `raise NotImplementedError`."""
     return isinstance(error, StudentError) and error.kind == "NotImplementedError"
@@ -91,7 +95,7 @@ def raised_message(method: str, error: Exception, shown: str) -> str:
     if isinstance(error, StudentError) and is_unwritten(error):
         place, _, function = error.places[-1].partition(" in ") if error.places else ("", "", "")
         where = f" ({place})" if place else ""
-        return f"{function or method} is not written yet{where}: replace its `raise NotImplementedError`"
+        return f"{function or method} is not written yet{where}: {UNWRITTEN}"
     described = str(error) if isinstance(error, StudentError) else f"{type(error).__name__}: {error}"
     return f"{shown} raised {described}"
 

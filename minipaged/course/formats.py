@@ -83,6 +83,8 @@ def closing(grade: Grade) -> list[str]:
     lines = ["", f"score: {grade.score} of {grade.max_score}"]
     if grade.capped:
         lines[-1] += f" (with a failed test, {grade.assignment.cap} at most)"
+    if grade.also_checked:
+        lines.append(f"{', '.join(grade.also_checked)}: also checked")
     left_out = [result.test for result in grade.results if result.status is Status.NOT_GRADED]
     if left_out:
         names = ", ".join(f"{test.name} ({test.points} points)" for test in left_out)
@@ -134,6 +136,7 @@ def as_json(grade: Grade) -> str:
             "finished": grade.finished,
             "error": None,
             "isolation": grade.isolation,
+            "also_checked": list(grade.also_checked),
             "tests": [_test(result) for result in grade.results],
             "performance": performance
             and {
@@ -302,6 +305,7 @@ def not_graded(kind: str, assignment: str, submission: Submission | None, messag
                 "finished": False,
                 "error": message,
                 "isolation": {},
+                "also_checked": [],
                 "tests": [],
                 "performance": None,
             }

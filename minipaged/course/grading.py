@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from minipaged.course.assignment import (
     Assignment,
@@ -22,6 +23,8 @@ from minipaged.course.assignment import (
     Test,
     TestResult,
 )
+from minipaged.course.counterexample import UNWRITTEN
+from minipaged.course.handouts import to_do
 from minipaged.course.isolation import Misbehaviour, StudentError, Verdict
 from minipaged.errors import ModelError
 
@@ -65,6 +68,7 @@ def grade(
     with bench() as first:  # fails here if it cannot be graded at all
         try:
             result.isolation = first.process.isolation
+            result.also_checked = first.also
         except Misbehaviour as misbehaviour:
             raise CannotBeGraded(
                 f"{submission.path.name} does not load: {misbehaviour.verdict}: {misbehaviour.message}"
@@ -111,6 +115,9 @@ def run_test(test: Test, bench: Bench) -> TestResult:
         failure = Failure(f"the grader could not make sense of what your code returned: {error!r}")
     finally:
         bench.restart()
+    if failure and UNWRITTEN in failure.message:
+        left = to_do(bench.submission.path)
+        failure = replace(failure, drawing=("still to be written:", *left) if left else (), script=None, events=())
     if failure is None:
         return TestResult(test, Status.PASSED, output=bench.output)
     return TestResult(test, Status.FAILED, failure.message, failure, bench.output)

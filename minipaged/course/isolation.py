@@ -148,6 +148,8 @@ class Member:
     name: str
     is_class: bool
     members: tuple[str, ...]
+    written: tuple[str, ...]
+    """Those of them that no class of minipaged's has given it."""
     unfinished: tuple[str, ...]
     """Abstract members that it leaves open."""
 
@@ -230,7 +232,10 @@ class WorkerProcess:
         loaded = self._ask({"do": "load", "path": self.copy(path), "name": name}, within)
         self._first_object = max(self._first_object, loaded["number"] + 1)
         contents = tuple(
-            Member(item["name"], item["is_class"], tuple(item["members"]), tuple(item["unfinished"]))
+            Member(
+                *(item["name"], item["is_class"]),
+                *(tuple(item[kind]) for kind in ("members", "written", "unfinished")),
+            )
             for item in loaded["contents"]
         )
         return Loaded(Handle(self, loaded["number"], "module"), contents)

@@ -324,6 +324,9 @@ class Worker:
                 "name": name,
                 "is_class": isinstance(value, type),
                 "members": [member for member in dir(value) if not member.startswith("__")],
+                "written": [
+                    member for member in dir(value) if not (member.startswith("__") or _is_ours(value, member))
+                ],
                 "unfinished": sorted(getattr(value, "__abstractmethods__", ())),
             }
             for name, value in list(vars(module).items())
@@ -369,6 +372,12 @@ class Stub:
 
     def __call__(self, *args: Any) -> Any:
         return self._asks(self._number, "__call__", args)
+
+
+def _is_ours(kind: Any, member: str) -> bool:
+    """Whether a class has the member from one of minipaged's."""
+    owner = next((base for base in getattr(kind, "__mro__", ()) if member in vars(base)), None)
+    return str(getattr(owner, "__module__", "")).partition(".")[0] == "minipaged"
 
 
 def _as_list(value: Any) -> Any:

@@ -140,6 +140,40 @@ def right(name: str) -> str:
     return COMMON + RIGHT[name]
 
 
+BULK = '''
+
+class Bulk(Mine):
+    """With the optional methods, each written out."""
+
+    def allocate_many(self, n):
+        if n < 0:
+            raise ValueError(n)
+        if n > self.num_free:
+            raise OutOfBlocks
+        return [self.allocate() for _ in range(n)]
+
+    def share_many(self, blocks):
+        blocks = list(blocks)
+        for block in blocks:
+            self.held(block)
+        for block in blocks:
+            self.share(block)
+
+    def free_many(self, blocks):
+        blocks = list(blocks)
+        for block in blocks:
+            if self.ref_count(block) < blocks.count(block):
+                raise BlockNotAllocated(block)
+        for block in blocks:
+            self.free(block)
+'''
+
+
+def right_with_many() -> str:
+    """A right allocator `Bulk` that has all three of the optional methods."""
+    return right("heap") + BULK
+
+
 def hostile(in_allocate: str = "", at_import: str = "") -> str:
     """The reference, which is right, with something else that it does."""
     marker = "def allocate(self) -> int:\n"

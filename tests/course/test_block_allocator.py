@@ -19,7 +19,7 @@ from minipaged.llm import LoadedModel
 from minipaged.replay.state import State
 from tests.course import harness
 from tests.course.harness import ROOT, run_script, submit
-from tests.course.submissions import REFERENCE_SOURCE, RIGHT, right
+from tests.course.submissions import REFERENCE_SOURCE, RIGHT, right, right_with_many
 from tests.effort import quick_cases, thorough
 
 STARTER = ROOT / "assignments" / "1_block_allocator" / "starter.py"
@@ -181,6 +181,25 @@ def test_a_bug_that_shows_after_many_calls_is_found_and_shortened(tmp_path: Path
     assert run_script(result.failure.script, tmp_path).returncode == 1
 
 
+HUNDREDS = """
+class Hundreds(BlockAllocator):
+    def allocate(self):
+        block = super().allocate()
+        if self.num_blocks - self.num_free > 256: self.share(block)
+        return block
+"""
+
+
+@thorough
+def test_a_bug_that_shows_in_pools_of_hundreds_of_blocks_is_found(tmp_path: Path) -> None:
+    result = result_of("long runs in large pools", submit(REFERENCE_SOURCE + HUNDREDS, tmp_path, "Hundreds"))
+    assert result.failure is not None
+    assert "ref_count" in result.failure.message
+    assert result.failure.script is not None
+    assert 257 <= result.failure.script.count("allocator.allocate()") < 400
+    assert run_script(result.failure.script, tmp_path).returncode == 1
+
+
 def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -> None:
     submission = submit(mutant("share-stops-at-two").source(), tmp_path)
     result = result_of("the engine, on a small model", submission)
@@ -197,3 +216,106 @@ def test_the_model_test_fails_for_a_wrong_allocator(
     for source, status in ((REFERENCE_SOURCE, Status.PASSED), (mutant("never-copies").source(), Status.FAILED)):
         result = result_of("SmolLM2", submit(source, tmp_path))
         assert result.status is status, result.message
+
+
+# --- Several blocks at once: optional -------------------------------------------------------------
+
+
+def test_a_right_allocator_with_all_optional_methods_gets_full_marks_and_is_told(tmp_path: Path) -> None:
+    grade_of = grade(ASSIGNMENT, submit(right_with_many(), tmp_path, "Bulk"), model=None)
+    assert grade_of.full_marks, text(grade_of)
+    assert (grade_of.score, grade_of.max_score) == (90, 90)
+    assert "\nallocate_many, share_many, free_many: also checked\n" in text(grade_of)
+
+
+def test_methods_of_the_contract_are_not_the_students(tmp_path: Path) -> None:
+    """The reference inherits the three; that one writes one of them is told of that one."""
+    one = "    def free_many(self, blocks):\n        super().free_many(blocks)\n"
+    for source, name, also in (
+        (REFERENCE_SOURCE, "BlockAllocator", ()),
+        (right("heap"), "Mine", ()),
+        (REFERENCE_SOURCE + "\n\nclass One(BlockAllocator):\n" + one, "One", ("free_many",)),
+    ):
+        with Bench(ASSIGNMENT, submit(source, tmp_path, name), 0) as bench:
+            assert bench.also == also
+
+
+ALLOCATED = "        if n > self.num_free:\n            raise OutOfBlocks\n"
+HELD_OFTEN_ENOUGH = "self.ref_count(block) < blocks.count(block)"
+FREED = "for block in blocks:\n            self.free(block)"
+SHARED = "for block in blocks:\n            self.share(block)"
+GONE_THROUGH = "blocks = list(blocks)\n        for block in blocks:\n            self.held"
+WRONG = {
+    "partial allocation": (
+        [(ALLOCATED, "")],
+        "a call that raises changes nothing",
+        "allocator.allocate_many(2) was refused, but changed something: num_free is 0; it should be 1",
+    ),
+    "shared once": (
+        [(SHARED, SHARED.replace("blocks", "set(blocks)"))],
+        "reference counts",
+        "after allocator.share_many([a, a]) ref_count(0) is 2; it should be 3",
+    ),
+    "freed once": (
+        [(FREED, FREED.replace("blocks", "set(blocks)")), (HELD_OFTEN_ENOUGH, "self.ref_count(block) < 1")],
+        "calls that make no sense are refused",
+        "allocator.free_many([a, a]) returned None; it has to raise BlockNotAllocated: block 0 is in it 2 times, and "
+        "ref_count(0) is 1",
+    ),
+    "the same block several times": (
+        [("for _ in range(n)]", "for _ in range(n)][:1] * n")],
+        "allocate and free",
+        "allocator.allocate_many(2) returned [1, 1]: block 1 twice",
+    ),
+    "too few": (
+        [("for _ in range(n)]", "for _ in range(min(n, 1))]")],
+        "allocate and free",
+        "allocator.allocate_many(2) returned [1]; it has to return a list of 2 blocks",
+    ),
+    "fewer than none": (
+        [("        if n < 0:\n            raise ValueError(n)\n", "")],
+        "calls that make no sense are refused",
+        "allocator.allocate_many(-1) returned []; it has to raise ValueError: there is no negative number of blocks",
+    ),
+    "shares the first": (
+        [("        for block in blocks:\n            self.held(block)\n", "")],
+        "a call that raises changes nothing",
+        "allocator.share_many([a, 1]) was refused, but changed something: ref_count(0) is 2; it should be 1",
+    ),
+    "frees the first": (
+        [(HELD_OFTEN_ENOUGH, "self.ref_count(block) < 1")],
+        "a call that raises changes nothing",
+        "allocator.free_many([a, a]) was refused, but changed something: num_free is 1; it should be 0",
+    ),
+    "gone through twice": (
+        [(GONE_THROUGH, GONE_THROUGH.replace("blocks = list(blocks)\n        ", ""))],
+        "reference counts",
+        "after allocator.share_many(iter([a])) ref_count(0) is 1; it should be 2",
+    ),
+}
+"""Pieces of the right one and what stands there instead, the property that is to find it, and what it says."""
+
+
+@quick_cases(3)
+@pytest.mark.parametrize("name", WRONG)
+def test_each_bug_of_an_optional_method_is_found_and_its_counterexample_fails_by_itself(
+    name: str, tmp_path: Path
+) -> None:
+    pieces, test, message = WRONG[name]
+    source = right_with_many()
+    for piece, wrong in pieces:
+        assert source.count(piece) == 1, piece
+        source = source.replace(piece, wrong)
+    failure = result_of(test, submit(source, tmp_path, "Bulk")).failure
+    assert failure is not None
+    assert failure.message == message
+    assert failure.script is not None
+    ran = run_script(failure.script, tmp_path)
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert failure.script.count("allocator.") <= 8
+    state = State()
+    for event in failure.events:
+        state.apply(from_json(event.to_json()))
+    (tmp_path / "mine.py").write_text(right_with_many())
+    fixed = run_script(failure.script, tmp_path)
+    assert fixed.returncode == 0, fixed.stderr

@@ -54,7 +54,7 @@ def failure_of(test: Test, path: Path, bench: Bench) -> Failure | None:
     """What the test finds in that file."""
     bench.submission = Submission(path)
     assert bench.process
-    bench._part = bench._load(ASSIGNMENT, bench.submission)
+    bench._load_part()
     try:
         test.check(bench)
     except Failed as failed:

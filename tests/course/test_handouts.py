@@ -1,0 +1,125 @@
+"""What students begin with: every assignment's files are there, its first test means something, wheels have them."""
+
+from __future__ import annotations
+
+import inspect
+import runpy
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from minipaged.cli import app
+from minipaged.course.assignment import ASSIGNMENTS, CannotBeGraded, Submission, find_assignment
+from minipaged.course.grading import grade
+from minipaged.course.handouts import start, title_of, to_do
+from minipaged.engine import policy
+from minipaged.reference import attention, beam_search, block_allocator, block_table
+from tests.course import decode_kernels, quantizers
+from tests.course.harness import ROOT
+
+SOLUTIONS = {
+    "block-allocator": inspect.getsource(block_allocator),
+    "block-table": inspect.getsource(block_table),
+    "paged-attention": inspect.getsource(attention),
+    "scheduler": inspect.getsource(policy) + "\nScheduler = FirstComeFirstServed",
+    "beam-search": inspect.getsource(beam_search),
+    "triton-decode": decode_kernels.PLAIN,
+    "quantize": quantizers.PLAIN,
+}
+
+
+def first_test_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[Exception] | None:
+    """By which error it fails, as pytest would run it in the folder; None if it passes."""
+    [test] = folder.glob("test_*.py")
+    with monkeypatch.context() as here:
+        here.syspath_prepend(str(folder))
+        here.delitem(sys.modules, test.stem.removeprefix("test_"), raising=False)
+        try:
+            for name, value in runpy.run_path(str(test)).items():
+                if name.startswith("test_"):
+                    value()
+        except (AssertionError, NotImplementedError) as error:
+            return type(error)
+        finally:
+            sys.modules.pop(test.stem.removeprefix("test_"), None)
+    return None
+
+
+@pytest.mark.parametrize("assignment", ASSIGNMENTS)
+def test_a_first_test_passes_on_a_solution_and_fails_on_the_starter(
+    assignment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handout, starter, test = start(assignment, tmp_path / "mine")
+    assert "](../" not in handout.read_text(), "nothing of the repository lies beside it"
+    assert title_of(assignment) in handout.read_text().partition("\n")[0]
+    assert starter.name == f"{assignment.replace('-', '_')}.py"
+    assert f"minipaged grade {assignment} {starter.name}" in starter.read_text()
+    assert to_do(starter)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the file changes within a second
+    assert first_test_fails(test.parent, monkeypatch) is NotImplementedError
+    starter.write_text(SOLUTIONS[assignment])
+    assert not to_do(starter)
+    assert first_test_fails(test.parent, monkeypatch) is None
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    (tmp_path / "block_table.py").write_text("mine")
+    with pytest.raises(CannotBeGraded, match=r"block_table\.py is there already, and is left alone; name another"):
+        start("block-table", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["block_table.py"]
+    assert (tmp_path / "block_table.py").read_text() == "mine"
+    with pytest.raises(CannotBeGraded, match=r"cannot write to .*: Not a directory; name another folder"):
+        start("block-table", tmp_path / "block_table.py" / "in")
+    with pytest.raises(CannotBeGraded, match="there is no assignment 'nine'; there are: block-allocator, "):
+        start("nine", tmp_path)
+
+
+def test_the_commands_list_them_and_begin_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = CliRunner().invoke(app, ["course", "list"]).output.splitlines()
+    assert [line.split()[0] for line in listed] == list(ASSIGNMENTS)
+    begun = CliRunner().invoke(app, ["course", "start", "scheduler"])
+    assert begun.exit_code == 0
+    assert all((tmp_path / line).is_file() for line in begun.output.splitlines()[:3])
+    again = CliRunner().invoke(app, ["course", "start", "scheduler"])
+    assert again.exit_code == 2
+
+
+def test_an_unwritten_part_gets_a_list_of_what_is_to_do_and_no_counterexample(tmp_path: Path) -> None:
+    _, starter, _ = start("block-allocator", tmp_path)
+    todo = to_do(starter)
+    starter.write_text(starter.read_text().replace("raise NotImplementedError", "return None", 1))
+    assert to_do(starter) == todo[1:]
+    first = grade(find_assignment("block-allocator"), Submission(starter), model=None).results[1].failure
+    assert first is not None
+    assert first.script is None
+    assert not first.events
+    assert first.drawing[0] == "still to be written:"
+    assert first.drawing[1:] == tuple(to_do(starter))
+    assert len(first.drawing) == 1 + 7
+    assert first.drawing[-1].endswith("copy_on_write(block)")
+
+
+@pytest.mark.thorough
+def test_a_wheel_has_all_of_them(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
+    subprocess.run([*command, str(ROOT)], check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("minipaged-*.whl"))) as wheel:
+        names = set(wheel.namelist())
+    for path in (ROOT / "assignments").rglob("*"):
+        if path.suffix in (".md", ".py"):
+            assert f"minipaged/course/handed_out/{path.relative_to(ROOT / 'assignments')}" in names

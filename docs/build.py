@@ -4,17 +4,19 @@
   What such a link leads to is looked up here: a tutorial is its page, a module of minipaged its place in the API, and
   what is no page is copied along.
 - The tutorials of tutorials/. Each is run, cell by cell, and becomes a page with what its cells put out, and a notebook
-  to download. An error in a cell, a failed assert among them, ends the build.
+  to download. An error in a cell, a failed assert among them, ends the build; so does a question to the reader whose
+  answer is not what the run says (`predict.py`).
 - A still of the recorded demo, for who has asked for reduced motion: a picture in a page is not told of that.
-- The stepper, and in place of a line `<!-- run FILE.py -->` in a page the recording that this file, run now, calls
-  `run`.
+- The stepper and the walk of attention, and in place of a line `<!-- run FILE.py -->` in a page the recording that this
+  file, run now, calls `run`.
 - In place of a line `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A
   name that the file does not have ends the build.
 - The figures of the paper, from the results in docs/runs/paper/: a picture and a page each, and in place of a line
   `<!-- verdicts -->` all verdicts in one table. A figure without a result gets no page, and the table says so.
-- Python for the pages, by which a reader changes and runs the cells of tutorials that have the tag `editable`. It is
-  fetched from the npm registry, once. Where that cannot be, the site is built without; MINIPAGED_NEEDS_BROWSER=1 makes
-  that an error.
+- The picture that the home page opens with, in place of the line `<!-- opening -->`, and its tutorials as cards.
+- Python for the pages, by which a reader changes and runs the cells of tutorials that have the tag `editable` (after
+  those with the tag `needed`), and moves the sliders that their comments ask for. It is fetched from the npm registry,
+  once. Where that cannot be, the site is built without; MINIPAGED_NEEDS_BROWSER=1 makes that an error.
 """
 
 from __future__ import annotations
@@ -31,23 +33,31 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from docs import npm, python_in_page
+from markdown.extensions.toc import slugify, unique
+
+from docs import cards, npm, opening, predict, python_in_page
 from minipaged.paper import drawing
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import body, counts, knees, label, section, summary
 from minipaged.paper.running import file_name, kept_figures
-from minipaged.stepper.page import element
+from minipaged.stepper import attention
+from minipaged.stepper.page import STEPPER, element
+from minipaged.stepper.recording import ANCHORS, WATCHED
 
 ROOT = Path(__file__).parent.parent
 STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 RECORDING = "application/vnd.minipaged.run+json"
 """What a recording is as the output of a cell."""
+ELEMENTS = {RECORDING: element, attention.KIND: attention.as_element}
+"""What a page can step through, and how each kind is put there."""
 RUN = re.compile(r"^<!-- run (?P<file>\S+\.py) -->$", re.MULTILINE)
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 VERDICTS = "<!-- verdicts -->"
+OPENING = "<!-- opening -->"
 WIDE = "---\nhide: [toc]\n---"
 """At the head of a page: steppers want the room."""
+HEADING = re.compile(r"^## (?P<text>.+)$", re.MULTILINE)
 LINES = (
     "Solid lines are ours, dashed ones the paper's; hollow circles are the points by which the machine was calibrated."
 )
@@ -58,6 +68,7 @@ CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULT
 
 
 def main() -> None:
+    check_anchors()
     shutil.rmtree(STAGE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", STAGE, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     for source in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "assignments").rglob("*.md")]:
@@ -70,7 +81,8 @@ def main() -> None:
     paper_figures()
     demo = (STAGE / "assets" / "demo.svg").read_text()
     (STAGE / "assets" / "demo-still.svg").write_text(REDUCED.sub(r"\g<rules>", demo))
-    shutil.copy(ROOT / "minipaged" / "stepper" / "stepper.js", STAGE / "assets")
+    for script in (STEPPER, attention.SCRIPT):
+        shutil.copy(script, STAGE / "assets")
     can_edit = brings_python(STAGE / "assets" / "python.js")
     (STAGE / "tutorials").mkdir()
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
@@ -78,6 +90,9 @@ def main() -> None:
         notebook, page = run_tutorial(script, can_edit=can_edit)
         (STAGE / "tutorials" / f"{script.stem}.ipynb").write_text(notebook)
         (STAGE / "tutorials" / f"{script.stem}.md").write_text(page)
+    home = STAGE / "index.md"
+    text = home.read_text().replace(OPENING, opening.opening())
+    home.write_text(cards.with_cards(text, STAGE / "tutorials"))
 
 
 def brings_python(script: Path) -> bool:
@@ -93,10 +108,33 @@ def brings_python(script: Path) -> bool:
 
 
 def recorded(script: Path) -> str:
-    """The stepper of the recording that the script makes."""
+    """The stepper of the recording that the script makes as `run`, or what else is stepped through. A stepper begins at
+    the event `start`, if there is one."""
     print(f"running {script.relative_to(ROOT)}", flush=True)
-    recording = runpy.run_path(str(script))["run"]
-    return element(recording.data(), id=script.stem)
+    made = runpy.run_path(str(script))
+    data = made["run"]._repr_mimebundle_()
+    if "start" in made:
+        events = data[RECORDING]["events"]
+        start = next(i for i, event in enumerate(events, 1) if event["event"] == made["start"])
+        return element(data[RECORDING], id=script.stem, start=start)
+    shown = stepped(data, script.stem)
+    assert shown is not None
+    return shown
+
+
+def stepped(data: dict[str, Any], name: str) -> str | None:
+    """What a notebook was given, as an element of that name; None for what nobody steps through."""
+    return next((put(data[kind], id=name) for kind, put in ELEMENTS.items() if kind in data), None)
+
+
+def check_anchors() -> None:
+    """The lines that steppers light are where they are said to be, or ValueError."""
+    files = {name: file for file, names in WATCHED.items() for name in names}
+    for event, anchors in ANCHORS.items():
+        for name, start in anchors:
+            source = source_of(f"minipaged/{files[name]}", name)
+            if not any(line.lstrip().startswith(start) for line in source.splitlines()):
+                raise ValueError(f"the stepper tells {event} by a line of {name} that begins with {start}; it has none")
 
 
 # --- The paper's figures --------------------------------------------------------------------------
@@ -211,7 +249,8 @@ def _moved(link: re.Match[str], source: Path, page: Path) -> str:
 
 
 def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
-    """Run one tutorial: its notebook, without outputs, and its page. Raises nbclient's CellExecutionError."""
+    """Run one tutorial: its notebook, without outputs, and its page. Raises nbclient's CellExecutionError, and
+    ValueError for a question without an answer."""
     import jupytext
     from nbclient import NotebookClient
     from traitlets.config import Config
@@ -222,12 +261,32 @@ def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
         if "solution" in cell.metadata.get("tags", ()):
             cell.metadata["jupyter"] = {"source_hidden": True}
     download: str = jupytext.writes(notebook, fmt="ipynb")
+    notebook.cells = with_checks(notebook.cells)
     config = Config(KernelManager={"transport": "ipc"})  # no port is opened
     # In the root of the tree, whose minipaged is then the one that is imported.
     place = {"metadata": {"path": str(ROOT)}}
     # What a cell prints comes in pieces, cut wherever the clock has it; the page shows it as one.
     NotebookClient(notebook, config=config, timeout=120, resources=place, coalesce_streams=True).execute()
-    return download, as_markdown(notebook.cells, script, can_edit)
+    cells = [cell for cell in notebook.cells if CHECK not in cell.metadata]
+    return download, as_markdown(cells, script, can_edit)
+
+
+CHECK = "check"
+"""In the metadata of a cell that asks the run whether an answer is right."""
+
+
+def with_checks(cells: list[Any]) -> list[Any]:
+    """The cells of a tutorial; before each text, what its run has to say to the questions that were asked above it."""
+    from nbformat.v4 import new_code_cell
+
+    checked: list[Any] = []
+    asked: list[str] = []
+    for cell in [*cells, None]:
+        if cell is None or cell.cell_type == "markdown":
+            checked += [new_code_cell(code, metadata={CHECK: True}) for code in asked]
+            asked = [] if cell is None else [code for each in predict.questions(cell.source) if (code := each.check())]
+        checked += [cell] if cell is not None else []
+    return checked
 
 
 def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
@@ -237,42 +296,103 @@ def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
         title.source,
         f"[This page as a notebook]({script.stem}.ipynb){{ download }} · the page is what the notebook put out, and "
         "every `assert` in it held when the page was made.",
+        contents([cell.source for cell in rest if cell.cell_type == "markdown"]),
     ]
-    steppers = 0
+    steppers, folded = 0, ""  # what ends the fold of a question, into which code still comes
     for cell in rest:
+        if folded and (cell.cell_type == "markdown" or shows_a_run(cell)):
+            parts.append(folded)
+            folded = ""
         if cell.cell_type == "markdown":
-            parts.append(with_links_into_the_site(cell.source, script, Path("tutorials") / script.name))
+            text, folded = predict.on_the_page(cell.source)
+            parts.append(with_links_into_the_site(text, script, Path("tutorials") / script.name))
             continue
         shown = [f"```python\n{cell.source}\n```"]
         for output in cell.outputs:
             if output.output_type == "stream" and output.name == "stderr":
                 print(output.text, file=sys.stderr)  # a library's warning: for who builds, not for who reads
                 continue
-            steppers += RECORDING in output.get("data", {})
+            steppers += not ELEMENTS.keys().isdisjoint(output.get("data", {}))
             shown.append(_as_html(output, f"stepper-{steppers}"))
         if "editable" in cell.metadata.get("tags", ()):
-            runs = [output.data[RECORDING] for output in cell.outputs if RECORDING in output.get("data", {})]
-            if len(runs) != 1 or len(shown) != 2:
-                raise ValueError(f"an editable cell of {script.name} shows something else than a recording, alone")
-            name = f"{script.stem}: {runs[0]['title']}"  # stays where cells come and go
-            shown.insert(1, editor(cell.source, name) if can_edit else NO_EDITOR)
+            shown.insert(1, editor(cell.source, name_of(cell, script), needed(cells)) if can_edit else NO_EDITOR)
             inside = "\n\n".join(shown)
             shown = [f'<div class="editable" markdown="1">\n\n{inside}\n\n</div>']
         if "solution" in cell.metadata.get("tags", ()):
             inside = "\n\n".join(shown)
             shown = [f'<details class="solution" markdown="1"><summary>A solution</summary>\n\n{inside}\n\n</details>']
         parts += shown
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, folded]) + "\n"
+
+
+def shows_a_run(cell: Any) -> bool:
+    return any(not ELEMENTS.keys().isdisjoint(output.get("data", {})) for output in cell.outputs)
+
+
+def contents(texts: list[str]) -> str:
+    """The headings of a page, folded, in the place of a column beside it."""
+    headings = [heading["text"] for text in texts for heading in HEADING.finditer(text)]
+    if not headings:
+        return ""
+    anchors: set[str] = set()
+    lines = [f"- [{text}](#{unique(slugify(text.replace('`', ''), '-'), anchors)})" for text in headings]
+    listed = "\n".join(lines)
+    return f'<details class="contents" markdown="1"><summary>On this page</summary>\n\n{listed}\n\n</details>'
 
 
 NO_EDITOR = (
-    "*On the site as it is published this code can be edited and run. This copy was built without npm or a network.*"
+    "*On the site as it is published this code can be edited and run, and has its sliders. This copy was built without "
+    "npm or a network.*"
 )
 
 
-def editor(code: str, name: str) -> str:
-    """What lets a reader change the code and run it. `name`: under which a browser keeps the reader's version."""
-    text = json.dumps(code).replace("<", "\\u003c")
+SLIDER = re.compile(
+    r"^(?P<name>\w+) = (?P<value>\d+)  # slide (?P<low>\d+) to (?P<high>\d+)"
+    r"(?: by (?P<by>\d+)|(?P<doubling> doubling))?: (?P<what>.+)$",
+    re.MULTILINE,
+)
+
+
+def sliders(code: str) -> list[dict[str, Any]]:
+    """Of each line such as `pool = 16  # slide 4 to 64 doubling: blocks`: name, what it is, all values, the one now."""
+    found = []
+    for line in SLIDER.finditer(code):
+        low, high, value = (int(line[part]) for part in ("low", "high", "value"))
+        values = list(range(low, high + 1, int(line["by"] or 1)))
+        if line["doubling"]:
+            values = [low << n for n in range((high // low).bit_length())]
+        if value not in values:
+            raise ValueError(f"a slider cannot stand where it begins: {line[0]!r} has the values {values}")
+        found.append({"name": line["name"], "what": line["what"], "values": values, "value": value})
+    if len(found) != code.count("# slide "):
+        raise ValueError(
+            f"a slider is written as `pool = 16  # slide 4 to 64 doubling: blocks`; here it is not: {code}"
+        )
+    return found
+
+
+def needed(cells: list[Any]) -> str:
+    """The code that the editable cells of a tutorial build on."""
+    return "\n\n".join(cell.source for cell in cells if "needed" in cell.metadata.get("tags", ()))
+
+
+def name_of(cell: Any, script: Path) -> str:
+    """What an editable cell is called, also where cells come and go. Raises ValueError if it shows more than one thing,
+    or something that cannot be shown again."""
+    data = [output.get("data", {}) for output in cell.outputs if output.get("name") != "stderr"]
+    if len(data) == 1 and RECORDING in data[0]:
+        return f"{script.stem}: {data[0][RECORDING]['title']}"
+    if len(data) == 1 and "text/html" in data[0]:
+        return f"{script.stem}: {', '.join(slider['name'] for slider in sliders(cell.source))}"
+    raise ValueError(f"an editable cell of {script.name} shows something else than a recording or a picture, alone")
+
+
+def editor(code: str, name: str, needed: str = "") -> str:
+    """What lets a reader change the code and run it, after what it needs. `name`: under which a browser keeps the
+    reader's version."""
+    text = json.dumps({"code": code, "needed": needed, "sliders": sliders(code)})
+    for sign in "<>&":  # which Markdown would write in another way, and a script does not read that
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
     script = f'<script type="application/json">{text}</script>'
     return f'<div><paged-editor name="{html.escape(name)}">{script}</paged-editor></div>'
 
@@ -282,8 +402,8 @@ def _as_html(output: Any, name: str) -> str:
     if output.output_type == "stream":
         return f"```text\n{output.text.rstrip()}\n```"
     data = output.data
-    if RECORDING in data:
-        return element(data[RECORDING], id=name)
+    if shown := stepped(data, name):
+        return shown
     if "text/html" in data:
         return f'<div class="picture">{data["text/html"]}</div>'
     return f"```text\n{data['text/plain']}\n```"

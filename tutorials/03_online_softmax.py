@@ -53,6 +53,16 @@ assert abs(attend(q, K, V) - exact).max() < 1e-6
 #
 # **Predict.** `exp(88)` is about 1.7e38. Let the query be 100 times as long, so that the largest score is 145. What
 # will the output be?
+#
+# - infinity
+# - the value of the key with the largest score
+# - not a number
+#
+# <details><summary>See</summary>
+#
+# **not a number** (`np.isnan(broken).all()`). Float32 ends at 3.4e38, and `exp(145)` is far beyond that.
+#
+# </details>
 
 # %%
 with np.errstate(over="ignore", invalid="ignore"):  # NumPy would warn
@@ -108,9 +118,16 @@ def update(m: float, l: float, o: Array, scores: Array, v: Array) -> tuple[float
 
 
 # %% [markdown]
-# **Predict.** The largest score of the first block is 1, that of the second is 3. What is the sum of the first block
-# still worth, once the second has been seen? And what does `fade` come to at the very first block, before which `m` is
+# **Predict.** The largest score of the first block is 1, that of the second is 3. By what is the sum of the first block
+# multiplied, once the second has been seen? And what does `fade` come to at the very first block, before which `m` is
 # minus infinity?
+#
+# <details><summary>See</summary>
+#
+# **by 0.14; at the very first block by 0** (`math.exp(1 - 3), math.exp(-math.inf - 1)`, give or take 0.02). The sum was
+# in units of `exp(1)`, and is to be in units of `exp(3)`.
+#
+# </details>
 
 # %%
 from minipaged.stepper.pictures import Bars
@@ -200,6 +217,16 @@ Cells(
 #
 # **Predict.** To leave a key out one usually sets its score to minus infinity, so that its weight is 0. Is that enough
 # for the empty slot?
+#
+# - yes, a weight of 0 leaves nothing of it
+# - no, something of it is left
+#
+# <details><summary>See</summary>
+#
+# **no, something of it is left** (`weights[3] == 0 and np.isnan(weights @ v).all()`). The weight is 0, and what it is
+# multiplied by counts even so.
+#
+# </details>
 
 # %%
 k, v = pool_k[3], pool_v[3]  # [block_size, head_dim] each
@@ -232,6 +259,22 @@ assert abs(paged - exact).max() < 1e-6
 # %% [markdown]
 # That is PagedAttention. Nothing was copied together, and no more than one block was looked at at a time.
 #
+# minipaged has the same loop for one query, `attend`. Below it runs over `q`, `K` and `V`, and its variables are looked
+# at. Step through it and look at the two rows of bars: a score above `m` lifts the line, and all weights shrink by the
+# same factor, until they fill the dashed outlines of the softmax over all scores. Then shuffle the blocks, and see what
+# changes and what does not; and take the query 100 times as long, as above, to see what `m` is for.
+
+# %%
+from minipaged.reference.attention import attend as attend_as_minipaged
+from minipaged.stepper import watch_attention
+
+walk = watch_attention(attend_as_minipaged, KVCache, q, K, V, table, num_blocks=8, block_size=4, taken=[2, 6])
+print(f"places for the blocks, in each of which it ran: {len(walk.tables)}")
+answers = [run["answer"] for run in walk.queries[0]["lengths"][0]["runs"]]  # different ones: [head_dim] each
+assert abs(np.array(answers) - exact).max() < 1e-6
+walk
+
+# %% [markdown]
 # ## Several query heads share one key/value head
 #
 # SmolLM2 has 9 query heads and 3 key/value heads in each layer: query heads 0, 1, 2 read the first, 3, 4, 5 the second,

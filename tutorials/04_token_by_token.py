@@ -40,11 +40,18 @@ assert len(token_ids) == 7
 # So the newest token is always known before its keys and values are in the cache. They are computed by the pass that
 # chooses the token after it.
 #
+# (The engine is made once more below, inside `record`, which catches what an engine tells of itself from its first
+# moment on. The weights are those loaded above.)
+#
 # **Predict.** The request asks for 6 new tokens. How many passes does the model make, how many slots are filled in the
 # end, and how many blocks of 4 does that take?
 #
-# (The engine is made once more below, inside `record`, which catches what an engine tells of itself from its first
-# moment on. The weights are those loaded above.)
+# <details><summary>See</summary>
+#
+# **6 passes, 12 slots, 3 blocks** (`len(passes), slots, blocks`). The first pass is the prompt's, and it chooses a
+# token already; the last token is chosen and never run.
+#
+# </details>
 
 # %%
 with record("Four score and seven years ago our", llm.tokenizer.decode) as run:

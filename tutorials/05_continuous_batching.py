@@ -73,6 +73,13 @@ def num_steps(row: list[tuple[str, int]]) -> int:
 # %% [markdown]
 # **Predict.** Nine requests take 3, 9, 4, 2, 2, 8, 3, 5 and 2 steps, in a batch of three rows. After how many steps are
 # all of them served, by each of the two?
+#
+# <details><summary>See</summary>
+#
+# **after 22 steps (static) and 14 (continuous)** (`max(map(num_steps, timeline)) for timeline in ways.values()`).
+# Static: the longest of the first three, of the next three, and of the last: 9 + 8 + 5.
+#
+# </details>
 
 # %%
 nine = [3, 9, 4, 2, 2, 8, 3, 5, 2]
@@ -165,8 +172,15 @@ Bars(
 # That costs no second kind of pass. A batch is a list of rows, and a row is "these tokens of this sequence, from that
 # position on": one token or five hundred.
 #
-# **Predict.** The budget is 6 tokens. A has a prompt of 3 tokens and runs. Then B arrives with a prompt of 13 tokens,
-# and right after it C with 2. In which step will B have its first token, and how many tokens does each step run?
+# **Predict.** The budget is 6 tokens. A has a prompt of 3 tokens and runs, which is step 1. Then B arrives with a
+# prompt of 13 tokens, and right after it C with 2. In which step will each of the two have its first token?
+#
+# <details><summary>See</summary>
+#
+# **B in step 4, C in step 4** (`first_token["B"], first_token["C"]`). One token of each step's six is A's, so B's 13
+# are cut into 5, 5 and 3, and the last step has room for C too.
+#
+# </details>
 
 # %%
 from minipaged.events import RequestAdmitted, StepFinished, TokenGenerated
@@ -219,6 +233,71 @@ assert first_token == {"A": 1, "B": 4, "C": 4}
 run
 
 # %% [markdown]
+# ## Other budgets, other prompts
+#
+# The same three, with a budget, a prompt of B and a pool of your choice. A column is a step, and a number says how many
+# tokens of a request it runs. On this page move the sliders, and the engine is run again; in the notebook change the
+# numbers.
+#
+# - From which budget on does B's prompt need one step alone? If a step takes longer the more tokens it runs, what does
+#   A notice of that?
+# - What does a budget of 2 do to C?
+# - Make the pool smaller. When does C have to wait longer than for its share of the budget? (It says why below.)
+
+# %% tags=["editable"]
+from minipaged import InvalidRequest, SamplingParams
+from minipaged.events import RequestAdmitted, RequestArrived, StepStarted, TokensComputed
+from minipaged.stepper import Reciter
+from minipaged.stepper.pictures import Cells
+
+budget = 6  # slide 2 to 24: tokens that a step may run
+prompt_of_b = 13  # slide 1 to 32: tokens of B's prompt
+pool = 12  # slide 3 to 12: blocks of 4 slots
+
+counting = Reciter([" ".join([name, *map(str, range(40))]) for name in "ABC"])
+engine = counting.engine(num_blocks=pool, block_size=4, max_model_len=48, max_num_batched_tokens=budget)
+events = []
+engine.listeners.append(events.append)
+
+
+def add(name, num_tokens, max_tokens):
+    words = [name, *map(str, range(num_tokens - 1))]
+    try:
+        engine.add_request(counting.encode(" ".join(words)), SamplingParams(max_tokens=max_tokens), request_id=name)
+    except InvalidRequest as refusal:
+        print(f"{name}: {refusal}")
+
+
+add("A", 3, max_tokens=6)
+engine.step()
+add("B", prompt_of_b, max_tokens=2)
+add("C", 2, max_tokens=2)
+while engine.has_unfinished_requests():
+    engine.step()
+
+ran = {name: [] for name in "ABC"}  # tokens in each step
+names, slots = {}, {}
+for event in events:
+    match event:
+        case RequestArrived():
+            names[event.sequence] = event.request
+        case RequestAdmitted():
+            slots[event.request] = 0
+        case StepStarted():
+            for each in ran.values():
+                each.append(0)
+        case TokensComputed():
+            name = names[event.sequence]
+            ran[name][-1] += event.num_tokens - slots[name]
+            slots[name] = event.num_tokens
+
+ran["in all"] = list(map(sum, zip(*ran.values(), strict=True)))
+Cells(
+    [(name, [(f"{n}", "runs") if n else ("", "does not run") for n in each]) for name, each in ran.items()],
+    {"runs": "lines", "does not run": "empty"},
+)
+
+# %% [markdown]
 # ## Admission: OK, LATER, NEVER
 #
 # Rows and tokens are one limit; the blocks of the pool are the other. For the request at the head of the queue the
@@ -234,6 +313,17 @@ run
 # **Predict.** A pool of 5 blocks of 4. A runs and holds 2 blocks. D arrives with a prompt of 13 tokens and asks for 12
 # more, which is 24 slots, since the last token is never run; then B with a prompt of 9 tokens; then C with 2. Which of
 # them gets which answer?
+#
+# - D: LATER, B: LATER, C: LATER
+# - D: NEVER, B: OK, C: LATER
+# - D: NEVER, B: LATER, C: OK
+#
+# <details><summary>See</summary>
+#
+# **D: NEVER, B: LATER, C: OK** (`[answer.name for answer in answers.values()] == ["LATER", "OK"]`). D's 24 slots are
+# six blocks, one more than there are. B needs three blocks for its prompt and one to spare, and three are free.
+#
+# </details>
 
 # %%
 from minipaged import InvalidRequest

@@ -105,6 +105,12 @@ print(dedent(inspect.getsource(BlockAllocator.copy_on_write)))
 #
 # **Predict.** A and B hold blocks 0 and 1, and both want to write their eighth token into block 1. How many blocks are
 # copied, one or two?
+#
+# <details><summary>See</summary>
+#
+# **1 block** (`copies`). Whoever comes second is alone with the old one.
+#
+# </details>
 
 # %%
 allocator = BlockAllocator(num_blocks=4)
@@ -161,7 +167,14 @@ assert list(parent.blocks) == [0, 2]
 assert list(child.blocks) == [0, 1]
 
 # %% [markdown]
-# **Predict.** And if the prompt had eight tokens, so that its last block was full?
+# **Predict.** And if the prompt had eight tokens, so that its last block was full? How many blocks are copied, when
+# three samples write one token each?
+#
+# <details><summary>See</summary>
+#
+# **0 blocks** (`sum(map(len, pairs))`). The ninth token begins a new block.
+#
+# </details>
 
 # %%
 full = BlockTable(block_size=4, allocator=BlockAllocator(num_blocks=8))
@@ -239,6 +252,17 @@ assert stats.share_saved == 1 - stats.block_steps / stats.table_entry_steps
 # will do.
 #
 # **Predict.** Does the share saved grow or shrink with the number of samples? Where does it end?
+#
+# - it shrinks, to nothing
+# - it grows, up to the prompt's share of a sequence
+# - it grows, up to everything
+#
+# <details><summary>See</summary>
+#
+# **it grows, up to the prompt's share of a sequence** (`shares[(19, 58), 2] < shares[(19, 58), 4] < shares[(19, 58), 6]
+# < 19 / (19 + 58)`). The prompt is held once instead of n times; what each sample says is its own.
+#
+# </details>
 
 # %%
 import random

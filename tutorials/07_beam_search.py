@@ -96,6 +96,16 @@ assert math.exp(greedy) < 0.14 < 0.21 < math.exp(likelier)
 #
 # **Predict.** So that `width` beams can go on even if some candidates end: how many of the best candidates must be
 # looked at, at most?
+#
+# - `width`
+# - `width + 1`
+# - `2 * width`
+#
+# <details><summary>See</summary>
+#
+# **`2 * width`**. At most `width` of them end.
+#
+# </details>
 
 # %%
 Beam = tuple[float, list[int]]  # the sum of logprobs, the tokens
@@ -146,6 +156,16 @@ assert best[0] > greedy
 # sum is divided by the length to some power: with `length_penalty` 0 the sum counts, with 1 the mean of the logprobs.
 #
 # **Predict.** "a dark ." has 3 words, "a dark and stormy night ." has 6. Which one wins with 1?
+#
+# - "a dark ."
+# - "a dark and stormy night ."
+#
+# <details><summary>See</summary>
+#
+# **"a dark and stormy night ."** (`long_first[0] == "a dark and stormy night ."`). With 1 the score is the mean logprob
+# of a word: a long text is no longer punished for each of its words.
+#
+# </details>
 
 # %%
 for penalty in (0.0, 1.0):
@@ -185,7 +205,14 @@ print("the engine finds the same")
 # block, the prompt, belongs to all of them; three beams have two more blocks in common, and the fourth went its own way
 # from the second block on. Then the four likeliest continuations turn out to come from only two of the beams.
 #
-# **Predict.** What is copied at that moment, and how many blocks come free?
+# **Predict.** Is anything copied at that moment? And how many blocks come free?
+#
+# <details><summary>See</summary>
+#
+# **4 blocks come free** (`len({*sum(tables[5].values(), [])} - {*sum(tables[6].values(), [])})`). And nothing is
+# copied: all blocks are full, and nobody writes into a full one.
+#
+# </details>
 
 # %%
 tale = Teller(
@@ -207,7 +234,7 @@ with record("Four beams", tale.decode) as run:
     while engine.has_unfinished_requests():
         engine.step()
         beams = [beam for request in engine.scheduler.running for beam in request.sequences]
-        tables.append({f"s{beam.sequence_id}": list(beam.table.blocks) for beam in beams})
+        tables.append({chr(ord("A") + beam.sequence_id): list(beam.table.blocks) for beam in beams})
 run
 
 # %% [markdown]
@@ -231,15 +258,15 @@ def picture(of_step: int) -> Cells:
     )
 
 
-before = {"s0": [0, 1, 3, 5], "s2": [0, 1, 3, 6], "s3": [0, 1, 3, 7], "s1": [0, 2, 4, 8]}
+before = {"A": [0, 1, 3, 5], "C": [0, 1, 3, 6], "D": [0, 1, 3, 7], "B": [0, 2, 4, 8]}
 assert tables[5] == before
 picture(6)
 
 # %% [markdown]
-# After it, s0 and s2 have two survivors each, and s4 and s5 are their forks; s3 and s1 have none:
+# After it, A and C have two survivors each, and E and F are their forks; D and B have none:
 
 # %%
-assert tables[6] == {"s0": before["s0"], "s4": before["s0"], "s2": before["s2"], "s5": before["s2"]}
+assert tables[6] == {"A": before["A"], "E": before["A"], "C": before["C"], "F": before["C"]}
 picture(7)
 
 # %% [markdown]
@@ -292,7 +319,14 @@ assert tokens_to_copy(run.events) == [2, 6, 6, 8, 8]
 #
 # SmolLM2 now, on the reference tier, with blocks of 16. Its prompt has 15 tokens, which do not fill a block.
 #
-# **Predict.** Four *samples* of this prompt, what would they share? And four beams?
+# **Predict.** Four *samples* of this prompt, what share of their blocks would they save? And four beams?
+#
+# <details><summary>See</summary>
+#
+# **0 % with samples, 37 % with beams** (`sampling.stats.share_saved, stats.share_saved`, give or take 15). A prompt of
+# 15 tokens fills no block of 16, so the samples have nothing to share. Beams have a common past beyond it.
+#
+# </details>
 
 # %%
 from minipaged import LLM, SamplingParams

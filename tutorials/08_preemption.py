@@ -74,6 +74,18 @@ for name, text in words.items():
 #
 # **Predict.** Now the pool has only 9 blocks (and for swapping there is a pool of 4 in the host's memory). Who is
 # preempted, how many blocks does it give up when one is missing, and what will its words be in the end?
+#
+# - A, one block; its words will be others
+# - C, one block; its words will be the same
+# - C, all of its three blocks; its words will be the same
+#
+# <details><summary>See</summary>
+#
+# **C, all of its three blocks; its words will be the same** (`(event.request, event.num_blocks) == ("C", 3) and swapped
+# == recomputed == words`). Who came last goes first, and altogether: with a part of its keys and values nobody can go
+# on.
+#
+# </details>
 
 # %%
 swap, swapped = serve("A pool of 9 blocks: swap", num_blocks=9, num_swap_blocks=4, preemption="swap")
@@ -93,11 +105,11 @@ print("the words are the same as with room for all")
 #
 # ## Swap, step by step
 #
-# Look for the moment at which C is preempted (the slider is quickest). `Scheduler.schedule` finds that the blocks for
-# the next step are not there. The three blocks of C go to the *host pool*, which is shown below the other one, and C's
-# block table now leads there. It waits ("swapped out"), ahead of whoever may come. When A has ended and given its
-# blocks back, C's blocks are copied to the device again, into whatever blocks are free then. Its block table says which
-# ones, so it does not matter that they are others than before.
+# Look for the moment at which C is preempted: a cross marks it on the timeline. `Scheduler.schedule` finds that the
+# blocks for the next step are not there. The three blocks of C go to the *host pool*, which is shown beside the other
+# one, and C's block table now leads there. It waits ("swapped out"), ahead of whoever may come. When A has ended and
+# given its blocks back, C's blocks are copied to the device again, into whatever blocks are free then. Its block table
+# says which ones, so it does not matter that they are others than before.
 
 # %%
 from minipaged.events import SwappedIn, SwappedOut
@@ -137,6 +149,12 @@ assert not any(event.recomputed for event in swap.events if isinstance(event, To
 #
 # **Predict.** When there is no room, the tables of the two samples have two entries each, and the first block, the full
 # one of their prompt, is in both. How many blocks are copied?
+#
+# <details><summary>See</summary>
+#
+# **3 blocks** (`len(out.pairs)`). The shared block goes once, and both tables lead to that one copy.
+#
+# </details>
 
 # %%
 from minipaged.stepper import Storyteller

@@ -47,9 +47,16 @@ assert after_one != after_another  # the same tokens after others are another bl
 # sequence that holds it. So the block stays when the request has ended. A new request then asks for the longest chain
 # of blocks that its prompt begins with.
 #
-# **Predict.** A request of ten tokens, 0 to 9, has published its blocks of 4. How many blocks are in the cache? And how
-# many does `match` find for a prompt that is the same; that has the first eight of these tokens; that differs in token
-# 5; that differs in token 0?
+# **Predict.** A request of ten tokens, 0 to 9, has published its blocks of 4. How many of them does `match` find for a
+# prompt that is the same; that has the first eight of these tokens; that differs in token 5; that differs in token 0?
+#
+# <details><summary>See</summary>
+#
+# **2 blocks for the same, 1 for the first eight, 1 with another token in the middle, 0 with another first one**
+# (`map(len, found.values())`). Only full blocks are published: two. A match goes on up to the first block that differs,
+# and leaves at least one token to be run.
+#
+# </details>
 
 # %%
 allocator = BlockAllocator(num_blocks=8)
@@ -112,6 +119,12 @@ assert len(bad.match(ten)) == 1  # only one block can have the one hash: less is
 #
 # **Predict.** Each prompt has 12 tokens. How many of them are found for each request? The question about a shelf has
 # eleven words in common with the first one.
+#
+# <details><summary>See</summary>
+#
+# **page: 0 tokens, book: 8, shelf: 8, page again: 8** (`cached.values()`). Whole blocks, and never all of a prompt.
+#
+# </details>
 
 # %%
 from minipaged import SamplingParams
@@ -169,8 +182,15 @@ assert engine.blocks.allocator.num_free < 16
 # those that were used least recently (*LRU*).
 #
 # **Predict.** A pool of 6 blocks. The question about the page has been answered, and the cache has blocks 0, 1 and 2.
-# Now an unrelated prompt comes that needs five blocks, so two have to leave. Which two? All three were released in the
-# same moment.
+# Now an unrelated prompt comes that needs five blocks, so two have to leave. Which two, and in which order? All three
+# were released in the same moment.
+#
+# <details><summary>See</summary>
+#
+# **first block 2, then block 1** (`evicted[:2]`). From the end of the chain: without block 0 nobody could find the
+# others.
+#
+# </details>
 
 # %%
 with record("Leaves before their parents", model.decode) as evicting:

@@ -163,8 +163,33 @@ one_head[(3, HEADS)](*arguments(cache, tables), out, SCALE, *strides, **SHAPE, B
 check("a program for each head", out)
 
 # %% [markdown]
+# What one program does, in numbers that can be looked at: query head 2 of the first sequence, cut to 4 numbers, over
+# its first 14 keys in blocks of 4. It is the reference's `attend` that ran here, once for each place where the four
+# blocks could lie. Look at what the loop carries from turn to turn, `m`, `l` (above: `s`) and `o`, and at the last
+# block: of its 4 slots 2 count. And shuffle the blocks: only `block`, which the program loads from the table, is
+# another number.
+
+# %%
+from minipaged.reference.attention import attend
+from minipaged.stepper import watch_attention
+
+few_keys, few_values = kv[0][:, :14, 0, :4]  # [14 keys, 4] each
+watch_attention(
+    attend, KVCache, query[0, 2, :4], few_keys, few_values, table=[7, 1, 3, 5], num_blocks=8, block_size=4, taken=[2, 6]
+)
+
+# %% [markdown]
 # **Predict.** The mask stands on three things: the load of the keys, the load of the values, and the scores. A score of
 # minus infinity gives a weight of 0. So could the values be loaded without a mask?
+#
+# - yes: their weights are 0
+# - no: what is there may be NaN
+#
+# <details><summary>See</summary>
+#
+# **no: what is there may be NaN** (`np.isnan(weight_of_an_unfilled_slot * np.nan)`). And 0 × NaN is NaN.
+#
+# </details>
 
 # %%
 weight_of_an_unfilled_slot = np.exp(-np.inf)
@@ -371,6 +396,17 @@ Bars(
 #
 # **Predict.** The grid has the same number of splits for all sequences, and the shortest context here has 5 tokens.
 # What would a split write that has no keys at all?
+#
+# - zeros
+# - minus infinity
+# - not a number
+#
+# <details><summary>See</summary>
+#
+# **not a number** (`np.isnan(fade)`). Its largest score would be minus infinity before and after, and the difference of
+# two infinities is no number.
+#
+# </details>
 
 # %%
 m = m_new = np.float32(-np.inf)  # nothing seen before, and nothing now
@@ -378,6 +414,9 @@ with np.errstate(invalid="ignore"):
     fade = np.exp2(m - m_new)
 print(f"fade = 2^(-∞ + ∞) = {fade}, and o / s = 0 / 0")
 assert np.isnan(fade)
+
+# %% [markdown]
+# So a split without keys writes nothing, and whoever adds up reads nothing of it:
 
 
 # %%

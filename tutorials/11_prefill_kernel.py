@@ -60,6 +60,17 @@ assert 181 < balance < 182
 # same keys at about the same time, many of those bytes can come from the chip's L2 cache and not from memory.
 #
 # **Predict.** Then why not 1,024 rows? What does a program have to keep, for each of its rows?
+#
+# - the keys and values that it reads
+# - its output so far, and its scores with one tile of keys
+# - its scores with all keys
+#
+# <details><summary>See</summary>
+#
+# **its output so far, and its scores with one tile of keys** (`2 * registers < 255 < 4 * registers`). They have to stay
+# in registers, and with 512 rows there are too few of these. The keys and values of a tile are read once for all rows.
+#
+# </details>
 
 # %%
 rows, dim, tile, threads = 128, 128, 64, 8 * 32  # a program is eight warps of 32 threads
@@ -109,7 +120,15 @@ Cells(
 # key: no comparison is needed. Only on the diagonal must scores be masked one by one. So the kernel has two loops
 # again: one without masks, and one for the diagonal.
 #
-# **Predict.** A prompt of 4,096 tokens, tiles of 128 rows and 64 keys, group 4. What share of the turns needs a mask?
+# **Predict.** A prompt of 4,096 tokens, tiles of 128 rows and 64 keys, group 4. What share of the turns that are run
+# needs a mask?
+#
+# <details><summary>See</summary>
+#
+# **3 %** (`kinds.count("masked") / run`, give or take 2). Only where the diagonal goes through: of up to 64 turns of a
+# tile of rows, that is one.
+#
+# </details>
 
 # %%
 kinds = [kind for row in turns(4096, 128, 64, 4) for kind in row]
@@ -290,6 +309,22 @@ def check(name: str, out: np.ndarray) -> None:
 
 
 check("reference", paged_attention(query, cache, 0, tables, query_start, CONTEXT_LENS, SCALE))
+
+# %% [markdown]
+# What the mask does to one query, in numbers that can be looked at: a chunk of 4 tokens, at positions 7 to 10, after 7
+# that are in the cache. (It is head 6 of the prompt, cut to 4 numbers; the reference's `attend` ran for one query after
+# the other.) Choose a query, and look at what is hatched: the keys of all four are in the cache before any of them is
+# scored, but each query's walk ends at its own position, with logical block 1 for the first of them, within
+# logical block 2 for the others.
+
+# %%
+from minipaged.reference.attention import attend
+from minipaged.stepper import watch_attention
+
+few_keys, few_values = kv[0][:, :11, 2, :4]  # [11 keys, 4] each
+watch_attention(
+    attend, KVCache, query[7:11, 6, :4], few_keys, few_values, table=[7, 1, 3], num_blocks=8, block_size=4, taken=[2, 6]
+)
 
 # %%
 ROWS, TILE = 32, 16  # 128 and 64 in the real kernel

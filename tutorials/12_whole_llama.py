@@ -87,6 +87,16 @@ def silu(x: np.ndarray) -> np.ndarray:
 # %% [markdown]
 # **Predict.** A query at position 7 meets a key at position 3; later the same two vectors meet at positions 107 and
 # 103. How do the two scores differ?
+#
+# - the later one is smaller: it is turned further
+# - they are equal
+#
+# <details><summary>See</summary>
+#
+# **they are equal** (`abs(score(7, 3) - score(107, 103)) < 1e-9`). A product of two turned vectors depends on the angle
+# between them, and both were turned further by the same.
+#
+# </details>
 
 # %%
 q, k = np.random.default_rng(0).standard_normal((2, 1, 1, config.head_dim))
@@ -235,6 +245,16 @@ assert fast_chosen.tolist() == list(said)
 # much that is can be measured: the same forward pass in float64 stands for the exact logits.
 #
 # **Predict.** Float32 has some 7 decimal digits. How many of them are left after 30 layers?
+#
+# - one or two
+# - some five
+# - all seven
+#
+# <details><summary>See</summary>
+#
+# **some five** (`1e-6 < max(errors.values()) / largest < 1e-4`). Each layer errs a little, and most of it averages out.
+#
+# </details>
 
 # %%
 exact = forward(text, np.float64)

@@ -125,6 +125,12 @@ Cells(rows, {"held": "lines", "free": "empty"})
 # one. Nothing else has to be told about the new allocator: it is handed over as a class.
 #
 # **Predict.** The prompt has 6 tokens and a block 4 slots. Which blocks will the prompt get, and which will the copy?
+#
+# <details><summary>See</summary>
+#
+# **blocks 0 and 1; the copy gets block 2** (`*taken[0], copies[0].destination`). The lowest free block, each time.
+#
+# </details>
 
 # %%
 from minipaged import SamplingParams
@@ -195,6 +201,16 @@ assert broken == "exact-references"
 # On the same run it does well.
 #
 # **Predict.** It gives the same blocks and the same counts. When does it not?
+#
+# - when the block has more than two holders
+# - when no block is free
+# - when it is asked twice
+#
+# <details><summary>See</summary>
+#
+# **when no block is free**. The count goes down before it is known whether there is a block for the copy.
+#
+# </details>
 
 
 # %%
@@ -258,6 +274,7 @@ assert "allocator = GivesUpFirst(1)" in report  # a pool of one block is enough 
 # Your turn. [The course](../docs/course.md) says how grading works, [assignment
 # 1](../assignments/1_block_allocator/handout.md) has this contract in full and a `starter.py` to begin with:
 #
+#     minipaged course start block-allocator .
 #     minipaged grade block-allocator block_allocator.py
 #     minipaged generate "Once upon a time" --n 4 --allocator block_allocator.py:BlockAllocator
 #

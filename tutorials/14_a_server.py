@@ -29,6 +29,17 @@
 # **Predict.** Six steps of SmolLM2, of some 60 milliseconds each. A coroutine beside them asks for its turn every
 # millisecond. How often does it get it when the steps are run in the event loop, and how often when they are run in a
 # thread?
+#
+# - as often in both: NumPy does the work
+# - some 6 times in the loop, and far more often in a thread
+# - never in the loop, 6 times in a thread
+#
+# <details><summary>See</summary>
+#
+# **some 6 times in the loop, and far more often in a thread** (`turns[in_the_loop] <= NUM_STEPS + 1 and
+# turns[in_a_thread] > 2 * NUM_STEPS`). While a step is computed in the loop, nobody else has a turn.
+#
+# </details>
 
 # %%
 import asyncio
@@ -169,6 +180,13 @@ assert {name for name, _ in heard} == {"A", "B"}
 # grows is the text that he has not read, and nothing else.
 #
 # **Predict.** A request of 16 tokens, whose reader sleeps from beginning to end. How many steps, and how many updates?
+#
+# <details><summary>See</summary>
+#
+# **16 steps, 1 update** (`len(watch.steps), len(updates)`). The engine waits for no reader, and what is not yet read is
+# joined.
+#
+# </details>
 
 # %%
 watch.steps.clear()
@@ -294,6 +312,17 @@ assert json.loads(pieces[0].removeprefix(b"data: "))["choices"][0]["text"].start
 #
 # **Predict.** The story goes on ", the city of Nova Haven was a thriving metropolis". It is to stop at "Nova Scotia" or
 # at "thriving metropolis". What is sent after each token?
+#
+# - each token's text, at once
+# - nothing, until it is known how the text ends
+# - what can no longer be part of a stop string
+#
+# <details><summary>See</summary>
+#
+# **what can no longer be part of a stop string** (`"".join(event["text"] for event in events) == ", the city of Nova
+# Haven was a "`). The rest waits, for as long as it could still become one.
+#
+# </details>
 
 
 # %%
@@ -327,7 +356,18 @@ assert any("Nova Haven" in event["text"] for event in events)
 # Why it matters, you know by now: what is generated for nobody holds blocks, and a place in the batch.
 #
 # **Predict.** Two clients with prompts of 4 and of 5 tokens, blocks of 4. The first one hangs up at its third word.
-# What does the engine hold after each step, when are the blocks free, and what becomes of the other request?
+# When are its blocks free, and what becomes of the other request?
+#
+# - when its 40 tokens are there; the other gets all of its words
+# - before the next step; the other gets all of its words
+# - before the next step; the other begins once more
+#
+# <details><summary>See</summary>
+#
+# **before the next step; the other gets all of its words** (`num_left == 1 and blocks_of_one < blocks_of_two and
+# len(token_ids) == 12`). No other sequence is touched.
+#
+# </details>
 
 # %%
 watch.steps.clear()
@@ -411,7 +451,15 @@ hung_up
 # up and ask again. A server does better to say *no* at once, while somebody else can still be asked: status 503, with
 # the header `Retry-After`. This is backpressure again, one level up.
 #
-# **Predict.** Here three may wait (`max_waiting=3`). Six requests arrive, one after another. What is said to each?
+# **Predict.** Here three may wait (`max_waiting=3`), and two can run. Six requests arrive, one after another. How many
+# are taken, and how many are sent away?
+#
+# <details><summary>See</summary>
+#
+# **5 are taken, 1 is sent away** (`statuses.count(200), statuses.count(503)`). Two run, three wait. With a 503 the
+# sixth is told when to try again.
+#
+# </details>
 
 
 # %%
@@ -431,7 +479,8 @@ async def six_requests() -> list[int]:
     return statuses
 
 
-assert run(six_requests()) == [200, 200, 200, 200, 200, 503]
+statuses = run(six_requests())
+assert statuses == [200, 200, 200, 200, 200, 503]
 
 
 # %% [markdown]
@@ -454,6 +503,16 @@ assert run(six_requests()) == [200, 200, 200, 200, 200, 503]
 #
 # **Predict.** Three clients ask for 8 tokens each, at the same moment; two can run. Which of its figures tell that the
 # third had to wait?
+#
+# - TTFT
+# - TPOT
+# - the longest ITL
+#
+# <details><summary>See</summary>
+#
+# **TTFT** (`ttft[2] > latency[0]`). It waits before its first token; after that it is as fast as anybody.
+#
+# </details>
 
 # %%
 from itertools import pairwise
@@ -575,6 +634,18 @@ assert allm.llm.engine.blocks.num_used == 0
 #
 # **Predict.** In a closed loop the number of users doubles: 20, 40, 80, 160. In an open loop the rate does: 3.5, 7, 14,
 # 28 a second. The machine can serve some 15 requests a second. What becomes of the median TTFT, when there are more?
+#
+# - in both loops it grows for as long as requests come
+# - in the closed loop it stays as it is, in the open one it grows for as long as requests come
+# - in the closed loop it grows up to what so many users make it, in the open one for as long as requests come
+#
+# <details><summary>See</summary>
+#
+# **in the closed loop it grows up to what so many users make it, in the open one for as long as requests come**
+# (`closed[80][0] < 1 < closed[160][0] and half[0] < 0.6 * opened[28][0]`). A user of the closed loop who waits asks for
+# nothing meanwhile.
+#
+# </details>
 
 # %%
 from collections import deque

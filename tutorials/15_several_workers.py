@@ -46,6 +46,17 @@ def mlp(columns: slice) -> np.ndarray:
 # %% [markdown]
 # **Predict.** Rank 0 gets the first half of the 1,536 numbers: those rows of gate and up, and the *columns* of down
 # that read them. Rank 1 gets the others. What have the two to tell each other, and when?
+#
+# - each other's half of the 1,536 numbers, before down
+# - one sum, at the very end
+# - a sum before the gate, and one at the end
+#
+# <details><summary>See</summary>
+#
+# **one sum, at the very end** (`off(parts[0] + parts[1]) < 1e-6`). Down adds up its inputs, and these may be added in
+# two parts.
+#
+# </details>
 
 # %%
 whole = mlp(slice(None))
@@ -89,7 +100,15 @@ assert off(halves[0] + halves[1], silu(x @ gate.T)) > 0.3
 # SmolLM2 has 9 query heads. Three of them read the same keys and values, so there are 3 *KV heads*. Three ranks would
 # be easy.
 #
-# **Predict.** Who gets what on two ranks? And on four, where there are fewer KV heads than ranks?
+# **Predict.** Who gets what on two ranks? And on four, where there are fewer KV heads than ranks: how many KV heads do
+# the four keep in all?
+#
+# <details><summary>See</summary>
+#
+# **4 KV heads** (`sum(len(shard.kv_heads) for shard in shards)`). Each rank needs the KV head of its queries, so one is
+# there twice.
+#
+# </details>
 
 # %%
 from minipaged.models.shards import shard_of
@@ -196,6 +215,17 @@ for shard, rank in zip(sharded.shards[0], sharded.stages[0], strict=True):
 #
 # **Predict.** 256 sequences decode, with some 600 tokens each, in blocks of 16. How large is a message with all tables,
 # and how large is one with what has changed? The machine is the simulated one here; engine and messages are real.
+#
+# - some 30 kB; some 15 kB
+# - some 30 kB; less than 200 bytes
+# - some 3 MB; some 30 kB
+#
+# <details><summary>See</summary>
+#
+# **some 30 kB; less than 200 bytes** (`25_000 < everything < 35_000 and max(sizes) < 200`). A table has 38 entries and
+# more; and of all tables some 16 grow by one entry in a step.
+#
+# </details>
 
 # %%
 import msgspec
@@ -288,6 +318,17 @@ assert sum(parts) != sum(parts[::-1])
 # ## One dies
 #
 # **Predict.** Somebody kills rank 1 between two tokens. Could rank 0 go on? What should the caller be told?
+#
+# - it could; nothing but that it is slower
+# - it could not; which worker has died, and of what
+# - it could not; nothing, rank 1 is started again
+#
+# <details><summary>See</summary>
+#
+# **it could not; which worker has died, and of what** (`said.startswith("worker 1 of 2") and "SIGKILL" in said`). Half
+# of the weights and of the cache went with it.
+#
+# </details>
 
 # %%
 import signal
@@ -331,6 +372,14 @@ for pid in pids:
 #
 # **Predict.** How much of the time do two stages stand idle? And what if the requests are dealt to two *lanes*, whose
 # steps take turns?
+#
+# <details><summary>See</summary>
+#
+# **50 % with one lane, 14 % with two** (`sum(kind == "idle" for _, kind in rows[0][1]) / len(rows[0][1]), 1 - busy`,
+# give or take 15). Each step has to be through both stages before the same requests' next one. Two lanes are idle at
+# the beginning and at the end alone.
+#
+# </details>
 
 # %%
 STAGES = 2

@@ -33,6 +33,13 @@
 # **Predict.** A librarian again, with blocks of four words. The replica "left" has answered the question about the
 # page. How many blocks of each of these prompts does the router believe to be there? The system prompt has eight words,
 # each question four.
+#
+# <details><summary>See</summary>
+#
+# **3 blocks of the page's, 2 of the shelf's, 0 of the one without a system prompt** (`believed.values()`). A hash
+# stands for a block and everything before it.
+#
+# </details>
 
 # %%
 from minipaged import SamplingParams
@@ -195,6 +202,13 @@ def tell(what: str, outcome: Outcome) -> Outcome:
 #
 # **Predict.** How much of the prompts is found when the replicas take turns? When each question goes to who has the
 # fewest? And how much could be found at best?
+#
+# <details><summary>See</summary>
+#
+# **52 % in turns, 52 % by the fewest requests, 92 % at best** (`came["round robin"].hit_rate, came["least
+# loaded"].hit_rate, best`, give or take 10). A machine that is asked about all 24 documents has room for 15.
+#
+# </details>
 
 # %%
 BOS = 1
@@ -260,7 +274,17 @@ class LongestMatch(PrefixAware):
 
 # %% [markdown]
 # **Predict.** Half of the same questions. But now there is a service around them, and all prompts begin with its system
-# prompt: 112 tokens, seven blocks. Who gets what?
+# prompt: 112 tokens, seven blocks. Who gets what from `LongestMatch`?
+#
+# - each machine a quarter of the documents
+# - A everything
+# - A the new documents, the others what they know
+#
+# <details><summary>See</summary>
+#
+# **A everything** (`wrong.sent == {"A": 300}`). Who has had one prompt has the longest match with every other.
+#
+# </details>
 
 # %%
 in_a_service = [Request(each.arrival, [BOS] * 112 + each.token_ids, each.document) for each in work[:300]]
@@ -286,6 +310,15 @@ Bars(
 #
 # **Predict.** The cause seems to be that `max` takes the first. What if a tie were broken by the load: the longest
 # match, and of several the one with the fewest requests? Would that mend it?
+#
+# - yes
+# - no
+#
+# <details><summary>See</summary>
+#
+# **no** (`tied.sent == {"A": 300}`). Seven blocks are more than none, whatever the load.
+#
+# </details>
 
 
 # %%
@@ -315,6 +348,17 @@ assert tied.sent == {"A": 300}
 #
 # **Predict.** A replica dies, with its cache, and a new one comes under its name. What does a router have to forget?
 # What if it forgets nothing?
+#
+# - nothing: the name is the same
+# - what it believes to be there; else answers would be wrong
+# - what it believes to be there; else some prompts go where nothing is left of them
+#
+# <details><summary>See</summary>
+#
+# **what it believes to be there; else some prompts go where nothing is left of them** (`router.known(place) ==
+# frozenset() and other != place`). Nothing would be wrong, only slower.
+#
+# </details>
 
 # %%
 router, question = routers["prefix-aware"], work[0].token_ids

@@ -12,7 +12,7 @@
 # %% [markdown]
 # **What you will understand.** Where the paper's "2 to 4 times" comes from: not from a faster kernel, but from what is
 # in memory and is no token. How an experiment on eight A100 is made again on a laptop, what may be believed of it and
-# what may not; and what happens to its verdicts when one of its numbers is wrong.
+# what may not; and how a number that is wrong shows.
 #
 # The whole of it is a command, `minipaged paper run 12a`. Here we take it apart
 # ([the paper](https://arxiv.org/abs/2309.06180), sections 6.1 and 6.2).
@@ -43,9 +43,17 @@ for system in ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "vLLM"):
 # (Oracle, which nobody is). The pieces come from a buddy allocator, which rounds up to powers of two once more.
 #
 # **Predict.** A prompt of 160 tokens, an output of 340; blocks of 16 tokens. How many blocks has the piece of each?
+#
+# <details><summary>See</summary>
+#
+# **128 blocks (Max), 64 (Pow2), 32 (Oracle)** (`pieces.values()`). Max takes 2,048 slots; Pow2 makes 512 of 340 and
+# then 1,024 of 672; Oracle knows 500, and gets 512.
+#
+# </details>
 
 # %%
-from minipaged.paper.orca import ESTIMATES, power_of_two
+from minipaged.paper.buddy import power_of_two
+from minipaged.paper.orca import ESTIMATES
 
 PROMPT, OUTPUT, BLOCK = 160, 340, 16
 
@@ -103,7 +111,15 @@ assert all(point.rate < 0.8 * knees[point.system] for point in points if point.p
 # `Engine(memory=..., policy=...)`. Two requests a second arrive, more than any of the four can serve, so each fills its
 # memory as far as it can.
 #
-# **Predict.** Of Orca (Max)'s memory, how much holds a token? And how many times more requests has vLLM in a batch?
+# **Predict.** Of Orca (Max)'s memory, how much holds a token? And vLLM has how many times as many requests in a batch?
+#
+# <details><summary>See</summary>
+#
+# **19 %, and 4.8 times as many** (`full["Orca (Max)"].queued.tokens, full["vLLM"].queued.running / full["Orca
+# (Max)"].queued.running`, give or take 30 %). Five times the tokens in the same memory are nearly five times the
+# requests.
+#
+# </details>
 
 # %%
 from minipaged.paper.serving import Serving
@@ -113,15 +129,15 @@ full = {
     for system in (*ESTIMATES, "vLLM")
 }
 for system, served in full.items():
-    print(
-        f"{system:14} {served.mean_running:5.1f} requests in a batch, {served.token_share:.0%} of the memory is tokens"
-    )
+    while_one_waits = served.queued
+    share = while_one_waits.tokens
+    print(f"{system:14} {while_one_waits.running:5.1f} requests in a batch, {share:.0%} of the memory is tokens")
 
-assert full["Orca (Max)"].mean_running < 7.01
-assert full["vLLM"].mean_running > 2 * full["Orca (Pow2)"].mean_running
+assert full["Orca (Max)"].queued.running < 7.01
+assert full["vLLM"].queued.running > 2 * full["Orca (Pow2)"].queued.running
 Bars(
     [
-        (system, [("tokens", round(100 * served.token_share)), ("the rest", round(100 * (1 - served.token_share)))])
+        (system, [("tokens", round(100 * served.queued.tokens)), ("the rest", round(100 * (1 - served.queued.tokens)))])
         for system, served in full.items()
     ],
     {"tokens": "full", "the rest": "dots"},
@@ -129,19 +145,26 @@ Bars(
 )
 
 # %% [markdown]
-# (The batch of the last requests is small, so these means are lower than the paper's Figs. 2 and 13, whose traces are
-# an hour long: `minipaged paper run 2 13`.)
-#
-# The step costs nearly the same for 7 rows and for 30, so whoever has four times the rows serves nearly four times the
+# (The paper's Figs. 2 and 13 are of traces of an hour: `minipaged paper run 2 13`.) And what does a step cost?
+
+# %%
+few, many = (machine("OPT-13B").step_seconds(rows, rows, 435 * rows) for rows in (7, 30))
+faster = 30 / many / (7 / few)
+print(f"7 rows: {1e3 * few:.0f} ms, 30 rows: {1e3 * many:.0f} ms; {faster:.1f} times the tokens a second")
+
+assert 2.5 < faster < 3.5
+
+# %% [markdown]
+# Four times the rows take less than one and a half times as long, so whoever has them serves about three times the
 # requests. That is the whole of the figure.
 #
 # ## Three points of it
 
 # %%
-shown = {"Orca (Max)": 0.3, "Orca (Oracle)": 0.5, "vLLM": 1.5}
+shown = {"Orca (Max)": 0.3, "Orca (Oracle)": 0.5, "vLLM": 1.25}
 for system, rate in shown.items():
     ours = Serving(system, "OPT-13B", "ShareGPT", rate, seconds=600).run().normalized_latency
-    theirs = dict(curves[system])[rate]
+    theirs = next(y for x, y in curves[system] if x == rate)
     print(f"{system:14} at {rate:.2f} requests/s: {ours:.4f} s/token; in the paper {theirs:.4f}")
     assert abs(ours / theirs - 1) < 0.25
 
@@ -169,18 +192,26 @@ assert max(by_slow) > 2 * max(errors)
 #
 # **Predict.** Orca (Oracle) knows every length and still has half of vLLM's batch. What costs it more: that its pieces
 # are rounded up to a power of two, or that they are there from the beginning?
+#
+# - that they are rounded up
+# - that they are there from the beginning
+# - both cost about the same
+#
+# <details><summary>See</summary>
+#
+# **both cost about the same** (`abs(held.reserved - rounding) < 0.1`). A quarter of the memory each.
+#
+# </details>
 
 # %%
 oracle = full["Orca (Oracle)"]
-parts = {
-    "tokens": oracle.token_share,
-    "kept for later tokens": oracle.reserved_share,
-    "rounding": oracle.internal_share,
-}
+held = oracle.queued
+rounding = held.held - held.tokens - held.reserved
+parts = {"tokens": held.tokens, "kept for later tokens": held.reserved, "rounding": rounding}
 for part, share in parts.items():
     print(f"{part:22} {share:.0%} of the memory")
 
-assert abs(oracle.reserved_share - oracle.internal_share) < 0.1
+assert abs(held.reserved - rounding) < 0.1
 Bars(
     [("Orca (Oracle)", [(part, round(100 * share)) for part, share in parts.items()])],
     {"tokens": "full", "kept for later tokens": "lines", "rounding": "dots"},

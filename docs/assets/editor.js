@@ -1,9 +1,11 @@
-/* <paged-editor>: the code of a tutorial, edited and run in the page, and stepped through.
+/* <paged-editor>: the code of a tutorial, edited and run in the page, and stepped through or seen as a picture.
  *
- * The element stands between the code that it is about and the stepper with the recorded run of it, and holds that code
- * as JSON. Until its button is pressed it is that button. Then Python is loaded from the site (python.js: Pyodide and
- * the parts of minipaged that run in it, see docs/python_in_page.py), and the code can be changed and run. What ran is
- * recorded by minipaged.stepper, there as in the build, and takes the place of the recorded run.
+ * The element stands between the code that it is about and what that showed when the site was built, a stepper with the
+ * recorded run or a picture. It holds as JSON: `code`, `needed` (what has to run before it), and `sliders`, the numbers
+ * in it that a reader may choose. Until its button is pressed it is that button, and the sliders. Then Python is loaded
+ * from the site (python.js: Pyodide and the parts of minipaged that run in it, see docs/python_in_page.py), and the code
+ * can be changed and run. What is run is recorded or drawn by minipaged.stepper, there as in the build, and takes the
+ * place of what was there. Moving a slider does all that, too: it changes the number in the code, and runs it.
  *
  * Python runs in a worker, so that an endless loop can be stopped: by ending the worker. The worker's address is a
  * `data:` one. It is then nobody's, and can reach neither the site nor what it keeps; and a page that was opened from a
@@ -12,6 +14,7 @@
 (() => {
   "use strict";
   const MOST_MS = 10_000; // for one run
+  const PAUSE_MS = 250; // after a slider has moved: where it stands then is what is run
   const PYTHON = new URL("python.js", document.currentScript.src).href;
 
   // --- Python -------------------------------------------------------------------------------------
@@ -52,7 +55,7 @@
           run = await start(data.parts);
           self.postMessage({ready: true});
         } else {
-          self.postMessage({done: JSON.parse(run(data.text))});
+          self.postMessage({done: JSON.parse(run(data.text, data.needed))});
         }
       } catch (error) {
         self.postMessage({failed: String(error?.message ?? error)});
@@ -82,7 +85,7 @@
       this.worker = new Worker(source, {type: "module"});
       await this.ask({parts: texts});
     }
-    run(text) { return this.ask({text}); }
+    run(text, needed) { return this.ask({text, needed}); }
     end() {
       this.ended = true;
       this.worker?.terminate();
@@ -107,6 +110,40 @@
     return node;
   };
 
+  const DRAWN = new Set(["svg", "defs", "pattern", "path", "circle", "rect", "text"]);
+  /** A picture made by the reader's code, as an element in which nothing runs. */
+  const picture = (text) => {
+    const svg = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
+    for (const node of [svg, ...svg.querySelectorAll("*")]) {
+      if (!DRAWN.has(node.nodeName)) node.remove();
+      for (const {name} of [...node.attributes]) if (name.startsWith("on")) node.removeAttribute(name);
+    }
+    return make("div", {class: "picture"}, document.importNode(svg, true));
+  };
+
+  // --- Colours ------------------------------------------------------------------------------------
+
+  const WORDS = "and as assert async await break case class continue def del elif else except False finally for from " +
+    "global if import in is lambda match None nonlocal not or pass raise return True try while with yield";
+  const PYTHON_PARTS = new RegExp([
+    /(?<comment>#.*)/,
+    /(?<string>(?<!\w)[bfr]{0,2}(?:"""[^]*?(?:"""|(?![^]))|'''[^]*?(?:'''|(?![^]))|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?))/,
+    new RegExp(`(?<keyword>\\b(?:${WORDS.replaceAll(" ", "|")})\\b)`),
+    /(?<number>\b\d[\w.]*)/,
+    /(?<function>(?<=\b(?:def|class) )\w+|^ *@.*)/,
+  ].map(({source}) => source).join("|"), "gm");
+  /** Python's text in colours, roughly: what is no Python yet is shown as it is. */
+  const coloured = (text) => {
+    const parts = [];
+    let end = 0;
+    for (const match of text.matchAll(PYTHON_PARTS)) {
+      const [kind] = Object.entries(match.groups).find(([, found]) => found !== undefined);
+      parts.push(text.slice(end, match.index), make("span", {class: kind}, match[0]));
+      end = match.index + match[0].length;
+    }
+    return [...parts, `${text.slice(end)}\n`];
+  };
+
   const STYLE = `
 :host{display:block;margin:1em 0;--fg:light-dark(#1d2129,#e6e8ee);--dim:light-dark(#555c69,#a9b0bf);
  --line:light-dark(#c3c9d4,#4a5060);--soft:light-dark(#f2f4f8,#262a34);--mark:light-dark(#0b57d0,#8ab4ff);
@@ -122,53 +159,115 @@ small{color:var(--dim);font-size:13px}
 .text{display:flex;border:1px solid var(--line);border-radius:6px;background:var(--soft)}
 pre,textarea{margin:0;padding:10px 8px;font:13px/1.5 ui-monospace,monospace;tab-size:4}
 .numbers{color:var(--dim);text-align:right;user-select:none;border-right:1px solid var(--line);flex:none;min-width:6ch}
-textarea{flex:1;min-width:0;border:0;resize:none;background:none;color:inherit;white-space:pre;overflow:auto hidden}
-.said{min-height:1.5em;margin:8px 0;overflow-wrap:anywhere}
+.code{flex:1;min-width:0;position:relative;overflow:hidden}
+.paint{position:absolute;inset:0 auto auto 0;pointer-events:none;white-space:pre}
+.comment{color:var(--md-code-hl-comment-color,inherit)}.string{color:var(--md-code-hl-string-color,inherit)}
+.keyword{color:var(--md-code-hl-keyword-color,inherit)}.number{color:var(--md-code-hl-number-color,inherit)}
+.function{color:var(--md-code-hl-function-color,inherit)}
+textarea{display:block;width:100%;position:relative;border:0;resize:none;background:none;color:inherit;white-space:pre;
+ overflow:auto hidden;-webkit-text-fill-color:transparent;caret-color:var(--fg)}
+textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
+@media (forced-colors:active){.paint{display:none}textarea{-webkit-text-fill-color:currentcolor}}
+.said{min-height:1.5em;margin:8px 0;overflow-wrap:anywhere;scroll-margin-top:64px}
 .said.bad{border-left:4px solid var(--bad);padding-left:8px}
+.sliders{display:grid;grid-template-columns:auto minmax(8rem,1fr) 5ch;gap:0 12px;align-items:center;max-width:44rem}
+.sliders input{width:100%;min-height:40px;accent-color:var(--mark)}
+.sliders span{text-align:right;font-variant-numeric:tabular-nums}
+@media (max-width:480px){.sliders{grid-template-columns:minmax(8rem,1fr) 5ch}.sliders label{grid-column:1/-1;margin-top:6px}}
 .printed{max-height:12rem;overflow:auto;border:1px dashed var(--line);border-radius:6px;white-space:pre-wrap}
 `;
 
   class PagedEditor extends HTMLElement {
     connectedCallback() {
       if (this.shadowRoot) return;
-      this.original = JSON.parse(this.querySelector("script[type='application/json']").textContent);
+      const {code, needed, sliders} = JSON.parse(this.querySelector("script[type='application/json']").textContent);
+      this.original = code;
+      this.needed = needed;
       this.key = `minipaged: ${this.getAttribute("name")}`;
       this.around = this.closest(".editable");
-      this.recorded = this.around.querySelector("paged-stepper");
-      const kept = this.kept();
-      this.opener = make("button", {type: "button"}, kept === null ? "Edit and run this code" : "Go on with your version");
-      this.opener.addEventListener("click", () => this.open(kept ?? this.original));
-      this.attachShadow({mode: "open"}).append(make("style", {}, STYLE),
-        make("div", {class: "bar"}, this.opener, make("small", {}, "Loads Python from this site, about 8 MB.")));
-    }
-    disconnectedCallback() { this.python?.end(); }
-
-    open(text) {
+      this.recorded = this.shown = this.around.querySelector("paged-stepper, .picture");
+      this.below = this.recorded.matches(".picture") ? "the picture below" : "the run below";
+      const kept = this.kept(); // its result is not there, so that the sliders do not begin with it
       const button = (label, act) => {
         const node = make("button", {type: "button"}, label);
         node.addEventListener("click", act);
         return node;
       };
+      const opener = button(kept === null ? "Edit and run this code" : "Go on with your version", () => this.open(kept));
       this.runner = button("Run", () => this.run());
       this.stopper = button("Stop", () => this.working && this.stop("Stopped."));
       this.resetter = button("Reset", () => this.reset());
       this.numbers = make("pre", {class: "numbers", "aria-hidden": "true"});
       this.area = make("textarea", {"aria-label": "The code, to be changed", "aria-describedby": "keys", wrap: "off",
         spellcheck: "false", autocapitalize: "off", autocomplete: "off"});
-      this.area.value = text;
-      this.area.addEventListener("input", () => { this.keep(); this.count(); });
+      this.area.value = code;
+      this.area.addEventListener("input", () => { this.keep(); this.count(); this.follow(); });
       this.area.addEventListener("keydown", (key) => this.press(key));
+      this.area.addEventListener("scroll", () => { this.paint.style.left = `${-this.area.scrollLeft}px`; });
+      this.paint = make("pre", {class: "paint", "aria-hidden": "true"});
       this.said = make("p", {class: "said", role: "status"});
       this.printed = make("pre", {class: "printed", tabindex: "0", role: "region", "aria-label": "Printed"});
       this.printed.hidden = true;
+      this.sliders = sliders.map((slider) => this.slider(slider));
+      this.follow();
       const keys = make("small", {id: "keys"}, "Ctrl+Enter runs. Tab indents; Escape, then Tab, leaves the code.");
-      this.shadowRoot.replaceChildren(make("style", {}, STYLE),
-        make("div", {class: "text"}, this.numbers, this.area),
-        make("div", {class: "bar"}, this.runner, this.stopper, this.resetter, keys), this.said, this.printed);
+      this.bar = make("div", {class: "bar"}, this.runner, this.stopper, this.resetter, keys);
+      this.busy(false);
+      const loads = `${sliders.length ? "A slider or this button loads" : "Loads"} Python from this site, about 8 MB.`;
+      this.attachShadow({mode: "open"}).append(make("style", {}, STYLE),
+        make("div", {class: "bar"}, opener, make("small", {}, loads)));
+      if (!sliders.length) return;
+      this.shadowRoot.append(make("div", {class: "sliders"}, ...this.sliders.flatMap(({nodes}) => nodes)), this.said,
+        this.printed);
+    }
+    disconnectedCallback() { this.python?.end(); }
+
+    open(kept) {
+      this.shadowRoot.querySelector(".bar").replaceWith(make("div", {class: "text"}, this.numbers,
+        make("div", {class: "code"}, this.paint, this.area)), this.bar);
+      this.shadowRoot.append(this.said, this.printed);
+      this.area.value = kept ?? this.area.value;
+      this.follow();
       for (const shown of this.around.querySelectorAll(":scope > .highlight")) shown.hidden = true;
       this.count();
       this.area.focus({preventScroll: true});
-      this.load().then((loaded) => { if (loaded) this.say("Python is here. Change the code, and run it."); });
+      this.load().then((loaded) => {
+        if (loaded) this.say("Python is here. Change the code, and run it.");
+        if (loaded && this.again) this.run(false);
+      });
+    }
+
+    // --- Sliders ------------------------------------------------------------------------------------
+
+    slider({name, what, values}) {
+      const input = make("input", {type: "range", id: name, min: 0, max: values.length - 1, step: 1});
+      const shown = make("span", {"aria-hidden": "true"});
+      const line = new RegExp(`^${name} = (\\d+)`, "m"); // where it stands in the code
+      input.addEventListener("input", () => {
+        shown.textContent = values[input.value];
+        input.setAttribute("aria-valuetext", values[input.value]);
+        this.area.value = this.area.value.replace(line, `${name} = ${values[input.value]}`);
+        this.count();
+        if (this.bar.isConnected) this.keep();
+        clearTimeout(this.pause);
+        this.pause = setTimeout(() => this.slid(), PAUSE_MS);
+      });
+      const follow = () => {
+        const value = Number(this.area.value.match(line)?.[1]);
+        const nearest = values.reduce((best, other) => Math.abs(other - value) < Math.abs(best - value) ? other : best);
+        input.value = values.indexOf(nearest);
+        input.disabled = Number.isNaN(value);
+        shown.textContent = Number.isNaN(value) ? "" : value;
+        input.setAttribute("aria-valuetext", shown.textContent);
+      };
+      return {nodes: [make("label", {for: name}, what), input, shown], follow};
+    }
+    /** The sliders stand where the code says. */
+    follow() { for (const {follow} of this.sliders) follow(); }
+    slid() {
+      this.again = this.working; // then it is run when this run, or loading, has ended
+      if (this.working) return;
+      this.run(false); // the slider stays under the finger
     }
 
     // --- The text -----------------------------------------------------------------------------------
@@ -183,11 +282,12 @@ textarea{flex:1;min-width:0;border:0;resize:none;background:none;color:inherit;w
         else localStorage.setItem(this.key, this.area.value);
       } catch { /* then it lives as long as the page */ }
     }
-    /** Line numbers, as many as there are lines, with a sign at the line where something went wrong. */
-    count(wrong = null) {
-      const lines = this.area.value.split("\n").map((_, i) => i + 1 === wrong ? `▶ ${i + 1}` : `${i + 1}`);
+    /** Line numbers, as many as there are lines, with a sign at those where something went wrong. */
+    count(...wrong) {
+      const lines = this.area.value.split("\n").map((_, i) => wrong.includes(i + 1) ? `▶ ${i + 1}` : `${i + 1}`);
       this.area.rows = lines.length;
       this.numbers.textContent = lines.join("\n");
+      this.paint.replaceChildren(...coloured(this.area.value));
     }
     press(key) {
       const {value, selectionStart: start, selectionEnd: end} = this.area;
@@ -240,24 +340,29 @@ textarea{flex:1;min-width:0;border:0;resize:none;background:none;color:inherit;w
           const way = location.protocol === "file:"
             ? "This page was opened from a file, and not every browser lets a file do this: make docs-serve serves the site"
             : "Load the page again, or try another browser";
-          this.stop(`Python could not be loaded: ${error.message}. ${way}. The run below can still be stepped through.`);
+          this.stop(`Python could not be loaded: ${error.message}. ${way}. What is below was made when the site was.`);
         }
         return false;
       }
       this.busy(false);
       return true;
     }
-    async run() {
+    /** `seen`: what comes of it is moved into view. */
+    async run(seen = true) {
       if (this.working || !await this.load()) return;
       const python = this.python;
+      this.again = false;
       this.busy(true);
       this.say("Running …");
       this.count();
       const limit = setTimeout(() => this.stop(`Stopped after ${MOST_MS / 1000} seconds: is there an endless loop?`), MOST_MS);
       try {
-        const result = await python.run(this.area.value);
+        const result = await python.run(this.area.value, this.needed);
         this.busy(false);
         this.show(result);
+        if (seen && result.error) this.said.scrollIntoView({block: "nearest"});
+        else if (seen && this.shown.getBoundingClientRect().top > innerHeight / 2) this.said.scrollIntoView();
+        if (this.again) this.run(false);
       } catch (error) {
         if (this.python === python) this.stop(`Python broke down: ${error.message}.`);
       } finally {
@@ -269,6 +374,7 @@ textarea{flex:1;min-width:0;border:0;resize:none;background:none;color:inherit;w
       const python = this.python;
       this.python = null;
       python?.end();
+      this.again = false;
       this.busy(false);
       this.say(why, true);
     }
@@ -279,20 +385,25 @@ textarea{flex:1;min-width:0;border:0;resize:none;background:none;color:inherit;w
       document.execCommand("insertText", false, this.original); // so that it can be undone
       this.resetter.focus();
       this.printed.hidden = true;
-      this.around.querySelector("paged-stepper").replaceWith(this.recorded);
-      this.say("The code is as it was, and so is the run below.");
+      this.put(this.recorded);
+      this.say(`The code is as it was, and so is ${this.below}.`);
     }
-    show({run, printed, error, line}) {
+    put(node) {
+      this.shown.replaceWith(node);
+      this.shown = node;
+    }
+    show({run, picture: drawn, printed, error, line}) {
       this.printed.textContent = printed ?? "";
       this.printed.hidden = !printed;
-      this.count(line);
+      this.count(line, run?.broken?.line); // where it was called, and in the reader's own method
       if (run) {
         const data = make("script", {type: "application/json"}, JSON.stringify(run));
         const stepper = make("paged-stepper", {id: this.recorded.id}, data);
-        this.around.querySelector("paged-stepper").replaceWith(stepper);
+        this.put(stepper);
         if (error) stepper.go(stepper.events.length);
       }
-      const steps = run ? `${run.events.length} steps` : "";
+      if (drawn) this.put(picture(drawn));
+      const steps = run ? `${run.events.length} steps` : "a picture";
       if (error) this.say(`${error}. ${run ? `Below are the ${steps} until then.` : ""}`, true);
       else this.say(`Your version ran: ${steps}, below.`);
     }

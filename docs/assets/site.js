@@ -1,5 +1,28 @@
-/* What the theme leaves out for those who use a keyboard or a screen reader. */
+// What the theme leaves out for those who use a keyboard or a screen reader.
 addEventListener("load", () => {
   document.querySelector(".md-search[role=dialog]")?.setAttribute("aria-label", "Search");
   for (const wide of document.querySelectorAll(".md-typeset__scrollwrap")) wide.tabIndex = 0; // tables that scroll
 });
+
+// The picture that the home page opens with is a still of its end. Where things may move it plays, once; again on demand.
+const opening = document.querySelector(".opening");
+if (opening && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
+  const button = opening.querySelector("button");
+  const parts = () => opening.getAnimations({subtree: true}).filter((part) => part instanceof CSSAnimation); // not those of the button
+  const has = (state) => parts().some((part) => part.playState === state);
+  const name = () => { button.textContent = has("running") ? "Pause" : has("paused") ? "Play" : "Play again"; };
+  button.addEventListener("click", () => {
+    const [running, paused] = [has("running"), has("paused")];
+    for (const part of parts()) {
+      if (running) part.pause();
+      else {
+        if (!paused) part.currentTime = 0;
+        part.play();
+      }
+    }
+    name();
+  });
+  opening.addEventListener("animationend", name);
+  opening.classList.add("plays");
+  button.hidden = false;
+}

@@ -1,6 +1,5 @@
 """One request that grows by one token a step, until a block is full."""
 
-from contextlib import suppress
 from dataclasses import replace
 
 from docs.runs.museum import Stage, exhibit, greedy, note_on
@@ -14,7 +13,7 @@ stage = Stage(text, "fathers brought forth")
 with record("The ninth token", stage.decode, watch=[part]) as run:
     engine = stage.start(run, replace(reference_tier(), block_table=part), num_blocks=4, block_size=4)
     engine.add_request(stage.encode(text), greedy(6), request_id="A")
-    with suppress(IndexError):
+    with run.breaks(IndexError):
         while engine.has_unfinished_requests():
             engine.step()
 

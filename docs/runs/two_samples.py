@@ -11,11 +11,12 @@ model = Storyteller(
     ]
 )
 with record("Two samples of one prompt", model.decode) as run:
-    engine = model.engine(num_blocks=8, block_size=4)
+    engine = model.engine(num_blocks=7, block_size=2)
     two = SamplingParams(n=2, max_tokens=4, seed=0)
     engine.add_request(model.encode("Four score and seven years ago our"), two, request_id="A")
     while engine.has_unfinished_requests():
         updates = engine.step()  # what is new of each request; of one that has ended, the whole output too
+start = "block_copied"  # where the stepper begins
 
 assert {completion.text.split()[0] for completion in updates[0].output.outputs} == {"fathers", "mothers"}
 assert len([event for event in run.events if isinstance(event, BlockCopied)]) == 1

@@ -1,8 +1,9 @@
 """A recording of what was drawn: a moving picture (.svg) or a terminal session (.cast).
 
 - An SVG holds everything it needs and names no address. Each row of the screen is a strip of all that it ever showed,
-  one below the other, of which a window shows one; the strips jump at their times by CSS alone. Who has asked
-  for reduced motion sees one still picture.
+  one below the other, of which a window shows one; the strips jump at their times by CSS alone. It begins with the
+  picture on which the most is held, and comes to those before it when it goes round; who has asked for reduced motion
+  sees that one, still.
 - A .cast is asciinema's format, version 2: JSON Lines of (seconds, "o", what is written to the terminal).
 """
 
@@ -39,8 +40,8 @@ text{fill:#d4d7dd;dominant-baseline:central;white-space:pre}rect{fill:#d4d7dd;he
 .p{fill:#16181d;height:100%}.b{font-weight:bold}.d{opacity:.55}.i{font-style:italic}.u{text-decoration:underline}
 .n{fill:#16181d;font-weight:bold}
 @media(prefers-color-scheme:light){text,rect{fill:#24272e}.p,.n{fill:#fbfbfa}}
-.s{animation-duration:DURATIONs;animation-iteration-count:infinite;animation-timing-function:step-end}
-@media(prefers-reduced-motion:reduce){.s{animation-play-state:paused;animation-delay:-STILLs}}
+.s{animation-duration:DURATIONs;animation-iteration-count:infinite;animation-timing-function:step-end;animation-delay:-FIRSTs}
+@media(prefers-reduced-motion:reduce){.s{animation-play-state:paused}}
 """
 
 
@@ -113,12 +114,18 @@ class Recording:
             for row in range(rows)
         ]
         width, height = columns * COLUMN + 2 * MARGIN, rows * ROW + 2 * MARGIN
-        style = STYLE.replace("DURATION", f"{duration:.2f}").replace("STILL", f"{0.6 * duration:.2f}")
+        fullest = max(frames, key=lambda shown: _held(shown[1]))[0] - start + SVG_SECONDS / 2
+        style = STYLE.replace("DURATION", f"{duration:.2f}").replace("FIRST", f"{fullest:.2f}")
         file.write(
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'xml:space="preserve"><style>{style}{_color_classes()}</style>'
             f'<rect class="p" width="100%" rx="8"/>\n{"".join(strips)}</svg>\n'
         )
+
+
+def _held(frame: Frame) -> int:
+    """Columns in reverse, which is how what is held is drawn."""
+    return sum(cell_len(text) for line in frame.lines for text, style, _ in line if style and style.reverse)
 
 
 def _strip(row: int, columns: int, lines: list[tuple[float, Line]]) -> str:

@@ -1,8 +1,9 @@
 """What a reader has written into a page, run where there is nothing but Python: in that page, by Pyodide.
 
-The text is a cell as of a notebook: a program whose last line is a recording. What comes back is what the page shows:
-the recording as the stepper takes it, what was printed, and what went wrong, with the line of the reader's code that it
-went wrong in. Of a run that fails half way there is what was recorded until then.
+The text is a cell as of a notebook: a program whose last line is a recording or a picture, after the cells that it
+needs. What comes back is what the page shows: the recording as the stepper takes it, or the picture; what was printed;
+and what went wrong, with the line of the reader's code that it went wrong in. Of a run that fails half way there is
+what was recorded until then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from minipaged.errors import InvalidRequest
+from minipaged.stepper.pictures import Bars, Cells
 from minipaged.stepper.recording import Recording
 
 NAME = "<the code above>"
@@ -24,24 +26,30 @@ MOST_PRINTED = 5000
 """Characters; of more, the end."""
 
 
-def run(text: str) -> str:
-    """Run a cell; as JSON: `run`, `printed`, `error` and `line`, each of them null where there is none."""
+def run(text: str, needed: str = "") -> str:
+    """Run a cell; as JSON: `run`, `picture`, `printed`, `error` and `line`, each of them null where there is none.
+
+    `needed`: the code of the cells before it that it builds on.
+    """
     linecache.cache[NAME] = (len(text), None, text.splitlines(keepends=True), NAME)  # where tracebacks look
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     shown = error = line = None
     try:
+        with redirect_stdout(io.StringIO()):
+            exec(compile(needed, "<the cells before>", "exec"), names)
         with redirect_stdout(printed):
             shown = _execute(text, names)
-        if not isinstance(shown, Recording):
-            raise InvalidRequest("nothing to step through: the last line must name the recording, as `run` does")
+        if not isinstance(shown, Recording | Bars | Cells):
+            raise InvalidRequest("nothing to show: the last line must name a recording, as `run` does, or a picture")
     except BaseException as raised:  # SystemExit too: it is the reader's program that ends, not the page's
         recordings = [value for value in names.values() if isinstance(value, Recording) and value.events]
         shown = recordings[-1] if recordings else None
         error, line = _told(raised)
     data = shown.data() if isinstance(shown, Recording) else None
+    picture = shown._repr_html_() if isinstance(shown, Bars | Cells) else None
     said = printed.getvalue()[-MOST_PRINTED:] or None
-    return json.dumps({"run": data, "printed": said, "error": error, "line": line}, default=str)
+    return json.dumps({"run": data, "picture": picture, "printed": said, "error": error, "line": line}, default=str)
 
 
 def _execute(text: str, names: dict[str, Any]) -> Any:

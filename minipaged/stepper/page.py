@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from minipaged.errors import InvalidRequest
-from minipaged.events import BeamFinished, EngineStarted, Event, RequestArrived, StepScheduled, TokenGenerated
+from minipaged.events import (
+    BeamFinished,
+    EngineStarted,
+    Event,
+    RequestArrived,
+    StepFailed,
+    StepScheduled,
+    TokenGenerated,
+)
 from minipaged.replay.state import State
 from minipaged.replay.teller import explain
 
 STEPPER = Path(__file__).with_name("stepper.js")
 UNSEEN = (StepScheduled,)
 """Events that are no steps of the page: they count, and change nothing that it shows."""
+COUNT = re.compile(r"ref_count\((\d+)\) is (-?\d+); it should be (\d+)")
+"""A block, what the allocator says, and what is right, in the words of the grader."""
 NO_CODE: dict[str, Any] = {"functions": [], "lines": [], "lines_of": [], "current": []}
 
 
@@ -54,6 +65,17 @@ def as_data(
         "notes": notes or {},
         **code,
     }
+
+
+def failure_of(events: Sequence[Event]) -> dict[str, Any]:
+    """Of a run that ends in a failed step, as the counterexamples of the grader do: what broke, and, where it was a
+    reference count, what the allocator says beside what the tables do."""
+    if not events or not isinstance(events[-1], StepFailed):
+        return {}
+    seen = sum(not isinstance(event, UNSEEN) for event in events)
+    wrong = {int(block): (int(should), int(says)) for block, says, should in COUNT.findall(events[-1].error)}
+    broken = {"message": events[-1].error, "line": None, "should": False}
+    return {"beliefs": {seen - 1: {"blocks": wrong}, seen: {"blocks": wrong}} if wrong else {}, "broken": broken}
 
 
 def words_of(events: Iterable[Event], decode: Callable[[list[int]], str]) -> dict[int, str]:
@@ -99,22 +121,42 @@ def visible(word: str) -> str:
     )
 
 
-def element(data: Mapping[str, Any], *, id: str = "", with_script: bool = False) -> str:
-    """The stepper as a piece of HTML. The page around it brings `stepper.js`, unless `with_script`."""
+def element(
+    data: Mapping[str, Any],
+    *,
+    tag: str = "paged-stepper",
+    script: Path = STEPPER,
+    instead: str = "",
+    id: str = "",
+    start: int = 1,
+    with_script: bool = False,
+) -> str:
+    """A web component as a piece of HTML, a stepper at its step `start`. The page around it brings its script, unless
+    `with_script`.
+
+    `instead`: HTML that is shown where no script runs.
+    """
     text = json.dumps(data, separators=(",", ":"))
     for sign in "<>&":  # so that no text ends the script element, and none is changed by who escapes HTML
         text = text.replace(sign, f"\\u{ord(sign):04x}")
-    script = f"<script>{STEPPER.read_text(encoding='utf-8')}</script>" if with_script else ""
+    code = f"<script>{script.read_text(encoding='utf-8')}</script>" if with_script else ""
     name = f' id="{html.escape(id)}"' if id else ""
+    first = f' start="{start}"' if start > 1 else ""
     return (
-        f'<div class="stepper"><paged-stepper{name}>'
-        f'<script type="application/json">{text}</script></paged-stepper>{script}</div>'
+        f'<div class="stepper"><{tag}{name}{first}>{instead}'
+        f'<script type="application/json">{text}</script></{tag}>{code}</div>'
     )
 
 
 def page(data: Mapping[str, Any]) -> str:
     """A whole page around one stepper."""
-    title = html.escape(data["title"] or "A run of minipaged, step by step")
+    how = "Step with the buttons or on the timeline, or with the arrow keys once the stepper has the focus."
+    return page_around(data["title"] or "A run of minipaged, step by step", how, element(data, with_script=True))
+
+
+def page_around(title: str, how: str, shown: str) -> str:
+    """A whole page around a piece of HTML. `how`: a sentence for who uses it."""
+    title = html.escape(title)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -131,8 +173,8 @@ h1 {{ font-size: 1.4rem; }}
 <body>
 <main>
 <h1>{title}</h1>
-<p>Step with the buttons or the slider, or with the arrow keys once the stepper has the focus.</p>
-{element(data, with_script=True)}
+<p>{how}</p>
+{shown}
 </main>
 </body>
 </html>

@@ -5,28 +5,34 @@ those that Python ran, read from the files that it ran them from. So a page made
 does something else.
 
 Watched are the functions in WATCHED, where block tables, counts and queues change, and the classes that a caller names.
-One line of each step is *the* line: the last that ran in the function that the event is about (TELLING), leaving out
-return statements, and the lines of loops, which run once more when a loop is over. Where that function did not run
-since the event before, it is the last line that ran at all. Where an allocator or a block table tells, and one of the
-caller's ran, it is a line of that: of the method that tells, if it has one.
+One line of each step is *the* line: the one that ANCHORS names, in the function that the event is about. Where none of
+these ran since the event before, it is the last line that ran at all. Where an allocator or a block table tells, and
+one of the caller's ran, it is a line of that: the last one of the method that tells, if it has one, leaving out return
+statements, and the lines of loops, which run once more when a loop is over.
+
+Where a part is watched that holds blocks, it is asked after each event what it believes; what differs from the tables,
+as they follow from the events, is shown beside them. A run that breaks off says where, and why.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from linecache import getline
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import minipaged
+from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.engine.event_queue import EventQueue
 from minipaged.errors import InvalidRequest
-from minipaged.events import EngineStarted, Event, TokensComputed
+from minipaged.events import EngineStarted, Event, StepFailed, StepFinished, StepStarted, TokensComputed
+from minipaged.replay.state import State
 from minipaged.stepper.page import UNSEEN, as_data, element, page, words_of
 
 ROOT = Path(minipaged.__file__).parent
@@ -86,27 +92,65 @@ WATCHED: dict[str, tuple[str, ...]] = {
 }
 """Functions by file: what the left half of the stepper can show."""
 
-TELLING: dict[str, str] = {
-    "request_arrived": "Engine.add_request",
-    "step_started": "Engine._launch",
-    "step_finished": "Engine._finish_step",
-    "request_admitted": "Scheduler._admit",
-    "request_preempted": "Scheduler._preempt",
-    "tokens_computed": "BlockTable.append",
-    "block_copied": "BlockAllocator.copy_on_write",
-    "prefix_reused": "BlockTable.adopt",
-    "blocks_loaded": "BlockTable.append",
-    "sequence_forked": "BlockTable.fork",
-    "blocks_freed": "BlockAllocator.free",
-    "swapped_out": "BlockTable.relocate",
-    "swapped_in": "BlockTable.relocate",
-    "block_deduplicated": "BlockTable.replace",
-    "token_generated": "_attend",
+Anchor = tuple[str, str]
+"""A function, and what one of its lines begins with."""
+
+ANCHORS: dict[str, tuple[Anchor, ...]] = {
+    "request_arrived": (("Engine.add_request", "self.scheduler.add(request)"),),
+    "request_refused": (("Engine.add_request", "self._emit(RequestRefused("),),
+    "step_started": (("Engine._launch", "self._emit.step_started("),),
+    "step_finished": (("Engine._finish_step", "self._emit.step_finished("),),
+    "request_admitted": (("Scheduler._admit", "self._emit(RequestAdmitted("),),
+    "request_preempted": (("Scheduler._preempt", "self._emit(RequestPreempted("),),
+    "tokens_computed": (
+        ("BlockAllocator.allocate", "self._ref_counts[block] = 1"),  # where there are new blocks
+        ("BlockTable.append", "self._num_tokens += num_new_tokens"),
+        ("BlockManager.append", "self._emit(TokensComputed("),
+    ),
+    "block_copied": (("BlockAllocator.copy_on_write", "self._ref_counts[block] -= 1"),),
+    "prefix_reused": (("BlockTable.adopt", "self._blocks = list(blocks)"),),
+    "blocks_loaded": (("BlockTable.append", "self._blocks += new"),),
+    "sequence_forked": (("BlockTable.fork", "child.adopt(self._blocks)"),),
+    "blocks_freed": (("BlockAllocator.free", "self._ref_counts[block] -= 1"),),
+    "swapped_out": (("BlockTable.relocate", "self._blocks = list(blocks)"),),
+    "swapped_in": (("BlockTable.relocate", "self._blocks = list(blocks)"),),
+    "block_cached": (("PrefixCache.publish", "self._entries[key] = "),),
+    "block_deduplicated": (("BlockTable.replace", "self._blocks[logical_block] = block"),),
+    "block_evicted": (("PrefixCache.evict", "self._allocator.free(block)"),),
+    "token_generated": (
+        ("_attend", "o[:s, :, r:] = "),  # if the model has any attention
+        ("Committer._commit_samples", "self._commit_token("),
+        ("Committer._commit_beams", "self._append_token("),
+    ),
+    "beam_finished": (("Committer._commit_beams", "self._emit(BeamFinished("),),
+    "sequence_finished": (("Committer._end_sequence", "sequence.finish_reason = reason"),),
+    "request_finished": (("Committer._finish_request", "request.state = RequestState.FINISHED"),),
 }
-"""The function that each event is about. A token comes from attention, if the model has any."""
+"""The line that each event is about: of these, the first that ran."""
 
 Lines = list[tuple[CodeType, int]]
 """Lines of functions, in the order in which they ran."""
+
+
+@dataclass(frozen=True)
+class Believed:
+    """What the parts under test say of themselves."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    """Of each block of the device: its reference count, as the allocator has it."""
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    """Of each sequence: the blocks of its table, as the table has them."""
+
+
+@dataclass
+class Break:
+    """The end of a run that could not go on."""
+
+    message: str
+    lines: Lines
+    """Those that ran after the last event, until what is wrong was seen."""
+    counts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Blocks whose count is wrong: what it should be by the calls so far, and what the allocator says."""
 
 
 @dataclass
@@ -123,6 +167,31 @@ class Recording:
     notes: dict[int, str] = field(default_factory=dict)
     """What else there is to say of a step, by the index of its event: put behind the step's own sentence."""
 
+    believed: list[Believed] = field(default_factory=list)
+    """After each event; empty where no part is watched that holds blocks."""
+    broken: Break | None = None
+    _since: Lines = field(default_factory=list)
+    """Lines that ran after the latest event."""
+    _caught: Break | None = None
+    """What the engine's guard around an allocator has found since the latest event."""
+
+    @contextmanager
+    def breaks(self, *errors: type[Exception]) -> Iterator[None]:
+        """Within it one of these errors ends the run, and is kept as its last step."""
+        try:
+            yield
+        except errors as error:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        message = f"{type(error).__name__}: {error}".rstrip(": ")
+        lines = list(self._since)
+        if self.events and isinstance(self.events[-1], StepFailed):  # the engine has cleared up: all lines of that step
+            start = max(i for i, event in enumerate(self.events) if isinstance(event, StepStarted))
+            lines = [line for before in self.lines[start + 1 :] for line in before] + lines
+        found = self._caught or Break("", lines)
+        self.broken = Break(message, found.lines, found.counts)
+
     def note(self, text: str) -> None:
         """Say something more of the latest event."""
         latest = len(self.events) - 1
@@ -131,9 +200,24 @@ class Recording:
     def data(self) -> dict[str, Any]:
         """What the stepper is fed with, as JSON has it."""
         words = words_of(self.events, self.decode) if self.decode else None
-        return as_data(
-            self.title, self.events, words=words, notes=self.notes, code=_code(self.events, self.lines, self.own)
-        )
+        lines = [*self.lines, self.broken.lines] if self.broken else self.lines
+        code = _code(self.events, lines, self.own)
+        return as_data(self.title, self.events, words=words, notes=self.notes, code=code) | self._failure()
+
+    def _failure(self) -> dict[str, Any]:
+        """What the parts under test have wrong, after each event, and how the run broke off."""
+        beliefs: dict[int, dict[str, Any]] = dict(_wrong(self.events, self.believed))
+        if not self.broken:
+            return {"beliefs": beliefs} if beliefs else {}
+        if self.broken.counts:
+            beliefs[len(self.events)] = {"blocks": self.broken.counts}
+        elif self.events and len(self.events) - 1 in beliefs:
+            beliefs[len(self.events)] = beliefs[len(self.events) - 1]
+        message, last = self.broken.message, _last_own(self.broken.lines, self.own)
+        if last:
+            message += f". The last line that ran of the part under test is {last[1]}, in {last[0].co_qualname}"
+        broken = {"message": message, "line": last[1] if last else None, "should": bool(self.broken.counts)}
+        return {"beliefs": beliefs, "broken": broken}
 
     def page(self) -> str:
         """A page of HTML that needs nothing else."""
@@ -162,6 +246,9 @@ def record(
     sys.settrace(tracer.on_call)
     try:
         yield recording
+    except BaseException as error:
+        recording._break(error)
+        raise
     finally:
         sys.settrace(before)
     if not recording.events or not isinstance(recording.events[0], EngineStarted):
@@ -174,7 +261,7 @@ class _Tracer:
     def __init__(self, recording: Recording, watch: Iterable[type]) -> None:
         self._recording = recording
         self._queue: EventQueue | None = None
-        self._lines: Lines = []
+        self._engine: Any = None
         self._watched = {(str(ROOT / file), name) for file, names in WATCHED.items() for name in names}
         for part in watch:
             self._watched |= {(code.co_filename, code.co_qualname) for code in _methods(part)}
@@ -182,13 +269,18 @@ class _Tracer:
     def on_call(self, frame: FrameType, kind: str, argument: object) -> Callable[..., Any] | None:
         code = frame.f_code
         if code is EventQueue.__call__.__code__:
+            if isinstance(frame.f_locals["event"], EngineStarted) and frame.f_back:
+                self._engine = frame.f_back.f_locals["self"]
             self._on_emit(frame.f_locals["self"], frame.f_locals["event"])
+            return None
+        if code is CheckedAllocator._broken.__code__:
+            self._on_broken(frame.f_locals["self"])
             return None
         return self.on_line if (code.co_filename, code.co_qualname) in self._watched else None
 
     def on_line(self, frame: FrameType, kind: str, argument: object) -> Callable[..., Any]:
         if kind == "line":
-            self._lines.append((frame.f_code, frame.f_lineno))
+            self._recording._since.append((frame.f_code, frame.f_lineno))
         return self.on_line
 
     def _on_emit(self, queue: EventQueue, event: Event) -> None:
@@ -201,8 +293,33 @@ class _Tracer:
             queue.listeners.append(lambda event: None)  # or there would be no events of single tokens
         if queue is self._queue:
             self._recording.events.append(event)
-            self._recording.lines.append(self._lines)
-        self._lines = []
+            self._recording.lines.append(self._recording._since)
+            self._recording.believed.append(self._ask())
+            self._recording.broken = None  # it has gone on
+            if not isinstance(event, StepFailed):
+                self._recording._caught = None
+        self._recording._since = []
+
+    def _ask(self) -> Believed:
+        """What the parts under test believe. One that cannot be asked believes nothing."""
+        if not self._recording.own:
+            return Believed()
+        blocks = self._engine.blocks
+        allocator = getattr(blocks.allocator, "_inner", blocks.allocator)
+        sequences = [s for request in self._engine._requests.values() for s in request.sequences if not s.swapped]
+        try:
+            counts = {block: int(allocator.ref_count(block)) for block in range(blocks.allocator.num_blocks)}
+            return Believed(counts, {s.sequence_id: [int(block) for block in s.table.blocks] for s in sequences})
+        except Exception:
+            return Believed()
+
+    def _on_broken(self, guard: CheckedAllocator) -> None:
+        """An allocator has broken its contract: how the engine clears up after that is not of interest."""
+        if self._engine is None or guard is not self._engine.blocks.allocator or self._recording._caught:
+            return
+        should, says = guard._counts, self._ask().counts
+        wrong = {block: (should.get(block, 0), count) for block, count in says.items() if count != should.get(block, 0)}
+        self._recording._caught = Break("", list(self._recording._since), wrong)
 
 
 def _methods(part: type) -> Iterator[CodeType]:
@@ -217,6 +334,35 @@ def _holds_blocks(part: type) -> bool:
     return hasattr(part, "copy_on_write") or hasattr(part, "slot_mapping")
 
 
+def _wrong(events: Sequence[Event], believed: Sequence[Believed]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Where the parts under test say something else than the tables, after the event of each index.
+
+    Events come after the call that caused them, so that an allocator may be ahead of the tables; only what is still
+    wrong when a step begins or ends is wrong.
+    """
+    state, differing = State(), list[dict[tuple[str, int], Any]]()
+    with suppress(LookupError, ValueError):  # from a contradiction on nobody knows what the tables say
+        for event, says in zip(events, believed, strict=True):
+            state.apply(event)
+            tables = [(block, state.ref_count(block)) for block in says.counts]
+            different: dict[tuple[str, int], Any] = {
+                ("blocks", block): (count, says.counts[block]) for block, count in tables if count != says.counts[block]
+            }
+            for number, table in says.tables.items():
+                if number in state.sequences and state.sequences[number].table != table:
+                    different["tables", number] = table
+            differing.append(different)
+    still = set[tuple[str, int]]()
+    for i in reversed(range(len(differing))):
+        settled = isinstance(events[i], StepStarted | StepFinished) or i == len(differing) - 1
+        still = {key for key in differing[i] if settled or key in still}
+        if still:
+            wrong: dict[str, Any] = {}
+            for kind, number in sorted(still):
+                wrong.setdefault(kind, {})[number] = differing[i][kind, number]
+            yield i, wrong
+
+
 def _code(events: Iterable[Event], lines: Iterable[Lines], own: Set[CodeType]) -> dict[str, Any]:
     """The sources of the functions that ran, and for each event which of their lines did; equal ones once."""
     numbers: dict[CodeType, int] = {}
@@ -224,7 +370,7 @@ def _code(events: Iterable[Event], lines: Iterable[Lines], own: Set[CodeType]) -
     unique: dict[tuple[tuple[int, tuple[int, ...]], ...], int] = {}
     lines_of: list[int] = []
     current: list[tuple[int, int] | None] = []
-    for event, before in zip(events, lines, strict=True):
+    for event, before in zip_longest(events, lines):  # a run that broke off has lines after its last event
         ran: dict[int, set[int]] = {}  # in the order of calls
         for code, line in before:
             if code not in numbers:
@@ -238,20 +384,36 @@ def _code(events: Iterable[Event], lines: Iterable[Lines], own: Set[CodeType]) -
     return {"functions": functions, "lines": list(unique), "lines_of": lines_of, "current": current}
 
 
-def _telling_line(event: Event, before: Lines, own: Set[CodeType]) -> tuple[CodeType, int] | None:
-    """The line to light."""
-    name = TELLING.get(event.name, "")
-    if isinstance(event, TokensComputed) and event.new_blocks:
-        name = "BlockAllocator.allocate"  # its sentence is about the blocks
-    in_own = [(code, line) for code, line in before if code in own and name.startswith("Block")]
-    telling = [(code, line) for code, line in in_own if code.co_name == name.rpartition(".")[2]]
-    told = telling or in_own or [(code, line) for code, line in before if code.co_qualname == name]
-    doing = [
-        (code, line)
-        for code, line in told
-        if not getline(code.co_filename, line).lstrip().startswith(("return", "for ", "while "))
-    ]
-    return next((lines[-1] for lines in (doing, told, before) if lines), None)
+def _last_own(lines: Lines, own: Set[CodeType]) -> tuple[CodeType, int] | None:
+    return next(((code, line) for code, line in reversed(lines) if code in own), None)
+
+
+def _telling_line(event: Event | None, before: Lines, own: Set[CodeType]) -> tuple[CodeType, int] | None:
+    """The line to light; with no event, where the run broke off."""
+    if event is None:
+        return _last_own(before, own) or (before[-1] if before else None)
+    anchors = ANCHORS.get(event.name, ())
+    if isinstance(event, TokensComputed) and not event.new_blocks:
+        anchors = anchors[1:]
+    if anchors and anchors[0][0].startswith("Block"):
+        in_own = [(code, line) for code, line in before if code in own]
+        telling = [(code, line) for code, line in in_own if code.co_name == anchors[0][0].rpartition(".")[2]]
+        if told := telling or in_own:
+            return _last_doing(told)
+    for name, start in anchors:
+        if told := [(code, line) for code, line in before if code.co_qualname == name]:
+            anchored = [(code, line) for code, line in told if _text(code, line).startswith(start)]
+            return anchored[-1] if anchored else _last_doing(told)  # somebody else's class of that name
+    return before[-1] if before else None
+
+
+def _last_doing(told: Lines) -> tuple[CodeType, int]:
+    passing = ("return", "for ", "while ")
+    return next(((code, line) for code, line in reversed(told) if not _text(code, line).startswith(passing)), told[-1])
+
+
+def _text(code: CodeType, line: int) -> str:
+    return getline(code.co_filename, line).lstrip()
 
 
 def _file(code: CodeType) -> str:

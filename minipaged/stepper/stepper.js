@@ -4,6 +4,7 @@
  * events as in docs/events.md, a sentence for each, and perhaps the text of tokens and the lines that ran before each.
  * `Fold` follows the events and so knows every block table, count, queue and token; it decides nothing that the engine
  * decides. Tests hold it to the fold of the project, minipaged/replay/state.py.
+ * It begins at step 1, or at that of its attribute `start`.
  * Step n is the state after the n-th event. A state is kept every CHECKPOINT events, so that going back is short.
  */
 (() => {
@@ -64,7 +65,7 @@
     },
     sequence_forked: (state, e) => {
       const parent = state.sequences.get(e.parent);
-      state.sequences.set(e.child, {...structuredClone(parent), id: e.child, request: e.request, done: false});
+      state.sequences.set(e.child, {...parent, tokens: [...parent.tokens], table: [...parent.table], id: e.child, request: e.request, done: false});
     },
     token_generated: (state, e) => { state.sequences.get(e.sequence).tokens.push(e.token_id); },
     sequence_finished: (state, e) => {
@@ -106,24 +107,87 @@
     block_evicted: (state, e) => { state.cached.delete(e.block); },
   };
 
+  const copied = (state) => ({
+    ...state, arrivals: [...state.arrivals], waiting: [...state.waiting], running: [...state.running],
+    finished: [...state.finished], cached: new Map(state.cached),
+    sequences: new Map([...state.sequences].map(([id, s]) => [id, {...s, tokens: [...s.tokens], table: [...s.table]}])),
+  });
+  /** One event more. What does not follow from the events before, in the run of a faulty part, changes nothing more. */
+  const advance = (state, e) => {
+    try {
+      follow[e.event]?.(state, e);
+    } catch { /* its sentence says so */ }
+  };
+
   class Fold {
     constructor(events) {
       this.events = events;
       this.kept = [empty()];
+      this.latest = [0, empty()]; // the one that was asked for last
     }
     /** The state after the first n events; to be looked at, not changed. */
     at(n) {
-      let from = Math.min(Math.floor(n / CHECKPOINT), this.kept.length - 1);
-      const state = structuredClone(this.kept[from]);
-      for (let i = from * CHECKPOINT; i < n; i++) {
-        follow[this.events[i].event]?.(state, this.events[i]);
-        if ((i + 1) % CHECKPOINT === 0 && this.kept.length === (i + 1) / CHECKPOINT) {
-          this.kept.push(structuredClone(state));
-        }
+      let from = Math.min(Math.floor(n / CHECKPOINT), this.kept.length - 1) * CHECKPOINT;
+      let start = this.kept[from / CHECKPOINT];
+      if (from <= this.latest[0] && this.latest[0] <= n) [from, start] = this.latest;
+      const state = copied(start);
+      for (let i = from; i < n; i++) {
+        advance(state, this.events[i]);
+        if ((i + 1) % CHECKPOINT === 0 && this.kept.length === (i + 1) / CHECKPOINT) this.kept.push(copied(state));
       }
+      this.latest = [n, state];
       return state;
     }
   }
+
+  /** The run as a whole: what each request was at which events, what happened to it, and how much of the pool was held.
+   * Kinds: waiting, running, swapped, recomputing (running again, until what was dropped is computed). */
+  const survey = (events) => {
+    const state = empty();
+    const rows = new Map(); // request -> {sequence, spans: [{kind, from, to}], marks: [{kind, at}]}, numbers of steps
+    const again = new Set();
+    const used = []; // of the device: at step n, blocks that tables hold, and those that only the prefix cache holds
+    const sizes = []; // about how much there is to say of the sequences
+    const every = Math.ceil(events.length / 600);
+    const kindOf = (request) => {
+      if (state.running.includes(request)) return again.has(request) ? "recomputing" : "running";
+      if (!state.waiting.includes(request)) return null;
+      return ofRequest(state, request).some((s) => s.swapped) ? "swapped" : "waiting";
+    };
+    events.forEach((e, i) => {
+      const n = i + 1;
+      const of = e.request ?? state.sequences.get(e.sequence)?.request;
+      advance(state, e);
+      if (e.event === "request_arrived") rows.set(of, {sequence: e.sequence, spans: [], marks: []});
+      if (e.event === "request_preempted" && e.mode === "recompute") again.add(of);
+      if (e.event === "token_generated") again.delete(of);
+      for (const r of e.event === "step_failed" ? e.requests : []) again.add(r);
+      for (const r of e.event === "step_failed" ? e.requests : [of]) {
+        const row = rows.get(r);
+        if (!row) continue;
+        const kind = kindOf(r);
+        const open = row.spans.at(-1)?.to === null ? row.spans.at(-1) : null;
+        if ((open?.kind ?? null) !== kind) {
+          if (open) open.to = n;
+          if (kind) row.spans.push({kind, from: n, to: null});
+        }
+        const mark = MARKS[e.event];
+        if (mark) row.marks.push({kind: mark, at: n});
+      }
+      if (i % every === 0 || n === events.length) {
+        const held = new Set([...state.sequences.values()].filter((s) => !s.swapped).flatMap((s) => s.table));
+        used.push([n, held.size, [...state.cached.keys()].filter((block) => !held.has(block)).length]);
+      }
+      sizes.push([...state.sequences.values()].reduce((sum, s) => sum + 20 + Math.min(60, s.tokens.length) + 4 * s.table.length,
+        state.finished.reduce((sum, s) => sum + 15 + Math.min(60, s.tokens.length), 0)));
+    });
+    for (const row of rows.values()) for (const span of row.spans) span.to ??= events.length;
+    return {rows, used, sizes};
+  };
+  const MARKS = {sequence_forked: "fork", block_copied: "copy", request_preempted: "preemption", request_finished: "end"};
+  const OF_INTEREST = new Set(["sequence_forked", "block_copied", "request_preempted", "swapped_out", "swapped_in",
+    "prefix_reused", "blocks_loaded", "block_deduplicated", "block_evicted", "request_refused", "request_finished", "step_failed",
+    "broken_here"]);
 
   /** Which table entries hold each block of one pool: block -> [{id, logical}]. */
   const holders = (state, host) => {
@@ -140,93 +204,224 @@
 
   // --- Drawing ------------------------------------------------------------------------------------
 
-  const make = (tag, attributes = {}, ...children) => {
+  const request = (s) => (s.request.startsWith("request") ? s.request : `request ${s.request}`);
+const make = (tag, attributes = {}, ...children) => {
     const node = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) if (value !== false) node.setAttribute(name, value);
     node.append(...children.filter((child) => child !== null));
     return node;
   };
 
+  /** Make the children of a node anew where they differ. `items`: of each, what tells it from others, and how to make it. */
+  const patch = (parent, items) => {
+    const old = [...parent.children];
+    items.forEach(([parts, build], i) => {
+      const sign = JSON.stringify(parts);
+      if (old[i]?.sign === sign) return;
+      const node = build();
+      node.sign = sign;
+      if (old[i]) old[i].replaceWith(node);
+      else parent.append(node);
+    });
+    for (const child of old.slice(items.length)) child.remove();
+  };
+
+  /** The demo's colours (minipaged/demo/view.py), each with black or white for what is written on it. */
+  const HUES = ["#0087ff", "#d75f00", "#008700", "#af00af", "#008787", "#d70000", "#875fff", "#af5f00", "#5f87af", "#d70087",
+    "#878700", "#5f875f"];
+  const INKS = HUES.map((hue) => {
+    const [r, g, b] = [1, 3, 5].map((i) => (parseInt(hue.slice(i, i + 2), 16) / 255) ** 2.2);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000" : "#fff";
+  });
+  const hueOf = (id) => `--hue:${HUES[id % HUES.length]};--ink:${INKS[id % HUES.length]}`;
+  /** What a sequence is called: A to Z, AA, AB ... */
+  const letterOf = (id) => (id >= 26 ? letterOf(Math.floor(id / 26) - 1) : "") + String.fromCharCode(65 + id % 26);
+  const chip = (id) => make("b", {class: "chip", style: hueOf(id), title: `sequence ${id}`}, letterOf(id));
+
+  const MOST_TOKENS = 60; // of a sequence; of a longer one its end is shown
+  const SPEEDS = [["½×", 0.5], ["1×", 1], ["2×", 2], ["4×", 4]];
+  const FLIGHT = 500; // milliseconds
+  /** What an event moves: [from, to] as cells of the pools are called, with nowhere to go for what is dropped; and a word. */
+  const MOVES = {
+    block_copied: (e) => [[[`block ${e.source}`, `block ${e.destination}`]], "copied"],
+    swapped_out: (e) => [e.pairs.map(([from, to]) => [`block ${from}`, `host ${to}`]), "swapped out"],
+    swapped_in: (e) => [e.pairs.map(([from, to]) => [`host ${from}`, `block ${to}`]), "swapped in"],
+    block_deduplicated: (e) => [[[`block ${e.own}`, `block ${e.cached}`]], "the same"],
+    block_evicted: (e) => [[[`block ${e.block}`, null]], "evicted"],
+  };
+  const SHAPES = { // of marks on the timeline, around 0, 0
+    fork: "M-4-4L0 0L4-4M0 0V5", copy: "M-4-4H2V2H-4ZM-1-1H5V5H-1Z", preemption: "M-4-4L4 4M4-4L-4 4", end: "M-3-5H1V5H-3",
+  };
+  const KINDS = {running: "running", waiting: "waiting", swapped: "swapped out", recomputing: "recomputing"};
+
+  const SIGNS = "A letter and a colour: a sequence. ×2: two hold the block, which has a stripe for each. Thick frame, thick arrow:"
+    + " changed in this step. Dashed token: known, but not in the cache yet. 0 → 7 (3/4): logical block 0 is block 7, 3 of 4 slots"
+    + " filled. Point at a block, a table entry or a token, or tap it, to see what belongs to it.";
+  const KEYS = "Keys: ← and → by steps of this page, with Shift by steps of the engine; n to the next event of interest; Home and End;"
+    + " ↑ and ↓ within the pool, a block table, or the code.";
+
   const STYLE = `
 :host{display:block;container-type:inline-size;margin:1.5em 0;text-align:left;
  --bg:var(--md-default-bg-color,light-dark(#fff,#1b1d24));--fg:light-dark(#1d2129,#e6e8ee);
  --dim:light-dark(#555c69,#a9b0bf);--line:light-dark(#c3c9d4,#4a5060);--soft:light-dark(#f2f4f8,#262a34);
- --ran:light-dark(#e8eefb,#2a3350);--now:light-dark(#ffe28a,#6b5200);--mark:light-dark(#0b57d0,#8ab4ff)}
-:host([hidden]){display:none}
+ --bad:light-dark(#a3163d,#ffab91);--ran:light-dark(#e8eefb,#2a3350);--now:light-dark(#ffe28a,#6b5200);--mark:light-dark(#0b57d0,#8ab4ff)}
+:host([hidden]),[hidden]{display:none}
 *{box-sizing:border-box}
 .all{background:var(--bg);color:var(--fg);font:14px/1.45 system-ui,sans-serif;border:1px solid var(--line);border-radius:8px}
-.bar{display:flex;flex-wrap:wrap;gap:6px;align-items:center;padding:8px;border-bottom:1px solid var(--line)}
-button{min-width:44px;min-height:40px;padding:0 10px;color:inherit;background:var(--soft);font:inherit;
+.head{position:sticky;top:var(--stepper-top,0);z-index:3;background:var(--bg);border-radius:8px}
+.bar{display:flex;flex-wrap:wrap;gap:6px;align-items:center;padding:8px}
+button,select{min-width:44px;min-height:40px;padding:0 8px;color:inherit;background:var(--soft);font:inherit;
  border:1px solid var(--line);border-radius:6px;cursor:pointer}
 button:disabled{opacity:.45;cursor:default}
-input{flex:1 1 200px;min-width:120px;height:40px;margin:0;accent-color:var(--mark)}
-.n{font-variant-numeric:tabular-nums;white-space:nowrap}
+.n{font-variant-numeric:tabular-nums;white-space:nowrap;margin-left:auto}
 a{color:var(--mark);padding:8px 2px}
 :focus-visible{outline:3px solid var(--mark);outline-offset:2px}
-.say{margin:0;padding:10px 12px;min-height:4.4em;font-size:16px;border-bottom:1px solid var(--line)}
+.saying{display:grid;border-bottom:1px solid var(--line)}
+.saying>*{grid-area:1/1;margin:0;padding:4px 12px 10px;font-size:16px}
+.room{visibility:hidden}
+.say.bad{box-shadow:inset 6px 0 var(--bad)}
+.claim{height:34px;overflow:hidden;font-size:11px;line-height:16px;font-weight:700;color:var(--bad)}
+.seq .claim{height:auto;margin:2px 0;font-size:12px}
+.pool>.wrong{border-color:var(--bad);box-shadow:inset 0 0 0 2px var(--bad)}
+.judged{grid-template-columns:repeat(auto-fill,minmax(128px,1fr))!important}
+.time .bad{stroke:var(--bad);stroke-width:2.5}.time .badly{fill:var(--bad);font-weight:700}
+.chip{display:inline-block;min-width:1.5em;padding:0 .3em;border-radius:4px;text-align:center;font-size:.85em;line-height:1.45;
+ background:var(--hue,var(--dim));color:var(--ink,var(--bg))}
+.time{position:relative;padding:6px 0 0;border-bottom:1px solid var(--line)}
+.time svg{display:block;width:100%;overflow:visible}
+.time text{font:11px system-ui,sans-serif;fill:var(--dim)}
+.time .running,.time .recomputing{fill:var(--hue)}
+.time .stripes{fill:url(#stripes)}
+.time .waiting{fill:none;stroke:var(--dim);stroke-width:2;stroke-dasharray:2 3}
+.time .swapped{fill:var(--bg);stroke:var(--hue);stroke-width:2}
+.time .tick{stroke:var(--line)}
+.time .halo{fill:none;stroke:var(--bg);stroke-width:5}
+.time .sign{fill:none;stroke:var(--fg);stroke-width:1.8}
+.time .held{fill:var(--dim)}.time .kept{fill:var(--line)}.time .whole{fill:none;stroke:var(--line)}
+.time input{position:absolute;top:0;margin:0;appearance:none;background:none;cursor:pointer;touch-action:pan-y}
+.time input::-webkit-slider-runnable-track{height:100%;background:none}
+.time input::-webkit-slider-thumb{appearance:none;width:12px;height:100%;border:0;border-radius:0;forced-color-adjust:none;
+ background:linear-gradient(90deg,#0000 5px,var(--mark) 5px 7px,#0000 7px),linear-gradient(var(--mark) 8px,#0000 8px)}
+.time input::-moz-range-track{height:100%;background:none}
+.time input::-moz-range-thumb{width:12px;height:100%;border:0;border-radius:0;
+ background:linear-gradient(90deg,#0000 5px,var(--mark) 5px 7px,#0000 7px),linear-gradient(var(--mark) 8px,#0000 8px)}
+.signs{display:flex;flex-wrap:wrap;gap:0 12px;margin:0;padding:0 12px 4px;font-size:12px;color:var(--dim)}
+.signs svg{display:inline-block;width:16px;height:12px;margin-right:4px;vertical-align:-1px}
+.tabs{display:none;gap:6px;padding:6px 8px 0}
+.tabs button{flex:1}
+.tabs [aria-pressed=true]{background:var(--mark);color:var(--bg);font-weight:600}
 .cols{display:grid;grid-template-columns:minmax(0,1fr)}
-.state{padding:4px 12px 12px;min-width:0}
-.code{min-width:0;max-height:24rem;overflow:auto;border-top:1px solid var(--line);padding:8px 0;position:relative}
+.stage{position:relative;min-width:0}
+.state{padding:4px 12px 12px;position:relative}
+.arrows{position:absolute;inset:0;width:100%;height:100%;pointer-events:none;z-index:1;overflow:hidden}
+.arrows path{fill:none;stroke:var(--hue);stroke-width:1.5;opacity:.4}
+.arrows .far{opacity:.12}
+.arrows .strong{stroke-width:2.5;opacity:1}
+.moves path{stroke:var(--mark);stroke-width:3;opacity:1}
+.moves text{font:700 12px system-ui,sans-serif;fill:var(--fg);text-anchor:middle;paint-order:stroke;stroke:var(--bg);stroke-width:5px}
+.flier{position:absolute;z-index:2;pointer-events:none;box-shadow:0 4px 14px #0006}
+.code{min-width:0;height:24rem;overflow:auto;border-top:1px solid var(--line);padding:8px 0;position:relative}
 @container(min-width:700px){
- .cols.two{grid-template-columns:minmax(0,11fr) minmax(0,10fr)}
- .two .code{order:-1;border-top:0;border-right:1px solid var(--line);max-height:34rem}}
-h3{font-size:13px;margin:12px 0 4px;color:var(--dim);font-weight:600}
+ .cols.two{grid-template-columns:minmax(0,10fr) minmax(0,11fr)}
+ .two .code{order:-1;border-top:0;border-right:1px solid var(--line);height:0;min-height:100%}}
+@container(max-width:699.9px){
+ .tabs{display:flex}.bar{gap:4px;padding:6px}
+ .bar button,.bar select{min-width:38px;padding:0 5px}
+ .all:not([data-tab=memory]) .memory,.all:not([data-tab=sequences]) .seqs,.all:not([data-tab=code]) .code{display:none}
+ .all[data-tab=code] .state{display:none}}
+.title{font-size:13px;margin:10px 0 4px;color:var(--dim);font-weight:600}
 ul,ol{list-style:none;margin:0;padding:0}
-.pool{display:grid;grid-template-columns:repeat(auto-fill,minmax(92px,1fr));gap:6px}
-.pool>li{border:1px solid var(--fg);border-radius:6px;padding:3px 5px;font-size:12px;min-width:0;background:var(--soft)}
-.even{grid-auto-rows:1fr}
+.pools{display:flex;flex-wrap:wrap;gap:0 16px}.pools>div{min-width:0}
+.pools .title{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
+.pool{display:grid;grid-template-columns:repeat(auto-fill,minmax(86px,1fr));gap:6px}
+.pool.small{grid-template-columns:repeat(auto-fill,minmax(72px,1fr));gap:4px}
+.pool>li,.flier{border:1px solid var(--hue,var(--fg));border-radius:6px;padding:2px 4px 4px;font-size:12px;min-width:0;background:var(--soft)}
 .pool>.free{border:1px dashed var(--line);background:none;color:var(--dim)}
-.pool>.many{border-style:double;border-width:3px;padding:1px 3px}
-.pool>.new,.table>.new{outline:3px solid var(--mark);outline-offset:0}
-.pool b{font-size:14px}.pool .refs{float:right}
-.slots{display:grid;grid-template-columns:repeat(auto-fit,minmax(36px,1fr));gap:2px;margin-top:3px}
-.slots li{border:1px solid var(--line);border-radius:3px;min-height:19px;padding:0 2px;overflow:hidden;text-overflow:ellipsis;
+.pool>.new,.entry.new{outline:3px solid var(--mark);outline-offset:0}
+.lit{box-shadow:0 0 0 4px var(--now)}
+.pool>.lit,.entry.lit{background:var(--now)}
+.pool>.lit,.pool>.lit .claim{color:var(--fg)}
+.tok.lit,.slots .lit{background:var(--mark)!important;color:var(--bg)!important;box-shadow:none}
+:is(.pool,.flier) b{font-size:14px}.refs{float:right}
+.who{display:flex;height:18px;gap:0;margin:1px 0 2px;overflow:hidden}
+.who .chip{flex:1 1 0;min-width:0;padding:0;font-size:12px;line-height:18px;border-radius:0;white-space:nowrap}
+.who .chip:first-child{border-radius:4px 0 0 4px}.who .chip:last-child{border-radius:0 4px 4px 0}
+.who .chip:only-child{border-radius:4px}
+.who .cache{flex:none;background:var(--dim);color:var(--bg);padding:0 3px;font-size:11px}
+.fill{display:block;height:6px;border:1px solid var(--line);border-radius:3px;background:var(--bg)}
+.fill i{display:block;height:100%;background:var(--dim)}
+.free .fill,.free .slots{visibility:hidden}
+.free .gone{visibility:visible}.gone li{border-style:dashed;color:var(--dim);text-decoration:line-through}
+.who .gone{background:none;color:var(--dim);border:1px dashed var(--line);line-height:16px}
+.slots{display:grid;grid-template-columns:repeat(auto-fit,minmax(36px,1fr));gap:2px}
+.slots li{border:1px solid var(--line);border-radius:3px;height:19px;padding:0 2px;overflow:hidden;text-overflow:ellipsis;
  white-space:nowrap;font:11px/17px ui-monospace,monospace;background:var(--bg);color:var(--fg)}
-.seq{border-left:3px solid var(--line);padding-left:8px;margin:8px 0}
+.seqs{overflow:auto;margin:0 -4px;padding:0 4px 4px}
+.seq{border-left:4px solid var(--hue,var(--line));padding-left:8px;margin:6px 0}
 .seq p{margin:2px 0}
-.tokens span{display:inline-block;border:1px solid var(--line);border-radius:3px;padding:0 3px;margin:1px 2px 1px 0;
- font:12px/18px ui-monospace,monospace;white-space:pre}
-.tokens .out{font-weight:700}
-.tokens .todo{border-style:dashed;border-color:var(--fg)}
-.table{display:flex;flex-wrap:wrap;gap:5px;align-items:center;font-size:12px}
-.table>li{border:1px solid var(--line);border-radius:4px;padding:0 5px}
-.key{margin:6px 0;font-size:12px;color:var(--dim)}
-dl{display:grid;grid-template-columns:auto 1fr;gap:2px 10px;margin:0}
-dt{color:var(--dim)}dd{margin:0}
-.code h4{font:600 12px/1.4 ui-monospace,monospace;margin:8px 12px 2px;color:var(--dim);overflow-wrap:anywhere}
+.strip{display:flex;flex-wrap:wrap;gap:5px;align-items:stretch}
+.table{display:contents}
+.entry{border:1px solid var(--hue);border-radius:4px;padding:0 4px;font-size:12px;max-width:100%}
+.tok{display:inline-block;border:1px solid var(--line);border-radius:3px;padding:0 3px;margin:2px 2px 1px 0;max-width:100%;
+ overflow:hidden;text-overflow:ellipsis;vertical-align:bottom;font:12px/18px ui-monospace,monospace;white-space:pre}
+.entry .tok{border-color:var(--hue);border-bottom-width:3px;line-height:16px}
+.tok.out{font-weight:700}
+.tok.todo{border-style:dashed;border-color:var(--fg)}
+.key{padding:4px 12px;border-top:1px solid var(--line);font-size:12px;color:var(--dim)}
+.key summary{cursor:pointer;padding:6px 0}.key p{margin:0 0 8px}
+dl{display:flex;flex-wrap:wrap;gap:2px 8px;margin:6px 0 0;font-size:13px}
+dt{color:var(--dim)}dd{margin:0 10px 0 0}
+.code .name{font:600 12px/1.4 ui-monospace,monospace;margin:8px 12px 2px;color:var(--dim);overflow-wrap:anywhere}
 .code pre{margin:0;font:12px/1.5 ui-monospace,monospace}
+.more{position:sticky;top:0;float:right;min-height:32px;margin:0 8px 0 0;font-size:12px;z-index:1}
+.more[aria-pressed=true]{background:var(--mark);color:var(--bg)}
+.l[data-key]{cursor:pointer}.l[data-key]:hover{text-decoration:underline dotted}
 .l{display:grid;grid-template-columns:4.6em 1fr;padding-right:8px;color:var(--dim)}
 .l i{font-style:normal;text-align:right;padding-right:8px;user-select:none}
 .l span{white-space:pre-wrap;overflow-wrap:anywhere}
 .ran{background:var(--ran);color:var(--fg)}
 .now{background:var(--now);color:light-dark(#000,#fff);font-weight:700;box-shadow:inset 4px 0 var(--mark)}
 .none{margin:12px;color:var(--dim)}
-@media(forced-colors:active){.now{outline:2px solid}}
+@media(forced-colors:active){.now,.lit{outline:2px solid}}
 `;
 
   class PagedStepper extends HTMLElement {
     static Fold = Fold;
     static holders = holders;
+    chip(id) { return chip(id); }
 
     connectedCallback() {
-      if (this.shadowRoot) return;
+      if (this.shadowRoot) return void this.listen(); // it was taken out, and has been put back
       this.data = JSON.parse(this.querySelector("script[type='application/json']").textContent);
       this.events = this.data.events;
+      this.beliefs = this.data.beliefs ?? {};
+      if (this.data.broken) { // one step more: where the run could not go on
+        this.events = [...this.events, {event: "broken_here"}];
+        this.data.sentences = [...this.data.sentences, `Broken here: ${this.data.broken.message}.`];
+      }
       this.fold = new Fold(this.events);
+      this.whole = survey(this.events);
       this.used = {false: new Set(), true: new Set()}; // the blocks that this run ever holds, of the device and the host
       for (const e of this.events) {
-        for (const block of [...e.new_blocks ?? [], e.destination ?? []].flat()) this.used.false.add(block);
+        const taken = e.event === "blocks_loaded" ? e.blocks : e.new_blocks ?? (e.destination === undefined ? [] : [e.destination]);
+        for (const block of taken) this.used.false.add(block);
         for (const [from, to] of e.pairs ?? []) {
           this.used[e.event === "swapped_in"].add(from);
           this.used[e.event !== "swapped_in"].add(to);
         }
       }
       this.build();
-      this.go(this.linked() ?? 1);
+      this.go(this.linked() ?? Number(this.getAttribute("start") ?? 1));
+      this.listen();
+    }
+    /** To the page around it, as long as it is there. */
+    listen() {
+      this.gone = new AbortController();
       addEventListener("hashchange", () => { // to a heading, too: that is for no stepper
         if (this.id && location.hash === `#${this.id}`) this.go(this.linked() ?? this.n);
-      });
-      this.closest("details")?.addEventListener("toggle", () => this.go(this.n)); // what is folded cannot be scrolled
+      }, {signal: this.gone.signal});
+      this.sizes = new ResizeObserver(() => this.fit());
+      this.sizes.observe(this.all); // also when what was folded is opened
     }
     /** The step of `?step=n#id`, if that is for this stepper; without an id it is for the first of the page. */
     linked() {
@@ -235,7 +430,11 @@ dt{color:var(--dim)}dd{margin:0}
       const named = steppers.find((s) => s.id && `#${s.id}` === location.hash);
       return wanted !== null && (named ?? steppers[0]) === this ? Number.parseInt(wanted, 10) || 1 : null;
     }
-    disconnectedCallback() { this.pause(); }
+    disconnectedCallback() {
+      this.pause();
+      this.gone.abort();
+      this.sizes.disconnect();
+    }
 
     build() {
       const root = this.attachShadow({mode: "open"});
@@ -244,40 +443,107 @@ dt{color:var(--dim)}dd{margin:0}
         node.addEventListener("click", act);
         return node;
       };
-      this.back = button("Previous step", "◀", () => { this.pause(); this.go(this.n - 1); });
+      this.back = button("Previous step", "◀", () => this.seek(this.n - 1));
+      this.next = button("Next step", "▶", () => this.seek(this.n + 1));
+      this.skip = button("Next event of interest (n)", "▶|", () => this.seek(this.interesting()));
       this.player = button("Play", "Play", () => (this.timer ? this.pause() : this.play()));
-      this.next = button("Next step", "▶", () => { this.pause(); this.go(this.n + 1); });
-      this.slider = make("input", {type: "range", min: 1, max: this.events.length, value: 1, "aria-label": "Step"});
-      this.slider.addEventListener("input", () => { this.pause(); this.go(Number(this.slider.value)); });
+      this.speed = make("select", {"aria-label": "Speed"}, ...SPEEDS.map(([name, value]) => make("option", {value}, name)));
+      this.speed.value = 1;
+      this.speed.addEventListener("change", () => this.timer && (this.pause(), this.play()));
       this.number = make("span", {class: "n"});
       this.link = make("a", {href: "?step=1"}, "link");
       this.say = make("p", {class: "say", "aria-live": "polite", "aria-atomic": "true"});
-      const region = (name, label) => make("div", {class: name, role: "region", "aria-label": label});
-      this.state = region("state", "Blocks, sequences and queues after this step");
+      const region = (name, label) => make("div", {class: name, role: "region", "aria-label": label, tabindex: 0});
+      this.memory = make("div", {class: "memory"}, make("div", {class: "pools"}));
+      this.pools = {};
+      this.seqs = region("seqs", "Queues, sequences and their block tables"); // it scrolls, and so does the code
+      this.seqs.addEventListener("scroll", () => this.drawArrows());
+      this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+      this.arrows.classList.add("arrows");
+      this.arrows.setAttribute("aria-hidden", "true");
+      this.moves = this.arrows.cloneNode();
+      this.moves.classList.add("moves");
+      this.fliers = make("div", {"aria-hidden": "true"});
+      this.state = make("div", {class: "state"}, this.memory, this.seqs, this.arrows, this.moves);
+      const stage = make("div", {class: "stage"}, this.state, this.fliers);
+      this.state.addEventListener("pointerover", (e) => this.light(e.target));
+      this.state.addEventListener("pointerleave", () => this.light(null));
+      this.state.addEventListener("focusin", (e) => this.light(e.target));
+      this.state.addEventListener("focusout", () => this.light(null));
       this.code = region("code", "Source lines that ran in this step");
-      this.code.tabIndex = 0; // it scrolls
-      const withCode = this.data.functions.length > 0;
-      this.cols = make("div", {class: withCode ? "cols two" : "cols"}, this.state, withCode ? this.code : null);
-      const bar = make("div", {class: "bar"}, this.back, this.next, this.player, this.slider, this.number, this.link);
-      const title = this.data.title || "A run of the engine, step by step";
-      root.append(make("style", {}, STYLE),
-        make("div", {class: "all", role: "group", "aria-label": title}, bar, this.say, this.cols));
-      // A key counts only when it is pressed inside.
-      root.addEventListener("keydown", (key) => {
-        const to = {ArrowLeft: this.n - 1, ArrowRight: this.n + 1, Home: 1, End: this.events.length}[key.key];
-        if (to === undefined || key.altKey || key.ctrlKey || key.metaKey) return;
-        key.preventDefault();
-        this.pause();
-        this.go(to);
+      this.more = button("Everything that ran", "Everything that ran", () => {
+        this.more.setAttribute("aria-pressed", this.more.getAttribute("aria-pressed") !== "true");
+        this.go(this.n);
       });
+      this.more.setAttribute("aria-pressed", "false");
+      this.more.className = "more";
+      this.lines = make("div");
+      this.lines.addEventListener("click", (e) => this.nextRun(e.target.closest("[data-key]")));
+      this.code.append(this.more, this.lines);
+      const withCode = this.data.functions.length > 0;
+      this.cols = make("div", {class: withCode ? "cols two" : "cols"}, stage, withCode ? this.code : null);
+      const bar = make("div", {class: "bar"}, this.back, this.next, this.skip, this.player, this.speed, this.number, this.link);
+      this.saying = make("div", {class: "saying"}, this.say);
+      this.time = this.buildTimeline();
+      this.all = make("div", {class: "all", role: "group", "data-tab": "memory",
+        "aria-label": this.data.title || "A run of the engine, step by step"},
+      this.time, make("div", {class: "head"}, bar, this.saying), this.buildTabs(withCode), this.cols,
+      make("details", {class: "key"}, make("summary", {}, "Signs and keys"), make("p", {}, SIGNS), make("p", {}, KEYS)));
+      root.append(make("style", {}, STYLE), this.all);
+      root.addEventListener("keydown", (key) => this.press(key)); // a key counts only when it is pressed inside
     }
 
+    /** On a phone one of them is shown at a time. */
+    buildTabs(withCode) {
+      const names = ["Memory", "Sequences", ...(withCode ? ["Code"] : [])];
+      const tabs = names.map((name, i) => make("button", {type: "button", "aria-pressed": String(i === 0)}, name));
+      tabs.forEach((tab, i) => tab.addEventListener("click", () => {
+        this.all.dataset.tab = names[i].toLowerCase();
+        for (const each of tabs) each.setAttribute("aria-pressed", each === tab);
+        this.width = 0; // what was hidden could not be measured
+        this.fit();
+      }));
+      return make("div", {class: "tabs", role: "group", "aria-label": "Shown"}, ...tabs);
+    }
+
+    press(key) {
+      if (key.altKey || key.ctrlKey || key.metaKey || key.target.matches("select")) return;
+      const last = this.events.length;
+      const to = key.shiftKey ? {ArrowLeft: this.engineStep(-1), ArrowRight: this.engineStep(1)}[key.key]
+        : {ArrowLeft: this.n - 1, ArrowRight: this.n + 1, Home: 1, End: last, n: this.interesting()}[key.key];
+      if (to !== undefined) this.seek(to);
+      else if ((key.key === "Enter" || key.key === " ") && key.target.matches(".l")) this.nextRun(key.target);
+      else if (!(key.key === "ArrowUp" || key.key === "ArrowDown") || !this.rove(key.target, key.key === "ArrowUp" ? -1 : 1)) return;
+      key.preventDefault();
+      key.stopPropagation(); // the page may have its own use for an n
+    }
+    /** Up and down go from one to the next within the pool or a block table, which are one stop of the Tab key each. */
+    rove(from, by) {
+      const items = from.dataset.key ? [...from.parentElement.children].filter((item) => item.dataset.key) : [];
+      const to = items[items.indexOf(from) + by];
+      to?.focus();
+      return items.length > 0;
+    }
+    /** Where the engine step after (or before) this one begins. */
+    engineStep(by) {
+      const starts = this.events.flatMap((e, i) => e.event === "step_started" ? [i + 1] : []);
+      return by > 0 ? starts.find((n) => n > this.n) ?? this.events.length : starts.findLast((n) => n < this.n) ?? 1;
+    }
+    interesting() {
+      const at = this.events.findIndex((e, i) => i >= this.n && OF_INTEREST.has(e.event));
+      return at < 0 ? this.events.length : at + 1;
+    }
+
+    seek(n) {
+      this.pause();
+      this.go(n);
+    }
     play() {
       if (this.n === this.events.length) this.go(1);
       this.timer = setInterval(() => {
         this.go(this.n + 1);
         if (this.n === this.events.length) this.pause();
-      }, 1500);
+      }, 1500 / this.speed.value);
       this.player.textContent = "Pause";
       this.player.setAttribute("aria-label", "Pause");
     }
@@ -295,40 +561,157 @@ dt{color:var(--dim)}dd{margin:0}
     go(wanted) {
       const n = Math.max(1, Math.min(this.events.length, wanted));
       const focused = this.shadowRoot.activeElement;
+      const key = focused?.dataset.key;
+      const forward = n > this.n;
       this.n = n;
       const before = this.fold.at(n - 1);
       const after = this.fold.at(n);
       this.back.disabled = n === 1;
-      this.next.disabled = n === this.events.length;
-      if (focused?.disabled) this.slider.focus(); // a button at its end would lose the focus, and the keys with it
+      this.next.disabled = this.skip.disabled = n === this.events.length;
       this.slider.value = n;
-      this.slider.setAttribute("aria-valuetext", `step ${n} of ${this.events.length}`);
+      this.slider.setAttribute("aria-valuetext", `step ${n} of ${this.events.length}, engine step ${after.step}`);
       this.number.textContent = `${n} / ${this.events.length}`;
       this.link.href = `?step=${n}${this.id ? `#${this.id}` : ""}`;
       this.link.setAttribute("aria-label", `Link to step ${n}`);
-      this.say.textContent = this.data.sentences[n - 1];
-      const note = this.data.notes?.[n - 1];
-      if (note) this.say.append(make("b", {}, ` ${note}`));
-      this.drawState(before, after);
+      this.say.replaceChildren(...this.told(n));
+      this.say.classList.toggle("bad", this.events[n - 1].event === "broken_here");
+      this.believed = this.beliefs[n - 1] ?? {};
+      this.fliers.replaceChildren(); // of the step before
+      this.drawMemory(before, after);
+      patch(this.seqs, this.drawSequences(before, after));
       if (this.data.functions.length) this.drawCode(n - 1);
+      this.showChanges();
+      this.drawArrows();
+      this.drawMoves();
+      if (forward && !matchMedia("(prefers-reduced-motion: reduce)").matches) this.fly();
+      // What had the focus may be disabled now, or drawn anew: the keys go on working.
+      if (key) (this.shadowRoot.querySelector(`[data-key="${key}"]`) ?? this.slider).focus({preventScroll: true});
+      else if (focused?.disabled) this.slider.focus({preventScroll: true});
     }
 
-    drawState(before, after) {
-      const parts = [];
-      for (const host of [false, true]) {
-        if (!host || this.used.true.size) parts.push(...this.drawPool(before, after, host));
+    /** The sentence of a step, with the letters of the sequences it names, and what else there is to say. */
+    told(n) {
+      const parts = this.data.sentences[n - 1].split(/(\bsequences? \d+)/i);
+      const note = this.data.notes?.[n - 1];
+      return [...parts.flatMap((part, i) => i % 2 ? [`${part} `, chip(Number(part.match(/\d+/)[0]))] : part),
+        ...(note ? [make("b", {}, ` ${note}`)] : [])];
+    }
+
+    // --- Size -------------------------------------------------------------------------------------
+
+    /** Room for the longest sentence and the most sequences, so that nothing moves from step to step. */
+    fit() {
+      const width = this.all.clientWidth;
+      if (!width || width === this.width) return;
+      this.width = width;
+      const length = (i) => this.data.sentences[i].length + (this.data.notes?.[i]?.length ?? 0);
+      const longest = Math.max(...this.events.map((_, i) => length(i)));
+      const rooms = this.events.map((_, i) => i).filter((i) => length(i) > 0.7 * longest)
+        .sort((a, b) => length(b) - length(a)).slice(0, 40) // the longest, should there be more
+        .map((i) => make("p", {class: "room", "aria-hidden": "true"}, ...this.told(i + 1)));
+      this.saying.replaceChildren(this.say, ...rooms);
+      const {sizes} = this.whole;
+      const fullest = sizes.map((size, i) => [size, i + 1]).sort((a, b) => b[0] - a[0]).slice(0, 4);
+      this.seqs.style.height = "auto";
+      const heights = fullest.map(([, n]) => {
+        this.believed = this.beliefs[n - 1] ?? {};
+        patch(this.seqs, this.drawSequences(this.fold.at(n - 1), this.fold.at(n)));
+        return this.seqs.offsetHeight;
+      });
+      if (this.seqs.offsetParent) this.seqs.style.height = `${Math.min(Math.max(...heights) + 4, 420)}px`;
+      this.drawTimeline();
+      this.go(this.n);
+    }
+
+    // --- The timeline -----------------------------------------------------------------------------
+
+    buildTimeline() {
+      this.slider = make("input", {type: "range", min: 1, max: this.events.length, value: 1, "aria-label": "Step"});
+      this.slider.addEventListener("input", () => this.seek(Number(this.slider.value)));
+      this.slider.addEventListener("pointermove", (e) => {
+        const at = Math.round(1 + (e.offsetX - 6) / (this.slider.clientWidth - 12) * (this.events.length - 1));
+        const n = Math.max(1, Math.min(this.events.length, at));
+        this.slider.title = `${n}: ${this.data.sentences[n - 1]}`;
+      });
+      this.plot = make("div", {"aria-hidden": "true"});
+      const rows = [...this.whole.rows.values()];
+      const shown = (name, of) => rows.some((row) => row[of].some(({kind}) => kind === name));
+      const sign = (inside, name) => {
+        const item = make("span", {"aria-hidden": "true"});
+        item.innerHTML = `<svg viewBox="-8 -6 16 12" style="--hue:var(--fg)">${inside}</svg>`;
+        item.append(name);
+        return item;
+      };
+      const signs = [
+        ...Object.entries(KINDS).flatMap(([kind, name]) => shown(kind, "spans") ? [sign(this.drawSpan(kind, -8, 8, -5, 10), name)] : []),
+        ...Object.entries(SHAPES).flatMap(([kind, d]) => shown(kind, "marks") ? [sign(`<path class="sign" d="${d}"/>`, kind)] : []),
+        sign('<path class="held" d="M-8 6V2L-2-3H3V-5H8V6Z"/>', "blocks in use"),
+        ...(this.whole.used.some(([, , kept]) => kept) ? [sign('<path class="kept" d="M-8-5H8V6H-8Z"/>', "only in the prefix cache")] : []),
+      ];
+      return make("div", {class: "time"}, this.plot, this.slider, make("p", {class: "signs"}, ...signs));
+    }
+    drawSpan(kind, from, to, top, height) {
+      const box = (y, h, name) => `<rect class="${name}" x="${from}" y="${y}" width="${Math.max(1, to - from)}" height="${h}"/>`;
+      if (kind === "waiting") return `<path class="waiting" d="M${from} ${top + height / 2}H${to}"/>`;
+      if (kind === "swapped") return `<rect class="swapped" x="${from + 1}" y="${top + 1}" width="${Math.max(1, to - from - 2)}" height="${height - 2}"/>`;
+      return box(top, height, kind) + (kind === "recomputing" ? box(top, height, "stripes") : "");
+    }
+    drawTimeline() {
+      const {rows, used} = this.whole;
+      const [first, size] = [this.events[0], this.events.length];
+      const names = [...rows.keys()];
+      const longest = Math.max(4, ...names.map((name) => Math.min(12, name.length)));
+      const gutter = 10 + 7 * longest;
+      const width = this.time.clientWidth - gutter - 8;
+      const x = this.x = (n) => gutter + 6 + (n - 1) / Math.max(1, size - 1) * (width - 12);
+      const tall = Math.max(3, Math.min(16, Math.floor(150 / Math.max(1, names.length))));
+      const [top, under] = [16, 16 + names.length * tall + 4];
+      const low = under + 26;
+      const drawn = [`<defs><pattern id="stripes" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
+        <path d="M1 0V5" stroke="var(--bg)" stroke-width="2"/></pattern></defs>`];
+      let free = -Infinity; // from where on there is room for a number
+      this.events.forEach((e, i) => {
+        if (e.event !== "step_started") return;
+        const at = x(i + 1);
+        drawn.push(`<path class="tick" d="M${at} ${top - 3}V${low}"/>`);
+        if (at < free || at > gutter + width - (this.data.broken ? 58 : 14)) return;
+        drawn.push(`<text x="${at + 2}" y="11">${e.step}</text>`);
+        free = at + 10 + 7 * String(e.step).length;
+      });
+      drawn.push(`<text x="${gutter - 4}" y="11" text-anchor="end">step</text>`);
+      [...rows.values()].forEach((row, i) => {
+        const y = top + i * tall;
+        if (tall >= 11) {
+          const name = names[i].length > 12 ? `…${names[i].slice(-11)}` : names[i];
+          const label = make("text", {x: gutter - 4, y: y + tall / 2 + 4, "text-anchor": "end"}, name);
+          drawn.push(label.outerHTML);
+        }
+        drawn.push(`<g style="${hueOf(row.sequence)}">`,
+          ...row.spans.map(({kind, from, to}) => this.drawSpan(kind, x(from), x(to), y + tall * 0.15, tall * 0.7)), "</g>");
+        for (const {kind, at} of row.marks) {
+          const d = `d="${SHAPES[kind]}" transform="translate(${x(at)} ${y + tall / 2}) scale(${Math.min(1, tall / 14)})"`;
+          drawn.push(`<path class="halo" ${d}/><path class="sign" ${d}/>`);
+        }
+      });
+      if (this.data.broken) {
+        drawn.push(`<path class="bad" d="M${x(size)} ${top - 3}V${low}"/><text class="badly" x="${x(size)}" y="11" text-anchor="end">broken</text>`);
       }
-      parts.push(make("p", {class: "key"}, "×2: two hold the block. Thick frame: changed in this step."
-        + " Dashed token: known, but not in the cache yet. 0 → 7 (3/4): logical block 0 is block 7, 3 of 4 slots filled."));
-      parts.push(make("h3", {}, "Queues"), this.drawQueues(after));
-      const live = [...after.sequences.values()];
-      if (live.length) parts.push(make("h3", {}, "Sequences, their tokens and block tables"));
-      for (const s of live) parts.push(this.drawSequence(before, after, s));
-      const done = after.finished.filter((s) => s.reason !== "dropped");
-      if (done.length) parts.push(make("h3", {}, "Finished"));
-      for (const s of done) parts.push(make("div", {class: "seq"}, make("p", {}, `s${s.id} of request ${s.request}`),
-        this.drawTokens(s.tokens, s.prompt, s.tokens.length)));
-      this.state.replaceChildren(...parts);
+      const high = (blocks) => low - blocks / first.num_blocks * 24;
+      const area = (name, value) => {
+        const points = used.map((point, i) => `H${x(point[0])}V${high(value(point))}`);
+        return `<path class="${name}" d="M${x(1)} ${low}${points.join("")}H${x(size)}V${low}Z"/>`;
+      };
+      drawn.push(area("kept", ([, held, kept]) => held + kept), area("held", ([, held]) => held),
+        `<rect class="whole" x="${x(1)}" y="${low - 24}" width="${Math.max(1, x(size) - x(1))}" height="24"/>`,
+        `<text x="${gutter - 4}" y="${low - 8}" text-anchor="end">pool</text>`);
+      this.plot.innerHTML = `<svg height="${low + 4}">${drawn.join("")}</svg>`;
+      Object.assign(this.slider.style, {left: `${gutter}px`, width: `${width}px`, height: `${low + 8}px`});
+    }
+
+    // --- Memory -----------------------------------------------------------------------------------
+
+    drawMemory(before, after) {
+      for (const host of this.used.true.size ? [false, true] : [false]) this.drawPool(before, after, host);
     }
 
     drawPool(before, after, host) {
@@ -340,31 +723,76 @@ dt{color:var(--dim)}dd{margin:0}
       const held = new Set([...now.keys(), ...(host ? [] : after.cached.keys())]);
       // A small pool is shown whole; of a large one the blocks that this run ever holds.
       const shown = total <= 64 ? [...Array(total).keys()] : [...this.used[host]].sort((a, b) => a - b);
-      const cells = shown.map((block) => {
+      const small = shown.length > 24;
+      const judged = !host && Object.values(this.beliefs).some(({blocks}) => blocks); // there is room for it at every step
+      const first = this.data.broken?.should && this.n === this.events.length ? "should be" : "tables";
+      const cells = shown.map((block, place) => {
         const who = now.get(block) ?? [];
         const refs = who.length + cached(after, block);
         const sequences = [...new Set(who.map((h) => h.id))];
-        const owners = [...sequences.map((id) => `s${id}`), ...(cached(after, block) ? ["cache"] : [])];
         const contents = (state, h) => blockTokens(state, state.sequences.get(h.id), h.logical);
         const tokens = who.length ? contents(after, who[0]) : cached(after, block) ? after.cached.get(block) : [];
         const old = then.get(block) ?? [];
-        const oldTokens = old.length ? contents(before, old[0]).length : cached(before, block) ? size : 0;
-        const changed = refs !== old.length + cached(before, block) || tokens.length !== oldTokens
+        const oldTokens = old.length ? contents(before, old[0]) : cached(before, block) ? before.cached.get(block) : [];
+        const changed = refs !== old.length + cached(before, block) || tokens.length !== oldTokens.length
           || who.some((h) => !old.some((o) => o.id === h.id));
-        const slots = size <= 8 ? make("ol", {class: "slots", "aria-label": "slots"},
-          ...Array.from({length: refs ? size : 0}, (_, i) => make("li", {title: i < tokens.length
-            ? this.word(tokens[i]) : "empty slot"}, i < tokens.length ? this.visible(tokens[i]).trim() : " ")))
-          : make("div", {}, refs ? `${tokens.length} / ${size} filled` : "");
-        const kind = refs === 0 ? "free" : refs > 1 ? "many" : "";
-        return make("li", {class: `${kind} ${changed ? "new" : ""}`, "data-block": block, "data-refs": refs},
+        const most = (small ? 4 : 6) - 2 * cached(after, block); // chips for which there is room
+        const claim = !host && this.believed.blocks?.[block];
+        const gone = refs === 0 && oldTokens.length > 0; // for one step it shows what it held
+        const was = gone ? old.map((h) => h.id) : [];
+        return [[tokens, gone && oldTokens, sequences, refs, cached(after, block), was, changed, claim, first], () => {
+          const many = sequences.length > most ? sequences.slice(most - 1) : [];
+          const owners = [...sequences.slice(0, sequences.length - many.length).map(chip),
+            many.length ? make("b", {class: "chip", title: many.map(letterOf).join(" ")}, `+${many.length}`) : null,
+            cached(after, block) ? make("b", {class: "chip cache"}, "cache") : null];
+          owners.push(...was.map((id) => make("b", {class: "chip gone", "aria-hidden": "true"}, letterOf(id))));
+          const shownTokens = gone ? oldTokens : tokens;
+          const slots = small || size > 8 ? make("span", {class: "fill", title: `${tokens.length} of ${size} slots filled`},
+            make("i", {style: `width:${100 * tokens.length / size}%`}))
+            : make("ol", {class: gone ? "slots gone" : "slots", "aria-label": "slots", "aria-hidden": refs === 0 && "true"},
+              ...Array.from({length: size}, (_, i) => make("li", {"data-offset": i, title: i < shownTokens.length
+                ? this.word(shownTokens[i]) : "empty slot"}, i < shownTokens.length ? this.visible(shownTokens[i]).trim() : " ")));
+          return make("li", {class: `${refs === 0 ? "free" : refs > 1 ? "many" : ""} ${changed ? "new" : ""} ${claim ? "wrong" : ""}`,
+            style: sequences.length === 1 && hueOf(sequences[0]), tabindex: place ? -1 : 0, "data-key": `${host ? "host" : "block"} ${block}`,
+            "data-block": block, "data-refs": refs},
           make("b", {}, String(block)), make("span", {class: "refs"}, refs ? `×${refs}` : "free"),
-          make("div", {}, owners.join(" ")), slots);
+          make("div", {class: "who"}, ...owners.flatMap((owner) => owner ? [" ", owner] : [])), slots,
+          judged ? make("div", {class: "claim"}, ...(claim ? [`${first} ×${claim[0]} ·`, make("br"), `allocator says ×${claim[1]}`] : [])) : null);
+        }];
       });
       const hidden = total - shown.length;
-      const title = `${host ? "Host pool (swapped out)" : "Block pool"}: ${total - held.size} of ${total} blocks free`
+      const title = `${host ? "Host pool" : "Block pool"}: ${total - held.size} of ${total} blocks free`
         + (hidden ? `; ${hidden} that this run never holds are not shown` : "");
-      return [make("h3", {}, title),
-        make("ul", {class: total <= 16 ? "pool even" : "pool", "aria-label": `${title}. Number, reference count, owners.`}, ...cells)];
+      const pool = this.pools[host] ??= this.buildPool(`pool ${small ? "small" : ""} ${judged ? "judged" : ""}`,
+        `flex:${shown.length} 1 ${small ? 220 : 200}px`);
+      pool.title.textContent = pool.title.title = title;
+      pool.list.setAttribute("aria-label", `${title}. Number, reference count, owners.`);
+      patch(pool.list, cells);
+    }
+    buildPool(name, style) {
+      const [title, list] = [make("p", {class: "title"}), make("ul", {class: name})];
+      this.memory.firstChild.append(make("div", {style}, title, list));
+      return {title, list};
+    }
+
+    // --- Queues and sequences ---------------------------------------------------------------------
+
+    drawSequences(before, after) {
+      const parts = [[["queues", after.running, after.waiting, ...[...after.sequences.values()].filter((s) => s.swapped).map((s) => s.request)],
+        () => this.drawQueues(after)]];
+      for (const s of after.sequences.values()) {
+        const old = before.sequences.get(s.id);
+        parts.push([[s, old?.table, old?.filled, after.running.includes(s.request), this.believed.tables?.[s.id]],
+          () => this.drawSequence(before, after, s)]);
+      }
+      const done = after.finished.filter((s) => s.reason !== "dropped");
+      if (done.length) parts.push(["finished", () => make("p", {class: "title"}, "Finished")]);
+      for (const s of done) {
+        parts.push([["finished", s], () => make("div", {class: "seq", style: hueOf(s.id)},
+          make("p", {}, chip(s.id), ` sequence ${s.id} of ${request(s)}`),
+          make("p", {class: "tokens"}, ...this.drawTokens(s, 0, s.tokens.length, s.tokens.length)))]);
+      }
+      return parts;
     }
 
     drawQueues(state) {
@@ -375,6 +803,7 @@ dt{color:var(--dim)}dd{margin:0}
         ...(out.length ? row("swapped out", out) : []));
     }
 
+    /** Its block table, over each entry the tokens in that block, and then those that are not in the cache yet. */
     drawSequence(before, after, s) {
       const size = after.pool.block_size;
       const old = before.sequences.get(s.id);
@@ -382,25 +811,129 @@ dt{color:var(--dim)}dd{margin:0}
       const entries = s.table.map((block, logical) => {
         const filled = Math.min(size, s.filled - logical * size);
         const changed = !old || old.table[logical] !== block || Math.min(size, old.filled - logical * size) !== filled;
-        return make("li", {class: changed ? "new" : ""}, `${logical} → `, make("b", {}, String(block)),
-          ` (${filled}/${size})`);
+        return make("li", {class: `entry ${changed ? "new" : ""}`, tabindex: logical ? -1 : 0, "data-key": `entry ${s.id} ${logical}`,
+          "data-to": `${s.swapped ? "host" : "block"} ${block}`, "data-sequence": s.id},
+        ...this.drawTokens(s, logical * size, Math.min(s.filled, (logical + 1) * size), s.filled),
+        make("div", {}, `${logical} → `, make("b", {}, String(block)), ` (${filled}/${size})`));
       });
-      return make("div", {class: "seq"}, make("p", {}, make("b", {}, `s${s.id}`), ` of request ${s.request}, ${where}`),
-        this.drawTokens(s.tokens, s.prompt, s.filled),
-        entries.length ? make("ul", {class: "table", "aria-label":
-          `Block table of sequence ${s.id}: logical block, physical block, filled slots`}, ...entries)
-          : make("p", {}, "empty block table"));
+      const rest = this.drawTokens(s, Math.min(s.filled, s.table.length * size), s.tokens.length, s.filled);
+      const claim = this.believed.tables?.[s.id];
+      const label = `Block table of sequence ${s.id}: logical block, physical block, filled slots`;
+      return make("div", {class: "seq", style: hueOf(s.id)},
+        make("p", {}, chip(s.id), make("b", {}, ` sequence ${s.id}`), ` of ${request(s)}, ${where}`,
+          entries.length ? "" : "; its block table is empty"),
+        claim ? make("p", {class: "claim"}, `events lead to blocks ${s.table.join(", ") || "none"} · the table says ${claim.join(", ") || "none"}`) : null,
+        make("div", {class: "strip tokens"}, entries.length ? make("ol", {class: "table", "aria-label": label}, ...entries) : null,
+          make("span", {}, ...rest)));
     }
 
-    drawTokens(tokens, prompt, filled) {
-      const MOST = 60;
-      const first = Math.max(0, tokens.length - MOST); // of a long text, its end
-      const spans = tokens.slice(first).map((token, i) => make("span", {
-        class: `${first + i >= prompt ? "out" : ""} ${first + i >= filled ? "todo" : ""}`,
-        title: (first + i >= prompt ? "generated" : "prompt") + (first + i >= filled ? ", not in the cache yet" : ""),
-      }, this.visible(token)));
-      return make("p", {class: "tokens"}, first ? `… ${first} before … ` : "", ...spans);
+    /** Tokens `from` to `to` of a sequence, as far as they are among its last. */
+    drawTokens(s, from, to, filled) {
+      const first = Math.max(0, s.tokens.length - MOST_TOKENS);
+      const size = this.events[0].block_size;
+      const spans = [];
+      for (let i = Math.max(from, first); i < to; i++) {
+        spans.push(make("span", {class: `tok ${i >= s.prompt ? "out" : ""} ${i >= filled ? "todo" : ""}`, "data-offset": i % size,
+          title: (i >= s.prompt ? "generated" : "prompt") + (i >= filled ? ", not in the cache yet" : "")}, this.visible(s.tokens[i])));
+      }
+      return from < first && first < to ? ["… ", ...spans] : spans;
     }
+
+    // --- Arrows -----------------------------------------------------------------------------------
+
+    cells() { return new Map([...this.memory.querySelectorAll("[data-block]")].map((cell) => [cell.dataset.key, cell])); }
+
+    /** From each table entry to its block. One that is scrolled out of sight begins at the edge. */
+    drawArrows() {
+      const blocks = this.cells();
+      const entries = [...this.seqs.querySelectorAll(".entry")];
+      if (!this.memory.offsetParent || !this.seqs.offsetParent) {
+        this.arrows.replaceChildren();
+        return;
+      }
+      const [all, frame] = [this.state.getBoundingClientRect(), this.seqs.getBoundingClientRect()];
+      const [many, count] = [new Map(), new Map()]; // of a block: arrows in all, and until now
+      for (const {dataset: {to}} of entries) many.set(to, (many.get(to) ?? 0) + 1);
+      this.arrows.innerHTML = entries.map((entry) => {
+        const {to, key, sequence} = entry.dataset;
+        const [a, b] = [entry.getBoundingClientRect(), blocks.get(to)?.getBoundingClientRect()];
+        if (!b) return ""; // somebody's faulty allocator has handed out what there is not
+        const nth = (count.get(to) ?? 0) + 1;
+        count.set(to, nth);
+        const x = a.left + Math.min(a.width / 2, 40) - all.left;
+        const start = Math.max(frame.top, Math.min(frame.bottom, a.top));
+        const y = start - all.top;
+        const tx = b.left - all.left + b.width * nth / (many.get(to) + 1);
+        const ty = b.bottom - all.top - 3;
+        const middle = (y + ty) / 2;
+        return `<path class="${start === a.top ? "" : "far"} ${entry.matches(".new") ? "strong" : ""}" data-from="${key}" data-to="${to}" style="${hueOf(Number(sequence))}"
+          d="M${x} ${y}C${x} ${middle} ${tx} ${middle} ${tx} ${ty}m-3 5l3-5l3 5"/>`;
+      }).join("");
+      this.light(this.shadowRoot.activeElement);
+    }
+
+    /** The boxes that this step's event leads from and to, in the coordinates of the state, and its word. */
+    moved() {
+      const [pairs, word] = MOVES[this.events[this.n - 1].event]?.(this.events[this.n - 1]) ?? [[], ""];
+      const cells = this.cells();
+      const all = this.state.getBoundingClientRect();
+      const box = (cell) => {
+        const {left, top, width, height} = cell.getBoundingClientRect();
+        return {left: left - all.left, top: top - all.top, width, height};
+      };
+      const boxes = this.memory.offsetParent ? pairs.filter(([from, to]) => cells.has(from) && (!to || cells.has(to))) : [];
+      return [boxes.map(([from, to]) => {
+        const a = box(cells.get(from));
+        const out = {...a, left: a.left + 0.5 * a.width, top: a.top - 0.7 * a.height};
+        return {a, b: to ? box(cells.get(to)) : out, cell: cells.get(to ?? from)};
+      }), word];
+    }
+    /** What an event moves leaves an arrow for this step, with its word. */
+    drawMoves() {
+      const [boxes, word] = this.moved();
+      const drawn = boxes.map(({a, b}, i) => {
+        const [x, y, tx, ty] = [a.left + a.width / 2, a.top + a.height / 2, b.left + b.width / 2, b.top + b.height / 2];
+        const [mx, my] = [(x + tx) / 2, (y + ty) / 2 - Math.min(50, Math.abs(tx - x) / 4)]; // it bows upwards
+        const length = Math.hypot(tx - mx, ty - my) || 1;
+        const [ux, uy] = [(tx - mx) / length * 9, (ty - my) / length * 9];
+        return `<path d="M${x} ${y}Q${mx} ${my} ${tx} ${ty}M${tx - ux - uy / 2} ${ty - uy + ux / 2}L${tx} ${ty}L${tx - ux + uy / 2} ${ty - uy - ux / 2}"/>`
+          + (i ? "" : `<text x="${(x + 2 * mx + tx) / 4}" y="${(y + 2 * my + ty) / 4 + 4}">${word}</text>`);
+      });
+      this.moves.innerHTML = drawn.join("");
+    }
+    /** And on the way forward it flies there. */
+    fly() {
+      for (const {a, b, cell} of this.moved()[0]) {
+        const style = `left:${a.left}px;top:${a.top}px;width:${a.width}px;height:${a.height}px;${cell.getAttribute("style") ?? ""}`;
+        const flier = make("div", {class: "flier", style}, ...[...cell.childNodes].map((child) => child.cloneNode(true)));
+        this.fliers.append(flier);
+        const there = `translate(${b.left - a.left}px,${b.top - a.top}px)`;
+        const dropped = cell.matches(".free");
+        flier.animate([{transform: "none"}, {transform: there, opacity: dropped ? 0 : 1}], {duration: FLIGHT, easing: "ease-in-out"})
+          .finished.then(() => flier.remove(), () => {});
+      }
+    }
+
+    /** What belongs to what is pointed at, or has the focus: a block's table entries, an entry's block, a token's slot. */
+    light(target) {
+      const holder = target?.closest?.("[data-key]");
+      const block = holder && (holder.dataset.to ?? holder.dataset.key);
+      const offset = target?.dataset?.offset;
+      const entry = holder?.dataset.to && holder;
+      for (const cell of this.state.querySelectorAll("[data-key]")) {
+        const lit = cell.dataset.key === block || (entry ? cell === entry : holder && cell.dataset.to === block);
+        cell.classList.toggle("lit", Boolean(lit));
+        for (const token of cell.querySelectorAll("[data-offset]")) {
+          token.classList.toggle("lit", Boolean(lit) && token.dataset.offset === offset);
+        }
+      }
+      for (const path of this.arrows.children) {
+        const lit = entry ? path.dataset.from === entry.dataset.key : path.dataset.to === block;
+        path.classList.toggle("strong", Boolean(lit) || Boolean(this.seqs.querySelector(`.new[data-key="${path.dataset.from}"]`)));
+      }
+    }
+
+    // --- Code -------------------------------------------------------------------------------------
 
     /** A line that is too long goes on below its own beginning, a little further in. */
     drawLine(text) {
@@ -408,25 +941,44 @@ dt{color:var(--dim)}dd{margin:0}
       return make("span", {style: `padding-left:${indent + 3}ch;text-indent:-3ch`}, text.slice(indent) || " ");
     }
 
+    /** The function that the sentence speaks of, or on demand all that ran. A line that runs some time leads to its next. */
     drawCode(index) {
       const {functions, lines, lines_of: linesOf, current} = this.data;
-      const ran = lines[linesOf[index]];
+      this.ever ??= new Set(lines.flatMap((ran) => ran.flatMap(([f, own]) => own.map((line) => `line ${f} ${line}`))));
       const lit = current[index];
-      const parts = ran.map(([f, own]) => {
+      const all = lines[linesOf[index]];
+      const ran = this.more.getAttribute("aria-pressed") === "true" || !lit ? all : all.filter(([f]) => f === lit[0]);
+      const parts = ran.map(([f, own]) => [[f, own, lit], () => {
         const {name, file, first, source} = functions[f];
         const set = new Set(own);
-        return make("div", {}, make("h4", {}, `${name}  ${file}`), make("pre", {}, ...source.map((text, i) => {
+        return make("div", {}, make("p", {class: "name"}, `${name}  ${file}`), make("pre", {}, ...source.map((text, i) => {
           const line = first + i;
+          const key = `line ${f} ${line}`;
           const now = lit && lit[0] === f && lit[1] === line;
-          return make("div", {class: `l ${set.has(line) ? "ran" : ""} ${now ? "now" : ""}`, "data-line": line},
+          const leads = this.ever.has(key) ? {role: "button", tabindex: now ? 0 : -1, "data-key": key,
+            title: "To the next step that runs this line"} : {};
+          return make("div", {class: `l ${set.has(line) ? "ran" : ""} ${now ? "now" : ""}`, "data-line": line, ...leads},
             make("i", {}, `${now ? "▶" : set.has(line) ? "·" : ""} ${line}`), this.drawLine(text));
         })));
-      });
-      this.code.replaceChildren(...(parts.length ? parts
-        : [make("p", {class: "none"}, "None of the lines shown on this page ran in this step.")]));
-      const now = this.code.querySelector(".now");
-      if (now) this.code.scrollTop += now.getBoundingClientRect().top - this.code.getBoundingClientRect().top
-        - this.code.clientHeight / 2;
+      }]);
+      patch(this.lines, parts.length ? parts
+        : [["none", () => make("p", {class: "none"}, "None of the lines shown on this page ran in this step.")]]);
+    }
+    /** The line of this step, and what has changed, are brought into view: once all is drawn, so that all is measured once. */
+    showChanges() {
+      const places = [[this.code, this.lines.querySelector(".now")], [this.seqs, this.seqs.querySelector(".new")]];
+      const by = places.map(([frame, inside]) => inside && inside.getBoundingClientRect().top
+        - frame.getBoundingClientRect().top - frame.clientHeight / 2);
+      places.forEach(([frame], i) => { if (by[i] !== null) frame.scrollTop += by[i]; });
+    }
+    /** Go to the next step that runs a line; after the last, to the first. */
+    nextRun(row) {
+      if (!row) return;
+      const [f, line] = row.dataset.key.split(" ").slice(1).map(Number);
+      const {lines, lines_of: linesOf} = this.data;
+      const runs = lines.map((ran) => ran.some(([g, own]) => g === f && own.includes(line)));
+      const steps = linesOf.flatMap((which, i) => runs[which] ? [i + 1] : []);
+      this.seek(steps.find((n) => n > this.n) ?? steps[0]);
     }
   }
 

@@ -11,21 +11,38 @@ from collections.abc import Iterator
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from markdown import markdown
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 from playwright.sync_api import Browser
 
-from docs import build, npm
-from minipaged.events import Event, from_json
+from docs import build, cards, npm, opening
+from minipaged.events import (
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    RequestArrived,
+    SequenceForked,
+    TokensComputed,
+    from_json,
+)
 from minipaged.stepper.page import NO_CODE, sentences_of
 from tests.browser import ROOT, Watched, axe_script, missing
 from tests.javascript import check_folds_agree
 
-SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+
+class Screen(NamedTuple):
+    name: str
+    width: int
+    height: int
+    scheme: Literal["light", "dark"]
+
+
+DESKTOP, PHONE = Screen("desktop", 1280, 900, "light"), Screen("phone", 390, 844, "dark")
 
 
 def pages(site: Path) -> list[Path]:
@@ -68,6 +85,8 @@ def test_every_stepper_steps_by_button_key_slider_and_link(site: Path, browser: 
             page.evaluate("document.querySelectorAll('paged-stepper').forEach((stepper) => { stepper.go(1); })")
             stepper = page.locator("paged-stepper").nth(i)
             last = stepper.evaluate("s => s.events.length")
+            # The last that has lines, but for the very last: a step that failed tells only that something raised.
+            late = stepper.evaluate("s => s.data.current.findLastIndex((lit, i) => lit && i < s.events.length - 1) + 1")
             count = stepper.locator(".n")
             stepper.get_by_role("button", name="Next step").click()
             assert count.text_content() == f"2 / {last}", path
@@ -75,18 +94,38 @@ def test_every_stepper_steps_by_button_key_slider_and_link(site: Path, browser: 
             assert count.text_content() == f"3 / {last}"
             stepper.get_by_role("button", name="Previous step").click()
             assert count.text_content() == f"2 / {last}"
-            stepper.get_by_role("slider").fill(str(last - 1))
-            assert count.text_content() == f"{last - 1} / {last}"
+            stepper.get_by_role("slider").fill(str(late))
+            assert count.text_content() == f"{late} / {last}"
             lit = stepper.locator(".now")
             assert stepper.locator(".ran").count() > 0
             assert lit.count() == 1
             stepper.get_by_role("link", name="Link to step").click()
             again = page.locator("paged-stepper").nth(i)
-            assert again.locator(".n").text_content() == f"{last - 1} / {last}"
+            assert again.locator(".n").text_content() == f"{late} / {last}"
             others = [j for j in range(page.locator("paged-stepper").count()) if j != i]
             assert all(page.locator("paged-stepper .n").nth(j).text_content().startswith("1 /") for j in others)
     watched.check()
     page.close()
+
+
+def test_a_query_walks_its_block_table_where_attention_is_explained(site: Path, browser: Browser) -> None:
+    """To its end, by key; shuffled blocks give the same answer there."""
+    found = [page for page in pages(site) if "<paged-attention" in page.read_text()]
+    tutorials = ["03_online_softmax", "10_decode_kernel", "11_prefill_kernel"]
+    assert [page.stem for page in found] == ["paged_attention", *tutorials]
+    watched = Watched(browser)
+    for path in found:
+        watched.page.goto(path.as_uri())
+        walk = watched.page.locator("paged-attention")
+        walk.get_by_role("slider", name="Step").press("End")
+        last = walk.evaluate("walk => walk.last")
+        assert walk.locator(".n").text_content() == f"{last} / {last}"
+        answers = [walk.evaluate("walk => walk.now.answer")]
+        walk.get_by_role("button", name="Shuffle the blocks").click()
+        answers += walk.evaluate("walk => [walk.now.answer, walk.known.whole.answer]")
+        assert answers == [pytest.approx(answers[0], abs=1e-6)] * 3
+    watched.check()
+    watched.page.close()
 
 
 def search(page: Any, words: str) -> list[str]:
@@ -99,10 +138,13 @@ def search(page: Any, words: str) -> list[str]:
     return links
 
 
-def test_search_for_copy_on_write_leads_to_its_tutorial_first_from_a_file(site: Path, browser: Browser) -> None:
+@pytest.mark.parametrize("words", ["copy-on-write", "copy on write"])
+def test_search_for_copy_on_write_leads_to_its_tutorial_first_from_a_file(
+    site: Path, browser: Browser, words: str
+) -> None:
     watched = Watched(browser, viewport={"width": 1280, "height": 900})
     watched.page.goto((site / "index.html").as_uri())
-    assert "06_copy_on_write.html" in search(watched.page, "copy-on-write")[0]
+    assert "06_copy_on_write.html" in search(watched.page, words)[0]
     watched.check()
     watched.page.close()
 
@@ -149,36 +191,210 @@ def test_code_can_be_changed_and_run_from_a_server(served: str, browser: Browser
     page.close()
 
 
-@pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
+@pytest.mark.parametrize(("first", "then"), [(DESKTOP, PHONE), (PHONE, DESKTOP)], ids=["desktop_first", "phone_first"])
 def test_pages_fit_the_screen_ask_for_nothing_and_axe_finds_no_serious_violation(
-    site: Path, browser: Browser, size: str, scheme: str
+    site: Path, browser: Browser, first: Screen, then: Screen
 ) -> None:
-    """With MINIPAGED_SCREENSHOTS=1 it leaves a picture of each in build/screenshots, to be looked at."""
-    width, height = SIZES[size]
-    folder = ROOT / "build" / "screenshots"
-    watched = Watched(
-        browser, viewport={"width": width, "height": height}, color_scheme=scheme, reduced_motion="reduce"
-    )
+    """Each page is loaded on one screen and seen on both: one half of them for a desktop first, one for a phone.
+
+    With MINIPAGED_SCREENSHOTS=1 it leaves a picture of each in build/screenshots, to be looked at.
+    """
+    watched = Watched(browser, reduced_motion="reduce")
     page, script, wrong = watched.page, axe_script(), []
-    for path in pages(site):
-        page.goto(f"{path.as_uri()}?step=12")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, f"{path.name} is wider than the screen"
-        if "api" not in path.parts and os.environ.get("MINIPAGED_SCREENSHOTS"):
-            name = "-".join(path.relative_to(site).with_suffix("").parts)
-            page.screenshot(path=folder / f"{name}-{size}-{scheme}.png", full_page=True)
-        if ("api" in path.parts and path.stem != "stepper") or ("concepts" in path.parts and path.stem != "preemption"):
-            continue  # all made alike, and large
-        page.add_script_tag(content=script)
-        result = page.evaluate("axe.run(document, {resultTypes: ['violations'], preload: false})")
-        wrong += [
-            (path.name, violation["id"], node["target"], node["html"][:160])
-            for violation in result["violations"]
-            if violation["impact"] in ("serious", "critical")
-            for node in violation["nodes"]
-        ]
+    page.add_init_script("localStorage.clear()")  # at each load: which scheme was chosen on the page before
+    for path in pages(site)[first is PHONE :: 2]:
+        for screen in (first, then):
+            page.set_viewport_size({"width": screen.width, "height": screen.height})
+            page.emulate_media(color_scheme=screen.scheme)
+            if screen is first:
+                page.goto(f"{path.as_uri()}?step=12")
+            else:
+                page.get_by_title(f"Switch to {screen.scheme} mode").click()
+            palette = page.evaluate("document.body.dataset.mdColorScheme")
+            assert palette == {"light": "default", "dark": "slate"}[screen.scheme], path.name
+            wide = page.evaluate("document.documentElement.scrollWidth")
+            assert wide <= screen.width, f"{path.name} is wider than the screen"
+            folder, name = path.relative_to(site).parts[0], "-".join(path.relative_to(site).with_suffix("").parts)
+            if folder != "api" and os.environ.get("MINIPAGED_SCREENSHOTS"):
+                picture = ROOT / "build" / "screenshots" / f"{name}-{screen.name}-{screen.scheme}.png"
+                page.screenshot(path=picture, full_page=True)
+            if (folder == "api" and path.stem != "stepper") or (folder == "concepts" and path.stem != "preemption"):
+                continue  # all made alike, and large
+            if screen is first:
+                page.add_script_tag(content=script)
+            result = page.evaluate("axe.run(document, {resultTypes: ['violations'], preload: false})")
+            wrong += [
+                (path.name, screen.name, violation["id"], node["target"], node["html"][:160])
+                for violation in result["violations"]
+                if violation["impact"] in ("serious", "critical")
+                for node in violation["nodes"]
+            ]
     watched.check()
     page.close()
     assert not wrong, "\n".join(map(str, wrong))
+
+
+# --- The home page --------------------------------------------------------------------------------
+
+SCREENS = pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=lambda screen: screen.name)
+IN_VIEW = """(part) => { const box = part.getBoundingClientRect();
+    return box.top >= 0 && box.left >= 0 && box.bottom <= innerHeight && box.right <= innerWidth; }"""
+FILLED = """(pool) => [...pool.querySelectorAll('g path:not(.reserved, .hatch)')].filter((square) => {
+    for (let part = square; part !== pool; part = part.parentElement) {
+        if (getComputedStyle(part).opacity < 1) return false;
+    }
+    return square.getBoundingClientRect().height > 3 && getComputedStyle(square).fill !== 'none';
+}).map((square) => getComputedStyle(square).fill)"""
+"""The colours of the squares that are to be seen."""
+SMALLEST = """(opening) => Math.min(...[...opening.querySelectorAll('text, p, b, span, figcaption, button')]
+    .filter((part) => !part.hidden).map((part) => parseFloat(getComputedStyle(part).fontSize)
+        * (part.ownerSVGElement ? part.getScreenCTM().a : 1)))"""
+"""Of its letters: pixels."""
+
+
+SLOWLY = """addEventListener('DOMContentLoaded', () => {
+    const style = Object.assign(document.createElement('style'), {textContent: '.opening { --step: 9s !important; }'});
+    document.head.append(style);
+})"""
+"""So that it does not end before it is looked at."""
+
+
+def home(site: Path, browser: Browser, screen: Screen, **settings: Any) -> Watched:
+    size = {"width": screen.width, "height": screen.height}
+    watched = Watched(browser, viewport=size, color_scheme=screen.scheme, **settings)
+    watched.page.add_init_script(SLOWLY)
+    watched.page.goto((site / "index.html").as_uri())
+    return watched
+
+
+@SCREENS
+def test_the_home_page_has_a_filled_pool_and_a_button_in_view_at_once_and_ends_as_its_still(
+    site: Path, browser: Browser, screen: Screen
+) -> None:
+    watched = home(site, browser, screen)
+    pools, button = watched.page.locator(".opening svg"), watched.page.locator(".opening button")
+    assert button.text_content() == "Pause"
+    button.evaluate("button => button.click()")
+    assert button.text_content() == "Play"
+    watched.page.evaluate("document.getAnimations().forEach((part) => { part.currentTime = 0; })")  # at its beginning
+    assert watched.page.locator(".md-content .md-button").first.evaluate(IN_VIEW)
+    assert pools.first.evaluate(IN_VIEW)
+    first = [pools.nth(i).evaluate(FILLED) for i in (0, 1)]
+    assert all(first)
+    watched.page.evaluate("document.getAnimations().forEach((part) => part.finish())")
+    watched.page.wait_for_function("document.querySelector('.opening button').textContent === 'Play again'")
+    last = [pools.nth(i).evaluate(FILLED) for i in (0, 1)]
+    assert len(last[0]) < len(last[1]) / 5
+    assert len(set(last[1])) == 12  # hues
+    button.click()
+    assert button.text_content() == "Pause"
+    watched.check()
+    watched.page.close()
+    for without in ({"reduced_motion": "reduce"}, {"java_script_enabled": False}):
+        still = home(site, browser, screen, **without)
+        pools = still.page.locator(".opening svg")
+        assert [pools.nth(i).evaluate(FILLED) for i in (0, 1)] == last
+        assert not still.page.locator(".opening button").is_visible()
+        assert pools.first.evaluate("() => document.getAnimations().length") == 0
+        still.page.close()
+
+
+@SCREENS
+def test_the_words_of_the_opening_can_be_read(site: Path, browser: Browser, screen: Screen) -> None:
+    watched = home(site, browser, screen, reduced_motion="reduce")
+    assert watched.page.locator(".opening").evaluate(SMALLEST) >= 11
+    watched.page.close()
+
+
+def test_the_stepper_of_the_home_page_begins_where_a_block_is_copied_and_a_link_begins_elsewhere(
+    site: Path, browser: Browser
+) -> None:
+    watched = home(site, browser, DESKTOP)
+    stepper = watched.page.locator("paged-stepper")
+    assert stepper.evaluate("stepper => stepper.events[stepper.n - 1].event") == "block_copied"
+    assert stepper.locator("[data-block]:not([data-refs='0'])").count() >= 5
+    watched.page.goto(f"{(site / 'index.html').as_uri()}?step=2")
+    assert stepper.evaluate("stepper => stepper.n") == 2
+    watched.check()
+    watched.page.close()
+
+
+def test_every_tutorial_has_a_card_with_a_picture_and_minutes(site: Path) -> None:
+    cards_shown = re.findall(
+        r'<li><a href="tutorials/(\w+)\.html">(<svg.*?</svg>)<b>.*?</b><span>(\d+) min', home_of(site)
+    )
+    assert {stem for stem, _, _ in cards_shown} == {path.stem for path in (ROOT / "tutorials").glob("*.py")}
+    assert all("<path" in drawn or "<rect" in drawn for _, drawn, _ in cards_shown)
+    assert all(5 <= int(taken) <= 60 for _, _, taken in cards_shown)
+
+
+def home_of(site: Path) -> str:
+    return (site / "index.html").read_text()
+
+
+def test_the_opening_gives_both_engines_the_same_requests_until_each_lets_one_wait() -> None:
+    paged = opening.serve(contiguous=False)
+    contiguous = opening.serve(paged.steps, contiguous=True)
+    assert contiguous.arrived == paged.arrived
+    assert paged.waiting == [len(paged.arrived) - 1]
+    for request, table in contiguous.tables.items():
+        blocks = [block for block, _ in table]
+        assert len(blocks) * opening.BLOCK_SIZE == opening.LONGEST
+        assert blocks == list(range(blocks[0], blocks[0] + len(blocks)))
+        assert contiguous.lengths[request] == paged.lengths[request]
+    assert len(contiguous.tables) * opening.LONGEST == opening.NUM_BLOCKS * opening.BLOCK_SIZE  # no room for one more
+    held = [block for table in paged.tables.values() for block, _ in table]
+    assert opening.NUM_BLOCKS - len(held) < len(paged.tables)  # fewer than a block for each that runs
+    assert len(held) == len(set(held)) == sum(-(-n[-1][1] // opening.BLOCK_SIZE) for n in paged.lengths.values())
+    assert opening.opening().count("<text") == len(held) + sum(
+        -(-lengths[-1][1] // opening.BLOCK_SIZE) for lengths in contiguous.lengths.values()
+    )
+
+
+def test_the_picture_of_a_card_is_the_pool_at_its_fullest_with_a_stripe_for_each_holder() -> None:
+    events = [
+        EngineStarted(num_blocks=4, num_swap_blocks=0, block_size=2, max_model_len=8),
+        RequestArrived("a", 0, (1, 2, 3), 2),
+        TokensComputed(0, 3, (2, 0), 0),
+        SequenceForked("a", 0, 1),
+        BlocksFreed(0, (2, 0)),
+    ]
+    drawn = cards.pool([json.loads(event.to_json()) for event in events])
+    assert drawn.count('class="free"') == 4
+    assert len(re.findall(r"--hue:#0087ff.*?d=\"M(1|41) ", drawn)) == 2
+    assert len(re.findall(r"--hue:#d75f00.*?d=\"M(10|50) ", drawn)) == 2
+
+
+def test_minutes_are_of_words_and_of_lines_of_code() -> None:
+    cells = [{"cell_type": "markdown", "source": "word " * 400}, {"cell_type": "code", "source": "x = 1\n\n" * 45}]
+    assert cards.minutes(cells) == 400 / cards.WORDS_A_MINUTE + 45 / cards.LINES_A_MINUTE
+
+
+# --- On a phone -----------------------------------------------------------------------------------
+
+
+@SCREENS
+def test_no_line_of_the_course_page_is_cut_and_the_glossary_needs_no_scrolling(
+    site: Path, browser: Browser, screen: Screen
+) -> None:
+    watched = Watched(browser, viewport={"width": screen.width, "height": screen.height})
+    watched.page.goto((site / "course.html").as_uri())
+    wide = "parts => parts.filter((part) => part.scrollWidth > part.clientWidth + 1).length"
+    console = watched.page.locator(".language-console code")
+    assert console.count() >= 3
+    assert console.evaluate_all(wide) == 0
+    watched.page.goto((site / "glossary.html").as_uri())
+    tables = watched.page.locator(".md-typeset__scrollwrap")
+    tables.first.wait_for()
+    assert watched.page.locator(".glossary .md-typeset__scrollwrap").evaluate_all(wide) == 0
+    watched.page.close()
+
+
+def test_the_contents_of_a_tutorial_lead_to_all_its_headings(site: Path) -> None:
+    for path in (site / "tutorials").glob("*.html"):
+        text = path.read_text()
+        contents = text.split('<details class="contents">')[1].split("</details>")[0]
+        assert re.findall(r'href="#([^"]+)"', contents) == re.findall(r'<h2 id="([^"]+)"', text), path.name
 
 
 # --- As files -------------------------------------------------------------------------------------
@@ -268,7 +484,9 @@ def test_an_editable_cell_has_an_editor_or_a_note_why_there_is_none() -> None:
     data = {build.RECORDING: {"title": "A run", "events": [], **NO_CODE}}
     cells = editable(new_output("execute_result", data))
     page, without = (build.as_markdown(cells, Path("01_made_up.py"), can_edit) for can_edit in (True, False))
-    assert '<paged-editor name="01_made_up: A run"><script type="application/json">"run"</script>' in page
+    assert '<paged-editor name="01_made_up: A run"><script type="application/json">{"code": "run", ' in page
+    held = json.loads(re.findall(r"json\">(.*?)</script>", markdown(build.editor("a > b & c < d", "x")))[0])
+    assert held == {"code": "a > b & c < d", "needed": "", "sliders": []}
     assert "paged-editor" not in without
     assert "This copy was built without" in without
     with pytest.raises(ValueError, match="something else than a recording"):

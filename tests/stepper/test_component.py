@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser
+from rich.color import Color
 
 from minipaged import SamplingParams
 from minipaged.cli import main
-from minipaged.events import EngineStarted, Event
+from minipaged.demo.view import COLORS
+from minipaged.events import BlocksFreed, EngineStarted, Event, StepStarted
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import UNSEEN, as_data, page
-from tests.browser import Watched
+from tests.browser import Watched, axe_script
 from tests.workloads import Run, random_workload
 
 
@@ -122,6 +125,19 @@ def test_a_link_to_a_heading_moves_no_stepper(opened: Any) -> None:
     assert opened.locator(".n").text_content().startswith("6 /")
 
 
+def test_a_stepper_hears_of_links_as_long_as_it_is_on_the_page(opened: Any) -> None:
+    opened.evaluate("document.querySelector('paged-stepper').id = 'run'")
+    opened.evaluate("window.taken = document.querySelector('paged-stepper'); taken.go(3); taken.remove()")
+    go = """async (step) => {
+      history.replaceState(null, "", `?step=${step}`);
+      await new Promise((done) => { addEventListener("hashchange", done, {once: true}); location.hash = "run"; });
+      return [taken.n, history.replaceState(null, "", "#elsewhere")][0];
+    }"""
+    assert opened.evaluate(go, 5) == 3
+    opened.evaluate("document.querySelector('main').append(taken)")
+    assert opened.evaluate(go, 6) == 6
+
+
 def test_it_plays_and_pauses(opened: Any) -> None:
     opened.clock.install()
     opened.get_by_role("button", name="Play").click()
@@ -137,7 +153,7 @@ def test_blocks_say_number_count_and_owners_in_words(opened: Any) -> None:
     copied = stepper.evaluate("s => s.events.findIndex((e) => e.event === 'sequence_forked') + 1")
     stepper.evaluate("(s, n) => s.go(n)", copied)
     block = opened.locator(".pool li").first
-    assert re.sub(r"\s+", " ", block.inner_text()).startswith("0 \N{MULTIPLICATION SIGN}2 s0 s1")
+    assert re.sub(r"\s+", " ", block.inner_text()).startswith("0 \N{MULTIPLICATION SIGN}2 A B")
     assert opened.locator(".pool .free").count() == 7
     assert opened.locator(".say").get_attribute("aria-live") == "polite"
     assert "forked" in opened.locator(".say").text_content()
@@ -165,6 +181,360 @@ def test_the_lit_line_is_in_sight(opened: Any) -> None:
             )
             assert inside, n
             assert lit.text_content().startswith("▶")
+
+
+def test_the_code_is_the_function_that_the_sentence_speaks_of_and_on_demand_all_that_ran(opened: Any) -> None:
+    stepper = opened.locator("paged-stepper")
+    stepper.evaluate("s => s.go(s.events.findIndex((e) => e.event === 'block_copied') + 1)")
+    assert [name.split()[0] for name in opened.locator(".name").all_text_contents()] == ["BlockAllocator.copy_on_write"]
+    opened.get_by_role("button", name="Everything that ran").click()
+    assert {"BlockTable.append", "BlockAllocator.copy_on_write"} <= {
+        name.split()[0] for name in opened.locator(".name").all_text_contents()
+    }
+    assert opened.locator(".now").is_visible()
+
+
+def test_a_line_leads_to_the_next_step_that_runs_it(opened: Any) -> None:
+    stepper = opened.locator("paged-stepper")
+    ran = """(s) => s.data.lines_of.flatMap((which, i) =>
+      s.data.lines[which].some(([f]) => s.data.functions[f].name === "Engine._finish_step") ? [i + 1] : [])"""
+    steps = stepper.evaluate(ran)
+    assert len(steps) >= 3
+    stepper.evaluate("(s, n) => s.go(n)", steps[0])
+    for n in [*steps[1:], steps[0]]:
+        opened.locator(".now").click()
+        assert stepper.evaluate("s => s.n") == n
+    opened.keyboard.press("ArrowUp")  # to the line above
+    opened.keyboard.press("Enter")
+    assert stepper.evaluate("s => [s.n, s.shadowRoot.activeElement.matches('.ran')]") == [steps[1], True]
+
+
+# --- What is drawn --------------------------------------------------------------------------------
+
+
+def preempted_run() -> str:
+    """Two samples, and requests that are preempted by swapping, in a pool too small."""
+    model = Storyteller(["one two three four five six seven eight nine ten", "one two three four FIVE SIX SEVEN"])
+    with record("Preempted", model.decode) as run:
+        engine = model.engine(num_blocks=6, block_size=4, num_swap_blocks=6, preemption="swap", max_model_len=20)
+        for prompt, n in [("one two three", 2), ("one two three four five", 1), ("one two three four", 1)]:
+            engine.add_request(model.encode(prompt), SamplingParams(n=n, max_tokens=5, seed=1))
+        while engine.has_unfinished_requests():
+            engine.step()
+    assert {event.name for event in run.events} >= {"swapped_out", "swapped_in", "block_copied", "sequence_forked"}
+    return run.page()
+
+
+@pytest.fixture(params=[(1280, 900), (390, 844)], ids=["desktop", "phone"])
+def preempted(browser: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+    (tmp_path / "preempted.html").write_text(preempted_run())
+    width, height = request.param
+    watched = Watched(browser, viewport={"width": width, "height": height}, color_scheme="dark")
+    watched.page.goto(f"file://{tmp_path}/preempted.html")
+    yield watched.page
+    watched.check()
+    watched.page.close()
+
+
+EACH_STEP = """(look) => {
+  const stepper = document.querySelector("paged-stepper");
+  return stepper.events.map((_, i) => { stepper.go(i + 1); return eval(look)(stepper); });
+}"""
+
+
+def test_an_arrow_leads_from_each_table_entry_into_its_block(opened: Any, preempted: Any) -> None:
+    look = """(stepper) => {
+      const tables = [...stepper.fold.at(stepper.n).sequences.values()].flatMap((s) => s.table.map((block) =>
+        [`${s.swapped ? "host" : "block"} ${block}`, s.id]));
+      const arrows = [...stepper.arrows.children].map((path) => {
+        const block = stepper.shadowRoot.querySelector(`.pool [data-key="${path.dataset.to}"]`).getBoundingClientRect();
+        const head = path.getPointAtLength(path.getTotalLength() - 5).matrixTransform(path.getScreenCTM());
+        const inside = head.x >= block.left && head.x <= block.right && head.y >= block.top && head.y <= block.bottom;
+        return [path.dataset.to, Number(path.dataset.from.split(" ")[1]), inside];
+      });
+      return [tables, arrows, stepper.memory.offsetParent !== null && stepper.seqs.offsetParent !== null];
+    }"""
+    for run in (opened, preempted):
+        steps = run.evaluate(EACH_STEP, look)
+        assert max(len(tables) for tables, _, _ in steps) >= 2
+        for tables, arrows, both_are_seen in steps:
+            assert all(inside for _, _, inside in arrows)
+            assert [arrow[:2] for arrow in arrows] == (tables if both_are_seen else [])
+
+
+def test_nothing_changes_its_height_from_step_to_step(opened: Any, preempted: Any) -> None:
+    parts = ["all", "time", "saying", "memory", "seqs", "code"]
+    look = f"(stepper) => {parts}.map((part) => stepper[part].offsetHeight)"
+    for run in (opened, preempted):
+        for tab in ("Memory", "Sequences", "Code"):
+            if run.get_by_role("button", name=tab, exact=True).is_visible():
+                run.get_by_role("button", name=tab, exact=True).click()
+            assert len({tuple(heights) for heights in run.evaluate(EACH_STEP, look)}) == 1
+
+
+def test_on_a_phone_controls_sentence_and_pool_are_in_one_screen(preempted: Any) -> None:
+    if preempted.viewport_size["width"] > 700:
+        return
+    preempted.locator(".time").evaluate("time => time.scrollIntoView()")
+    bottom = preempted.locator(".memory .pools > div").first.evaluate("pool => pool.getBoundingClientRect().bottom")
+    assert bottom <= preempted.viewport_size["height"]
+    assert preempted.evaluate("document.documentElement.scrollWidth") <= preempted.viewport_size["width"]
+
+
+def test_what_is_pointed_at_or_has_the_focus_lights_what_belongs_to_it(opened: Any) -> None:
+    stepper = opened.locator("paged-stepper")
+    forked = stepper.evaluate("s => s.events.findIndex((e) => e.event === 'sequence_forked') + 1")
+    stepper.evaluate("(s, n) => s.go(n)", forked)
+    keys = "s => [...s.shadowRoot.querySelectorAll('[data-key].lit')].map((lit) => lit.dataset.key)"
+    opened.locator(".pool li").first.focus()
+    assert stepper.evaluate(keys) == ["block 0", "entry 0 0", "entry 1 0"]
+    opened.keyboard.press("ArrowDown")
+    assert stepper.evaluate(keys) == ["block 1"]
+    opened.keyboard.press("ArrowRight")  # the keys go on working, and the focus stays
+    assert stepper.evaluate("s => [s.n, s.shadowRoot.activeElement.dataset.key]") == [forked + 1, "block 1"]
+    opened.locator(".entry").nth(1).locator(".tok").nth(2).hover()
+    assert stepper.evaluate(keys) == ["block 0", "entry 1 0"]
+    assert opened.locator(".slots .lit").all_text_contents() == ["three"]
+    assert stepper.evaluate("s => s.arrows.querySelectorAll('.strong').length") >= 1
+
+
+def luminance(color: str) -> float:
+    """Of an rgb() color, as WCAG has it."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]
+    r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def test_the_letters_of_sequences_can_be_read_on_their_colours_which_are_the_demos(opened: Any) -> None:
+    colours = opened.evaluate(
+        """() => {
+          const stepper = document.querySelector("paged-stepper");
+          stepper.say.replaceChildren(...Array.from({length: 12}, (_, i) => stepper.chip(i)), stepper.chip(27));
+          const seen = [...stepper.say.children].map((chip) => [getComputedStyle(chip), chip.textContent]);
+          return seen.map(([style, letter]) => [style.backgroundColor, style.color, letter]);
+        }"""
+    )
+    assert "".join(letter for _, _, letter in colours) == "ABCDEFGHIJKLAB"
+    palette = [tuple(Color.from_ansi(number).get_truecolor()) for number in COLORS]
+    assert [tuple(map(int, re.findall(r"\d+", back))) for back, _, _ in colours[:12]] == palette
+    for back, ink, _ in colours:
+        dark, light = sorted((luminance(back), luminance(ink)))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(browser: Browser, tmp_path: Path, scheme: Any) -> None:
+    (tmp_path / "run.html").write_text(preempted_run())
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
+    page.goto(f"file://{tmp_path}/run.html")
+    page.add_script_tag(content=axe_script())
+    last = page.evaluate("document.querySelector('paged-stepper').events.length")
+    for n in range(1, last + 1, 20):
+        page.evaluate("n => document.querySelector('paged-stepper').go(n)", n)
+        violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+        assert not violations, (n, [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in violations])
+    page.close()
+
+
+# --- Movement -------------------------------------------------------------------------------------
+
+FLIGHTS = {"block_copied": "copied", "swapped_out": "swapped out", "swapped_in": "swapped in"}
+LOOK = """(stepper) => [stepper.fliers.children.length, stepper.moves.querySelectorAll("path").length,
+  stepper.moves.textContent.trim(), stepper.state.querySelectorAll(".slots.gone").length]"""
+
+
+def test_what_is_copied_and_swapped_flies_and_leaves_an_arrow_with_a_word(preempted: Any) -> None:
+    stepper = preempted.locator("paged-stepper")
+    events = stepper.evaluate("s => s.events")
+    for i, event in enumerate(events):
+        if word := FLIGHTS.get(event["event"]):
+            pairs = len(event.get("pairs", "1"))
+            stepper.evaluate("(s, n) => { s.go(n); s.go(n + 1); }", i)
+            vacated = pairs if event["event"].startswith("swapped") else 0
+            if preempted.viewport_size["width"] > 700 or event["event"] == "block_copied":
+                assert stepper.evaluate(LOOK) == [pairs, pairs, word, vacated]
+            preempted.wait_for_function("document.querySelector('paged-stepper').fliers.children.length === 0")
+            assert stepper.evaluate(LOOK)[1:] == [pairs, word, vacated]
+            stepper.evaluate("(s, n) => s.go(n + 2)", i)
+            assert stepper.evaluate(LOOK) == [0, 0, "", 0]
+            stepper.evaluate("(s, n) => { s.go(n); s.go(n + 1); s.go(n); }", i)  # back, while it flies
+            assert stepper.evaluate(LOOK)[:3] == [0, 0, ""]
+            stepper.evaluate("(s, n) => { s.go(n + 2); s.go(n + 1); }", i)  # nothing flies backwards
+            assert stepper.evaluate(LOOK) == [0, pairs, word, vacated]
+            stepper.evaluate("(s, n) => { s.go(1); s.go(n + 1); }", i)  # who jumps there sees it too
+            assert preempted.viewport_size["width"] < 700 or stepper.evaluate(LOOK)[0] == pairs
+
+
+def test_who_wants_no_movement_has_the_arrows_alone(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "run.html").write_text(preempted_run())
+    page = browser.new_page(reduced_motion="reduce")
+    page.goto(f"file://{tmp_path}/run.html")
+    looked = page.evaluate(EACH_STEP, LOOK)
+    assert not any(flying for flying, _, _, _ in looked)
+    assert {word for _, arrows, word, _ in looked if arrows} == set(FLIGHTS.values())
+    page.close()
+
+
+def test_what_is_evicted_and_what_is_held_twice_have_their_arrows(browser: Browser, tmp_path: Path) -> None:
+    heard: list[Event] = []
+    model = Storyteller(["one two three four five six", "a b c d e f"])
+    engine = model.engine(num_blocks=4, block_size=2, enable_prefix_caching=True)
+    engine.listeners.append(heard.append)
+    for prompts in (["one two three", "one two three"], ["a b c d e"]):
+        for prompt in prompts:
+            engine.add_request(model.encode(prompt), SamplingParams(max_tokens=3, temperature=0))
+        while engine.has_unfinished_requests():
+            engine.step()
+    (tmp_path / "run.html").write_text(page(as_data("", heard, words=dict(enumerate(model.words)))))
+    watched = Watched(browser)
+    watched.page.goto(f"file://{tmp_path}/run.html")
+    looked = watched.page.evaluate(EACH_STEP, LOOK)
+    assert {(flying, arrows, word) for flying, arrows, word, _ in looked if arrows} == {
+        (1, 1, "the same"),
+        (1, 1, "evicted"),
+    }
+    watched.check()
+    watched.page.close()
+
+
+# --- What is wrong --------------------------------------------------------------------------------
+
+
+def test_what_is_wrong_is_in_the_picture_and_the_last_step_says_that_it_broke(browser: Browser, tmp_path: Path) -> None:
+    run = runpy.run_path("docs/runs/minus_one.py")["run"]
+    (tmp_path / "run.html").write_text(run.page())
+    watched = Watched(browser, reduced_motion="reduce")
+    page = watched.page
+    page.goto(f"file://{tmp_path}/run.html?step=8")
+    claims = (
+        "[...document.querySelector('paged-stepper').shadowRoot.querySelectorAll('.claim')].map((c) => c.innerText)"
+    )
+    assert [re.sub(r"\s+", " ", claim) for claim in page.evaluate(claims)] == 2 * ["tables ×0 · allocator says ×-1"] + [
+        "",
+        "",
+    ]
+    page.keyboard.press("Tab")
+    page.get_by_role("slider").press("End")
+    assert (
+        page.locator(".say").text_content().startswith("Broken here: InvariantViolation: invariant 'liveness' broken")
+    )
+    assert page.locator(".wrong").count() == 4
+    assert page.locator(".badly").text_content() == "broken"
+    heights = page.evaluate(EACH_STEP, "(stepper) => [stepper.offsetHeight, stepper.memory.offsetHeight]")
+    assert len(set(map(tuple, heights))) == 1
+    page.add_script_tag(content=axe_script())
+    violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    assert not violations, [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in violations]
+    watched.check()
+    page.close()
+
+
+def test_so_does_the_page_of_a_counterexample(browser: Browser, tmp_path: Path) -> None:
+    grade = ["grade", "block-allocator", "museum/minus_one.py", "--no-model", "--counterexamples", str(tmp_path)]
+    assert main_and_return(grade) == 1
+    assert main_and_return(["page", str(tmp_path / "allocate-and-free.jsonl"), "-o", str(tmp_path / "page.html")]) == 0
+    watched = Watched(browser)
+    watched.page.goto(f"file://{tmp_path}/page.html?step=999")
+    say, claim = watched.page.locator(".say").text_content(), watched.page.locator(".wrong .claim").inner_text()
+    assert say.startswith(
+        "Broken here: invariant 'exact-references' broken: after allocator.allocate() ref_count(0) is 0"
+    )
+    assert claim.split() == ["tables", "×1", "·", "allocator", "says", "×0"]
+    watched.check()
+    watched.page.close()
+
+
+def test_a_run_that_contradicts_itself_can_be_stepped_through(browser: Browser, tmp_path: Path) -> None:
+    """The sentence says so; what cannot be followed changes nothing more."""
+    events = [
+        EngineStarted(num_blocks=4, num_swap_blocks=0, block_size=2, max_model_len=8),
+        BlocksFreed(sequence=7, blocks=(1,)),
+        StepStarted(1),
+    ]
+    (tmp_path / "run.html").write_text(page(as_data("", events)))
+    watched = Watched(browser)
+    watched.page.goto(f"file://{tmp_path}/run.html?step=3")
+    assert watched.page.locator(".n").text_content() == "3 / 3"
+    assert "does not follow from what happened before" in watched.page.locator(".say").text_content()
+    assert watched.page.locator(".pool .free").count() == 4
+    watched.check()
+    watched.page.close()
+
+
+# --- The timeline ---------------------------------------------------------------------------------
+
+
+def test_a_click_on_the_timeline_leads_to_the_step_that_is_drawn_there(preempted: Any) -> None:
+    stepper = preempted.locator("paged-stepper")
+    marks = stepper.evaluate("s => [...s.whole.rows.values()].flatMap((row) => row.marks)")
+    at = {mark["kind"]: mark["at"] for mark in marks}
+    assert at.keys() == {"fork", "copy", "preemption", "end"}
+    for n in at.values():
+        x = stepper.evaluate("(s, n) => s.x(n) - s.slider.offsetLeft", n)
+        preempted.get_by_role("slider").click(position={"x": x, "y": 30})
+        assert abs(stepper.evaluate("s => s.n") - n) <= (0 if preempted.viewport_size["width"] > 700 else 1)
+    said = preempted.get_by_role("slider").get_attribute("aria-valuetext")
+    assert re.fullmatch(r"step \d+ of \d+, engine step \d+", said)
+
+
+def test_the_rows_of_the_timeline_say_who_waits_runs_and_is_swapped_out(preempted: Any) -> None:
+    """At every step as the fold says."""
+    look = """(stepper) => {
+      const state = stepper.fold.at(stepper.n);
+      const swapped = (r) => [...state.sequences.values()].some((s) => s.request === r && s.swapped);
+      return Object.fromEntries([...stepper.whole.rows].map(([r, {spans}]) => [r, [
+        state.running.includes(r) ? "running" : swapped(r) ? "swapped" : state.waiting.includes(r) ? "waiting" : null,
+        spans.find(({from, to}) => from <= stepper.n && stepper.n < to)?.kind ?? null]]));
+    }"""
+    for of_requests in preempted.evaluate(EACH_STEP, look)[:-1]:
+        for request, (said, drawn) in of_requests.items():
+            assert said == drawn, request
+
+
+def test_what_is_computed_again_is_drawn_so_until_it_has_a_new_token(browser: Browser, tmp_path: Path) -> None:
+    heard: list[Event] = []
+    model = Storyteller(["one two three four five six seven eight nine ten"])
+    engine = model.engine(num_blocks=5, block_size=2, preemption="recompute", max_model_len=10)
+    engine.listeners.append(heard.append)
+    for _ in range(2):
+        engine.add_request(model.encode("one two three"), SamplingParams(max_tokens=6, temperature=0))
+    while engine.has_unfinished_requests():
+        engine.step()
+    (tmp_path / "run.html").write_text(page(as_data("", heard)))
+    watched = Watched(browser)
+    watched.page.goto(f"file://{tmp_path}/run.html")
+    rows = watched.page.evaluate("[...document.querySelector('paged-stepper').whole.rows.values()]")
+    kinds = [[span["kind"] for span in row["spans"]] for row in rows]
+    assert kinds == [["waiting", "running"], ["waiting", "running", "waiting", "recomputing", "running"]]
+    watched.page.close()
+
+
+def test_n_leads_to_the_next_event_of_interest_and_shift_to_engine_steps(opened: Any) -> None:
+    events = opened.evaluate("document.querySelector('paged-stepper').events.map((e) => e.event)")
+    number = opened.locator(".n")
+    opened.get_by_role("slider").focus()
+    opened.keyboard.press("n")
+    assert number.text_content() == f"{events.index('sequence_forked') + 1} / {len(events)}"
+    opened.get_by_role("button", name="Next event of interest").click()
+    assert number.text_content() == f"{events.index('block_copied') + 1} / {len(events)}"
+    starts = [i + 1 for i, event in enumerate(events) if event == "step_started"]
+    opened.keyboard.press("Home")
+    for start in starts:
+        opened.keyboard.press("Shift+ArrowRight")
+        assert number.text_content() == f"{start} / {len(events)}"
+    opened.keyboard.press("Shift+ArrowLeft")
+    assert number.text_content() == f"{starts[-2]} / {len(events)}"
+
+
+def test_it_plays_at_other_speeds(opened: Any) -> None:
+    opened.clock.install()
+    opened.get_by_role("combobox", name="Speed").select_option("4×")
+    opened.get_by_role("button", name="Play").click()
+    opened.clock.run_for(1600)
+    assert opened.locator(".n").text_content().startswith("5 /")
+
+
+# --- Pages ----------------------------------------------------------------------------------------
 
 
 def test_what_a_run_says_cannot_break_out_of_its_page(browser: Browser, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import jupytext
 import pytest
 
-from docs import python_in_page
+from docs import build, python_in_page
 from minipaged import InvariantViolation, SamplingParams
 from minipaged.engine.engine import Engine
 from minipaged.events import BlockCopied, Event, SwappedIn
@@ -20,13 +21,15 @@ from minipaged.stepper import Reciter, edited
 
 ROOT = Path(__file__).parent.parent.parent
 EDITABLE = [
-    (script.stem, cell.source)
+    (script.stem, cell.source, build.needed(cells))
     for script in sorted((ROOT / "tutorials").glob("*.py"))
-    for cell in jupytext.read(script).cells
+    for cells in [jupytext.read(script).cells]
+    for cell in cells
     if "editable" in cell.metadata.get("tags", ())
 ]
-ALLOCATOR = next(source for _, source in EDITABLE if "class Allocator" in source)
-TABLE = next(source for _, source in EDITABLE if "class Table" in source)
+ALLOCATOR = next(source for _, source, _ in EDITABLE if "class Allocator" in source)
+TABLE = next(source for _, source, _ in EDITABLE if "class Table" in source)
+SLIDING = {name: (source, needed) for name, source, needed in EDITABLE if build.sliders(source)}
 
 
 def run(source: str) -> dict[str, Any]:
@@ -56,20 +59,49 @@ def test_every_editable_cell_runs_by_itself_from_what_a_page_has_of_minipaged(tm
     for path, source in python_in_page.sources().items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(source)
-    (tmp_path / "cells.json").write_text(json.dumps([source for _, source in EDITABLE]))
+    (tmp_path / "cells.json").write_text(json.dumps([cell for _, *cell in EDITABLE]))
     program = (
         f"import json, sys; sys.path.insert(0, {str(tmp_path)!r})\n"
         "from minipaged.stepper.edited import run\n"
         f"cells = json.load(open({str(tmp_path / 'cells.json')!r}))\n"
-        "print(json.dumps([json.loads(run(cell)) for cell in cells]))"
+        "print(json.dumps([json.loads(run(*cell)) for cell in cells]))"
     )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert len(EDITABLE) >= 2
-    for (name, _), result in zip(EDITABLE, json.loads(done.stdout), strict=True):
+    for (name, *_), result in zip(EDITABLE, json.loads(done.stdout), strict=True):
         assert result["error"] is None, name
+        if name in SLIDING:
+            assert result["picture"].startswith("<svg"), name
+            continue
         assert len(result["run"]["events"]) > 20
         assert "the code above" in {function["file"] for function in result["run"]["functions"]}
+
+
+def test_there_are_sliders_in_the_tutorials_on_memory_and_on_batches() -> None:
+    assert set(SLIDING) == {"01_contiguous_memory", "05_continuous_batching"}
+
+
+def slid(source: str, needed: str, **values: int) -> dict[str, Any]:
+    """What a cell shows with its sliders moved to these values."""
+    for slider in build.sliders(source):
+        name, value = slider["name"], slider["value"]
+        source = source.replace(f"{name} = {value} ", f"{name} = {values.get(name, value)} ")
+    result: dict[str, Any] = json.loads(edited.run(source, needed))
+    return result
+
+
+@pytest.mark.parametrize("name", SLIDING)
+def test_a_cell_runs_wherever_its_sliders_stand(name: str) -> None:
+    """At both ends of each, in all combinations; and each of them changes what is shown."""
+    sliders = {
+        slider["name"]: (slider["values"][0], slider["values"][-1]) for slider in build.sliders(SLIDING[name][0])
+    }
+    for ends in itertools.product(*sliders.values()):
+        result = slid(*SLIDING[name], **dict(zip(sliders, ends, strict=True)))
+        assert result["error"] is None, (ends, result["error"])
+    for slider, (low, high) in sliders.items():
+        assert slid(*SLIDING[name], **{slider: low}) != slid(*SLIDING[name], **{slider: high}), slider
 
 
 def test_a_change_shows_in_the_events_and_in_the_lines_lit() -> None:
@@ -129,11 +161,41 @@ def test_of_a_run_that_fails_there_is_what_was_recorded_until_then() -> None:
     assert names[-1] == "step_started"  # of an allocator that is broken nothing more is asked
 
 
+COUNTS_TOO_MUCH = ("-= 1\n        return copy", "-= 0\n        return copy")
+MISTYPED = ("return block\n\n    def share", "return blck\n\n    def share")
+
+
+@pytest.mark.parametrize(
+    ("source", "pair", "method", "line", "wrong"),
+    [
+        (ALLOCATOR, COUNTS_TOO_MUCH, "copy_on_write", "return copy", {"1": [1, 2]}),
+        (ALLOCATOR, MISTYPED, "allocate", "return blck", {"0": [0, 1]}),
+        (TABLE, ("position % self", "position // self"), "slot_mapping", "return slots", None),
+    ],
+)
+def test_a_run_that_broke_off_says_where_and_what_the_part_believes(
+    source: str, pair: tuple[str, str], method: str, line: str, wrong: Any
+) -> None:
+    data = changed(source, pair)["run"]
+    function = data["functions"][data["current"][-1][0]]
+    assert len(data["current"]) == len(data["events"]) + 1
+    assert function["name"].endswith(f".{method}")
+    assert function["source"][data["current"][-1][1] - function["first"]].strip() == line
+    assert data["broken"]["line"] == data["current"][-1][1]
+    assert data["broken"]["message"].endswith(f"is {data['broken']['line']}, in {function['name']}")
+    assert data["beliefs"].get(str(len(data["events"])), {}).get("blocks") == wrong
+
+
+@pytest.mark.parametrize("source", [source for name, source, _ in EDITABLE if name not in SLIDING])
+def test_a_run_that_holds_has_nothing_of_that(source: str) -> None:
+    assert not {"broken", "beliefs"} & run(source)["run"].keys()
+
+
 def test_what_is_printed_comes_back_and_a_cell_that_shows_nothing_is_told_so() -> None:
     result = run("print('six times', 7)\n")
     assert result["printed"] == "six times 7\n"
     assert result["run"] is None
-    assert "the last line must name the recording" in result["error"]
+    assert "the last line must name a recording" in result["error"]
 
 
 # --- The reciter ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,6 +96,7 @@ def test_an_edited_allocator_runs_and_its_steps_are_shown(watched: Watched, with
     assert [recorded[key] for key in recorded if key != "events"] == [same[key] for key in recorded if key != "events"]
 
     assert ran(page, ALLOCATOR.replace("pop()", "pop(0)")).startswith("Your version ran")
+    assert page.evaluate("document.querySelector('paged-stepper').getBoundingClientRect().top < innerHeight / 2")
     taken = [event["new_blocks"] for event in shown(page)["events"] if "new_blocks" in event]
     assert taken[0] == [7, 6]
     page.locator("paged-stepper").evaluate("s => s.go(s.events.findIndex((e) => e.new_blocks) + 1)")
@@ -103,7 +105,12 @@ def test_an_edited_allocator_runs_and_its_steps_are_shown(watched: Watched, with
 
     said = ran(page, ALLOCATOR.replace("-= 1\n        return copy", "-= 0\n        return copy"))
     assert "invariant 'exact-references' broken" in said
-    assert page.locator("paged-stepper .n").text_content() == "11 / 11"
+    assert page.locator("paged-stepper .n").text_content() == "12 / 12"
+    assert page.locator("paged-stepper .say").text_content().startswith("Broken here: InvariantViolation")
+    assert "allocator says \N{MULTIPLICATION SIGN}2" in page.locator("paged-stepper .wrong .claim").text_content()
+    wrong = re.findall(r"▶ (\d+)", page.locator("paged-editor .numbers").text_content())
+    source = page.get_by_role("textbox", name="The code").input_value().splitlines()
+    assert [source[int(line) - 1].strip() for line in wrong] == ["return copy", "engine.step()"]
 
     said = ran(page, ALLOCATOR.replace("block = self.free_blocks.pop()", "print('here')\n        return nothing"))
     assert said.startswith("Line 21, in allocate: NameError: name 'nothing' is not defined.")
@@ -144,6 +151,17 @@ def test_work_is_kept_until_it_is_reset(watched: Watched, folder: Path) -> None:
     page.reload()
     page.get_by_role("button", name="Go on with your version").click()
     assert area.input_value() == edited
+    assert page.locator("paged-editor .paint").text_content() == f"{edited}\n"
+    painted = {kind: page.locator(f"paged-editor .{kind}") for kind in ("keyword", "string", "function", "number")}
+    assert [painted[kind].first.text_content() for kind in ("keyword", "function")] == ["from", "Allocator"]
+    assert (
+        painted["string"].first.text_content()
+        == '"""A list of the free blocks, and for each block how many hold it."""'
+    )
+    assert painted["number"].last.text_content() == "1"
+    place = "part => { const {x, y, height} = part.getBoundingClientRect(); return [x, y, height]; }"
+    field, paint = (page.locator(f"paged-editor {part}").evaluate(place) for part in ("textarea", ".paint"))
+    assert field == paint
     page.keyboard.press("Escape")
     page.keyboard.press("Tab")
     assert page.get_by_role("button", name="Run").evaluate("button => button.getRootNode().activeElement === button")

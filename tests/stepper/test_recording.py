@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import html
 import json
+import runpy
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from docs import build
 from minipaged import EngineConfig, InvalidRequest, SamplingParams
 from minipaged.engine.engine import Engine
 from minipaged.events import EVENT_TYPES, BlockCopied, Event, RequestArrived, StepFinished, TokensComputed
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.stepper import Recording, Storyteller, record
 from minipaged.stepper.page import UNSEEN, element
-from minipaged.stepper.recording import ROOT, TELLING, WATCHED
+from minipaged.stepper.recording import ANCHORS, ROOT, WATCHED
 from minipaged.tiers import reference_tier
 from tests.source import definitions
 
@@ -119,6 +123,69 @@ def test_a_class_that_is_named_is_shown_and_a_note_is_kept_with_the_latest_event
     assert note == "The queue has one. The pool is full."
 
 
+def kept(name: str) -> dict[str, Any]:
+    """What the stepper of an exhibit of the museum is fed with."""
+    data: dict[str, Any] = json.loads(json.dumps(runpy.run_path(f"docs/runs/{name}.py")["run"].data()))
+    return data
+
+
+def test_what_an_allocator_believes_stands_beside_what_the_tables_say() -> None:
+    """As the page of the exhibit says: after the first request two counts are -1, after the second all four."""
+    data = kept("minus_one")
+    counts = [{int(block): pair for block, pair in at["blocks"].items()} for at in by_step(data)]
+    assert counts[7] == {0: [0, -1], 1: [0, -1]}
+    assert counts[16] == counts[-1] == {block: [0, -1] for block in range(4)}
+    assert counts[4] == {0: [1, 0], 1: [1, 0]}  # from the first allocation on
+    assert counts[:4] == [{}] * 4
+    assert "'liveness'" in data["broken"]["message"]
+
+
+def test_what_a_table_believes_stands_beside_what_the_events_say() -> None:
+    data = kept("stale_table")
+    [exchanged] = [i for i, event in enumerate(data["events"]) if event["event"] == "block_deduplicated"]
+    own = data["events"][exchanged]["own"]
+    for i, at in enumerate(by_step(data)):
+        assert bool(at.get("tables")) == (i >= exchanged)
+        assert i < exchanged or at["tables"]["1"][0] == own
+    assert "broken" not in data
+
+
+def by_step(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """What is wrong after each event, and where it broke off."""
+    steps = len(data["events"]) + ("broken" in data)
+    return [{"blocks": {}} | data["beliefs"].get(str(i), {}) for i in range(steps)]
+
+
+def test_an_allocator_that_is_ahead_of_the_events_is_not_wrong() -> None:
+    """Several blocks are evicted in one call, and told of one after the other."""
+    model = Storyteller(["one two three four five six", "a b c d e f g h"])
+    with record("Evicted", model.decode, watch=[Loud]) as run:
+        sizes = {"num_blocks": 4, "block_size": 2, "max_model_len": 8, "vocab_size": len(model.words)}
+        tier = replace(reference_tier(), block_allocator=Loud)
+        engine = Engine(EngineConfig(enable_prefix_caching=True, **sizes), tier, model)
+        for prompt in ("one two three four five", "a b c d e f g"):
+            engine.add_request(model.encode(prompt), SamplingParams(max_tokens=1, temperature=0))
+            while engine.has_unfinished_requests():
+                engine.step()
+    names = [event.name for event in run.events]
+    assert names.count("block_evicted") == 2
+    assert run.believed[names.index("block_evicted")].counts == dict.fromkeys(range(4), 0)
+    assert "beliefs" not in run.data()
+
+
+def test_a_run_breaks_off_where_an_error_leaves_it_and_not_where_it_goes_on() -> None:
+    model = Storyteller(TEXTS)
+    with suppress(ZeroDivisionError), record("Broken", model.decode) as run:
+        engine = model.engine(num_blocks=8, block_size=4)
+        with run.breaks(KeyError):
+            raise KeyError("lost")
+        assert run.broken
+        engine.add_request(model.encode("one"), SamplingParams(max_tokens=1))
+        assert not run.broken
+        raise ZeroDivisionError("by zero")
+    assert run.data()["broken"] == {"message": "ZeroDivisionError: by zero", "line": None, "should": False}
+
+
 def test_every_watched_function_exists() -> None:
     """Those that are renamed would silently be shown no more."""
     for file, names in WATCHED.items():
@@ -126,9 +193,32 @@ def test_every_watched_function_exists() -> None:
             assert name in definitions(ROOT / file), f"{name} in {file}"
 
 
-def test_every_event_is_told_by_a_watched_function() -> None:
-    assert TELLING.keys() <= EVENT_TYPES.keys()
-    assert set(TELLING.values()) <= {name for names in WATCHED.values() for name in names}
+def test_every_event_is_told_by_a_line_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is changed would silently be lit no more."""
+    assert EVENT_TYPES.keys() - ANCHORS.keys() == {"engine_started", "step_scheduled", "step_failed", "blocks_stored"}
+    build.check_anchors()
+    monkeypatch.setitem(ANCHORS, "block_evicted", (("PrefixCache.evict", "self._allocator.release(block)"),))
+    with pytest.raises(ValueError, match="block_evicted"):
+        build.check_anchors()
+
+
+def test_the_line_lit_is_the_one_that_is_named() -> None:
+    run, _ = two_samples()
+    named = 0
+    for event, (function, line) in zip(run.events, lit_lines(run), strict=True):
+        starts = [start for name, start in ANCHORS.get(event.name, ()) if name == function]
+        assert line.startswith(tuple(starts)) or not starts
+        named += bool(starts)
+    assert named > len(run.events) - 5  # the second of two tokens that come from one loop, and the first event of all
+
+
+def lit_lines(run: Recording) -> list[tuple[str, str]]:
+    """The function and the text of the line that is lit at each event; empty where none is."""
+    data, lit = run.data(), list[tuple[str, str]]()
+    for at in data["current"]:
+        function = data["functions"][at[0]] if at else {"name": "", "source": [""], "first": 0}
+        lit.append((function["name"], function["source"][at[1] - function["first"] if at else 0].strip()))
+    return lit
 
 
 def test_recording_leaves_the_tracing_of_others_as_it_was() -> None:
@@ -170,4 +260,4 @@ def test_the_data_in_a_page_is_the_same_to_who_escapes_html_and_who_does_not() -
 
 
 def test_the_stepper_is_small() -> None:
-    assert (Path(ROOT) / "stepper" / "stepper.js").stat().st_size < 30_000
+    assert (Path(ROOT) / "stepper" / "stepper.js").stat().st_size < 60_000

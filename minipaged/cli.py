@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -43,7 +42,7 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="The models that minipaged knows by name.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
-course_app = typer.Typer(help="For instructors.", no_args_is_help=True)
+course_app = typer.Typer(help="The assignments: their files, and graders.", no_args_is_help=True)
 app.add_typer(course_app, name="course")
 paper_app = typer.Typer(help="The figures of the PagedAttention paper, made again.", no_args_is_help=True)
 app.add_typer(paper_app, name="paper")
@@ -547,11 +546,11 @@ def page(
 ) -> None:
     """Make a page that steps through a run, to be opened in a browser or sent to somebody. It needs nothing else."""
     from minipaged.replay.recorded import read_run
-    from minipaged.stepper.page import as_data, page, words_of
+    from minipaged.stepper.page import as_data, failure_of, page, words_of
 
     run = read_run(events).events
     words = words_of(run, _decoder(model)) if model else None
-    data = as_data(title or events.name, run, words=words)
+    data = as_data(title or events.name, run, words=words) | failure_of(run)
     try:
         output.write_text(page(data), encoding="utf-8")
     except OSError as error:
@@ -603,7 +602,9 @@ def paper_list(
     output: Annotated[Path, typer.Option("--output", "-o", help="Where results are kept.")] = Path("paper-results"),
 ) -> None:
     """What there is to run, and what has been."""
-    _paper_commands().list_figures(output)
+    from minipaged.paper.commands import list_figures
+
+    list_figures(output)
 
 
 @paper_app.command("run", cls=Command)
@@ -616,9 +617,12 @@ def paper_run(
     traces: Annotated[Path | None, typer.Option(help="A folder with the traces that some figures need.")] = None,
 ) -> None:
     """Make figures of the paper again; exit status 1 if one of them is off by more than was allowed."""
-    good = _paper_commands().run_figures(
-        figures, quick=quick, seed=seed, processes=jobs or os.cpu_count() or 1, output=output, traces=traces
-    )
+    from minipaged.paper.commands import run_figures
+
+    with _drawing():
+        good = run_figures(
+            figures, quick=quick, seed=seed, processes=jobs or os.cpu_count() or 1, output=output, traces=traces
+        )
     if not good:
         raise typer.Exit(1)
 
@@ -629,12 +633,17 @@ def paper_report(
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to write.")] = Path("paper.html"),
 ) -> None:
     """All results as one HTML file, with pictures, verdicts, and where each number comes from."""
-    _paper_commands().write_report(results, output)
+    from minipaged.paper.commands import write_report
+
+    with _drawing():
+        write_report(results, output)
 
 
-def _paper_commands() -> ModuleType:
+@contextmanager
+def _drawing() -> Iterator[None]:
+    """What is done within needs matplotlib."""
     try:
-        import minipaged.paper.commands as commands
+        yield
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
@@ -642,7 +651,6 @@ def _paper_commands() -> ModuleType:
             "drawing needs matplotlib; install minipaged with its extra 'paper' "
             f"(in a clone: {sys.executable} -m pip install -c constraints.txt -e '.[paper]')"
         ) from None
-    return commands
 
 
 # --- The course -----------------------------------------------------------------------------------
@@ -712,6 +720,37 @@ def grade_tests_command(
     except CannotBeGraded as error:
         raise _exit_2(error) from None
     raise typer.Exit(run_grade_tests(assignment, tests, report))
+
+
+@course_app.command("list", cls=Command)
+def course_list() -> None:
+    """The assignments, in order."""
+    from minipaged.course.assignment import ASSIGNMENTS, CannotBeGraded
+    from minipaged.course.handouts import title_of
+
+    try:
+        titles = {assignment: title_of(assignment) for assignment in ASSIGNMENTS}
+    except CannotBeGraded as error:
+        raise _exit_2(error) from None
+    for assignment, title in titles.items():
+        print(f"{assignment:<16} {title}")
+
+
+@course_app.command("start", cls=Command)
+def course_start(
+    assignment: Annotated[str, typer.Argument(help="As in: block-allocator.", show_default=False)],
+    folder: Annotated[Path | None, typer.Argument(help="Where to write them, else a folder of its name.")] = None,
+) -> None:
+    """Write an assignment's handout, starter, and first test."""
+    from minipaged.course.assignment import CannotBeGraded
+    from minipaged.course.handouts import start
+
+    try:
+        written = start(assignment, folder or Path(assignment))
+    except CannotBeGraded as error:
+        raise _exit_2(error) from None
+    print("\n".join(map(str, written)))
+    print(f"Read {written[0]}; then, in its folder: minipaged grade {assignment} {written[1].name} --no-model")
 
 
 @course_app.command("autograder", cls=Command)

@@ -68,8 +68,9 @@ HOUSE = {
     ),
     "fast": Room(
         "contracts errors mirror models.config models.quantized.stored models.shards params scheduling steps",
-        "llvmlite numba numpy torch triton",
+        "filelock llvmlite numba numpy torch triton",
         late={
+            "only where there is something to compile": "rich",
             "the device decides which kernels are needed": "fast.cpu fast.device fast.gpu",
             "an allocator needs it only where many blocks are asked for": "numpy",
         },
@@ -148,6 +149,7 @@ HOUSE = {
         late={
             "beams are listened to once, by whoever writes the file": "llm",
             "Fig. 18a measures the fast tier's kernel too, where that is installed": "fast torch",
+            "only what draws needs matplotlib": "paper",
         },
     ),
     "options": Room("errors own_parts params replicas.settings serve.settings settings", "typer"),
@@ -257,7 +259,7 @@ def test_arrows_point_down(name: str) -> None:
 
 ON_THE_FAST_TIER = ("minipaged.course.triton_decode", "minipaged.course.decode_worker")
 """The assignment that is about a kernel of the fast tier's: it puts the student's in its place."""
-IN_THE_PAPER = ("minipaged.paper.orca", "minipaged.paper.kernel")
+IN_THE_PAPER = ("minipaged.paper.chunk", "minipaged.paper.kernel")
 """A table whose blocks are one piece is the reference's, with another rule for who gives them. And Fig. 18a measures
 the kernels of both wings."""
 

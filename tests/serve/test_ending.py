@@ -30,11 +30,11 @@ from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import LoadedModel
 from minipaged.outputs import RequestUpdate
 from minipaged.serve.app import create_app
-from minipaged.serve.server import LAST_MOMENT_S, Server, make_server, serve
+from minipaged.serve.server import Server, make_server, serve
 from minipaged.serve.serving import Serving
 from minipaged.serve.settings import ServeSettings
 from tests.effort import examples, thorough
-from tests.serve.harness import Served, check_empty, run, served, wait_until
+from tests.serve.harness import PATIENCE_S, Served, check_empty, run, served, wait_until
 
 LONG = {"prompt": "a prompt that takes several steps", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 300, "ignore_eos": True}
@@ -267,20 +267,19 @@ def test_a_step_that_does_not_end_is_not_waited_for(tiny: LoadedModel) -> None:
         step = running.allm.llm.engine.step
 
         def stuck() -> list[RequestUpdate]:
-            goes_on.wait(60)
+            goes_on.wait()
             return step()
 
         running.allm.llm.engine.step = stuck  # type: ignore[method-assign]
         asking = threading.Thread(target=lambda: running.post("/v1/completions", LONG))
         asking.start()
         wait_until(lambda: running.allm.num_open == 1)
-        began = time.monotonic()
         running.terminate()
-        running.thread.join(30)
-        took = time.monotonic() - began
+        running.thread.join(PATIENCE_S)
+        ended = not running.thread.is_alive()
         goes_on.set()
         asking.join()
-        assert took < 0.1 + 2 * LAST_MOMENT_S + 1
+        assert ended
 
 
 @pytest.mark.parametrize("end", [0, 1, ModelError("no such model")])

@@ -44,6 +44,14 @@ def test_a_model_finds_everything_compiled(dtype: str, tmp_path: Path) -> None:
     assert "compiling" not in served.stderr
 
 
+def test_what_is_compiled_for_another_processor_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with compiling.compiled_meanwhile(torch.float32):
+        pass
+    assert not compiling.missing_parts(torch.float32)
+    monkeypatch.setattr(type(compiling.cpu_target.target_context.codegen()), "magic_tuple", lambda _: ("another",))
+    assert [part for part, _ in compiling.missing_parts(torch.float32)] == [*compiling.PARTS]
+
+
 @pytest.mark.parametrize("part", compiling.PARTS)
 def test_the_bar_knows_how_many_kernels_there_are(part: str) -> None:
     assert sum(1 for _ in compiling.PARTS[part].compile(torch.float32)) == compiling.PARTS[part].num_kernels
@@ -75,7 +83,8 @@ def test_where_no_process_can_be_started_nobody_is_stopped(uncompiled: Path) -> 
 
 
 def test_weights_are_read_while_kernels_are_compiled(uncompiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    uncompiled.write_text("#!/bin/sh\nwhile ! [ -e $0.read ]; do sleep 0.1; done\n")
+    wait = "for n in $(seq 600); do [ -e $0.read ] && touch $0.saw && break; sleep 0.1; done"
+    uncompiled.write_text(f"#!/bin/sh\n{wait}\n")
     uncompiled.chmod(0o755)
 
     def load(*_: object) -> str:
@@ -85,6 +94,7 @@ def test_weights_are_read_while_kernels_are_compiled(uncompiled: Path, monkeypat
     monkeypatch.setattr(FastTier, "_load", load)
     tier = choose_tier("fast", "cpu")
     assert tier.load_weights(uncompiled.parent, None) == "weights"  # type: ignore[arg-type]
+    assert Path(f"{uncompiled}.saw").exists()
 
 
 def test_who_interrupts_does_not_wait_for_compilers(uncompiled: Path) -> None:

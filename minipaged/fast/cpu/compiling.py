@@ -22,6 +22,7 @@ import numba
 import numpy as np
 import torch
 from filelock import FileLock
+from numba.core.registry import cpu_target
 
 from minipaged.fast import cpu
 from minipaged.fast.cpu.attention import _decode
@@ -93,10 +94,14 @@ PARTS = {
 
 
 def is_compiled(part: str, dtype: torch.dtype) -> bool:
-    """Whether numba will find the part's last kernel for tensors of this type."""
+    """Whether numba will find the part's last kernel for tensors of this type, made for this processor."""
+    here = cpu_target.target_context.codegen().magic_tuple()
     stored = numba.from_dtype(as_array(torch.empty(0, dtype=dtype)).dtype)
     compiled = PARTS[part].last._cache._cache_file._load_index()  # keys: (types of the arguments, processor, ...)
-    return any(stored in (getattr(argument, "dtype", None) for argument in types) for types, *_ in compiled)
+    return any(
+        processor == here and stored in (getattr(argument, "dtype", None) for argument in types)
+        for types, processor, *_ in compiled
+    )
 
 
 def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
@@ -120,7 +125,9 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
     from rich.progress import Progress
 
     print(f"compiling the {_name(dtype)} kernels for this processor, once: about 20 seconds", file=sys.stderr)
-    bars = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    bars = Progress(
+        console=Console(stderr=True), transient=True, redirect_stdout=False, disable=not sys.stderr.isatty()
+    )
     with bars, ExitStack() as at_the_end:
         bar = bars.add_task("compiling", total=sum(PARTS[part].num_kernels for part, _ in missing))
 

@@ -32,8 +32,9 @@ TILE = 64
 @intrinsic
 def score_tile(typingctx, q, keys, size, group, head_dim, scale, p, o, m_l):
     """The scores of `size` keys, up to TILE, against the `group` queries at q [group, head_dim]: into m_l, the largest
-    score and the sum of each, and, as weights in bfloat16, into p [group, TILE]. o [group, head_dim] fades. All but
-    `scale` are numbers; keys: where the addresses of TILE keys are, past `size` those of any that are there."""
+    score and the sum of each, and, as weights in bfloat16, into p [group, TILE]. o [group, head_dim] fades. All are
+    int64 (q, keys, p, o, m_l: addresses) but `scale`, a float32; at keys are the addresses of TILE keys, past `size`
+    those of any that are there."""
 
     def codegen(context, builder, signature, arguments):
         Decode(builder, *arguments[3:5]).take_scores(*arguments[:3], *arguments[5:])

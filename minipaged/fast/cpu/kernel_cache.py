@@ -26,7 +26,8 @@ def follow_sources(package: str) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}."):
             for each in vars(module).values():
-                if isinstance(each, Dispatcher) and isinstance(each._cache, FunctionCache):
+                own = isinstance(each, Dispatcher) and each.py_func.__module__ == name  # others only import it
+                if own and isinstance(each._cache, FunctionCache):
                     kept = each._cache._cache_file
                     kept._source_stamp = digest
                     # In names too: numba writes what is kept, and under which names, one after the other.

@@ -46,9 +46,9 @@ def list_figures(folder: Path) -> None:
 def figures_called(name: str) -> list[str]:
     """`all`, a figure (12a, or Fig. 12a), or a group: 12 is 12a to 12f, and `beyond` all of those. Raises
     InvalidRequest."""
-    if name == "all":
+    if name.lower() == "all":
         return list(FIGURES)
-    plain = name.lower().removeprefix("fig").strip(" .")
+    plain = name.lower().removeprefix("figure").removeprefix("fig").strip(" .")
     if plain in FIGURES:
         return [plain]
     found = [figure for figure in FIGURES if plain == _group_of(figure)]
@@ -85,7 +85,7 @@ def run_figures(
             print(f"What has ended of {name} is kept in {output}; the same command goes on from there", file=sys.stderr)
             raise
         except MissingTrace as error:
-            if name in names:
+            if any(figures_called(one) == [name] for one in names):
                 raise
             print(f"{name} is left out: {error}", file=sys.stderr)
             continue
@@ -155,7 +155,7 @@ def write_report(folder: Path, output: Path) -> None:
             "--results"
         )
     try:
-        output.write_text(report(results))
+        output.write_text(report(results), encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"cannot write {output}: {error.strerror}; give another --output") from None
     print(output)

@@ -54,7 +54,7 @@ def draw(data: Mapping[str, Any]) -> Canvas:
 def save(data: Mapping[str, Any], path: Path) -> None:
     """As SVG or PNG, by the file's name; the same bytes for the same data."""
     if path.suffix == ".svg":
-        path.write_text('<?xml version="1.0" encoding="utf-8"?>\n' + svg(data) + "\n")
+        path.write_text('<?xml version="1.0" encoding="utf-8"?>\n' + svg(data) + "\n", encoding="utf-8")
     else:
         draw(data).savefig(path, dpi=150, metadata={"Software": None})
 

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 
 Verdict = Literal["holds", "fails", "not judged"]
 Style = Literal["ours", "paper", "calibrated"]
-CheckKind = Literal["predicted", "calibrated", "exact"]
 """Solid lines are ours, dashed ones the paper's; marks alone are points that calibrated the machine."""
+CheckKind = Literal["predicted", "calibrated", "exact"]
 
 
 class Job(Protocol):

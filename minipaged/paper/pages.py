@@ -153,7 +153,8 @@ def counts(results: Iterable[Mapping[str, Any]]) -> str:
 def knees(results: Mapping[str, Mapping[str, Any]]) -> str | None:
     """How far the judged knees of Fig. 12 are off, all together, in words; None where there is none."""
     panels = [results[figure.name] for figure in FIG_12 if figure.name in results]
-    judged = [check for panel in panels for check in panel["checks"] if check["tolerance"] == TOLERANCE]
+    checks = [check for panel in panels for check in panel["checks"] if check["verdict"] != "not judged"]
+    judged = [check for check in checks if check["tolerance"] == TOLERANCE]
     if not judged:
         return None
     off = [abs(check["difference"]) for check in judged if check["difference"] is not None]

@@ -164,6 +164,8 @@ def test_the_knees_are_judged_together() -> None:
     good = {"12a": result("12a", [check("vLLM: x", 1.0, 1.05, 0.18, "holds")])}
     assert (knees(good) or "").endswith("worst 5.0% (within 18%): holds.")
     assert knees({}) is None
+    quick = [{**one, "verdict": "not judged"} for one in RESULTS["12a"]["checks"]]
+    assert knees({"12a": result("12a", quick)}) is None
 
 
 def test_four_knees_of_a_panel_are_judged_and_no_height() -> None:

@@ -201,6 +201,16 @@ def test_the_ceilings_of_prefix_caching_are_told_and_not_judged(prompts: Path, t
     assert all(check["ours"] == pytest.approx(2212 / 3400) for check in ceilings)
 
 
+def test_a_trace_that_is_cut_off_or_empty_is_refused(prompts: Path) -> None:
+    path = prompts / PrefixCaching.files[0]
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(InvalidRequest, match="ends early, or is no text, after line 4; fetch it again"):
+        CachedTrace(str(path), 0).run()
+    path.write_bytes(gzip.compress(b""))
+    with pytest.raises(InvalidRequest, match="has no requests"):
+        CachedTrace(str(path), 0).run()
+
+
 @pytest.mark.parametrize("line", ['{"hash_ids": [1]}', '{"input_length": 5}', "[]", "no JSON"])
 def test_what_is_no_trace_of_prefixes_is_refused(line: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"

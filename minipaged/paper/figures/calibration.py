@@ -126,7 +126,14 @@ class Calibration(Figure):
         for kind in ("decode", "prefill", "mixed"):
             errors = misses((step, ours) for step, ours in by_law.items() if step.kind == kind)
             checks.append(
-                Check(f"median distance from those of them that are {kind}", None, median(errors), None, unit=" %")
+                Check(
+                    f"median distance from those of them that are {kind}",
+                    None,
+                    median(errors),
+                    None,
+                    unit=" %",
+                    kind="calibrated",
+                )
             )
         for model in SETTINGS:
             points, found = points_of(model), results[FlatPoints(model)]

@@ -104,7 +104,7 @@ class Fig19a(Figure):
                 ours[name][i],
                 {"Recompute": RECOMPUTE_TOLERANCE, "Swap in + out": SWAP_TOLERANCE}.get(name),
                 unit=" ms",
-                kind="calibrated" if name == "Swap in + out" else "predicted",
+                kind="predicted" if name == "Recompute" else "calibrated",
             )
             for name in ours
             for i, size in enumerate(BLOCK_SIZES)
@@ -167,7 +167,7 @@ class Fig19b(Figure):
     change_it = (
         "Raise the rate by a tenth (`RATES`): with more preemptions the two part sooner.",
         "Make blocks one piece of memory (`copies_per_block=1`): what becomes of swapping with blocks of 1?",
-        "Let each victim take the cheaper way (`preemption` left out, and the engine's own policy in place of VLLM).",
+        "Where victims are swapped, recompute short ones (`way_back` in `paper/vllm.py`): is that better than both?",
     )
 
     why: Mapping[str, str] = {

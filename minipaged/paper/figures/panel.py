@@ -15,8 +15,8 @@ from minipaged.paper.serving import Serving
 BEYOND = 1.1, 1.2
 """Each curve goes on to so many times the rate at which the paper's leaves its panel, or of its last point."""
 RISE, APART = 8.0, 1.05
-"""Around its knee no curve of ours rises more than RISE times from one point to the next, unless the higher rate is at
-most APART times the lower: on a longer straight line the knee would lie where nothing was run."""
+"""With seed 0 no curve of ours rises more than RISE times around its knee from one point to the next, unless the higher
+rate is at most APART times the lower: on a longer straight line the knee would lie where nothing was run."""
 BETWEEN: Mapping[str, Mapping[str, tuple[float, ...]]] = {
     "12a": {"Orca (Max)": (0.575, 0.613), "Orca (Pow2)": (0.838,)},
     "12b": {"Orca (Max)": (0.15,), "Orca (Pow2)": (0.275,), "Orca (Oracle)": (0.35,)},
@@ -154,7 +154,8 @@ class Panel(Figure):
             return []
         return [
             f"No number: up to the highest rate that was run ({', '.join(ends)}) the curve does not come to "
-            f"{published.KNEE:g} s a token. Short traces end before the queue is so long; without --quick they do not."
+            f"{published.KNEE:g} s a token. Short traces (of --quick) end before the queue is so long: take "
+            "longer ones, or a higher rate (`BEYOND`)."
         ]
 
     @abstractmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,7 @@ class CachedTrace:
 def hashes_of(path: Path, most: int) -> Iterator[tuple[list[int], int]]:
     """Of each request the hashes of its prompt's blocks, and how many tokens it has. Raises InvalidRequest for what is
     no such trace."""
+    number = 0
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             for number, line in enumerate(lines, 1):
@@ -84,12 +86,16 @@ def hashes_of(path: Path, most: int) -> Iterator[tuple[list[int], int]]:
                     return
                 request = json.loads(line)
                 yield [int(one) for one in request["hash_ids"]], int(request["input_length"])
+    except (EOFError, UnicodeDecodeError, zlib.error):  # before ValueError, which one of them is
+        raise InvalidRequest(f"{path} ends early, or is no text, after line {number}; fetch it again") from None
     except OSError as error:
         raise InvalidRequest(f"cannot read the trace {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):
         raise InvalidRequest(
             f"{path}, line {number}: no JSON object with hash_ids and input_length, as Mooncake's traces have"
         ) from None
+    if not number:
+        raise InvalidRequest(f"{path} has no requests")
 
 
 class PrefixCaching(FromFiles):

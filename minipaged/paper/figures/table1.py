@@ -75,14 +75,22 @@ class Table1(Figure):
             found = results[Sizes(model)]
             per_token = found["kv_bytes_per_token"] / 1024
             checks += [
-                Check(f"{model}: weights", weights, found["weight_bytes"] / 1e9, WEIGHTS_TOLERANCE, unit=" GB"),
-                Check(f"{model}: slots, in thousands", slots, found["slots"] / 1e3, TOLERANCE, unit="K"),
+                Check(
+                    f"{model}: weights",
+                    weights,
+                    found["weight_bytes"] / 1e9,
+                    WEIGHTS_TOLERANCE,
+                    unit=" GB",
+                    kind="exact",
+                ),
+                Check(f"{model}: slots, in thousands", slots, found["slots"] / 1e3, TOLERANCE, unit="K", kind="exact"),
                 Check(
                     f"{model}: K and V of a token",
                     800 if i == 0 else None,
                     per_token,
                     TOKEN_TOLERANCE if i == 0 else None,
                     unit=" KiB",
+                    kind="exact",
                 ),
             ]
             paper.append((i, slots))

@@ -315,7 +315,9 @@ class Session:
                     Invariant.EXCLUSIVE_WRITE,
                     f"{shown} raised OutOfBlocks, but block {block} has one holder, which needs no copy",
                 )
-            self._fail(Invariant.CONSERVATION, f"{shown} raised OutOfBlocks, but {free} blocks are free")
+            takes = method.startswith("allocate") or method == "copy_on_write"
+            why = f"{free} blocks are free" if takes else "needs no block"
+            self._fail(Invariant.CONSERVATION, f"{shown} raised OutOfBlocks, but {why}")
         self._raised(method, answer.error, shown)
 
     def _check_new_block(

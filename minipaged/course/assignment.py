@@ -367,6 +367,14 @@ def needs_hypothesis() -> Iterator[None]:
         ) from None
 
 
+def name_of(name: str) -> str:
+    """As ASSIGNMENTS has it, also of one written with underscores. Raises CannotBeGraded."""
+    found = name.replace("_", "-")
+    if found not in ASSIGNMENTS:
+        raise CannotBeGraded(f"there is no assignment {name!r}; choose one of {', '.join(ASSIGNMENTS)}")
+    return found
+
+
 def find_assignment(name: str) -> Assignment:
     """The assignment called `name`, or the `ASSIGNMENT` of an instructor's own file. Raises CannotBeGraded."""
     if name.endswith(".py"):
@@ -378,9 +386,7 @@ def find_assignment(name: str) -> Assignment:
         if not isinstance(assignment, Assignment):
             raise CannotBeGraded(f"{name} has no ASSIGNMENT (docs/instructors.md); {ORDER}")
         return assignment
-    name = name.replace("_", "-")
-    if name not in ASSIGNMENTS:
-        raise CannotBeGraded(f"there is no assignment {name!r}; choose one of {', '.join(ASSIGNMENTS)}")
+    name = name_of(name)
     with needs_hypothesis():
         found: Assignment = importlib.import_module(f"minipaged.course.{name.replace('-', '_')}").ASSIGNMENT
     return found

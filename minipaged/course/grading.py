@@ -115,9 +115,8 @@ def run_test(test: Test, bench: Bench) -> TestResult:
         failure = Failure(f"the grader could not make sense of what your code returned: {error!r}")
     finally:
         bench.restart()
-    if failure and UNWRITTEN in failure.message:
-        left = to_do(bench.submission.path)
-        failure = replace(failure, drawing=("still to be written:", *left) if left else (), script=None, events=())
+    if failure and UNWRITTEN in failure.message and (left := to_do(bench.submission.path)):
+        failure = replace(failure, drawing=("still to be written:", *left), script=None, events=())
     if failure is None:
         return TestResult(test, Status.PASSED, output=bench.output)
     return TestResult(test, Status.FAILED, failure.message, failure, bench.output)

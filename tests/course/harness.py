@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import minipaged
-from minipaged.course.assignment import Assignment, Bench, Submission, TestResult
+from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Submission, Test, TestResult
 from minipaged.course.grading import run_test
+from minipaged.course.isolation import Misbehaviour
 
 ROOT = Path(minipaged.__file__).parent.parent
 
@@ -33,6 +34,29 @@ def result_of(
     [test] = [test for test in assignment.tests if test.name == name]
     with Bench(assignment, submission, seed, carried or {}) as bench:
         return run_test(test, bench)
+
+
+def failure_of(test: Test, path: Path, bench: Bench) -> Failure | None:
+    """What the test finds in that file, in a worker that has graded others."""
+    bench.submission = Submission(path)
+    assert bench.process
+    bench._load_part()
+    try:
+        test.check(bench)
+    except Failed as failed:
+        return failed.failure
+    except Misbehaviour as misbehaviour:
+        bench.restart()
+        found: Failure | None = misbehaviour.failure
+        return found
+    return None
+
+
+def run_python(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-B", *arguments], capture_output=True, text=True, cwd=folder, env=environment, check=False
+    )
 
 
 def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:

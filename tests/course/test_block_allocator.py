@@ -10,7 +10,7 @@ import pytest
 
 from minipaged.course import block_allocator, search
 from minipaged.course.allocator_mutants import MUTANTS, Mutant
-from minipaged.course.assignment import Bench, Status, Submission, TestResult
+from minipaged.course.assignment import Bench, Failure, Status, Submission, TestResult
 from minipaged.course.block_allocator import ASSIGNMENT
 from minipaged.course.formats import text
 from minipaged.course.grading import grade, run_test
@@ -83,16 +83,20 @@ def test_right_but_unusual_allocators_get_full_marks(name: str, tmp_path: Path) 
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(mutant: Mutant, tmp_path: Path) -> None:
     result = first_failure(submit(mutant.source(), tmp_path))
     assert result is not None
-    assert result.failure is not None
-    assert result.failure.script is not None
-    ran = run_script(result.failure.script, tmp_path)
+    check_script(result.failure, tmp_path, REFERENCE_SOURCE, most_calls=12)
+
+
+def check_script(failure: Failure | None, folder: Path, right_one: str, most_calls: int) -> None:
+    """It is short, fails by itself, and passes with a right allocator in the place of the wrong one."""
+    assert failure is not None
+    assert failure.script is not None
+    assert failure.script.count("allocator.") <= most_calls
+    ran = run_script(failure.script, folder)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "Error" in ran.stderr or "OutOfBlocks" in ran.stderr
-    calls = result.failure.script.count("allocator.")
-    assert calls <= 12, "the shortest sequence of calls is short"
-    (tmp_path / "mine.py").write_text(REFERENCE_SOURCE)
-    fixed = run_script(result.failure.script, tmp_path)
-    assert fixed.returncode == 0, "the script fails with a right allocator too:\n" + fixed.stderr
+    (folder / "mine.py").write_text(right_one)
+    fixed = run_script(failure.script, folder)
+    assert fixed.returncode == 0, fixed.stderr
 
 
 def test_at_least_25_bugs_are_seeded_each_another() -> None:
@@ -309,13 +313,7 @@ def test_each_bug_of_an_optional_method_is_found_and_its_counterexample_fails_by
     failure = result_of(test, submit(source, tmp_path, "Bulk")).failure
     assert failure is not None
     assert failure.message == message
-    assert failure.script is not None
-    ran = run_script(failure.script, tmp_path)
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert failure.script.count("allocator.") <= 8
     state = State()
     for event in failure.events:
         state.apply(from_json(event.to_json()))
-    (tmp_path / "mine.py").write_text(right_with_many())
-    fixed = run_script(failure.script, tmp_path)
-    assert fixed.returncode == 0, fixed.stderr
+    check_script(failure, tmp_path, right_with_many(), most_calls=8)

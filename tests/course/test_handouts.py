@@ -20,6 +20,7 @@ from minipaged.engine import policy
 from minipaged.reference import attention, beam_search, block_allocator, block_table
 from tests.course import decode_kernels, quantizers
 from tests.course.harness import ROOT
+from tests.course.submissions import REFERENCE_SOURCE
 
 SOLUTIONS = {
     "block-allocator": inspect.getsource(block_allocator),
@@ -74,7 +75,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     assert (tmp_path / "block_table.py").read_text() == "mine"
     with pytest.raises(CannotBeGraded, match=r"cannot write to .*: Not a directory; name another folder"):
         start("block-table", tmp_path / "block_table.py" / "in")
-    with pytest.raises(CannotBeGraded, match="there is no assignment 'nine'; there are: block-allocator, "):
+    with pytest.raises(CannotBeGraded, match="there is no assignment 'nine'; choose one of block-allocator, "):
         start("nine", tmp_path)
 
 
@@ -85,6 +86,7 @@ def test_the_commands_list_them_and_begin_one(tmp_path: Path, monkeypatch: pytes
     begun = CliRunner().invoke(app, ["course", "start", "scheduler"])
     assert begun.exit_code == 0
     assert all((tmp_path / line).is_file() for line in begun.output.splitlines()[:3])
+    assert CliRunner().invoke(app, ["course", "start", "block_table"]).exit_code == 0  # as its file is called
     again = CliRunner().invoke(app, ["course", "start", "scheduler"])
     assert again.exit_code == 2
 
@@ -102,6 +104,28 @@ def test_an_unwritten_part_gets_a_list_of_what_is_to_do_and_no_counterexample(tm
     assert first.drawing[1:] == tuple(to_do(starter))
     assert len(first.drawing) == 1 + 7
     assert first.drawing[-1].endswith("copy_on_write(block)")
+
+
+IN_A_FULL_POOL = "        self._check_held(block)\n        self._ref_counts[block] -= 1\n"
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("NotImplementedError", "free is not written yet"),
+        ("OutOfBlocks", "allocator.free(a) raised OutOfBlocks, but needs no block"),
+    ],
+)
+def test_an_error_where_nothing_is_left_to_write_has_its_counterexample(raised: str, told: str, tmp_path: Path) -> None:
+    assert REFERENCE_SOURCE.count(IN_A_FULL_POOL) == 1
+    path = tmp_path / "mine.py"
+    raising = f"        if not self._free:\n            raise {raised}\n"
+    path.write_text(REFERENCE_SOURCE.replace(IN_A_FULL_POOL, raising + IN_A_FULL_POOL))
+    assert not to_do(path)
+    results = grade(find_assignment("block-allocator"), Submission(path), model=None).results
+    first = next(result.failure for result in results if result.failure)
+    assert first.message.startswith(told)
+    assert first.script is not None
 
 
 @pytest.mark.thorough

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import numpy as np
 import pytest
 
 from minipaged.course import quantize
-from minipaged.course.assignment import Bench, Failed, Failure, Status, Submission, Test
+from minipaged.course.assignment import Bench, Status
 from minipaged.course.formats import text
 from minipaged.course.grading import grade
 from minipaged.course.quantize import ASSIGNMENT
@@ -28,7 +26,7 @@ from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import pack, unpack
 from minipaged.reference.quantize.gptq import gptq
 from minipaged.reference.quantize.rtn import rtn
-from tests.course.harness import ROOT, result_of, submit
+from tests.course.harness import ROOT, failure_of, result_of, run_python, submit
 from tests.course.quantizers import LLAMA, MATRIX, MUTANTS, PLAIN, mutant
 from tests.effort import quick_cases, thorough
 
@@ -99,25 +97,6 @@ def bench(folder: Path) -> Iterator[Bench]:
     """A worker for all of them; whose quantizer it is, `failure_of` says."""
     with Bench(ASSIGNMENT, submit(PLAIN, folder), 0) as one:
         yield one
-
-
-def failure_of(test: Test, path: Path, bench: Bench) -> Failure | None:
-    """What the test finds in that file."""
-    bench.submission = Submission(path)
-    assert bench.process
-    bench._load_part()
-    try:
-        test.check(bench)
-    except Failed as failed:
-        return failed.failure
-    return None
-
-
-def run_python(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-B", *arguments], capture_output=True, text=True, cwd=folder, env=environment, check=False
-    )
 
 
 # --- What is right ----------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ the counterexamples of all wrong ones are run by one process.
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,7 @@ from tests.effort import quick_cases, thorough
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
 from minipaged.course import triton_decode
-from minipaged.course.assignment import Bench, CannotBeGraded, Failed, Failure, Submission, Test
+from minipaged.course.assignment import Bench, CannotBeGraded, Submission
 from minipaged.course.autograder import requirements
 from minipaged.course.formats import text
 from minipaged.course.grading import grade
@@ -30,7 +28,7 @@ from minipaged.errors import Invariant
 from minipaged.events import StepFailed, from_json
 from minipaged.replay.state import State
 from tests.course.decode_kernels import LLAMA, MATRICES, MUTANTS, PLAIN, mutant
-from tests.course.harness import ROOT, submit
+from tests.course.harness import ROOT, failure_of, run_python, submit
 
 STARTER = ROOT / "assignments" / "6_triton_decode" / "starter.py"
 TESTS = {test.name: test for test in ASSIGNMENT.tests}
@@ -48,29 +46,6 @@ def bench(folder: Path) -> Iterator[Bench]:
     """A worker for all of them; whose kernel it is, `failure_of` says."""
     with Bench(ASSIGNMENT, submit(PLAIN, folder), 0) as one:
         yield one
-
-
-def failure_of(test: Test, path: Path, bench: Bench) -> Failure | None:
-    """What the test finds in that file."""
-    bench.submission = Submission(path)
-    assert bench.process
-    bench._load_part()
-    try:
-        test.check(bench)
-    except Failed as failed:
-        return failed.failure
-    except Misbehaviour as misbehaviour:
-        bench.restart()
-        found: Failure | None = misbehaviour.failure
-        return found
-    return None
-
-
-def run_python(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-B", *arguments], capture_output=True, text=True, cwd=folder, env=environment, check=False
-    )
 
 
 def test_the_points_sum_to_100() -> None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ast
 import html
-import json
 import os
 import re
 import runpy
@@ -41,13 +40,13 @@ from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import body, counts, knees, label, section, summary
 from minipaged.paper.running import file_name, kept_figures
 from minipaged.stepper import attention
-from minipaged.stepper.page import STEPPER, element
+from minipaged.stepper.page import STEPPER, element, in_script
 from minipaged.stepper.recording import ANCHORS, WATCHED
+from minipaged.stepper.recording import KIND as RECORDING
 
 ROOT = Path(__file__).parent.parent
 STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
-RECORDING = "application/vnd.minipaged.run+json"
 """What a recording is as the output of a cell."""
 ELEMENTS = {RECORDING: element, attention.KIND: attention.as_element}
 """What a page can step through, and how each kind is put there."""
@@ -312,7 +311,7 @@ def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
             if output.output_type == "stream" and output.name == "stderr":
                 print(output.text, file=sys.stderr)  # a library's warning: for who builds, not for who reads
                 continue
-            steppers += not ELEMENTS.keys().isdisjoint(output.get("data", {}))
+            steppers += is_stepped(output)
             shown.append(_as_html(output, f"stepper-{steppers}"))
         if "editable" in cell.metadata.get("tags", ()):
             shown.insert(1, editor(cell.source, name_of(cell, script), needed(cells)) if can_edit else NO_EDITOR)
@@ -326,7 +325,12 @@ def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
 
 
 def shows_a_run(cell: Any) -> bool:
-    return any(not ELEMENTS.keys().isdisjoint(output.get("data", {})) for output in cell.outputs)
+    return any(map(is_stepped, cell.outputs))
+
+
+def is_stepped(output: Any) -> bool:
+    """Whether a page shows it by a component."""
+    return not ELEMENTS.keys().isdisjoint(output.get("data", {}))
 
 
 def contents(texts: list[str]) -> str:
@@ -390,11 +394,8 @@ def name_of(cell: Any, script: Path) -> str:
 def editor(code: str, name: str, needed: str = "") -> str:
     """What lets a reader change the code and run it, after what it needs. `name`: under which a browser keeps the
     reader's version."""
-    text = json.dumps({"code": code, "needed": needed, "sliders": sliders(code)})
-    for sign in "<>&":  # which Markdown would write in another way, and a script does not read that
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    script = f'<script type="application/json">{text}</script>'
-    return f'<div><paged-editor name="{html.escape(name)}">{script}</paged-editor></div>'
+    data = in_script({"code": code, "needed": needed, "sliders": sliders(code)})
+    return f'<div><paged-editor name="{html.escape(name)}">{data}</paged-editor></div>'
 
 
 def _as_html(output: Any, name: str) -> str:

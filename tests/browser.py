@@ -59,6 +59,23 @@ class Watched:
             assert url.startswith(("file:", "data:", "blob:", "http://127.0.0.1:", "about:")), url
 
 
+@contextmanager
+def watching(browser: Browser, **settings: Any) -> Iterator[Watched]:
+    """A page that is checked in the end, and closed whatever happens."""
+    watched = Watched(browser, **settings)
+    try:
+        yield watched
+        watched.check()
+    finally:
+        watched.page.close()
+
+
+SCREENS = {
+    "desktop": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
+    "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"},
+}
+
+
 def from_npm(package: str, sha512: str) -> Path:
     """The package's archive, or a skipped test."""
     try:

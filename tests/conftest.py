@@ -33,6 +33,8 @@ from tests.triton_interpreter import skip_idle_work
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+    from tests.browser import Watched
+
 
 settings.load_profile("quick")  # unless --hypothesis-profile names another
 
@@ -164,6 +166,29 @@ def browser() -> Iterator[Browser]:
 
     with chromium() as found:
         yield found
+
+
+@pytest.fixture
+def watched(browser: Browser) -> Iterator[Watched]:
+    """A page that complains of nothing in the whole test, and asks for nothing."""
+    from tests.browser import watching
+
+    with watching(browser) as watched:
+        yield watched
+
+
+@pytest.fixture(scope="session")
+def python_js(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script that brings Python into a page, or a skipped test."""
+    from docs import npm, python_in_page
+    from tests.browser import missing
+
+    script = tmp_path_factory.mktemp("python") / "python.js"
+    try:
+        python_in_page.write(script)
+    except npm.NotFetched as error:
+        missing(str(error))
+    return script
 
 
 @pytest.fixture(autouse=True)

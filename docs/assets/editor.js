@@ -220,7 +220,10 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       this.shadowRoot.append(make("div", {class: "sliders"}, ...this.sliders.flatMap(({nodes}) => nodes)), this.said,
         this.printed);
     }
-    disconnectedCallback() { this.python?.end(); }
+    disconnectedCallback() {
+      clearTimeout(this.pause);
+      this.python?.end();
+    }
 
     open(kept) {
       this.shadowRoot.querySelector(".bar").replaceWith(make("div", {class: "text"}, this.numbers,
@@ -231,6 +234,7 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       for (const shown of this.around.querySelectorAll(":scope > .highlight")) shown.hidden = true;
       this.count();
       this.area.focus({preventScroll: true});
+      if (this.python) return; // a slider has loaded it, or is about to
       this.load().then((loaded) => {
         if (loaded) this.say("Python is here. Change the code, and run it.");
         if (loaded && this.again) this.run(false);
@@ -371,6 +375,7 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
     }
     /** The Python of now is ended; the next run has a new one. */
     stop(why) {
+      clearTimeout(this.pause);
       const python = this.python;
       this.python = null;
       python?.end();
@@ -379,6 +384,7 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       this.say(why, true);
     }
     reset() {
+      clearTimeout(this.pause);
       if (this.working) this.stop("Stopped.");
       this.area.focus({preventScroll: true});
       this.area.select();

@@ -44,9 +44,11 @@
     const words = right.flatMap((_, i) => [fields[i], between[i + 1]]);
     const judge = () => {
       const texts = fields.map((field) => plain(field.value.replace("%", "").trim()));
-      fields.forEach((field, i) => field.setAttribute("aria-invalid", Number.isNaN(Number(texts[i]))));
-      if (texts.every((text) => !text)) return NOTHING;
-      const odd = texts.findIndex((text) => !text || Number.isNaN(Number(text)));
+      const given = texts.some((text) => text);
+      const isOdd = (text) => given && (!text || Number.isNaN(Number(text)));
+      fields.forEach((field, i) => field.setAttribute("aria-invalid", isOdd(texts[i])));
+      if (!given) return NOTHING;
+      const odd = texts.findIndex(isOdd);
       if (odd >= 0) return {field: fields[odd], mark: "wrong", say: "Here a number is missing, such as 4 or 2.5."};
       const off = texts.map((text, i) => Math.abs(Number(text) - right[i]));
       if (off.every((by) => by < 1e-9)) return RIGHT;

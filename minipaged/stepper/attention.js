@@ -40,11 +40,11 @@
       scores: turns.slice(0, t + 1).flatMap(({scores}) => scores),
       weights: done.flatMap(({p}, i) => p.map((weight) => weight * left[i])),
       parts: done.map(({p}, i) => sumOf(p) * left[i]), // of l
-      answer: last ? answer : done.length ? o.map((x) => x / l) : [],
+      answer: last ? answer : l ? o.map((x) => x / l) : [], // l is 0 before the first, and where `fade` underflows
     };
   };
   const apart = (a, b) => Math.max(...a.map((x, i) => Math.abs(x - b[i])));
-  const exactly = (x) => x ? `within ${x.toExponential(0)}` : "to the last bit";
+  const exactly = (x) => x ? `within ${(10 ** Math.ceil(Math.log10(x))).toExponential(0)}` : "to the last bit";
   const number = (x) => x === null ? "-∞" : Number.isInteger(x) ? String(x)
     : Math.abs(x) < 5e-4 || Math.abs(x) >= 1e5 ? x.toExponential(1) : x.toFixed(3);
 

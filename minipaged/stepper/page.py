@@ -136,16 +136,18 @@ def element(
 
     `instead`: HTML that is shown where no script runs.
     """
-    text = json.dumps(data, separators=(",", ":"))
-    for sign in "<>&":  # so that no text ends the script element, and none is changed by who escapes HTML
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
     code = f"<script>{script.read_text(encoding='utf-8')}</script>" if with_script else ""
     name = f' id="{html.escape(id)}"' if id else ""
     first = f' start="{start}"' if start > 1 else ""
-    return (
-        f'<div class="stepper"><{tag}{name}{first}>{instead}'
-        f'<script type="application/json">{text}</script></{tag}>{code}</div>'
-    )
+    return f'<div class="stepper"><{tag}{name}{first}>{instead}{in_script(data)}</{tag}>{code}</div>'
+
+
+def in_script(data: Any) -> str:
+    """As JSON in a script element, for a component inside which it is put."""
+    text = json.dumps(data, separators=(",", ":"))
+    for sign in "<>&":  # so that no text ends the element, and none is changed by who escapes HTML or reads Markdown
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return f'<script type="application/json">{text}</script>'
 
 
 def page(data: Mapping[str, Any]) -> str:

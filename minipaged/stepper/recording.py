@@ -36,6 +36,8 @@ from minipaged.replay.state import State
 from minipaged.stepper.page import UNSEEN, as_data, element, page, words_of
 
 ROOT = Path(minipaged.__file__).parent
+KIND = "application/vnd.minipaged.run+json"
+"""Under which a notebook has the data, beside the stepper itself."""
 
 WATCHED: dict[str, tuple[str, ...]] = {
     "engine/engine.py": (
@@ -226,7 +228,7 @@ class Recording:
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
         """What a notebook shows: the stepper; the docs take the data and bring the script themselves."""
         data = self.data()
-        return {"text/html": element(data, with_script=True), "application/vnd.minipaged.run+json": data}
+        return {"text/html": element(data, with_script=True), KIND: data}
 
 
 @contextmanager

@@ -544,14 +544,16 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         this.go(this.n + 1);
         if (this.n === this.events.length) this.pause();
       }, 1500 / this.speed.value);
-      this.player.textContent = "Pause";
-      this.player.setAttribute("aria-label", "Pause");
+      this.playerSays("Pause");
     }
     pause() {
       clearInterval(this.timer);
       this.timer = null;
-      this.player.textContent = "Play";
-      this.player.setAttribute("aria-label", "Play");
+      this.playerSays("Play");
+    }
+    playerSays(word) {
+      this.player.textContent = this.player.title = word;
+      this.player.setAttribute("aria-label", word);
     }
 
     word(token) { return this.data.words?.[token] ?? String(token); }
@@ -605,7 +607,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       if (!width || width === this.width) return;
       this.width = width;
       const length = (i) => this.data.sentences[i].length + (this.data.notes?.[i]?.length ?? 0);
-      const longest = Math.max(...this.events.map((_, i) => length(i)));
+      const longest = this.events.reduce((most, _, i) => Math.max(most, length(i)), 0);
       const rooms = this.events.map((_, i) => i).filter((i) => length(i) > 0.7 * longest)
         .sort((a, b) => length(b) - length(a)).slice(0, 40) // the longest, should there be more
         .map((i) => make("p", {class: "room", "aria-hidden": "true"}, ...this.told(i + 1)));
@@ -752,7 +754,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
             : make("ol", {class: gone ? "slots gone" : "slots", "aria-label": "slots", "aria-hidden": refs === 0 && "true"},
               ...Array.from({length: size}, (_, i) => make("li", {"data-offset": i, title: i < shownTokens.length
                 ? this.word(shownTokens[i]) : "empty slot"}, i < shownTokens.length ? this.visible(shownTokens[i]).trim() : " ")));
-          return make("li", {class: `${refs === 0 ? "free" : refs > 1 ? "many" : ""} ${changed ? "new" : ""} ${claim ? "wrong" : ""}`,
+          return make("li", {class: `${refs ? "" : "free"} ${changed ? "new" : ""} ${claim ? "wrong" : ""}`,
             style: sequences.length === 1 && hueOf(sequences[0]), tabindex: place ? -1 : 0, "data-key": `${host ? "host" : "block"} ${block}`,
             "data-block": block, "data-refs": refs},
           make("b", {}, String(block)), make("span", {class: "refs"}, refs ? `×${refs}` : "free"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,9 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 from playwright.sync_api import Browser, Page
 
-from docs import build, npm, predict, python_in_page
+from docs import build, predict
 from minipaged.stepper.page import NO_CODE, STEPPER
-from tests.browser import ROOT, Watched, axe_script, missing
+from tests.browser import ROOT, Watched, axe_script
 from tests.stepper.test_edited import SLIDING, slid
 
 SCRIPTS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
@@ -149,19 +148,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_python(folder: Path) -> Path:
-    try:
-        python_in_page.write(folder / "python.js")
-    except npm.NotFetched as error:
-        missing(str(error))
+def with_python(folder: Path, python_js: Path) -> Path:
+    shutil.copy(python_js, folder)
     return folder
-
-
-@pytest.fixture
-def watched(browser: Browser) -> Iterator[Watched]:
-    watched = Watched(browser)
-    yield watched
-    watched.page.close()
 
 
 def questions_of(page: Page, folder: Path) -> Any:

@@ -281,6 +281,14 @@ def test_the_home_page_has_a_filled_pool_and_a_button_in_view_at_once_and_ends_a
     assert pools.first.evaluate(IN_VIEW)
     first = [pools.nth(i).evaluate(FILLED) for i in (0, 1)]
     assert all(first)
+    # Half of it has ended when it is paused: going on, that half stays.
+    watched.page.evaluate("document.getAnimations().forEach((part, i) => i % 2 ? part.finish() : part.play())")
+    half = [len(pools.nth(i).evaluate(FILLED)) for i in (0, 1)]
+    assert sum(half) > len(first[0]) + len(first[1])
+    for said in ("Play", "Pause"):
+        button.evaluate("button => button.click()")
+        assert button.text_content() == said
+    assert all(len(pools.nth(i).evaluate(FILLED)) >= half[i] for i in (0, 1))
     watched.page.evaluate("document.getAnimations().forEach((part) => part.finish())")
     watched.page.wait_for_function("document.querySelector('.opening button').textContent === 'Play again'")
     last = [pools.nth(i).evaluate(FILLED) for i in (0, 1)]
@@ -484,7 +492,7 @@ def test_an_editable_cell_has_an_editor_or_a_note_why_there_is_none() -> None:
     data = {build.RECORDING: {"title": "A run", "events": [], **NO_CODE}}
     cells = editable(new_output("execute_result", data))
     page, without = (build.as_markdown(cells, Path("01_made_up.py"), can_edit) for can_edit in (True, False))
-    assert '<paged-editor name="01_made_up: A run"><script type="application/json">{"code": "run", ' in page
+    assert '<paged-editor name="01_made_up: A run"><script type="application/json">{"code":"run",' in page
     held = json.loads(re.findall(r"json\">(.*?)</script>", markdown(build.editor("a > b & c < d", "x")))[0])
     assert held == {"code": "a > b & c < d", "needed": "", "sliders": []}
     assert "paged-editor" not in without

@@ -16,7 +16,7 @@ from playwright.sync_api import Browser
 from minipaged.reference.attention import attend
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.stepper.attention import KIND, LENGTHS, SCRIPT, Walk, watch_attention
-from tests.browser import Watched, axe_script
+from tests.browser import SCREENS, axe_script, watching
 
 rng = np.random.default_rng(4)
 QUERIES = rng.standard_normal((4, 4)).astype(np.float32)  # [queries, head_dim], at positions 7 to 10
@@ -131,15 +131,12 @@ def test_the_component_is_small() -> None:
 # --- In a browser ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[(1280, 900), (390, 844)], ids=["desktop", "phone"])
+@pytest.fixture(params=SCREENS)
 def opened(browser: Browser, tmp_path: Path, recorded: Walk, request: pytest.FixtureRequest) -> Iterator[Any]:
     (tmp_path / "walk.html").write_text(recorded.page())
-    width, height = request.param
-    watched = Watched(browser, viewport={"width": width, "height": height}, color_scheme="dark")
-    watched.page.goto(f"file://{tmp_path}/walk.html")
-    yield watched.page
-    watched.check()
-    watched.page.close()
+    with watching(browser, **SCREENS[request.param]) as watched:
+        watched.page.goto(f"file://{tmp_path}/walk.html")
+        yield watched.page
 
 
 EVERYWHERE = """(look) => {
@@ -211,7 +208,9 @@ def test_the_numbers_of_every_step_are_those_of_attention_over_the_keys_so_far(o
         assert now["l"] == pytest.approx(weights.sum(), abs=near)
         assert sum(now["parts"]) == pytest.approx(now["l"], rel=near)
         assert now["o"] == pytest.approx(weights @ VALUES[:added].astype(np.float64), abs=2 * near)
-        if added and weights.sum() > 1e-30:  # else 0 / 0: the scores of a long query are far apart
+        if not now["l"]:  # nothing was added, or it has faded to 0: the scores of a long query are far apart
+            assert now["answer"] == []
+        elif weights.sum() > 1e-30:
             assert now["answer"] == pytest.approx(softmax_attention(query, length, added), abs=near)
 
 

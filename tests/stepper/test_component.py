@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from minipaged.demo.view import COLORS
 from minipaged.events import BlocksFreed, EngineStarted, Event, StepStarted
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import UNSEEN, as_data, page
-from tests.browser import Watched, axe_script
+from tests.browser import SCREENS, Watched, axe_script, watching
 from tests.workloads import Run, random_workload
 
 
@@ -225,15 +226,12 @@ def preempted_run() -> str:
     return run.page()
 
 
-@pytest.fixture(params=[(1280, 900), (390, 844)], ids=["desktop", "phone"])
-def preempted(browser: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> Any:
+@pytest.fixture(params=SCREENS)
+def preempted(browser: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     (tmp_path / "preempted.html").write_text(preempted_run())
-    width, height = request.param
-    watched = Watched(browser, viewport={"width": width, "height": height}, color_scheme="dark")
-    watched.page.goto(f"file://{tmp_path}/preempted.html")
-    yield watched.page
-    watched.check()
-    watched.page.close()
+    with watching(browser, **SCREENS[request.param]) as watched:
+        watched.page.goto(f"file://{tmp_path}/preempted.html")
+        yield watched.page
 
 
 EACH_STEP = """(look) => {

@@ -6,16 +6,15 @@ import html
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Page
 
-from docs import build, npm, python_in_page
+from docs import build
 from minipaged.stepper.page import STEPPER, element
-from tests.browser import Watched, axe_script, missing
+from tests.browser import Watched, axe_script
 from tests.stepper.test_edited import ALLOCATOR, lit, run
 
 ASSETS = build.ROOT / "docs" / "assets"
@@ -39,20 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_python(folder: Path) -> Path:
+def with_python(folder: Path, python_js: Path) -> Path:
     """Its address, with Python beside it."""
-    try:
-        python_in_page.write(folder / "python.js")
-    except npm.NotFetched as error:
-        missing(str(error))
+    shutil.copy(python_js, folder)
     return folder
-
-
-@pytest.fixture
-def watched(browser: Browser, folder: Path) -> Iterator[Watched]:
-    watched = Watched(browser)
-    yield watched
-    watched.page.close()
 
 
 def opened(page: Page, folder: Path) -> Any:

@@ -29,7 +29,8 @@ SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 test: .venv/test
 	$(PYTEST) -m 'not thorough'
 
-# The tests that `make test` leaves out, and those with random examples once more, with all of them.
+# The tests that `make test` leaves out, and those with random examples once more: ten times as many, at random, and
+# of those that are numbered with the rest.
 test-thorough: .venv/test .venv/ray
 	$(PYTEST) -m 'thorough or scaled or hypothesis' --hypothesis-profile thorough --hypothesis-seed $(SEED)
 

@@ -1,7 +1,7 @@
 """A wheel has a copy of assignments/, which `minipaged course start` hands out. All else is in pyproject.toml."""
 
 from pathlib import Path
-from shutil import copytree, ignore_patterns
+from shutil import copytree, ignore_patterns, rmtree
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
@@ -14,7 +14,8 @@ class WithAssignments(build_py):
         super().run()
         if not self.editable_mode:  # a clone has the folder itself
             copy = Path(self.build_lib, "minipaged/course/handed_out")
-            copytree("assignments", copy, ignore=ignore_patterns("__pycache__"), dirs_exist_ok=True)
+            rmtree(copy, ignore_errors=True)  # of a build before this one
+            copytree("assignments", copy, ignore=ignore_patterns("__pycache__"))
 
 
 setup(cmdclass={"build_py": WithAssignments})

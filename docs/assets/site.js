@@ -14,12 +14,11 @@ if (opening && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
   button.addEventListener("click", () => {
     const [running, paused] = [has("running"), has("paused")];
     for (const part of parts()) {
-      if (running) {
-        if (part.playState === "running") part.pause(); // what has ended and is paused would begin again
-      } else if (!paused) {
-        part.currentTime = 0;
+      if (running) part.pause();
+      else {
+        if (!paused) part.currentTime = 0;
         part.play();
-      } else if (part.playState === "paused") part.play();
+      }
     }
     name();
   });

@@ -51,6 +51,8 @@ class RequestView:
     """Free blocks that it takes to run what it has to run; if it was swapped out, those for its host blocks too."""
     priority: int = 0
     """As whoever sent it wishes: the smaller, the earlier. Not every policy looks at it."""
+    arrival_time: float = 0.0
+    """When it arrived, in seconds by the engine's clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,23 @@ class Costs:
     link_bytes_per_second: float
     """Between device and host, one way."""
     prefill_tokens_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """How soon a request wants to be served (SLO, service level objectives), in seconds.
+
+    Requests a second for which both are met are the *goodput* (Zhong et al., DistServe, OSDI 2024).
+    """
+
+    first_token: float
+    """TTFT, the time to the first token, at most."""
+    between_tokens: float
+    """TPOT, the time per output token after the first, on average, at most."""
+
+    def met(self, first_token: float, between_tokens: float) -> bool:
+        """Whether these times are within both."""
+        return first_token <= self.first_token and between_tokens <= self.between_tokens
 
 
 class Policy(Protocol):

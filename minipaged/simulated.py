@@ -23,11 +23,13 @@ another, as on one machine: of what a pipeline would gain nothing is said here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from minipaged import tiers
 from minipaged.contracts import Runner, Sampled, StepResult, Tier
 from minipaged.engine.policy import carry_seconds
+from minipaged.errors import InvalidRequest
 from minipaged.mirror import PerLane, Rows
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves, StepInput
@@ -147,8 +149,19 @@ class SimulatedRunner(Runner):
 
 
 def simulated_tier() -> Tier:
-    """The reference tier's block allocator and block table: all that an engine with such a runner needs."""
-    return replace(tiers.reference_tier(), name="simulated")
+    """The reference tier's parts, of which those that need NumPy are imported when they are wanted.
+
+    So a simulation runs where there is none, in a page too. Tokens are not drawn: the engine never asks for that part.
+    """
+    return Tier("simulated", *tiers.plain_parts(), _beam_search, _draw)  # type: ignore[arg-type]
+
+
+def _beam_search(*given: Any, **more: Any) -> Any:
+    return tiers.reference_tier().beam_search(*given, **more)
+
+
+def _draw(*_: Any) -> NoReturn:
+    raise InvalidRequest("a simulated machine draws no tokens: it has no logits to draw them from")
 
 
 _CHOSEN = Sampled(TOKEN, logprob=0.0, top_logprobs=None)

@@ -1,4 +1,4 @@
-"""Traces: when requests of a real service arrived and how long they were, served again on a simulated machine.
+"""Traces: when requests of a service arrived and how long they were, served again on a simulated machine.
 
 A trace says nothing of what was asked, only (time, context tokens, generated tokens) for each request. That is all that
 memory management depends on when nothing is shared: `TraceReplay` gives the requests to a real `Engine` at their times,
@@ -6,28 +6,31 @@ on the clock of a `SimulatedRunner`, and lets each generate exactly as many toke
 off, because a trace does not tell which requests had a beginning in common.
 
 Everything is counted in simulated seconds and nothing is drawn at random: the same trace gives the same run, event for
-event.
+event. Where no recorded trace is at hand, `poisson_trace` makes one up, of which the same seed gives the same.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from minipaged.contracts import BlockAllocator
 from minipaged.engine.engine import Engine
+from minipaged.engine.policies.in_turn import InTurn, Turn
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest
 from minipaged.events import Listener
 from minipaged.params import EngineConfig, PreemptionMode, RequestOutputKind, SamplingParams
-from minipaged.scheduling import MakePolicy
+from minipaged.scheduling import MakePolicy, Objectives, RequestView
 from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
 
 # --- Reading --------------------------------------------------------------------------------------
@@ -129,6 +132,66 @@ class _Cell:
         raise InvalidRequest(f"{self.where}: {self.column} is {self.text!r}; it must be {expected}")
 
 
+# --- Making one up --------------------------------------------------------------------------------
+
+
+def poisson_trace(
+    phases: Sequence[tuple[float, float]],
+    *,
+    seed: int = 0,
+    context_tokens: float = 200,
+    generated_tokens: float = 250,
+    longest: int = 1000,
+) -> list[TraceRequest]:
+    """Requests that know nothing of each other: a Poisson process, in which the next one is as likely at any moment.
+
+    `phases`: (seconds, requests a second), one after another. Both numbers of tokens are drawn from exponential
+    distributions around these means, and are 1 at least and `longest` at most. Raises InvalidRequest.
+    """
+    if not phases or any(not (0 < seconds < math.inf and 0 < rate < math.inf) for seconds, rate in phases):
+        raise InvalidRequest(
+            f"the phases are {list(phases)}; each needs seconds and requests a second, both above 0, as in [(60, 2.5)]"
+        )
+    draw = random.Random(seed)
+
+    def tokens(mean: float) -> int:
+        return min(longest, 1 + int(draw.expovariate(1 / mean)))
+
+    made, begin = [], 0.0
+    for seconds, rate in phases:
+        now = begin + draw.expovariate(rate)
+        while now < begin + seconds:
+            made.append(TraceRequest(now, tokens(context_tokens), tokens(generated_tokens)))
+            now += draw.expovariate(rate)
+        begin += seconds
+    return made
+
+
+# --- How well a request was served ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request, and when it was served. Seconds are counted from its arrival."""
+
+    request: TraceRequest
+    first_token: float
+    """TTFT, the time to the first token."""
+    latency: float
+    """To the last one."""
+
+    @property
+    def between_tokens(self) -> float:
+        """TPOT, the time per output token after the first, on average; 0 where there is no other."""
+        return (self.latency - self.first_token) / max(1, self.request.generated_tokens - 1)
+
+
+def attainment(served: Sequence[Served], objectives: Objectives) -> float:
+    """The share of these requests for which both objectives are met; 1 of none."""
+    met = [objectives.met(one.first_token, one.between_tokens) for one in served]
+    return sum(met) / len(met) if met else 1.0
+
+
 # --- Serving --------------------------------------------------------------------------------------
 
 
@@ -208,7 +271,9 @@ class TraceReplay:
 
     `num_blocks`: None for what the machine's memory holds; `num_swap_blocks`: None for as many again on the host.
     `pace`: how many seconds of the trace pass in a simulated one; 0.5 lets requests come half as fast. Requests that
-    `max_model_len` (None: the machine's) or the pool can never hold are refused and counted; all others end.
+    `max_model_len` (None: the machine's) or the pool can never hold are refused and counted; all others end, as far as
+    the policy is a fair one. `turn(request, now)`: in the place of a policy, whose turn it is
+    (`engine/policies/in_turn.py`).
     """
 
     def __init__(
@@ -226,6 +291,7 @@ class TraceReplay:
         pace: float = 1.0,
         allocator: Callable[[int], BlockAllocator] | None = None,
         policy: MakePolicy = FirstComeFirstServed,
+        turn: Callable[[RequestView, float], Turn] | None = None,
         listeners: Sequence[Listener] = (),
         debug: bool = False,
     ) -> None:
@@ -250,6 +316,8 @@ class TraceReplay:
         )
         self.machine = machine
         self.runner = SimulatedRunner(machine, block_size)
+        if turn is not None:
+            policy = partial(InTurn, by=turn, clock=self.runner.clock)
         self.engine = Engine(
             config,
             simulated_tier(),
@@ -261,11 +329,10 @@ class TraceReplay:
         )
         self._pace = pace
         self._coming = deque(sorted(requests, key=lambda request: request.seconds))
-        self._arrived: dict[str, float] = {}
+        self._arrived: dict[str, TraceRequest] = {}
         self._refused_too_long = self._refused_too_large = 0
-        self._latency: list[float] = []
-        self._first_token: list[float] = []
-        self._normalized: list[float] = []
+        self.served: list[Served] = []
+        """Those that have ended, in that order."""
         self._running_steps = self._peak_running = 0
         self._waiting_steps = self._peak_waiting = 0
 
@@ -280,11 +347,10 @@ class TraceReplay:
             if not engine.has_unfinished_requests():
                 continue  # all of them were refused
             for output in (update.output for update in engine.step() if update.output):
-                arrived, metrics = self._arrived.pop(output.request_id), output.metrics
+                request, metrics = self._arrived.pop(output.request_id), output.metrics
+                arrived = self._arrival(request)
                 assert metrics.first_token_time is not None
-                self._latency.append(metrics.finished_time - arrived)
-                self._first_token.append(metrics.first_token_time - arrived)
-                self._normalized.append(self._latency[-1] / len(output.outputs[0].token_ids))
+                self.served.append(Served(request, metrics.first_token_time - arrived, metrics.finished_time - arrived))
             self._note_queues()
             yield
 
@@ -304,7 +370,7 @@ class TraceReplay:
 
     @property
     def num_served(self) -> int:
-        return len(self._latency)
+        return len(self.served)
 
     @property
     def num_refused(self) -> int:
@@ -326,7 +392,7 @@ class TraceReplay:
         except InvalidRequest:
             self._refused_too_large += 1
         else:
-            self._arrived[request_id] = self._arrival(request)
+            self._arrived[request_id] = request
 
     def _note_queues(self) -> None:
         self._running_steps += self.num_running
@@ -362,7 +428,7 @@ class TraceReplay:
             preempted_by_recompute=stats.preempted_by_recompute,
             blocks_swapped_out=stats.blocks_swapped_out,
             tokens_recomputed=stats.tokens_recomputed,
-            latency=Percentiles.of(self._latency),
-            first_token=Percentiles.of(self._first_token),
-            normalized_latency=Percentiles.of(self._normalized),
+            latency=Percentiles.of(one.latency for one in self.served),
+            first_token=Percentiles.of(one.first_token for one in self.served),
+            normalized_latency=Percentiles.of(one.latency / one.request.generated_tokens for one in self.served),
         )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minipaged.engine.policies.in_turn import Turn
 from minipaged.engine.policy import recompute_seconds, swap_seconds
 from minipaged.errors import InvalidRequest
 from minipaged.events import (
@@ -22,9 +27,18 @@ from minipaged.events import (
     read_jsonl,
 )
 from minipaged.params import PreemptionMode
+from minipaged.scheduling import Objectives, RequestView
 from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner
 from minipaged.steps import BlockMoves
-from minipaged.traces import Percentiles, TraceReplay, TraceRequest, read_trace
+from minipaged.traces import (
+    Percentiles,
+    Served,
+    TraceReplay,
+    TraceRequest,
+    attainment,
+    poisson_trace,
+    read_trace,
+)
 from tests.effort import examples
 
 MACHINE = Machine(
@@ -245,6 +259,104 @@ def test_percentiles_are_values_of_the_list() -> None:
 def test_a_pace_that_is_none_is_refused(pace: float) -> None:
     with pytest.raises(InvalidRequest, match="pace is"):
         TraceReplay(overload(1), MACHINE, pace=pace)
+
+
+# --- Making one up --------------------------------------------------------------------------------
+
+
+def test_a_made_up_trace_has_its_rate_its_phases_and_its_lengths() -> None:
+    made = poisson_trace([(400, 5.0), (100, 1.0)], seed=3, context_tokens=100, generated_tokens=40, longest=200)
+    times = [one.seconds for one in made]
+    assert times == sorted(times)
+    assert times[0] > 0
+    assert times[-1] < 500
+    assert sum(time < 400 for time in times) == pytest.approx(2000, rel=0.1)
+    assert sum(time >= 400 for time in times) == pytest.approx(100, rel=0.3)
+    gaps = [after - before for before, after in pairwise(time for time in times if time < 400)]
+    assert mean(gap > 0.2 for gap in gaps) == pytest.approx(math.exp(-1), abs=0.03), "the mark of a Poisson process"
+    assert {1, 200} <= {one.context_tokens for one in made} <= set(range(1, 201))
+    assert mean(one.generated_tokens for one in made) == pytest.approx(40, rel=0.1)
+
+
+def test_a_made_up_trace_is_the_same_for_the_same_seed() -> None:
+    assert (
+        poisson_trace([(20, 2.0)], seed=1) == poisson_trace([(20, 2.0)], seed=1) != poisson_trace([(20, 2.0)], seed=2)
+    )
+
+
+@pytest.mark.parametrize("phases", [[], [(0, 1)], [(10, 0)], [(10, -1)], [(math.inf, 1)], [(10, math.nan)]])
+def test_phases_without_requests_or_end_are_refused(phases: list[tuple[float, float]]) -> None:
+    with pytest.raises(InvalidRequest, match=r"each needs seconds and requests a second, both above 0, as in \[\(60"):
+        poisson_trace(phases)
+
+
+# --- How well a request was served ----------------------------------------------------------------
+
+
+def test_times_are_those_of_the_steps_and_objectives_bind_both() -> None:
+    """One request of 3 + 5 tokens alone: a step of its prompt, and four more."""
+    replay = run(TraceReplay([TraceRequest(2.0, 3, 5)], MACHINE))
+    [served] = replay.served
+    first, others = MACHINE.step_seconds(1, 3, 3), [MACHINE.step_seconds(1, 1, 3 + n) for n in (1, 2, 3, 4)]
+    assert served.first_token == pytest.approx(first)
+    assert served.latency == pytest.approx(first + sum(others))
+    assert served.between_tokens == pytest.approx(sum(others) / 4)
+    for late, stutters in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        objectives = Objectives(served.first_token * (1 - late / 2), served.between_tokens * (1 - stutters / 2))
+        assert attainment([served], objectives) == (not late and not stutters)
+
+
+def test_of_a_single_token_there_is_nothing_between_and_of_no_requests_all_are_served() -> None:
+    [served] = run(TraceReplay([TraceRequest(0.0, 3, 1)], MACHINE)).served
+    assert served.between_tokens == 0
+    assert attainment([], Objectives(0.0, 0.0)) == 1
+    assert attainment([served] * 3 + [Served(served.request, 1e9, 1e9)], Objectives(1e6, 0.0)) == 0.75
+
+
+# --- Any order --------------------------------------------------------------------------------------
+
+
+def first_tokens(replay: TraceReplay) -> list[int]:
+    """Of requests with different prompts, in which order they had their first tokens: the prompts' lengths."""
+    arrived = min(one.request.seconds for one in replay.served)
+    ordered = sorted(replay.served, key=lambda one: one.request.seconds - arrived + one.first_token)
+    return [one.request.context_tokens for one in ordered]
+
+
+CROWD = [TraceRequest(number / 1000, tokens, 4) for number, tokens in enumerate((30, 20, 40, 10))]
+
+
+@pytest.mark.parametrize(
+    ("turn", "order"),
+    [
+        (lambda request, now: request.arrival, [30, 20, 40, 10]),
+        (lambda request, now: -request.arrival, [30, 10, 40, 20]),
+        (lambda request, now: request.prompt_tokens, [30, 10, 20, 40]),
+        (lambda request, now: (request.prompt_tokens > 15, -request.prompt_tokens), [30, 10, 40, 20]),
+        (lambda request, now: 7, [30, 20, 40, 10]),
+        (lambda request, now: -(now - request.arrival_time), [30, 20, 40, 10]),
+    ],
+)
+def test_requests_come_in_when_it_is_their_turn(turn: Callable[[RequestView, float], Turn], order: list[int]) -> None:
+    """The first finds nobody before it. One runs at a time, and the others arrive within its first step."""
+    assert MACHINE.step_seconds(1, 30, 30) > 0.003
+    assert first_tokens(run(TraceReplay(CROWD, MACHINE, turn=turn, max_num_seqs=1))) == order
+
+
+def test_whose_turn_is_last_makes_room_and_the_time_is_the_engines() -> None:
+    asked: list[float] = []
+    events: list[Event] = []
+
+    def turn(request: RequestView, now: float) -> float:
+        asked.append(now - request.arrival_time)
+        return -request.arrival
+
+    crowd = [TraceRequest(0.0, 8, 24), TraceRequest(0.001, 8, 24)]
+    replay = run(TraceReplay(crowd, MACHINE, block_size=4, num_blocks=12, turn=turn, listeners=[events.append]))
+    preempted = [event.request for event in events if isinstance(event, RequestPreempted)]
+    assert set(preempted) == {next(event.request for event in events if isinstance(event, RequestArrived))}
+    assert all(waited >= 0 for waited in asked)
+    assert max(asked) <= replay.runner.now
 
 
 # --- Reading --------------------------------------------------------------------------------------

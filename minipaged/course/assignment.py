@@ -31,6 +31,7 @@ ASSIGNMENTS = (
     "beam-search",
     "triton-decode",
     "quantize",
+    "under-load",
 )
 """In the order of the course. The file of each has its name, with underscores."""
 

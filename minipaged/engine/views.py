@@ -20,11 +20,12 @@ TOO_LATE = "the question is over, and things have changed; look while it is aske
 
 def view_of(request: Request, blocks: Memory) -> RequestView:
     """The request as a policy is told of it."""
-    return RequestView(*_told(request, blocks), _blocks_needed(request, blocks), request.priority)
+    needed = _blocks_needed(request, blocks)
+    return RequestView(*_told(request, blocks), needed, request.priority, request.arrival_time)
 
 
 def _told(request: Request, blocks: Memory) -> tuple[str, int, int, int, int, int, bool, int, int]:
-    """All fields but the last two, in their order: a tuple, because all that run are shown whenever somebody comes."""
+    """All fields but the last three: a tuple, because all that run are shown whenever somebody comes."""
     if len(request.sequences) == 1:  # nothing is shared
         [sequence] = request.sequences
         num_blocks, num_tokens = len(sequence.table.blocks), sequence.table.num_tokens
@@ -65,7 +66,7 @@ class WaitingView(RequestView):
     """Whether somebody has looked."""
 
     def __init__(self, request: Request, blocks: Memory, is_up_to_date: Callable[[WaitingView], bool]) -> None:
-        super().__init__(*_told(request, blocks), priority=request.priority)
+        super().__init__(*_told(request, blocks), priority=request.priority, arrival_time=request.arrival_time)
 
         def count(view: WaitingView) -> int:
             if not is_up_to_date(view):

@@ -1,12 +1,14 @@
-"""Bars cut into parts, and rows of cells, as SVG: for the tutorials.
+"""Bars cut into parts, rows of cells, and curves, as SVG: for the tutorials.
 
 A part is told from others by its pattern and by the words beside it, not only by its colour, and it takes the colour of
-the text around it, so that it can be seen on light and on dark.
+the text around it, so that it can be seen on light and on dark. A curve has a colour of its own, its dashes, and its
+name beside its end.
 """
 
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +20,8 @@ FILLS = {
     "empty": "",
 }
 WIDTH, ROW = 480, 52
+CURVES = (("#0072b2", ""), ("#c4461f", "7 4"), ("#0a7f5c", "2 4"), ("#9c4f8c", "9 3 2 3"))
+"""Colours that are told apart by colour-blind readers (after Okabe and Ito), on white and on dark grey; and dashes."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,72 @@ class Cells:
         return "; ".join(
             f"{name}: " + ", ".join(f"{text} {kind}".strip() for text, kind in cells) for name, cells in self.rows
         )
+
+
+@dataclass(frozen=True)
+class Curves:
+    """`curves`: a name, and points (x, y) from left to right, all of them 0 or more. Both axes begin at 0."""
+
+    curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
+    x: str
+    """What goes to the right, with its unit."""
+    y: str
+    """What goes up."""
+    height: int = 220
+    percent: bool = False
+    """Whether y is a share, written in per cent."""
+    top: float | None = None
+    """Where the picture ends; what is higher is cut off. None: at the highest point."""
+
+    def _repr_html_(self) -> str:
+        left, right, floor = 46, 92, 26.0 + self.height
+        most_x = max(x for _, points in self.curves for x, _ in points) or 1
+        most_y = self.top or max(y for _, points in self.curves for _, y in points) or 1
+        across, up = (WIDTH - left - right) / most_x, self.height / most_y
+
+        def at(x: float, y: float) -> tuple[float, float]:
+            return left + x * across, floor - min(y, most_y) * up
+
+        drawn = [f'<text x="1" y="14">{html.escape(self.y)}</text>']
+        for tick in _ticks(most_y):
+            y = at(0, tick)[1]
+            drawn.append(f'<path d="M{left} {y:.1f}H{WIDTH - right}" stroke="currentColor" stroke-opacity=".25"/>')
+            drawn.append(f'<text x="{left - 6}" y="{y + 5:.1f}" text-anchor="end">{self._amount(tick)}</text>')
+        for tick in _ticks(most_x):
+            x = at(tick, 0)[0]
+            drawn.append(f'<path d="M{x:.1f} {floor}v5" stroke="currentColor"/>')
+            drawn.append(f'<text x="{x:.1f}" y="{floor + 19}" text-anchor="middle">{tick:g}</text>')
+        drawn.append(f'<path d="M{left} {floor}H{WIDTH - right}" stroke="currentColor"/>')
+        middle = (left + WIDTH - right) / 2
+        drawn.append(f'<text x="{middle}" y="{floor + 38}" text-anchor="middle">{html.escape(self.x)}</text>')
+        ends = []
+        for (name, points), (colour, dashes) in zip(self.curves, CURVES, strict=False):
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in points))
+            stroke = f'fill="none" stroke="{colour}" stroke-width="2.5" stroke-dasharray="{dashes}"'
+            drawn.append(f'<polyline points="{line}" {stroke}/>')
+            ends.append((at(*points[-1])[1], name, stroke))
+        low = 0.0
+        for y, name, stroke in sorted(ends):  # one below the other, where their curves end in one place
+            low = max(y, low + 18)
+            drawn.append(f'<path d="M{WIDTH - right + 4} {low:.1f}h18" {stroke}/>')
+            drawn.append(f'<text x="{WIDTH - right + 26}" y="{low + 5:.1f}">{html.escape(name)}</text>')
+        return _picture(drawn, floor + 42, {}, self.as_text())
+
+    def as_text(self) -> str:
+        """The same in words."""
+        return f"{self.y} over {self.x}: " + "; ".join(
+            f"{name} " + ", ".join(f"{x:g}: {self._amount(y)}" for x, y in points) for name, points in self.curves
+        )
+
+    def _amount(self, y: float) -> str:
+        return f"{y:.0%}" if self.percent else f"{y:.3g}"
+
+
+def _ticks(most: float) -> list[float]:
+    """Four to eight round numbers from 0 on."""
+    power = 10.0 ** math.floor(math.log10(most))
+    step = next(part * power for part in (0.1, 0.2, 0.25, 0.5, 1, 2) if most / (part * power) <= 8)
+    return [round(i * step, 10) for i in range(int(most / step + 1e-9) + 1)]
 
 
 def _box(x: float, y: float, width: float, fill: str, text: str, height: int = 26) -> str:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from minipaged.cli import app
+from minipaged.course import under_load
 from minipaged.course.assignment import ASSIGNMENTS, CannotBeGraded, Submission, find_assignment
 from minipaged.course.grading import grade
 from minipaged.course.handouts import start, title_of, to_do
@@ -30,6 +31,7 @@ SOLUTIONS = {
     "beam-search": inspect.getsource(beam_search),
     "triton-decode": decode_kernels.PLAIN,
     "quantize": quantizers.PLAIN,
+    "under-load": inspect.getsource(under_load) + "\nUnderLoad = Ours",
 }
 
 

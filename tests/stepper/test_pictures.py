@@ -1,11 +1,14 @@
-"""Bars and cells say in widths, patterns and words what they are given."""
+"""Bars, cells and curves say in widths, patterns and words what they are given."""
 
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
-from minipaged.stepper.pictures import Bars, Cells
+import pytest
+
+from minipaged.stepper.pictures import Bars, Cells, Curves, _ticks
 
 BARS = Bars(
     [("one & only", [("used", 30), ("free", 10)]), ("other", [("free", 20)])],
@@ -42,3 +45,45 @@ def test_cells_stand_in_columns_with_their_words_in_them() -> None:
     assert boxes[0] == boxes[2] != boxes[1]
     assert {"&lt;a&gt;", "b", "c"} <= set(re.findall(r">([^<]+)</text>", text))
     assert cells.as_text() == "one & only: <a> used, b free; other: c free"
+
+
+CURVES = Curves([("one & only", [(0, 0.5), (10, 1.0)]), ("other", [(5, 0.25)])], x="seconds", y="share", percent=True)
+
+
+def points(svg: ElementTree.Element) -> list[list[tuple[float, float]]]:
+    lines = svg.iter("{http://www.w3.org/2000/svg}polyline")
+    return [[tuple(map(float, each.split(","))) for each in line.get("points", "").split()] for line in lines]  # type: ignore[misc]
+
+
+def test_curves_are_drawn_to_scale_from_a_common_origin() -> None:
+    svg = ElementTree.fromstring(CURVES._repr_html_())
+    (begin, end), [other] = points(svg)
+    floor = max(float(y) for y in re.findall(r'd="M46 ([\d.]+)H', CURVES._repr_html_()))
+    assert other[0] - begin[0] == pytest.approx((end[0] - begin[0]) / 2)
+    assert [floor - y for _, y in (begin, end, other)] == pytest.approx([110, 220, 55], abs=0.1)
+
+
+def test_curves_say_what_their_axes_are_and_which_is_which() -> None:
+    text = CURVES._repr_html_()
+    written = re.findall(r">([^<]+)</text>", text)
+    assert {"seconds", "share", "one &amp; only", "other", "0%", "100%", "0", "10"} <= set(written)
+    strokes = re.findall(r'<polyline [^>]*stroke="(#\w+)"[^>]*stroke-dasharray="([^"]*)"', text)
+    assert len({colour for colour, _ in strokes}) == len({dashes for _, dashes in strokes}) == 2
+    assert CURVES.as_text() == "share over seconds: one & only 0: 50%, 10: 100%; other 5: 25%"
+
+
+def test_names_of_curves_that_end_in_one_place_are_written_one_below_the_other() -> None:
+    same = Curves([(name, [(0, 0), (1, 1)]) for name in "abcd"], x="x", y="y")
+    heights = re.findall(r' y="([\d.]+)">[abcd]</text>', same._repr_html_())
+    assert [round(float(b) - float(a)) for a, b in pairwise(heights)] == [18, 18, 18]
+
+
+@pytest.mark.parametrize(
+    ("most", "ticks"), [(4.5, [0, 1, 2, 3, 4]), (60, [0, 10, 20, 30, 40, 50, 60]), (1, None), (37, None), (0.004, None)]
+)
+def test_ticks_are_few_round_numbers(most: float, ticks: list[float] | None) -> None:
+    found = _ticks(most)
+    assert ticks is None or found == ticks
+    assert 4 <= len(found) <= 9
+    assert found[0] == 0
+    assert found[-1] <= most < found[-1] + found[1]

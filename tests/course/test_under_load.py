@@ -1,0 +1,201 @@
+"""Assignment 8: the starter fails with a helpful message, right ones get full marks, every wrong one is caught."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from minipaged.course import search, under_load
+from minipaged.course.assignment import Bench, Failed, Status, Submission
+from minipaged.course.formats import text
+from minipaged.course.grading import grade
+from minipaged.course.under_load import (
+    ASSIGNMENT,
+    BURSTS,
+    LIGHT,
+    LONGER,
+    OBJECTIVES,
+    OVERLOAD,
+    Graded,
+    Load,
+    Ours,
+    Part,
+    bound,
+    check_loads,
+    served,
+)
+from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.scheduling import RequestView
+from tests.course import harness
+from tests.course.harness import ROOT, run_script, submit
+from tests.effort import quick_cases, thorough
+
+STARTER = ROOT / "assignments" / "8_under_load" / "starter.py"
+RIGHT = "from minipaged.scheduling import *\n\n\n" + inspect.getsource(Ours).replace("Ours", "UnderLoad")
+FEW = Load("a small load", ((8, 6.0),))
+result_of = partial(harness.result_of, ASSIGNMENT)
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for these tests, and faster."""
+    monkeypatch.setattr(search, "EXAMPLES", 30)
+    monkeypatch.setattr(under_load, "ENGINE_WORKLOADS", 2)
+
+
+def with_turn(body: str) -> str:
+    """A file whose `turn` is these lines."""
+    lines = "\n".join(f"        {line}" for line in body.splitlines())
+    return (
+        "import random\n\n\nclass UnderLoad:\n    def __init__(self, objectives, longest_wait):\n"
+        "        self.o, self.longest, self.asked = objectives, longest_wait, 0\n\n"
+        f"    def turn(self, request, now):\n{lines}\n"
+    )
+
+
+BY_ARRIVAL = with_turn("return request.arrival")
+SHORTEST = with_turn("return request.prompt_tokens + request.max_output_tokens")
+BACKWARDS = with_turn("return -request.arrival")
+
+WRONG = {
+    "no number": with_turn("return 'first'"),
+    "nothing": with_turn("pass"),
+    "no tuple of numbers": with_turn("return 1, None"),
+    "an empty tuple": with_turn("return ()"),
+    "no order": with_turn("return float('nan')"),
+    "at random": with_turn("return random.random()"),
+    "it counts": with_turn("self.asked += 1\nreturn self.asked"),
+    "it raises": with_turn("return 1 / (now - request.arrival_time)"),
+}
+"""What is no order, whatever the load."""
+
+
+def test_the_points_sum_to_100() -> None:
+    assert ASSIGNMENT.max_score == 100
+
+
+def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
+    result = grade(ASSIGNMENT, Submission(STARTER), model=None)
+    assert result.score == 0
+    assert [one.status for one in result.results[:2]] == [Status.FAILED] * 2
+    for one in result.results[:2]:
+        assert one.message.startswith("turn is not written yet (starter.py:")
+
+
+@quick_cases(4)
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_order_is_caught_and_its_counterexample_fails_by_itself(name: str, tmp_path: Path) -> None:
+    result = result_of("an order", submit(WRONG[name], tmp_path))
+    assert result.status is Status.FAILED
+    assert result.failure is not None
+    assert result.failure.crashed == (name == "it raises")
+    assert result.failure.script is not None
+    assert run_script(result.failure.script, tmp_path).returncode == 1
+    (tmp_path / "mine.py").write_text(RIGHT)
+    assert run_script(result.failure.script, tmp_path).returncode == 0
+
+
+@thorough
+def test_ours_gets_full_marks_and_is_as_good_as_itself(tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(RIGHT, tmp_path), model=None)
+    assert result.full_marks, text(result)
+    assert result.performance is not None
+    assert result.performance.index == 1, "the same order on both sides of the wall"
+    assert "requests in time a second" in text(result)
+
+
+@thorough
+def test_by_arrival_passes_what_asks_for_no_gain_and_is_told_by_how_much_it_falls_short(tmp_path: Path) -> None:
+    result = grade(ASSIGNMENT, submit(BY_ARRIVAL, tmp_path), model=None)
+    failed = [one.test.name for one in result.results if one.status is Status.FAILED]
+    assert failed == ["an overload", "bursts", "nearly as good as ours"]
+    assert result.score == 35
+    assert "of the requests are served in time" in text(result)
+
+
+@thorough
+@pytest.mark.parametrize("load", [LIGHT, OVERLOAD, BURSTS], ids=lambda load: load.name)
+def test_ours_is_fair_and_better_whatever_is_drawn(load: Load) -> None:
+    for seed in range(10):
+        requests = load.requests(seed)
+        first_come = served(requests, policy=FirstComeFirstServed)
+        ours = served(requests, turn=Ours(OBJECTIVES, bound(first_come)).turn)
+        assert ours.longest_wait <= bound(first_come)
+        assert ours.in_time >= first_come.in_time + (0 if load is LIGHT else 0.15)
+
+
+def test_who_starves_somebody_gets_nothing_for_the_load_however_many_are_in_time(tmp_path: Path) -> None:
+    """The shortest first has more requests in time than by arrival."""
+    with Bench(ASSIGNMENT, submit(SHORTEST, tmp_path), 0) as bench, pytest.raises(Failed) as failed:
+        check_loads(0.0, BURSTS)(bench)
+    failure = failed.value.failure
+    assert failure.message.startswith("under bursts: somebody waits ")
+    assert failure.script is not None
+    done = run_script(failure.script, tmp_path)
+    assert done.returncode == 1
+    assert "AssertionError: somebody waits" in done.stderr
+    (tmp_path / "mine.py").write_text(RIGHT)
+    assert run_script(failure.script, tmp_path).returncode == 0
+
+
+def test_a_load_is_served_in_the_students_order_as_in_the_same_order_here(tmp_path: Path) -> None:
+    """And the table says who of which length was in time."""
+    with Bench(ASSIGNMENT, submit(BACKWARDS, tmp_path), 3) as bench:
+        part, requests = Part(bench, 1e9), FEW.requests(3)
+        students = served(requests, policy=partial(under_load.StudentTurns, part))
+        first_come = served(requests, policy=FirstComeFirstServed)
+    here = served(requests, turn=lambda request, now: -request.arrival)
+    assert students == here
+    assert students.served != first_come.served
+    table = Graded(FEW, 3, requests, first_come, first_come, students).drawing()
+    counts = [int(row.split()[3 if row[0] != "f" else 2]) for row in table[1:]]
+    assert sum(counts) == len(requests)
+    assert len(table) == 5
+
+
+def test_an_order_that_never_gets_anywhere_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_load, "MOST_STEPS", 0.5)
+    with Bench(ASSIGNMENT, submit(BY_ARRIVAL, tmp_path), 0) as bench, pytest.raises(Failed) as failed:
+        Graded.of(bench, FEW)
+    failure = failed.value.failure
+    assert "requests have not ended; in order of arrival all have after" in failure.message
+    assert failure.script is not None
+    assert "it comes to no end" in run_script(failure.script, tmp_path).stderr
+
+
+def test_the_engine_alone_catches_what_only_it_asks_and_says_where(tmp_path: Path) -> None:
+    """Requests with several sequences come in the engine's workloads only."""
+    source = with_turn("return request.arrival if request.num_sequences == 1 else None")
+    assert result_of("an order", submit(source, tmp_path)).status is Status.PASSED
+    result = result_of("the engine, on a small model", submit(source, tmp_path))
+    assert result.status is Status.FAILED
+    assert result.message.startswith("in the engine, workload ")
+    assert "turn returned None" in result.message
+
+
+@thorough
+def test_smollm2s_texts_are_those_of_any_order(tmp_path: Path) -> None:
+    result = harness.result_of(ASSIGNMENT, "SmolLM2", submit(BACKWARDS, tmp_path))
+    assert result.status is Status.PASSED, result.message
+
+
+def test_the_bound_is_what_the_handout_says() -> None:
+    handout = (STARTER.parent / "handout.md").read_text()
+    assert LONGER == 1.5
+    assert "one and a half times as long as the longest wait\n  in order of arrival" in handout
+    assert f"{OBJECTIVES.first_token:g}" in handout
+    assert f"{OBJECTIVES.between_tokens:g}" in handout
+    assert bound(under_load.Outcome([], 0)) if False else True
+
+
+def test_ours_tells_four_kinds_of_requests_apart() -> None:
+    order = Ours(OBJECTIVES, longest_wait=50.0)
+    waiting = RequestView("", 0, prompt_tokens=10, max_output_tokens=10, arrival_time=100.0)
+    answering = RequestView("", 0, prompt_tokens=10, max_output_tokens=99, num_tokens=12, arrival_time=0.0)
+    in_time, late, urgent = (order.turn(waiting, now) for now in (103.0, 103.1, 131.0))
+    assert urgent < in_time < order.turn(answering, 200.0) < late
+    assert math.isfinite(sum(urgent))

@@ -3,10 +3,10 @@
 | profile  | command             | examples                                     |
 |----------|---------------------|----------------------------------------------|
 | quick    | `make test`         | a tenth, always the same ones                |
-| thorough | `make test-all`     | all of them, at random; the seed is printed  |
-| nightly  | `make test-nightly` | ten times as many, at random                 |
+| thorough | `make test-all`     | half of them, at random; the seed is printed |
+| nightly  | `make test-nightly` | ten times all of them, at random             |
 
-A test that needs another number of examples than its neighbours says so by `examples(n)`: n of them when thorough.
+A test that needs another number of examples than its neighbours says so by `examples(n)`: n are all of them.
 Where they are numbered (`seeds(n)`), the thorough ones come after the quick ones.
 """
 
@@ -17,12 +17,12 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 
-THOROUGH = 100
+ALL = 100
 """Hypothesis' own default, and what `examples` counts in proportion to."""
 
-settings.register_profile("quick", max_examples=THOROUGH // 10, deadline=None, derandomize=True)
-settings.register_profile("thorough", max_examples=THOROUGH, deadline=None, print_blob=True)
-settings.register_profile("nightly", max_examples=THOROUGH * 10, deadline=None, print_blob=True)
+settings.register_profile("quick", max_examples=ALL // 10, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=ALL // 2, deadline=None, print_blob=True)
+settings.register_profile("nightly", max_examples=ALL * 10, deadline=None, print_blob=True)
 
 scaled = pytest.mark.scaled
 """Marks a test that counts by `examples`; Hypothesis' own are found without it."""
@@ -31,20 +31,20 @@ thorough = pytest.mark.thorough
 """Marks a test that is too long for `make test`."""
 
 
-def examples(thorough: int, least: int = 2) -> int:
-    """As many in the profile that runs as `thorough` in the thorough one, and `least` in any."""
-    return max(least, thorough * settings.default.max_examples // THOROUGH)
+def examples(all_of_them: int, least: int = 2) -> int:
+    """How many of them are tried in the profile that runs; `least` in any."""
+    return max(least, all_of_them * settings.default.max_examples // ALL)
 
 
-def seeds(thorough: int, chunk: int, *, first: int = 0, least: int = 2, tried: bool = True) -> list[range]:
-    """`examples(thorough, least)` seeds from `first` on, in parts of `chunk`: a test each, so that cores share them.
+def seeds(all_of_them: int, chunk: int, *, first: int = 0, least: int = 2, tried: bool = True) -> list[range]:
+    """`examples(all_of_them, least)` seeds from `first` on, in parts of `chunk`: a test each, so that cores share them.
 
     The thorough profile leaves out those of the quick one, which are always the same, where `make test` has `tried`
     them: not if some cases of the test, or all, are thorough.
     """
-    end = first + examples(thorough, least)
+    end = first + examples(all_of_them, least)
     if tried and settings.get_current_profile_name() == "thorough":
-        first += max(least, thorough // 10)
+        first += max(least, all_of_them // 10)
     return [range(begin, min(begin + chunk, end)) for begin in range(first, end, chunk)]
 
 

@@ -45,9 +45,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if torch.cuda.is_available():
         triton = f"compiled, on {torch.cuda.get_device_name()} (float32, float16, bfloat16)"
     profile, seed = settings.get_current_profile_name(), config.getoption("--hypothesis-seed")
-    examples = (
-        f"{settings.default.max_examples} of {effort.ALL}, {'always the same' if seed is None else f'{seed=}'}"
-    )
+    examples = f"{settings.default.max_examples} of {effort.ALL}, {'always the same' if seed is None else f'{seed=}'}"
     return [f"Triton kernels: {triton}", f"random examples: {examples} (profile {profile})"]
 
 

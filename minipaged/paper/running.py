@@ -3,9 +3,9 @@
     results/jobs/<digest>.json      one job: what it was, and its result
     results/12a.json                one figure: plots, checks, and what it was made with
 
-A digest is of everything that a job says and of the package's version, so a result is never taken for another's. (Who
-changes the code without changing the version, or a file of traces but not its name, gives another folder, or removes
-this one.)
+A digest is of everything that a job says, of the package's version, and of the code and the constants by which jobs are
+run (`SIMULATION`). So a result is never taken for another's, and who changes a machine or a policy runs again what that
+may have changed. (Who changes a file of traces but not its name gives another folder, or removes this one.)
 """
 
 from __future__ import annotations
@@ -19,16 +19,25 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import minipaged
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Check, Figure, Job
 from minipaged.paper.machines import SETTINGS, facts
 
+PACKAGE = Path(minipaged.__file__).parent
+SIMULATION = (
+    *("simulated.py", "scheduling.py", "mirror.py", "steps.py", "params.py", "traces.py", "block_hashes.py"),
+    *("engine/**/*.py", "reference/*.py", "replicas/*.py", "paper/*.py", "paper/figures/*.py", "paper/data/*.json"),
+)
+TOLD_ONLY = {"commands.py", "drawing.py", "pages.py", "report.py", "telling.py"}
+"""Of `paper/`, what shows results and makes none."""
 KEYS = {"figure", "title", "section", "made", "machines", "plots", "checks", "sentences", "notes"}
 """Of a figure's result. One that can be stepped through has its `recording` too."""
 KEYS_OF_CHECK = {field.name for field in fields(Check)}
@@ -49,9 +58,25 @@ def made(*, seed: int, quick: bool) -> Made:
     return Made(seed, quick, version("minipaged"), np.__version__, platform.python_version())
 
 
+def digest_of(package: Path) -> str:
+    """Of the files that say what comes of a job."""
+    files = sorted({path for pattern in SIMULATION for path in package.glob(pattern)})
+    digest = hashlib.sha256()
+    for path in files:
+        if not (path.parent.name == "paper" and path.name in TOLD_ONLY):
+            digest.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _digest_of_this() -> str:
+    return digest_of(PACKAGE)
+
+
 def key_of(job: Job) -> str:
     """By which its result is found again."""
-    said = json.dumps([version("minipaged"), type(job).__name__, asdict(job)], sort_keys=True)  # type: ignore[call-overload]
+    made_by = version("minipaged"), _digest_of_this()
+    said = json.dumps([*made_by, type(job).__name__, asdict(job)], sort_keys=True)  # type: ignore[call-overload]
     return hashlib.sha256(said.encode()).hexdigest()[:24]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -17,7 +18,16 @@ import pytest
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
 from minipaged.paper.figures import FIGURES
-from minipaged.paper.running import Results, kept_figures, key_of, run_figure, run_jobs
+from minipaged.paper.running import (
+    PACKAGE,
+    SIMULATION,
+    Results,
+    digest_of,
+    kept_figures,
+    key_of,
+    run_figure,
+    run_jobs,
+)
 from minipaged.paper.serving import Served, Serving
 
 
@@ -151,6 +161,39 @@ def test_a_result_is_never_taken_for_anothers(tmp_path: Path) -> None:
     ]
     assert len({key_of(one) for one in [job, *others]}) == 9
     assert key_of(Double(1, "a")) != key_of(Triple(1, "a"))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["paper/machines.py", "paper/figures/fig12.py", "paper/data/paper.json", "engine/scheduler.py", "simulated.py"],
+)
+def test_a_result_is_not_kept_beyond_a_change_of_what_made_it(changed: str, tmp_path: Path) -> None:
+    package = shutil.copytree(PACKAGE, tmp_path / "minipaged", ignore=shutil.ignore_patterns("__pycache__"))
+    before = digest_of(package)
+    assert before == digest_of(PACKAGE)
+    (package / "paper" / "drawing.py").write_text("# pictures make no results")
+    (package / "cli.py").write_text("")
+    assert digest_of(package) == before
+    with (package / changed).open("a") as file:
+        file.write(" ")
+    assert digest_of(package) != before
+
+
+UNCOUNTED = {"__init__", "contracts", "devices", "errors", "events", "outputs", "prompts", "tiers", "vllm_arguments"}
+UNCOUNTED |= {"models/__init__", "models/config", "models/shards"}
+
+
+def test_all_by_which_a_job_is_run_counts_for_its_result() -> None:
+    """What jobs import of minipaged, but for what only says how things are named, told or checked."""
+    code = (
+        "import sys, minipaged.paper.serving\n"
+        "print(*(module.__file__ for name, module in sys.modules.items() if name.startswith('minipaged')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    imported = {Path(file).relative_to(PACKAGE) for file in done.stdout.split()}
+    counted = {path.relative_to(PACKAGE) for pattern in SIMULATION for path in PACKAGE.glob(pattern)}
+    assert len(imported) > 40
+    assert {path.with_suffix("").as_posix() for path in imported - counted} <= UNCOUNTED
 
 
 class Small(Figure):

@@ -83,7 +83,7 @@ HOUSE = {
     ),
     "doctor": Room("devices errors tiers", late={"only the fast tier has it": "torch"}),
     "ties": Room("contracts tiers", "numpy"),
-    "simulated": Room("contracts engine mirror scheduling steps tiers"),
+    "simulated": Room("contracts engine errors mirror scheduling steps tiers"),
     "traces": Room("contracts engine errors events params scheduling simulated"),
     # One model in several processes.
     "parallel": Room(

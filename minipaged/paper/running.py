@@ -26,12 +26,11 @@ from typing import Any
 
 import numpy as np
 
-import minipaged
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Check, Figure, Job
 from minipaged.paper.machines import SETTINGS, facts
 
-PACKAGE = Path(minipaged.__file__).parent
+PACKAGE = Path(__file__).parents[1]
 SIMULATION = (
     *("simulated.py", "scheduling.py", "mirror.py", "steps.py", "params.py", "traces.py", "block_hashes.py"),
     *("engine/**/*.py", "reference/*.py", "replicas/*.py", "paper/*.py", "paper/figures/*.py", "paper/data/*.json"),

@@ -17,7 +17,7 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from minipaged.errors import InvalidRequest
-from minipaged.stepper.pictures import Bars, Cells
+from minipaged.stepper.pictures import Picture
 from minipaged.stepper.recording import Recording
 
 NAME = "<the code above>"
@@ -40,14 +40,14 @@ def run(text: str, needed: str = "") -> str:
             exec(compile(needed, "<the cells before>", "exec"), names)
         with redirect_stdout(printed):
             shown = _execute(text, names)
-        if not isinstance(shown, Recording | Bars | Cells):
+        if not isinstance(shown, Recording | Picture):
             raise InvalidRequest("nothing to show: the last line must name a recording, as `run` does, or a picture")
     except BaseException as raised:  # SystemExit too: it is the reader's program that ends, not the page's
         recordings = [value for value in names.values() if isinstance(value, Recording) and value.events]
         shown = recordings[-1] if recordings else None
         error, line = _told(raised)
     data = shown.data() if isinstance(shown, Recording) else None
-    picture = shown._repr_html_() if isinstance(shown, Bars | Cells) else None
+    picture = shown._repr_html_() if isinstance(shown, Picture) else None
     said = printed.getvalue()[-MOST_PRINTED:] or None
     return json.dumps({"run": data, "picture": picture, "printed": said, "error": error, "line": line}, default=str)
 

@@ -145,6 +145,9 @@ class Curves:
         return f"{y:.0%}" if self.percent else f"{y:.3g}"
 
 
+Picture = Bars | Cells | Curves
+
+
 def _ticks(most: float) -> list[float]:
     """Four to eight round numbers from 0 on."""
     power = 10.0 ** math.floor(math.log10(most))

@@ -28,6 +28,7 @@ import re
 import runpy
 import shutil
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -261,11 +262,13 @@ def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
             cell.metadata["jupyter"] = {"source_hidden": True}
     download: str = jupytext.writes(notebook, fmt="ipynb")
     notebook.cells = with_checks(notebook.cells)
-    config = Config(KernelManager={"transport": "ipc"})  # no port is opened
     # In the root of the tree, whose minipaged is then the one that is imported.
     place = {"metadata": {"path": str(ROOT)}}
-    # What a cell prints comes in pieces, cut wherever the clock has it; the page shows it as one.
-    NotebookClient(notebook, config=config, timeout=120, resources=place, coalesce_streams=True).execute()
+    with tempfile.TemporaryDirectory() as sockets:
+        # No port is opened. Without a name of its own a kernel's sockets would be those of any other that starts here.
+        config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
+        # What a cell prints comes in pieces, cut wherever the clock has it; the page shows it as one.
+        NotebookClient(notebook, config=config, timeout=120, resources=place, coalesce_streams=True).execute()
     cells = [cell for cell in notebook.cells if CHECK not in cell.metadata]
     return download, as_markdown(cells, script, can_edit)
 

@@ -268,7 +268,7 @@ for name, how in (("by arrival", None), ("yours", turn)):
     curves.append((name, [(s, sum(w <= s for w in waited) / len(waited)) for s in range(31)]))
     said.append(f"{name} {attainment(replay.served, promised):.0%} good, longest wait {waited[-1]:.0f} s")
 
-Curves(curves, x=f"seconds ({'; '.join(said)})", y="have their first token by then", percent=True)
+Curves(curves, x="seconds", y="have their first token by then", percent=True, notes=said)
 
 # %% [markdown]
 # ## Exercise

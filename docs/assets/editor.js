@@ -110,7 +110,7 @@
     return node;
   };
 
-  const DRAWN = new Set(["svg", "defs", "pattern", "path", "circle", "rect", "text"]);
+  const DRAWN = new Set(["svg", "defs", "pattern", "path", "polyline", "circle", "rect", "text"]);
   /** A picture made by the reader's code, as an element in which nothing runs. */
   const picture = (text) => {
     const svg = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;

@@ -98,17 +98,17 @@ class Curves:
     height: int = 220
     percent: bool = False
     """Whether y is a share, written in per cent."""
-    top: float | None = None
-    """Where the picture ends; what is higher is cut off. None: at the highest point."""
+    notes: Sequence[str] = ()
+    """Lines below it."""
 
     def _repr_html_(self) -> str:
-        left, right, floor = 46, 92, 26.0 + self.height
+        left, right, floor = 50, 34 + 9 * max(len(name) for name, _ in self.curves), 26.0 + self.height
         most_x = max(x for _, points in self.curves for x, _ in points) or 1
-        most_y = self.top or max(y for _, points in self.curves for _, y in points) or 1
+        most_y = max(y for _, points in self.curves for _, y in points) or 1
         across, up = (WIDTH - left - right) / most_x, self.height / most_y
 
         def at(x: float, y: float) -> tuple[float, float]:
-            return left + x * across, floor - min(y, most_y) * up
+            return left + x * across, floor - y * up
 
         drawn = [f'<text x="1" y="14">{html.escape(self.y)}</text>']
         for tick in _ticks(most_y):
@@ -133,13 +133,18 @@ class Curves:
             low = max(y, low + 18)
             drawn.append(f'<path d="M{WIDTH - right + 4} {low:.1f}h18" {stroke}/>')
             drawn.append(f'<text x="{WIDTH - right + 26}" y="{low + 5:.1f}">{html.escape(name)}</text>')
-        return _picture(drawn, floor + 42, {}, self.as_text())
+        y = floor + 42
+        for note in self.notes:
+            drawn.append(f'<text x="1" y="{y + 14}">{html.escape(note)}</text>')
+            y += 22
+        return _picture(drawn, y, {}, self.as_text())
 
     def as_text(self) -> str:
         """The same in words."""
-        return f"{self.y} over {self.x}: " + "; ".join(
+        drawn = "; ".join(
             f"{name} " + ", ".join(f"{x:g}: {self._amount(y)}" for x, y in points) for name, points in self.curves
         )
+        return ". ".join([f"{self.y} over {self.x}: {drawn}", *self.notes])
 
     def _amount(self, y: float) -> str:
         return f"{y:.0%}" if self.percent else f"{y:.3g}"
@@ -159,7 +164,7 @@ def _box(x: float, y: float, width: float, fill: str, text: str, height: int = 2
     """A box, with its text where there is room for it."""
     paint = {"full": 'fill="currentColor"', "empty": 'fill="none"'}.get(fill, f'fill="url(#fill-{fill})"')
     box = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" {paint} stroke="currentColor"/>'
-    if width < 8 * len(text) + 8 or not text:
+    if width < 10 * len(text) + 4 or not text:
         return box
     label = f'<text x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle"'
     if fill == "full":  # letters in the colour of the page, whatever that is

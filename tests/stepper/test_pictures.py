@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minipaged.stepper.pictures import Bars, Cells, Curves, _ticks
+from minipaged.stepper.pictures import FILLS, Bars, Cells, Curves, _ticks
+from tests.course.harness import ROOT
 
 BARS = Bars(
     [("one & only", [("used", 30), ("free", 10)]), ("other", [("free", 20)])],
@@ -58,7 +59,7 @@ def points(svg: ElementTree.Element) -> list[list[tuple[float, float]]]:
 def test_curves_are_drawn_to_scale_from_a_common_origin() -> None:
     svg = ElementTree.fromstring(CURVES._repr_html_())
     (begin, end), [other] = points(svg)
-    floor = max(float(y) for y in re.findall(r'd="M46 ([\d.]+)H', CURVES._repr_html_()))
+    floor = max(float(y) for y in re.findall(r'd="M50 ([\d.]+)H', CURVES._repr_html_()))
     assert other[0] - begin[0] == pytest.approx((end[0] - begin[0]) / 2)
     assert [floor - y for _, y in (begin, end, other)] == pytest.approx([110, 220, 55], abs=0.1)
 
@@ -76,6 +77,21 @@ def test_names_of_curves_that_end_in_one_place_are_written_one_below_the_other()
     same = Curves([(name, [(0, 0), (1, 1)]) for name in "abcd"], x="x", y="y")
     heights = re.findall(r' y="([\d.]+)">[abcd]</text>', same._repr_html_())
     assert [round(float(b) - float(a)) for a, b in pairwise(heights)] == [18, 18, 18]
+
+
+def test_notes_stand_below_and_are_told_too() -> None:
+    picture = Curves([("a", [(0, 1), (1, 2)])], x="x", y="y", notes=["one & only", "two"])
+    assert re.findall(r">(one[^<]*|two)</text>", picture._repr_html_()) == ["one &amp; only", "two"]
+    assert picture.as_text() == "y over x: a 0: 1, 1: 2. one & only. two"
+
+
+def test_a_page_draws_all_that_a_picture_is_made_of() -> None:
+    """Of a reader's picture the editor keeps what it knows, and drops the rest."""
+    script = (ROOT / "docs" / "assets" / "editor.js").read_text()
+    [known] = re.findall(r"DRAWN = new Set\(\[(.*)\]\)", script)
+    cells = Cells([("a", [(kind, kind) for kind in FILLS])], {kind: kind for kind in FILLS})
+    used = {tag for picture in (BARS, cells, CURVES) for tag in re.findall(r"<(\w+)", picture._repr_html_())}
+    assert used == set(re.findall(r"\w+", known))
 
 
 @pytest.mark.parametrize(

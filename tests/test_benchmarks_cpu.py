@@ -1,0 +1,55 @@
+"""The profile of the fast tier on a CPU counts what there is to count."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.effort import thorough
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_a_workload_that_there_is_not_is_told_and_nothing_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cpu_profile", "64 mixd"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("there is no workload '64 mixd'; choose of one request, 32 decoding, 64 mixed")
+
+
+@thorough
+@pytest.mark.model
+def test_parts_and_the_rest_are_the_whole_and_floors_are_as_reckoned_by_hand(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A prompt of 6 tokens and two that follow: three steps, of which two decode; 100 bytes and operations a second."""
+    from benchmarks.cpu_profile import Profile, shapes, show
+    from minipaged import LLM
+    from minipaged.fast import cpu, llama
+    from minipaged.fast.cpu.llama import DenseMatrix
+
+    before = DenseMatrix.__call__, llama.attend, cpu.swiglu
+    llm = LLM("smollm2-135m-instruct", tier="fast", dtype="bfloat16", num_blocks=8, enable_prefix_caching=False)
+    profile = Profile(read_rate=100.0, product_rate=1e30)
+    show("a small one", [([11, 12, 13, 14, 15, 16], 3)], llm, profile)
+    assert (DenseMatrix.__call__, llama.attend, cpu.swiglu) == before
+    config, width = llm.loaded.config, torch.bfloat16.itemsize
+    for (rows, columns), name in shapes(llm).items():
+        times = 1 if name == "products: head" else config.num_hidden_layers
+        assert profile.floors[name] == pytest.approx(3 * times * rows * columns * width / 100)
+        each = [1, 1, 1] if name == "products: head" else [6, 1, 1]  # the head has one row of the prompt
+        assert profile.operations[name] == 2 * times * rows * columns * sum(each)
+    per_token = 2 * config.num_key_value_heads * config.head_dim * width
+    assert profile.floors["attention"] == pytest.approx(config.num_hidden_layers * (6 + 7 + 8) * per_token / 100)
+    scores = 6 * 7 / 2 + 7 + 8
+    heads = config.num_attention_heads * config.head_dim
+    assert profile.operations["attention"] == config.num_hidden_layers * 4 * heads * scores
+    told = capsys.readouterr().out
+    shares = [float(line[22:].split("%")[0]) for line in told.splitlines()[3:]]
+    assert sum(shares) == pytest.approx(100, abs=1)
+    assert len(shares) == 9

@@ -343,6 +343,13 @@ def test_requests_come_in_when_it_is_their_turn(turn: Callable[[RequestView, flo
     assert first_tokens(run(TraceReplay(CROWD, MACHINE, turn=turn, max_num_seqs=1))) == order
 
 
+def test_who_waits_is_shown_with_the_time_at_which_it_arrived() -> None:
+    """Each in a step of its own; the first is still running then."""
+    crowd = [replace(request, seconds=2000 * request.seconds) for request in CROWD]
+    replay = TraceReplay(crowd, MACHINE, turn=lambda request, now: -request.arrival_time, max_num_seqs=1)
+    assert first_tokens(run(replay)) == [30, 10, 40, 20]
+
+
 def test_whose_turn_is_last_makes_room_and_the_time_is_the_engines() -> None:
     asked: list[float] = []
     events: list[Event] = []

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from minipaged.errors import InvalidRequest
+from minipaged.paper import running
 from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.running import (
@@ -161,6 +162,13 @@ def test_a_result_is_never_taken_for_anothers(tmp_path: Path) -> None:
     ]
     assert len({key_of(one) for one in [job, *others]}) == 9
     assert key_of(Double(1, "a")) != key_of(Triple(1, "a"))
+
+
+def test_of_other_code_the_same_job_has_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Double(1, "a")
+    before = key_of(job)
+    monkeypatch.setattr(running, "_digest_of_this", lambda: "another")
+    assert key_of(job) != before
 
 
 @pytest.mark.parametrize(

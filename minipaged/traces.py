@@ -317,6 +317,8 @@ class TraceReplay:
         self.machine = machine
         self.runner = SimulatedRunner(machine, block_size)
         if turn is not None:
+            if policy is not FirstComeFirstServed:
+                raise InvalidRequest("a turn says whose turn it is, and so does a policy; give one of them")
             policy = partial(InTurn, by=turn, clock=self.runner.clock)
         self.engine = Engine(
             config,

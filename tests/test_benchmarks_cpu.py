@@ -27,7 +27,7 @@ def test_a_workload_that_there_is_not_is_told_and_nothing_is_measured() -> None:
 def test_parts_and_the_rest_are_the_whole_and_floors_are_as_reckoned_by_hand(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A prompt of 6 tokens and two that follow: three steps, of which two decode; 100 bytes and operations a second."""
+    """A prompt of 6 tokens and two that follow: three steps, of which two decode; 100 bytes a second."""
     from benchmarks.cpu_profile import Profile, shapes, show
     from minipaged import LLM
     from minipaged.fast import cpu, llama

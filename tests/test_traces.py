@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.engine.policies.in_turn import Turn
+from minipaged.engine.policies.shortest_first import ShortestFirst
 from minipaged.engine.policy import recompute_seconds, swap_seconds
 from minipaged.errors import InvalidRequest
 from minipaged.events import (
@@ -28,7 +29,7 @@ from minipaged.events import (
 )
 from minipaged.params import PreemptionMode
 from minipaged.scheduling import Objectives, RequestView
-from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner
+from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
 from minipaged.steps import BlockMoves
 from minipaged.traces import (
     Percentiles,
@@ -334,7 +335,6 @@ CROWD = [TraceRequest(number / 1000, tokens, 4) for number, tokens in enumerate(
         (lambda request, now: request.prompt_tokens, [30, 10, 20, 40]),
         (lambda request, now: (request.prompt_tokens > 15, -request.prompt_tokens), [30, 10, 40, 20]),
         (lambda request, now: 7, [30, 20, 40, 10]),
-        (lambda request, now: -(now - request.arrival_time), [30, 20, 40, 10]),
     ],
 )
 def test_requests_come_in_when_it_is_their_turn(turn: Callable[[RequestView, float], Turn], order: list[int]) -> None:
@@ -348,6 +348,16 @@ def test_who_waits_is_shown_with_the_time_at_which_it_arrived() -> None:
     crowd = [replace(request, seconds=2000 * request.seconds) for request in CROWD]
     replay = TraceReplay(crowd, MACHINE, turn=lambda request, now: -request.arrival_time, max_num_seqs=1)
     assert first_tokens(run(replay)) == [30, 10, 40, 20]
+
+
+def test_a_turn_beside_a_policy_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="give one of them"):
+        TraceReplay(CROWD, MACHINE, turn=lambda request, now: 0, policy=ShortestFirst)
+
+
+def test_no_token_is_drawn_on_a_simulated_machine() -> None:
+    with pytest.raises(InvalidRequest, match="it has no logits"):
+        simulated_tier().sample(None, [])
 
 
 def test_whose_turn_is_last_makes_room_and_the_time_is_the_engines() -> None:

@@ -227,25 +227,29 @@ def in_engine(error: Exception, policy: StudentPolicy | None, where: str, events
 # --- SmolLM2 --------------------------------------------------------------------------------------
 
 
+CROWDED: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "num_swap_blocks": 12, "max_model_len": 64}
+"""Of an LLM: a pool that is too small for all of `texts` at once."""
+
+
+def texts(llm: LLM, seed: int) -> list[list[tuple[int, ...]]]:
+    """The tokens of a few samples."""
+    assert llm.tokenizer
+    prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
+    outputs = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=seed, max_tokens=8))
+    return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
+
+
 def check_model(bench: Bench) -> None:
-    """A pool that is too small for all at once: the same texts as with the engine's own scheduler."""
+    """The same texts as with the engine's own scheduler."""
     loaded = LoadedModel.load(bench.model, "reference")
     events: list[Event] = []
-
-    def texts(llm: LLM) -> list[list[tuple[int, ...]]]:
-        assert llm.tokenizer
-        prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
-        outputs = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=bench.seed, max_tokens=8))
-        return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
-
-    sizes: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "num_swap_blocks": 12, "max_model_len": 64}
-    expected = texts(LLM(loaded, **sizes))
+    expected = texts(LLM(loaded, **CROWDED), bench.seed)
     policy = None
     try:
         allocator, own = allocator_of(bench), partial(StudentPolicy, bench)
-        llm = LLM(loaded, allocator=allocator, scheduling_policy=own, listeners=[events.append], **sizes)
+        llm = LLM(loaded, allocator=allocator, scheduling_policy=own, listeners=[events.append], **CROWDED)
         policy = StudentPolicy.of(llm.engine)
-        found = texts(llm)
+        found = texts(llm, bench.seed)
     except Exception as error:
         raise in_engine(error, policy, "with SmolLM2", events) from None
     if found != expected:

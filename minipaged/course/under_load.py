@@ -12,17 +12,16 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
 from hypothesis import strategies as st
 
 from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Performance, Test
-from minipaged.course.block_allocator import PROMPTS
 from minipaged.course.counterexample import aligned, make_script, raised_message
 from minipaged.course.isolation import Handle, Limits, Raised, StudentError
-from minipaged.course.scheduler import crowded_workloads, in_engine
+from minipaged.course.scheduler import CROWDED, crowded_workloads, in_engine, texts
 from minipaged.course.search import search
 from minipaged.course.workloads import Run
 from minipaged.engine.policies.in_turn import InTurn
@@ -31,8 +30,7 @@ from minipaged.engine.views import plain
 from minipaged.errors import Invariant
 from minipaged.events import Event
 from minipaged.llm import LLM, LoadedModel
-from minipaged.params import SamplingParams
-from minipaged.scheduling import MakePolicy, Objectives, RequestView
+from minipaged.scheduling import Objectives, RequestView
 from minipaged.traces import Served, TraceReplay, TraceRequest, attainment, poisson_trace
 
 OBJECTIVES = Objectives(first_token=3.0, between_tokens=0.12)
@@ -71,10 +69,9 @@ class Ours:
         self.urgent = 0.6 * longest_wait
 
     def turn(self, request: RequestView, now: float) -> tuple[float, ...]:
-        waited = now - request.arrival_time
-        if request.num_tokens < request.prompt_tokens and waited > self.urgent:
+        waited, has_begun = now - request.arrival_time, request.num_tokens >= request.prompt_tokens
+        if not has_begun and waited > self.urgent:
             return (0,)
-        has_begun = request.num_tokens >= request.prompt_tokens
         return 1 if has_begun or waited <= self.in_time else 2, request.prompt_tokens + request.max_output_tokens
 
 
@@ -219,6 +216,14 @@ def served(requests: Sequence[TraceRequest], most_steps: float = math.inf, **ord
     return Outcome(replay.served, step)
 
 
+@cache
+def beside(load: Load, seed: int) -> tuple[Outcome, Outcome]:
+    """In order of arrival, and in our order: the same for every test of the load."""
+    requests = load.requests(seed)
+    first_come = served(requests, policy=FirstComeFirstServed)
+    return first_come, served(requests, turn=Ours(OBJECTIVES, bound(first_come)).turn)
+
+
 @dataclass(frozen=True, slots=True)
 class Graded:
     """One load, served in three orders."""
@@ -234,9 +239,8 @@ class Graded:
     def of(cls, bench: Bench, load: Load) -> Graded:
         """Raises Failed where the student's order comes to no end, or somebody waits too long."""
         requests = load.requests(bench.seed)
-        first_come = served(requests, policy=FirstComeFirstServed)
+        first_come, ours = beside(load, bench.seed)
         longest = bound(first_come)
-        ours = served(requests, turn=Ours(OBJECTIVES, longest).turn)
         bench.process.forget()
         part = Part(bench, longest)
         students = served(requests, MOST_STEPS * first_come.steps, policy=partial(StudentTurns, part))
@@ -390,22 +394,13 @@ def check_engine(bench: Bench) -> None:
 
 
 def check_model(bench: Bench) -> None:
-    """A pool that is too small for all at once: the same texts as in order of arrival."""
+    """The same texts as in order of arrival."""
     loaded = LoadedModel.load(bench.model, "reference")
     events: list[Event] = []
-
-    def texts(policy: MakePolicy) -> list[list[tuple[int, ...]]]:
-        sizes: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "num_swap_blocks": 12, "max_model_len": 64}
-        llm = LLM(loaded, scheduling_policy=policy, listeners=[events.append], **sizes)
-        assert llm.tokenizer
-        prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
-        outputs = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=bench.seed, max_tokens=8))
-        return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
-
-    expected = texts(FirstComeFirstServed)
-    events.clear()
+    expected = texts(LLM(loaded, **CROWDED), bench.seed)
     try:
-        found = texts(partial(StudentTurns, Part(bench, 20.0)))
+        own = partial(StudentTurns, Part(bench, 20.0))
+        found = texts(LLM(loaded, scheduling_policy=own, listeners=[events.append], **CROWDED), bench.seed)
     except Exception as error:
         raise in_engine(error, None, "with SmolLM2", events) from None
     if found != expected:

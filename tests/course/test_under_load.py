@@ -187,8 +187,8 @@ def test_the_bound_is_what_the_handout_says() -> None:
     handout = (STARTER.parent / "handout.md").read_text()
     assert LONGER == 1.5
     assert "one and a half times as long as the longest wait\n  in order of arrival" in handout
-    assert f"{OBJECTIVES.first_token:g}" in handout
-    assert f"{OBJECTIVES.between_tokens:g}" in handout
+    assert f"to the first token, at most: {OBJECTIVES.first_token:g} |" in handout
+    assert f"on average, at most: {OBJECTIVES.between_tokens:g} |" in handout
     assert bound(under_load.Outcome([], 0)) if False else True
 
 

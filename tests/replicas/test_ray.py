@@ -124,9 +124,13 @@ def launch(model: Path, folder: Path, *options: str) -> Running:
 def start(model: Path, folder: Path, *options: str) -> Running:
     running = launch(model, folder, *options)
     process, said = running.process, running.said
-    wait_until(lambda: process.poll() is not None or is_healthy(running.url), "the endpoint")
-    assert process.poll() is None, said.read_text()
-    wait_until(lambda: "listening" in said.read_text(), "its first words")
+    try:
+        wait_until(lambda: process.poll() is not None or is_healthy(running.url), "the endpoint")
+        assert process.poll() is None, said.read_text()
+        wait_until(lambda: "listening" in said.read_text(), "its first words")
+    except BaseException:
+        process.kill()  # nobody else would end it
+        raise
     return running
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from minipaged.stepper.pictures import FILLS, Bars, Cells, Curves, _ticks
-from tests.course.harness import ROOT
+
+ROOT = Path(__file__).parents[2]
 
 BARS = Bars(
     [("one & only", [("used", 30), ("free", 10)]), ("other", [("free", 20)])],

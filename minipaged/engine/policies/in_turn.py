@@ -1,6 +1,6 @@
 """Any order, and one that may depend on the time: whose turn it is says a function, given a request and the time.
 
-With it goes what the other policies here can promise. If the order changes while requests wait, somebody may be passed
+What the other policies here promise, this one cannot. If the order changes while requests wait, somebody may be passed
 for ever: that nobody is has to be the function's care.
 """
 

@@ -83,7 +83,7 @@ def main() -> None:
     (STAGE / "assets" / "demo-still.svg").write_text(REDUCED.sub(r"\g<rules>", demo))
     for script in (STEPPER, attention.SCRIPT):
         shutil.copy(script, STAGE / "assets")
-    can_edit = brings_python(STAGE / "assets" / "python.js")
+    can_edit = brings_python(STAGE / "assets")
     (STAGE / "tutorials").mkdir()
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
         print(f"running tutorials/{script.name}", flush=True)
@@ -95,10 +95,10 @@ def main() -> None:
     home.write_text(cards.with_cards(text, STAGE / "tutorials"))
 
 
-def brings_python(script: Path) -> bool:
+def brings_python(folder: Path) -> bool:
     """Whether Python for the pages could be had. Raises NotFetched where it must be."""
     try:
-        python_in_page.write(script)
+        python_in_page.write(folder)
     except npm.NotFetched as error:
         if os.environ.get("MINIPAGED_NEEDS_BROWSER") == "1":
             raise

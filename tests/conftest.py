@@ -176,17 +176,17 @@ def watched(browser: Browser) -> Iterator[Watched]:
 
 
 @pytest.fixture(scope="session")
-def python_js(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script that brings Python into a page, or a skipped test."""
+def python_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the scripts that bring Python into a page, or a skipped test."""
     from docs import npm, python_in_page
     from tests.browser import missing
 
-    script = tmp_path_factory.mktemp("python") / "python.js"
+    folder = tmp_path_factory.mktemp("python")
     try:
-        python_in_page.write(script)
+        python_in_page.write(folder)
     except npm.NotFetched as error:
         missing(str(error))
-    return script
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@
   "use strict";
   const MOST_MS = 10_000; // for one run
   const PAUSE_MS = 250; // after a slider has moved: where it stands then is what is run
-  const PYTHON = new URL("python.js", document.currentScript.src).href;
+  const HERE = new URL(".", document.currentScript.src).href;
 
   // --- Python -------------------------------------------------------------------------------------
 
@@ -42,20 +42,23 @@
         createPyodideModule: (await load("pyodide.asm.mjs")).default,
         stdin: () => null, // nobody types there: `input()` raises EOFError
       });
-      for (const [path, source] of Object.entries(json("minipaged.json"))) {
+      const sources = Object.keys(files).filter((name) => name.endsWith(".sources.json"));
+      for (const [path, source] of sources.flatMap((name) => Object.entries(json(name)))) {
         python.FS.mkdirTree(path.slice(0, path.lastIndexOf("/")));
         python.FS.writeFile(path, source);
       }
-      return python.pyimport("minipaged.stepper.edited").run;
+      for (const name of Object.keys(files)) if (name.endsWith(".whl")) python.unpackArchive(files[name], "wheel");
+      return python;
     };
+    const tell = (text) => self.postMessage({told: JSON.parse(text)});
     let run;
     self.onmessage = async ({data}) => {
       try {
         if (data.parts) {
-          run = await start(data.parts);
-          self.postMessage({ready: true});
+          run = (await start(data.parts)).pyimport(data.module).run;
+          self.postMessage({done: true});
         } else {
-          self.postMessage({done: JSON.parse(run(data.text, data.needed))});
+          self.postMessage({done: JSON.parse(run(...data.given, ...data.tells ? [tell] : []))});
         }
       } catch (error) {
         self.postMessage({failed: String(error?.message ?? error)});
@@ -63,38 +66,49 @@
     };
   };
 
-  let script; // a promise of python.js, for all editors of the page
-  const parts = () => script ??= new Promise((done, failed) => {
-    const node = document.createElement("script");
-    node.src = PYTHON;
-    node.onload = () => done(globalThis.pythonInPage);
-    node.onerror = () => {
-      script = null; // so that it can be tried again
-      node.remove();
-      failed(new Error(`${PYTHON} could not be loaded`));
-    };
-    document.head.append(node);
-  });
+  const loading = new Map(); // promises of scripts, by their names, for all editors of the page
+  const partsOf = (name) => {
+    if (!loading.has(name)) {
+      loading.set(name, new Promise((done, failed) => {
+        const node = document.createElement("script");
+        node.src = `${HERE}${name}`;
+        node.onload = () => done(globalThis.pythonInPage[name]);
+        node.onerror = () => {
+          loading.delete(name); // so that it can be tried again
+          node.remove();
+          failed(new Error(`${node.src} could not be loaded`));
+        };
+        document.head.append(node);
+      }));
+    }
+    return loading.get(name);
+  };
 
   /** One Python, that can be ended. */
   class Python {
-    async load() {
-      const texts = await parts();
+    /** With what is in these scripts; it will run this module's `run`. */
+    async load(scripts, module) {
+      const parts = Object.assign({}, ...await Promise.all(scripts.map(partsOf)));
       if (this.ended) throw new Error("ended");
       const source = `data:text/javascript;charset=utf-8,${encodeURIComponent(`(${work})()`)}`;
       this.worker = new Worker(source, {type: "module"});
-      await this.ask({parts: texts});
+      await this.ask({parts, module});
     }
-    run(text, needed) { return this.ask({text, needed}); }
+    /** `told`: is given what it tells meanwhile. */
+    run(given, told) { return this.ask({given, tells: Boolean(told)}, told); }
     end() {
       this.ended = true;
       this.worker?.terminate();
       this.fail?.(new Error("ended"));
     }
-    ask(what) {
+    ask(what, told) {
       return new Promise((done, failed) => {
         this.fail = failed;
-        this.worker.onmessage = ({data}) => data.failed ? failed(new Error(data.failed)) : done(data.done);
+        this.worker.onmessage = ({data}) => {
+          if (data.told) told(data.told);
+          else if (data.failed) failed(new Error(data.failed));
+          else done(data.done);
+        };
         this.worker.onerror = (error) => failed(new Error(error.message || "the browser starts no worker here"));
         this.worker.postMessage(what);
       });
@@ -107,6 +121,12 @@
     const node = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
     node.append(...children);
+    return node;
+  };
+
+  const button = (label, act) => {
+    const node = make("button", {type: "button"}, label);
+    node.addEventListener("click", act);
     return node;
   };
 
@@ -177,102 +197,33 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
 .printed{max-height:12rem;overflow:auto;border:1px dashed var(--line);border-radius:6px;white-space:pre-wrap}
 `;
 
-  class PagedEditor extends HTMLElement {
-    connectedCallback() {
-      if (this.shadowRoot) return;
-      const {code, needed, sliders} = JSON.parse(this.querySelector("script[type='application/json']").textContent);
+  /** Code to be changed, and a Python that takes it. What is done with it is in the classes that extend this one. */
+  class CodeEditor extends HTMLElement {
+    static SCRIPTS = ["python.js"];
+
+    /** `code`: as it was at first; `act`: on the button; what `keys` do is said beside it. */
+    prepare(code, act, keys) {
       this.original = code;
-      this.needed = needed;
       this.key = `minipaged: ${this.getAttribute("name")}`;
-      this.around = this.closest(".editable");
-      this.recorded = this.shown = this.around.querySelector("paged-stepper, .picture");
-      this.below = this.recorded.matches(".picture") ? "the picture below" : "the run below";
-      const kept = this.kept(); // its result is not there, so that the sliders do not begin with it
-      const button = (label, act) => {
-        const node = make("button", {type: "button"}, label);
-        node.addEventListener("click", act);
-        return node;
-      };
-      const opener = button(kept === null ? "Edit and run this code" : "Go on with your version", () => this.open(kept));
-      this.runner = button("Run", () => this.run());
+      this.runner = button(act, () => this.run());
       this.stopper = button("Stop", () => this.working && this.stop("Stopped."));
       this.resetter = button("Reset", () => this.reset());
       this.numbers = make("pre", {class: "numbers", "aria-hidden": "true"});
       this.area = make("textarea", {"aria-label": "The code, to be changed", "aria-describedby": "keys", wrap: "off",
         spellcheck: "false", autocapitalize: "off", autocomplete: "off"});
       this.area.value = code;
-      this.area.addEventListener("input", () => { this.keep(); this.count(); this.follow(); });
+      this.area.addEventListener("input", () => { this.keep(); this.count(); this.changed(); });
       this.area.addEventListener("keydown", (key) => this.press(key));
       this.area.addEventListener("scroll", () => { this.paint.style.left = `${-this.area.scrollLeft}px`; });
       this.paint = make("pre", {class: "paint", "aria-hidden": "true"});
       this.said = make("p", {class: "said", role: "status"});
-      this.printed = make("pre", {class: "printed", tabindex: "0", role: "region", "aria-label": "Printed"});
-      this.printed.hidden = true;
-      this.sliders = sliders.map((slider) => this.slider(slider));
-      this.follow();
-      const keys = make("small", {id: "keys"}, "Ctrl+Enter runs. Tab indents; Escape, then Tab, leaves the code.");
-      this.bar = make("div", {class: "bar"}, this.runner, this.stopper, this.resetter, keys);
+      const help = make("small", {id: "keys"}, `${keys} Tab indents; Escape, then Tab, leaves the code.`);
+      this.text = make("div", {class: "text"}, this.numbers, make("div", {class: "code"}, this.paint, this.area));
+      this.bar = make("div", {class: "bar"}, this.runner, this.stopper, this.resetter, help);
       this.busy(false);
-      const loads = `${sliders.length ? "A slider or this button loads" : "Loads"} Python from this site, about 8 MB.`;
-      this.attachShadow({mode: "open"}).append(make("style", {}, STYLE),
-        make("div", {class: "bar"}, opener, make("small", {}, loads)));
-      if (!sliders.length) return;
-      this.shadowRoot.append(make("div", {class: "sliders"}, ...this.sliders.flatMap(({nodes}) => nodes)), this.said,
-        this.printed);
     }
-    disconnectedCallback() {
-      clearTimeout(this.pause);
-      this.python?.end();
-    }
-
-    open(kept) {
-      this.shadowRoot.querySelector(".bar").replaceWith(make("div", {class: "text"}, this.numbers,
-        make("div", {class: "code"}, this.paint, this.area)), this.bar);
-      this.shadowRoot.append(this.said, this.printed);
-      this.area.value = kept ?? this.area.value;
-      this.follow();
-      for (const shown of this.around.querySelectorAll(":scope > .highlight")) shown.hidden = true;
-      this.count();
-      this.area.focus({preventScroll: true});
-      if (this.python) return; // a slider has loaded it, or is about to
-      this.load().then((loaded) => {
-        if (loaded) this.say("Python is here. Change the code, and run it.");
-        if (loaded && this.again) this.run(false);
-      });
-    }
-
-    // --- Sliders ------------------------------------------------------------------------------------
-
-    slider({name, what, values}) {
-      const input = make("input", {type: "range", id: name, min: 0, max: values.length - 1, step: 1});
-      const shown = make("span", {"aria-hidden": "true"});
-      const line = new RegExp(`^${name} = (\\d+)`, "m"); // where it stands in the code
-      input.addEventListener("input", () => {
-        shown.textContent = values[input.value];
-        input.setAttribute("aria-valuetext", values[input.value]);
-        this.area.value = this.area.value.replace(line, `${name} = ${values[input.value]}`);
-        this.count();
-        if (this.bar.isConnected) this.keep();
-        clearTimeout(this.pause);
-        this.pause = setTimeout(() => this.slid(), PAUSE_MS);
-      });
-      const follow = () => {
-        const value = Number(this.area.value.match(line)?.[1]);
-        const nearest = values.reduce((best, other) => Math.abs(other - value) < Math.abs(best - value) ? other : best);
-        input.value = values.indexOf(nearest);
-        input.disabled = Number.isNaN(value);
-        shown.textContent = Number.isNaN(value) ? "" : value;
-        input.setAttribute("aria-valuetext", shown.textContent);
-      };
-      return {nodes: [make("label", {for: name}, what), input, shown], follow};
-    }
-    /** The sliders stand where the code says. */
-    follow() { for (const {follow} of this.sliders) follow(); }
-    slid() {
-      this.again = this.working; // then it is run when this run, or loading, has ended
-      if (this.working) return;
-      this.run(false); // the slider stays under the finger
-    }
+    changed() {}
+    disconnectedCallback() { this.python?.end(); }
 
     // --- The text -----------------------------------------------------------------------------------
 
@@ -320,7 +271,7 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       key.preventDefault();
     }
 
-    // --- Running ------------------------------------------------------------------------------------
+    // --- Python -------------------------------------------------------------------------------------
 
     say(text, bad = false) {
       this.said.textContent = text;
@@ -338,58 +289,161 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       this.busy(true);
       this.say("Loading Python …");
       try {
-        await python.load();
+        await python.load(this.constructor.SCRIPTS, this.constructor.MODULE);
       } catch (error) {
         if (this.python === python) {
           const way = location.protocol === "file:"
             ? "This page was opened from a file, and not every browser lets a file do this: make docs-serve serves the site"
             : "Load the page again, or try another browser";
-          this.stop(`Python could not be loaded: ${error.message}. ${way}. What is below was made when the site was.`);
+          this.stop(`Python could not be loaded: ${error.message}. ${way}.${this.instead}`);
         }
         return false;
       }
       this.busy(false);
       return true;
     }
-    /** `seen`: what comes of it is moved into view. */
-    async run(seen = true) {
-      if (this.working || !await this.load()) return;
+    /** What Python makes of it, or null where it was ended. `most`: milliseconds of silence that are let pass. */
+    async ask(given, most, told) {
       const python = this.python;
-      this.again = false;
+      const end = () => this.stop(`Stopped after ${most / 1000} seconds: is there an endless loop?`);
+      let limit = setTimeout(end, most);
+      const heard = told && ((what) => {
+        clearTimeout(limit);
+        limit = setTimeout(end, most);
+        told(what);
+      });
       this.busy(true);
-      this.say("Running …");
       this.count();
-      const limit = setTimeout(() => this.stop(`Stopped after ${MOST_MS / 1000} seconds: is there an endless loop?`), MOST_MS);
       try {
-        const result = await python.run(this.area.value, this.needed);
+        const result = await python.run(given, heard);
         this.busy(false);
-        this.show(result);
-        if (seen && result.error) this.said.scrollIntoView({block: "nearest"});
-        else if (seen && this.shown.getBoundingClientRect().top > innerHeight / 2) this.said.scrollIntoView();
-        if (this.again) this.run(false);
+        return result;
       } catch (error) {
         if (this.python === python) this.stop(`Python broke down: ${error.message}.`);
+        return null;
       } finally {
         clearTimeout(limit);
       }
     }
     /** The Python of now is ended; the next run has a new one. */
     stop(why) {
-      clearTimeout(this.pause);
       const python = this.python;
       this.python = null;
       python?.end();
-      this.again = false;
       this.busy(false);
       this.say(why, true);
     }
     reset() {
-      clearTimeout(this.pause);
       if (this.working) this.stop("Stopped.");
       this.area.focus({preventScroll: true});
       this.area.select();
       document.execCommand("insertText", false, this.original); // so that it can be undone
       this.resetter.focus();
+    }
+  }
+
+  /** A cell of a tutorial, whose run or picture it shows. */
+  class PagedEditor extends CodeEditor {
+    static MODULE = "minipaged.stepper.edited";
+    instead = " What is below was made when the site was.";
+
+    connectedCallback() {
+      if (this.shadowRoot) return;
+      const {code, needed, sliders} = JSON.parse(this.querySelector("script[type='application/json']").textContent);
+      this.needed = needed;
+      this.prepare(code, "Run", "Ctrl+Enter runs.");
+      this.around = this.closest(".editable");
+      this.recorded = this.shown = this.around.querySelector("paged-stepper, .picture");
+      this.below = this.recorded.matches(".picture") ? "the picture below" : "the run below";
+      const kept = this.kept(); // its result is not there, so that the sliders do not begin with it
+      const opener = button(kept === null ? "Edit and run this code" : "Go on with your version", () => this.open(kept));
+      this.printed = make("pre", {class: "printed", tabindex: "0", role: "region", "aria-label": "Printed"});
+      this.printed.hidden = true;
+      this.sliders = sliders.map((slider) => this.slider(slider));
+      this.follow();
+      const loads = `${sliders.length ? "A slider or this button loads" : "Loads"} Python from this site, about 8 MB.`;
+      this.attachShadow({mode: "open"}).append(make("style", {}, STYLE),
+        make("div", {class: "bar"}, opener, make("small", {}, loads)));
+      if (!sliders.length) return;
+      this.shadowRoot.append(make("div", {class: "sliders"}, ...this.sliders.flatMap(({nodes}) => nodes)), this.said,
+        this.printed);
+    }
+    disconnectedCallback() {
+      clearTimeout(this.pause);
+      super.disconnectedCallback();
+    }
+    changed() { this.follow(); }
+
+    open(kept) {
+      this.shadowRoot.querySelector(".bar").replaceWith(this.text, this.bar);
+      this.shadowRoot.append(this.said, this.printed);
+      this.area.value = kept ?? this.area.value;
+      this.follow();
+      for (const shown of this.around.querySelectorAll(":scope > .highlight")) shown.hidden = true;
+      this.count();
+      this.area.focus({preventScroll: true});
+      if (this.python) return; // a slider has loaded it, or is about to
+      this.load().then((loaded) => {
+        if (loaded) this.say("Python is here. Change the code, and run it.");
+        if (loaded && this.again) this.run(false);
+      });
+    }
+
+    // --- Sliders ------------------------------------------------------------------------------------
+
+    slider({name, what, values}) {
+      const input = make("input", {type: "range", id: name, min: 0, max: values.length - 1, step: 1});
+      const shown = make("span", {"aria-hidden": "true"});
+      const line = new RegExp(`^${name} = (\\d+)`, "m"); // where it stands in the code
+      input.addEventListener("input", () => {
+        shown.textContent = values[input.value];
+        input.setAttribute("aria-valuetext", values[input.value]);
+        this.area.value = this.area.value.replace(line, `${name} = ${values[input.value]}`);
+        this.count();
+        if (this.bar.isConnected) this.keep();
+        clearTimeout(this.pause);
+        this.pause = setTimeout(() => this.slid(), PAUSE_MS);
+      });
+      const follow = () => {
+        const value = Number(this.area.value.match(line)?.[1]);
+        const nearest = values.reduce((best, other) => Math.abs(other - value) < Math.abs(best - value) ? other : best);
+        input.value = values.indexOf(nearest);
+        input.disabled = Number.isNaN(value);
+        shown.textContent = Number.isNaN(value) ? "" : value;
+        input.setAttribute("aria-valuetext", shown.textContent);
+      };
+      return {nodes: [make("label", {for: name}, what), input, shown], follow};
+    }
+    /** The sliders stand where the code says. */
+    follow() { for (const {follow} of this.sliders) follow(); }
+    slid() {
+      this.again = this.working; // then it is run when this run, or loading, has ended
+      if (this.working) return;
+      this.run(false); // the slider stays under the finger
+    }
+
+    // --- Running ------------------------------------------------------------------------------------
+
+    /** `seen`: what comes of it is moved into view. */
+    async run(seen = true) {
+      if (this.working || !await this.load()) return;
+      this.again = false;
+      this.say("Running …");
+      const result = await this.ask([this.area.value, this.needed], MOST_MS);
+      if (!result) return;
+      this.show(result);
+      if (seen && result.error) this.said.scrollIntoView({block: "nearest"});
+      else if (seen && this.shown.getBoundingClientRect().top > innerHeight / 2) this.said.scrollIntoView();
+      if (this.again) this.run(false);
+    }
+    stop(why) {
+      clearTimeout(this.pause);
+      this.again = false;
+      super.stop(why);
+    }
+    reset() {
+      clearTimeout(this.pause);
+      super.reset();
       this.printed.hidden = true;
       this.put(this.recorded);
       this.say(`The code is as it was, and so is ${this.below}.`);
@@ -416,4 +470,5 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
   }
 
   customElements.define("paged-editor", PagedEditor);
+  globalThis.pagedCode = {CodeEditor, STYLE, button, make}; // for grader.js
 })();

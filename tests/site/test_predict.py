@@ -148,8 +148,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_python(folder: Path, python_js: Path) -> Path:
-    shutil.copy(python_js, folder)
+def with_python(folder: Path, python_scripts: Path) -> Path:
+    shutil.copy(python_scripts / "python.js", folder)
     return folder
 
 

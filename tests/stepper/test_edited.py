@@ -56,7 +56,7 @@ def lit(data: dict[str, Any], event: str) -> list[str]:
 
 def test_every_editable_cell_runs_by_itself_from_what_a_page_has_of_minipaged(tmp_path: Path) -> None:
     """And with no package beside it: no NumPy."""
-    for path, source in python_in_page.sources().items():
+    for path, source in python_in_page.sources(python_in_page.PARTS).items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(source)
     (tmp_path / "cells.json").write_text(json.dumps([cell for _, *cell in EDITABLE]))

@@ -38,9 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def with_python(folder: Path, python_js: Path) -> Path:
+def with_python(folder: Path, python_scripts: Path) -> Path:
     """Its address, with Python beside it."""
-    shutil.copy(python_js, folder)
+    shutil.copy(python_scripts / "python.js", folder)
     return folder
 
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged.contracts import Sampled, SamplingInput, StepResult
-from minipaged.course.content_runner import ContentRunner, fake_logits
+from minipaged.course.content_runner import ContentRunner
+from minipaged.course.numpy_model import fake_logits
 from minipaged.engine.engine import Engine
 from minipaged.engine.step_writer import StepWriter
 from minipaged.errors import BadRecording, InvariantViolation

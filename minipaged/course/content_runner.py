@@ -11,15 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-import numpy as np
-
 from minipaged.contracts import Batch, Logits, PromptInput, Sampled, SampleFunction, SamplingInput, slots_of
+from minipaged.course.fake_model import FakeModel
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.mirror import Mirror, MirroredRunner
 from minipaged.scheduling import Costs
 from minipaged.steps import BlockMoves, StepInput
-from minipaged.tiers import reference_logprobs, reference_tier
 
 Prefix = int
 """A token prefix, numbered when first seen; 0 is the empty one."""
@@ -41,12 +39,6 @@ class Prefixes:
             prefix, token = steps[prefix - 1]
             tokens.append(token)
         return tokens[::-1]
-
-
-def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Logits after `tokens`: arbitrary, but always the same for the same tokens."""
-    key = hash(tuple(tokens)) & (2**64 - 1)
-    return 2 * np.random.Generator(np.random.Philox(key=key)).standard_normal(vocab_size, dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -115,8 +107,16 @@ class CheckedMirror(Mirror):
         raise InvariantViolation(Invariant.CONTENT, message)
 
 
+def numpy_model() -> FakeModel:
+    """The one that most use. (Where there is no NumPy, another one is given.)"""
+    from minipaged.course.numpy_model import NumpyModel
+
+    return NumpyModel()
+
+
 class ContentRunner(MirroredRunner):
-    """Runs steps on memory that remembers who wrote it. `choose`: how to choose tokens; None: as the reference does."""
+    """Runs steps on memory that remembers who wrote it. `choose`: how to choose tokens; None: as `model` does. `model`:
+    where logits come from; None: `NumpyModel`, whose choices are the reference's."""
 
     def __init__(
         self,
@@ -126,6 +126,7 @@ class ContentRunner(MirroredRunner):
         vocab_size: int,
         swap_is_cheap: bool = True,
         choose: SampleFunction | None = None,
+        model: FakeModel | None = None,
     ) -> None:
         super().__init__(lambda: CheckedMirror(self))
         self.block_size = block_size
@@ -134,11 +135,12 @@ class ContentRunner(MirroredRunner):
         self.prefixes = Prefixes()
         self.device: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
         self.host: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
-        self.prompt_logits: dict[int, list[np.ndarray]] = {}
+        self.prompt_logits: dict[int, list[Any]] = {}
         """By sequence, those that were computed and by which nothing was told yet."""
         self.engine: Engine | None = None
         """Set by the test: where the truth about the sequences comes from, with which the mirror is compared."""
-        self._choose = choose or reference_tier().sample
+        self.model = model or numpy_model()
+        self._choose = choose or self.model.tier.sample
 
     def move(self, moves: BlockMoves) -> None:
         for device, host in moves.swap_out:
@@ -167,7 +169,7 @@ class ContentRunner(MirroredRunner):
             given.append(GivenRow(row.sequence, before, list(of.token_ids), slots, blocks, *wanted))
         return given
 
-    def compute(self, rows: Sequence[GivenRow]) -> np.ndarray:
+    def compute(self, rows: Sequence[GivenRow]) -> Logits:
         """The forward pass; nothing but memory and the tokens being chosen may have changed since."""
         tokens = [[*row.tokens_before, *row.token_ids] for row in rows]
         for row, known in zip(rows, tokens, strict=True):  # first every write, as in one layer of a real model
@@ -181,16 +183,16 @@ class ContentRunner(MirroredRunner):
         for row, known in zip(rows, tokens, strict=True):
             found = self._read(row.blocks, known)
             if row.wants_logits:
-                logits.append(fake_logits(found, self.vocab_size))
+                logits.append(self.model.logits(found, self.vocab_size))
             if row.num_prompt_logits:
                 first = len(row.tokens_before) + 1
                 lengths = range(first, first + row.num_prompt_logits)
-                self.prompt_logits[row.sequence] = [fake_logits(found[:n], self.vocab_size) for n in lengths]
-        return np.array(logits).reshape(len(logits), self.vocab_size)
+                self.prompt_logits[row.sequence] = [self.model.logits(found[:n], self.vocab_size) for n in lengths]
+        return self.model.batch(logits, self.vocab_size)
 
     def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> Mapping[int, Sequence[Sampled]]:
         return {
-            sequence: reference_logprobs(self.prompt_logits.pop(sequence), token_ids, num_logprobs)
+            sequence: self.model.logprobs(self.prompt_logits.pop(sequence), token_ids, num_logprobs)
             for sequence, token_ids, num_logprobs in inputs
         }
 

@@ -11,11 +11,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from minipaged import contracts
-from minipaged.contracts import SamplingInput, Tier
-from minipaged.course.content_runner import ContentRunner, fake_logits
+from minipaged.contracts import Logits, SamplingInput, Tier
+from minipaged.course.content_runner import ContentRunner, numpy_model
+from minipaged.course.fake_model import FakeModel
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.detokenizer import Decode
 from minipaged.engine.engine import Engine
@@ -27,7 +26,6 @@ from minipaged.events import Event, Listener, PrefixReused, RequestArrived, Requ
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy
-from minipaged.tiers import reference_logprobs, reference_tier
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,8 @@ class Run:
     """One workload on one engine."""
 
     workload: Workload
-    tier: Tier = field(default_factory=reference_tier)
+    tier: Tier | None = None
+    """If another one's parts are to come to what the model's own come to."""
     make_runner: Callable[..., ContentRunner] = ContentRunner
     allocator: Callable[[int], contracts.BlockAllocator] | None = None
     decode: Decode | None = None
@@ -153,6 +152,8 @@ class Run:
     memory: MakeMemory = BlockManager
     policy: MakePolicy = FirstComeFirstServed
     listeners: Sequence[Listener] = ()
+    model: FakeModel = field(default_factory=numpy_model)
+    """What each of the requests must produce is what this one chooses."""
     updates: dict[str, list[RequestUpdate]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[str, RequestOutput] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
@@ -160,18 +161,19 @@ class Run:
     """What the workload brought about, counted: tests make sure that all of it comes about."""
 
     def __post_init__(self) -> None:
-        config = self.workload.config
+        config, tier = self.workload.config, self.tier or self.model.tier
         self.runner = self.make_runner(
             config.num_blocks,
             config.num_swap_blocks,
             config.block_size,
             config.vocab_size,
             self.workload.swap_is_cheap,
-            self.tier.sample,
+            tier.sample,
+            self.model,
         )
         self.engine = Engine(
             config,
-            self.tier,
+            tier,
             self.runner,
             allocator=self.allocator,
             memory=self.memory,
@@ -247,7 +249,7 @@ class Run:
             output = self.outputs[name]
             check_stream(self.updates[name])
             assert output.error is None or name in failed, f"request {name} failed: {output.error}"
-            expected = expected_tokens(request, self.workload.config)
+            expected = expected_tokens(request, self.workload.config, self.model)
             if output.finished:
                 assert [list(o.token_ids) for o in output.outputs] == expected, name
                 keeps_stop = isinstance(request.params, SamplingParams) and request.params.include_stop_str_in_output
@@ -257,7 +259,7 @@ class Run:
             elif isinstance(request.params, SamplingParams):
                 for partial in output.outputs:
                     assert list(partial.token_ids) == expected[partial.index][: len(partial.token_ids)], name
-            told, logprobs = output.prompt_logprobs, expected_prompt_logprobs(request, self.workload.config)
+            told, logprobs = output.prompt_logprobs, expected_prompt_logprobs(request, self.workload.config, self.model)
             assert told == (logprobs and logprobs[: len(told or ())]), name
             assert len(told or ()) == len(logprobs or ()) or not output.finished, name
 
@@ -318,33 +320,34 @@ def prompt_of(request: WorkloadRequest) -> tuple[int, ...]:
 
 
 def expected_prompt_logprobs(
-    request: WorkloadRequest, config: EngineConfig
+    request: WorkloadRequest, config: EngineConfig, model: FakeModel
 ) -> tuple[dict[int, float] | None, ...] | None:
     """By the logits after each beginning of the prompt."""
     asked = request.params.prompt_logprobs if isinstance(request.params, SamplingParams) else None
     if asked is None:
         return None
     prompt = prompt_of(request)
-    logits = [fake_logits(prompt[:length], config.vocab_size) for length in range(1, len(prompt))]
-    return (None, *(one.top_logprobs for one in reference_logprobs(logits, prompt[1:], asked)))
+    logits = [model.logits(prompt[:length], config.vocab_size) for length in range(1, len(prompt))]
+    return (None, *(one.top_logprobs for one in model.logprobs(logits, prompt[1:], asked)))
 
 
-def expected_tokens(request: WorkloadRequest, config: EngineConfig) -> list[list[int]]:
+def expected_tokens(request: WorkloadRequest, config: EngineConfig, model: FakeModel | None = None) -> list[list[int]]:
     """The outputs of one request, served alone by a loop without any cache."""
     params, prompt = request.params, prompt_of(request)
     most = min(params.max_tokens or config.max_model_len, config.max_model_len - len(prompt))
     eos = () if params.ignore_eos else config.eos_token_ids
-    tier = reference_tier()
+    model = model or numpy_model()
 
-    def logits(output: list[int]) -> np.ndarray:
-        return fake_logits([*prompt, *output], config.vocab_size)[None]
+    def logits(*outputs: list[int]) -> Logits:
+        rows = [model.logits([*prompt, *output], config.vocab_size) for output in outputs]
+        return model.batch(rows, config.vocab_size)
 
     if isinstance(params, BeamSearchParams):
-        search = tier.beam_search(params, len(prompt), len(prompt) + most, eos)
+        search = model.tier.beam_search(params, len(prompt), len(prompt) + most, eos)
         beams: list[tuple[list[int], float]] = [([], 0.0)]
         ranked: list[tuple[float, list[int]]] = []
         while beams:
-            rows = np.concatenate([logits(tokens) for tokens, _ in beams])
+            rows = logits(*(tokens for tokens, _ in beams))
             step = search.step(rows, list(range(len(beams))), [logprob for _, logprob in beams])
             ranked += [(score, [*beams[move.parent][0], move.token_id]) for move, score in step.finished]
             beams = [([*beams[m.parent][0], m.token_id], m.cumulative_logprob) for m in step.survivors]
@@ -360,7 +363,7 @@ def expected_tokens(request: WorkloadRequest, config: EngineConfig) -> list[list
                 if letters(output).endswith(word[:-1]):
                     forbidden.update(from_letters(word[-1], add_special_tokens=False))
             wanted = SamplingInput(0, params, prompt, output, params.seed, stream, tuple(forbidden))
-            [chosen] = tier.sample(logits(output), [wanted])
+            [chosen] = model.tier.sample(logits(output), [wanted])
             output.append(chosen.token_id)
             ended = chosen.token_id in (*params.stop_token_ids, *eos) or letters(output).endswith(tuple(params.stop))
             if ended and len(output) >= params.min_tokens:
@@ -371,7 +374,7 @@ def expected_tokens(request: WorkloadRequest, config: EngineConfig) -> list[list
 
 def run_workload(seed: int, tier: Tier | None = None, policy: MakePolicy = FirstComeFirstServed) -> Run:
     """Run the workload of one seed and check everything there is to check."""
-    run = Run(random_workload(seed), tier or reference_tier(), policy=policy)
+    run = Run(random_workload(seed), tier=tier, policy=policy)
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()

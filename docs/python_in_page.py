@@ -1,7 +1,7 @@
 """Python for the pages: Pyodide, and those parts of minipaged that need nothing else, in two scripts.
 
-A page asks for `python.js` when its reader wants to run something, and never before; for `grading.js` too, when it is to
-be graded. They are scripts, and what they hold is text (each file compressed, in base64), because a page that was
+A page asks for `python.js` when its reader wants to run something, and never before; and for `grading.js`, when that is
+to be graded. They are scripts, and what they hold is text (each file compressed, in base64), because a page that was
 opened from a file may load scripts and nothing else. minipaged's files are those of the source, as they are when the
 site is built.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import subprocess
@@ -13,12 +14,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 import xmlschema
+from hypothesis import strategies as st
 
 import minipaged
 from minipaged.cli import main
 from minipaged.course import block_allocator, formats, search
 from minipaged.course.allocator_mutants import MUTANTS
-from minipaged.course.assignment import CannotBeGraded, Grade, Performance, Status, Submission, find_assignment
+from minipaged.course.assignment import Bench, CannotBeGraded, Grade, Performance, Status, Submission, find_assignment
 from minipaged.course.autograder import write_autograder
 from minipaged.course.grading import grade
 from minipaged.errors import Invariant
@@ -359,3 +361,21 @@ def test_an_instructor_can_change_points_and_add_hidden_tests(capsys: pytest.Cap
     with zipfile.ZipFile("own.zip") as archive:
         assert archive.read("assignment.py").decode() == OWN
         assert "minipaged grade assignment.py" in archive.read("run_autograder").decode()
+
+
+def test_what_is_tried_does_not_depend_on_the_modules_that_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hypothesis tries the constants of modules that are no packages: of a clone, say, and not of a wheel."""
+
+    def tried() -> list[int]:
+        inputs: list[int] = []
+        bench = Bench(ASSIGNMENT, Submission(tmp_path / "none.py"), 0)
+        search.search(bench, st.integers(), inputs.append, examples=200)
+        return inputs
+
+    before = tried()
+    (tmp_path / "full_of_constants.py").write_text(f"NUMBERS = {[10_000_019 + 977 * n for n in range(1000)]}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("full_of_constants")
+    assert tried() == before

@@ -1,0 +1,51 @@
+"""The content oracle on the model that needs no NumPy: the grader's engine, on a command line and in a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+
+from minipaged.course.content_runner import ContentRunner
+from minipaged.course.plain_model import PlainModel, logits
+from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from tests.effort import scaled, seeds
+from tests.workloads import Run, Workload, WorkloadRequest, random_workload
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(1000, 100, least=200), ids=str)
+def test_every_invariant_holds_in_random_workloads(seeds: range) -> None:
+    """As on the reference's ways to choose (test_content_oracle.py)."""
+    for seed in seeds:
+        run = Run(random_workload(seed), model=PlainModel())
+        run.to_the_end()
+        run.check_outputs()
+        run.check_nothing_leaked()
+
+
+def test_logits_are_the_same_everywhere() -> None:
+    """In a page, with 32 bits, as here: a digit of each would be another one if they went by Python's hash."""
+    assert [round(number, 3) for number in logits([3, 1, 4], 4)] == [-2.546, 3.875, -0.306, 1.938]
+
+
+def test_whoever_reads_another_token_chooses_other_tokens() -> None:
+    """Sampled or by beam search. Without that a wrong read could pass the comparison of what was generated."""
+
+    class ShortSighted(ContentRunner):
+        def _read(self, blocks: Sequence[int], tokens: list[int]) -> list[int]:
+            return [1 - tokens[0], *tokens[1:]]
+
+    for kind in (
+        SamplingParams(max_tokens=12, temperature=0.0, seed=5),
+        SamplingParams(max_tokens=12, seed=5),
+        BeamSearchParams(beam_width=3, max_tokens=12),
+    ):
+        config = EngineConfig(num_blocks=20, block_size=4, max_model_len=64, vocab_size=11)
+        workload = Workload(config, (WorkloadRequest(0, (1, 7), kind),), True)
+        for runner in (ContentRunner, ShortSighted):
+            run = Run(workload, make_runner=runner, model=PlainModel())
+            run.to_the_end()
+            with nullcontext() if runner is ContentRunner else pytest.raises(AssertionError, match="r0"):
+                run.check_outputs()

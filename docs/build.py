@@ -15,8 +15,9 @@
   `<!-- verdicts -->` all verdicts in one table. A figure without a result gets no page, and the table says so.
 - The picture that the home page opens with, in place of the line `<!-- opening -->`, and its tutorials as cards.
 - Python for the pages, by which a reader changes and runs the cells of tutorials that have the tag `editable` (after
-  those with the tag `needed`), and moves the sliders that their comments ask for. It is fetched from the npm registry,
-  once. Where that cannot be, the site is built without; MINIPAGED_NEEDS_BROWSER=1 makes that an error.
+  those with the tag `needed`), moves the sliders that their comments ask for, and, in place of a line
+  `<!-- grade ASSIGNMENT -->`, writes an assignment and has it graded. It is fetched from the npm registry and the
+  package index, once. Where that cannot be, the site is built without; MINIPAGED_NEEDS_BROWSER=1 makes that an error.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from typing import Any
 from markdown.extensions.toc import slugify, unique
 
 from docs import cards, npm, opening, predict, python_in_page
+from minipaged.course.assignment import find_assignment
+from minipaged.course.handouts import files_of
 from minipaged.paper import drawing
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import body, counts, knees, label, section, summary
@@ -64,6 +67,7 @@ LINES = (
 BLOCKS = "The picture is drawn from the events of a run, which is below to be stepped through."
 RESULTS = ROOT / "docs" / "runs" / "paper"
 """Of the paper's figures: copied from where `minipaged paper run` has left them."""
+GRADE = re.compile(r"^<!-- grade (?P<assignment>\S+) -->$", re.MULTILINE)
 CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
 
 
@@ -71,11 +75,13 @@ def main() -> None:
     check_anchors()
     shutil.rmtree(STAGE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", STAGE, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    can_edit = brings_python(STAGE / "assets")
     for source in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "assignments").rglob("*.md")]:
         place = place_of(source.relative_to(ROOT))
         text = with_links_into_the_site(source.read_text(), source, place)
         text = RUN.sub(lambda run, folder=source.parent: recorded((folder / run["file"]).resolve()), text)
         text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
+        text = GRADE.sub(lambda found: in_the_page(found["assignment"]) if can_edit else "", text)
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
     paper_figures()
@@ -83,7 +89,6 @@ def main() -> None:
     (STAGE / "assets" / "demo-still.svg").write_text(REDUCED.sub(r"\g<rules>", demo))
     for script in (STEPPER, attention.SCRIPT):
         shutil.copy(script, STAGE / "assets")
-    can_edit = brings_python(STAGE / "assets")
     (STAGE / "tutorials").mkdir()
     for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
         print(f"running tutorials/{script.name}", flush=True)
@@ -125,6 +130,27 @@ def recorded(script: Path) -> str:
 def stepped(data: dict[str, Any], name: str) -> str | None:
     """What a notebook was given, as an element of that name; None for what nobody steps through."""
     return next((put(data[kind], id=name) for kind, put in ELEMENTS.items() if kind in data), None)
+
+
+def in_the_page(name: str) -> str:
+    """A section in which an assignment is written and graded."""
+    assignment, file = find_assignment(name), f"{name.replace('-', '_')}.py"
+    data = in_script(
+        {
+            "assignment": name,
+            "file": file,
+            "code": files_of(name)[file],
+            "tests": [{"name": test.name, "points": test.points, "stage": test.stage} for test in assignment.tests],
+            "speed": assignment.measure is not None,
+            "command": f"minipaged grade {name} {file}",
+        }
+    )
+    return f"""## Write it here
+
+Nothing has to be installed for that: Python and the grader run in this page, and look for the same mistakes in the same
+order as on a command line.
+
+<div><paged-grader name="{name}">{data}</paged-grader></div>"""
 
 
 def check_anchors() -> None:

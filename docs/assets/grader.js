@@ -2,7 +2,7 @@
  *
  * It holds as JSON the `assignment`, the `file` that a student writes, its starter (`code`), the `tests` with their
  * points, and the `command` that grades the same file outside of a page. Until its button is pressed it is that button.
- * The grader is minipaged's own (minipaged/course/sandbox/page.py): it tells of each test when it is done, and of a
+ * The grader is minipaged's own (minipaged/course/page.py): it tells of each test when it is done, and of a
  * failed one with the run that shows it, which is stepped through here, beside the student's own lines.
  */
 (() => {
@@ -30,7 +30,7 @@ summary::-webkit-details-marker{display:none}
 
   class PagedGrader extends CodeEditor {
     static SCRIPTS = ["python.js", "grading.js"];
-    static MODULE = "minipaged.course.sandbox.page";
+    static MODULE = "minipaged.course.page";
     instead = "";
 
     connectedCallback() {

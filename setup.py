@@ -8,7 +8,7 @@ from setuptools.command.build_py import build_py
 
 
 class WithAssignments(build_py):
-    """Builds the packages, and puts the copy beside what reads it (minipaged/course/handouts.py)."""
+    """Builds the packages, and puts the copy beside what reads it (minipaged/course/grader/handouts.py)."""
 
     def run(self):
         super().run()

@@ -70,8 +70,8 @@ def drawing() -> list[Result]:
 
 def grading() -> list[Result]:
     """How long the reference's own file is graded (without SmolLM2), and its performance index."""
-    from minipaged.course.assignment import Submission, find_assignment
-    from minipaged.course.grading import grade
+    from minipaged.course.grader.assignment import Submission, find_assignment
+    from minipaged.course.grader.grading import grade
 
     results = []
     for name, (file, part) in REFERENCES.items():

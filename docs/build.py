@@ -37,8 +37,8 @@ from typing import Any
 from markdown.extensions.toc import slugify, unique
 
 from docs import cards, npm, opening, predict, python_in_page
-from minipaged.course.assignment import find_assignment
-from minipaged.course.handouts import files_of
+from minipaged.course.grader.assignment import find_assignment
+from minipaged.course.grader.handouts import files_of
 from minipaged.paper import drawing
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import body, counts, knees, label, section, summary

@@ -683,8 +683,8 @@ def grade_command(
     test_seconds: Annotated[float | None, typer.Option(help="Time limit of one test, else the assignment's.")] = None,
 ) -> None:
     """Grade your own part: exit status 0 for full marks, 1 for less, 2 when it cannot be graded."""
-    from minipaged.course.assignment import CannotBeGraded
-    from minipaged.course.commands import Report, run_grade
+    from minipaged.course.grader.assignment import CannotBeGraded
+    from minipaged.course.grader.commands import Report, run_grade
 
     try:
         report = Report(form, output, counterexamples)
@@ -712,8 +712,8 @@ def grade_tests_command(
     output: OutputOption = None,
 ) -> None:
     """Grade your own tests: they pass on a right part, and find the bug in each of many wrong ones."""
-    from minipaged.course.assignment import CannotBeGraded
-    from minipaged.course.commands import Report, run_grade_tests
+    from minipaged.course.grader.assignment import CannotBeGraded
+    from minipaged.course.grader.commands import Report, run_grade_tests
 
     try:
         report = Report(form, output)
@@ -725,8 +725,8 @@ def grade_tests_command(
 @course_app.command("list", cls=Command)
 def course_list() -> None:
     """The assignments, in order."""
-    from minipaged.course.assignment import ASSIGNMENTS, CannotBeGraded
-    from minipaged.course.handouts import title_of
+    from minipaged.course.grader.assignment import ASSIGNMENTS, CannotBeGraded
+    from minipaged.course.grader.handouts import title_of
 
     try:
         titles = {assignment: title_of(assignment) for assignment in ASSIGNMENTS}
@@ -742,8 +742,8 @@ def course_start(
     folder: Annotated[Path | None, typer.Argument(help="Where to write them, else a folder of its name.")] = None,
 ) -> None:
     """Write an assignment's handout, starter, and first test."""
-    from minipaged.course.assignment import CannotBeGraded
-    from minipaged.course.handouts import start
+    from minipaged.course.grader.assignment import CannotBeGraded
+    from minipaged.course.grader.handouts import start
 
     try:
         written = start(assignment, folder or Path(assignment))
@@ -761,8 +761,8 @@ def course_autograder(
     no_model: Annotated[bool, typer.Option("--no-model", help="Leave out the tests on the real model.")] = False,
 ) -> None:
     """Write a zip that Gradescope takes as an autograder."""
-    from minipaged.course.assignment import CannotBeGraded
-    from minipaged.course.autograder import write_autograder
+    from minipaged.course.grader.assignment import CannotBeGraded
+    from minipaged.course.grader.autograder import write_autograder
 
     try:
         write_autograder(assignment, output, seed=seed, with_model=not no_model)

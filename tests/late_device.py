@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from minipaged.contracts import BeamStep, PromptInput, Sampled, SamplingInput, StepResult, Tier
-from minipaged.course.content_runner import ContentRunner, GivenRow
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.sampling import sample
 from minipaged.steps import StepInput
+from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.workloads import REFERENCE
 
 

@@ -142,16 +142,22 @@ NOT_IN_THE_API = {
         f"demo.{name}"
         for name in ("player", "recording", "report", "stage", "terminal", "ticker", "trace_scene", "view")
     ),
-    *(f"course.{name}" for name in ("test_runner", "wire", "worker")),  # the other end of the grader's process
+    *(
+        "course.grader.test_runner",
+        "course.sandbox.wire",
+        "course.sandbox.worker",
+    ),  # the other end of the grader's process
 }
-PARTS_OF_AN_ASSIGNMENT = ("_cases", "_mutants", "_scenes", "_session", "_worker")
-"""How files of `course/` end that belong to one assignment, which is in the API itself."""
+PARTS_OF_AN_ASSIGNMENT = (".cases", ".mutants", ".scenes", ".session", ".worker")
+"""Files of an assignment's folder; its checks are in the API."""
 
 
 def test_every_module_has_its_place_in_the_api_or_a_reason() -> None:
     paths = {path.relative_to(ROOT / "minipaged").with_suffix("") for path in (ROOT / "minipaged").rglob("*.py")}
     modules = {".".join(path.parts) for path in paths if not path.name.startswith("_")}
-    parts = {name for name in modules if name.startswith("course.") and name.endswith(PARTS_OF_AN_ASSIGNMENT)}
+    parts = {
+        name for name in modules if name.startswith("course.assignments.") and name.endswith(PARTS_OF_AN_ASSIGNMENT)
+    }
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     documented = re.findall(r"^::: minipaged\.(\S+)$", pages, flags=re.MULTILINE)
     assert len(documented) == len(set(documented)), "a module has one place"

@@ -122,14 +122,22 @@ HOUSE = {
         "rich",
         late={"a run is shown again, or simulated, without a model": "llm"},
     ),
+    # The content oracle, and work for it.
+    "testing": Room(
+        "contracts engine errors events mirror outputs params scheduling steps tiers",
+        "numpy",
+        late={"where there is no NumPy, another model is given": "testing.numpy_model"},
+    ),
     "course": Room(
-        "contracts engine errors events llm minipaged mirror models.config models.quantized.stored outputs params "
-        "perplexity scheduling steps texts tiers traces",
+        "contracts engine errors events llm minipaged models.config models.quantized.stored params perplexity "
+        "scheduling stepper steps testing texts tiers traces",
         "hypothesis numpy pytest torch triton",
         late={
             "where student code runs, there is no more than it needs": "fast numpy",
-            "one assignment needs torch": "course.decode_worker torch",
-            "one command needs pytest": "course.student_tests",
+            "not everything that student code runs in is a process": "course.sandbox.process",
+            "where there is no NumPy, no model is loaded": "llm",
+            "one assignment needs torch": "course.assignments.triton_decode.worker torch",
+            "one command needs pytest": "course.grader.student_tests",
         },
     ),
     "serve": Room(
@@ -257,7 +265,10 @@ def test_arrows_point_down(name: str) -> None:
     assert set(HOUSE[name].ours.split()) & HOUSE.keys() <= rooms_below(name)
 
 
-ON_THE_FAST_TIER = ("minipaged.course.triton_decode", "minipaged.course.decode_worker")
+ON_THE_FAST_TIER = (
+    "minipaged.course.assignments.triton_decode.checks",
+    "minipaged.course.assignments.triton_decode.worker",
+)
 """The assignment that is about a kernel of the fast tier's: it puts the student's in its place."""
 IN_THE_PAPER = ("minipaged.paper.chunk", "minipaged.paper.kernel")
 """A table whose blocks are one piece is the reference's, with another rule for who gives them. And Fig. 18a measures
@@ -325,7 +336,7 @@ def test_triton_is_imported_only_by_its_kernels():
     """Everything else of the fast tier runs where there is no Triton."""
     users = {name for name, path in SOURCES.items() if any(is_under(m, "triton") for m in imports(path))}
     assert users
-    assert users - {"minipaged.course.decode_worker"} == {
+    assert users - {"minipaged.course.assignments.triton_decode.worker"} == {
         name for name in users if is_under(name, "minipaged.fast.gpu")
     }
 

@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged.contracts import Sampled, SamplingInput, StepResult
-from minipaged.course.content_runner import ContentRunner
-from minipaged.course.numpy_model import fake_logits
 from minipaged.engine.engine import Engine
 from minipaged.engine.step_writer import StepWriter
 from minipaged.errors import BadRecording, InvariantViolation
@@ -36,6 +34,8 @@ from minipaged.steps import (
     TableChange,
     Told,
 )
+from minipaged.testing.content_runner import ContentRunner
+from minipaged.testing.numpy_model import fake_logits
 from tests.effort import quick_cases, scaled, seeds
 from tests.engine.test_async_scheduling import workload_of as async_workload
 from tests.engine.test_failure_injection import WORKLOADS as CROWDED

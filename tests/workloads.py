@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from minipaged.contracts import BeamStep, Sampled, SamplingInput, Tier
-from minipaged.course.workloads import (
+from minipaged.outputs import RequestOutput, RequestUpdate
+from minipaged.testing.workloads import (
     Run,
     Workload,
     WorkloadRequest,
@@ -17,7 +18,6 @@ from minipaged.course.workloads import (
     random_workload,
     run_workload,
 )
-from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.tiers import fast_tier, reference_tier
 
 __all__ = [

@@ -13,11 +13,11 @@ from typing import Any
 
 from minipaged import SamplingParams
 from minipaged.contracts import Tier
-from minipaged.course.content_runner import ContentRunner, WrongRead
 from minipaged.engine.engine import Engine
 from minipaged.events import Event
 from minipaged.params import EngineConfig
 from minipaged.stepper import Recording
+from minipaged.testing.content_runner import ContentRunner, WrongRead
 from minipaged.tiers import reference_tier
 
 MUSEUM = Path(__file__).parent.parent.parent / "museum"

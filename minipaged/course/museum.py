@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from minipaged.course.content_runner import ContentRunner, WrongRead
-from minipaged.course.workloads import Run, letters, random_workload
 from minipaged.errors import Invariant, InvariantViolation
+from minipaged.testing.content_runner import ContentRunner, WrongRead
+from minipaged.testing.workloads import Run, letters, random_workload
 
 Parts = Mapping[str, Any]
 """What an engine is made with in place of its own: `memory`, `policy`."""

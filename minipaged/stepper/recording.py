@@ -377,7 +377,7 @@ def _code(events: Iterable[Event], lines: Iterable[Lines], own: Set[CodeType]) -
         for code, line in before:
             if code not in numbers:
                 numbers[code] = len(numbers)
-                functions.append(_function(code))
+                functions.append(function_of(code))
             ran.setdefault(numbers[code], set()).add(line)
         key = tuple((number, tuple(sorted(lines))) for number, lines in ran.items())
         lines_of.append(unique.setdefault(key, len(unique)))
@@ -425,7 +425,8 @@ def _file(code: CodeType) -> str:
     return path.name if path.is_file() else "the code above"  # a cell is no file
 
 
-def _function(code: CodeType) -> dict[str, Any]:
+def function_of(code: CodeType) -> dict[str, Any]:
+    """Its source, as the stepper shows it."""
     lines, first = inspect.getsourcelines(code)
     margin = len(lines[0]) - len(lines[0].lstrip())
     return {

@@ -26,7 +26,6 @@ if not torch.cuda.is_available():
 
 from minipaged import contracts
 from minipaged.contracts import StepResult
-from minipaged.course.content_runner import ContentRunner
 from minipaged.fast import block_allocator as fast_allocator
 from minipaged.fast import block_table as fast
 from minipaged.fast import cpu, gpu
@@ -35,6 +34,7 @@ from minipaged.fast.kernels import BlockTableKernels
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import LOGITS, Begun, Forked, StepInput, TableChange
+from minipaged.testing.content_runner import ContentRunner
 from tests.workloads import Run, random_workload
 
 GPU_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import minipaged
-from minipaged.course.assignment import Assignment, Bench, Failed, Failure, Submission, Test, TestResult
-from minipaged.course.grading import run_test
-from minipaged.course.isolation import Misbehaviour
+from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Submission, Test, TestResult
+from minipaged.course.grader.grading import run_test
+from minipaged.course.sandbox.contract import Misbehaviour
 
 ROOT = Path(minipaged.__file__).parent.parent
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course import beam_search, search
-from minipaged.course.assignment import Status, Submission
-from minipaged.course.beam_search import ASSIGNMENT
-from minipaged.course.formats import text
-from minipaged.course.grading import grade
+from minipaged.course.assignments.beam_search import checks as beam_search
+from minipaged.course.assignments.beam_search.checks import ASSIGNMENT
+from minipaged.course.grader import search
+from minipaged.course.grader.assignment import Status, Submission
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.grading import grade
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from minipaged.replay.state import State

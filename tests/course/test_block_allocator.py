@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course import block_allocator, search
-from minipaged.course.allocator_mutants import MUTANTS, Mutant
-from minipaged.course.assignment import Bench, Failure, Status, Submission, TestResult
-from minipaged.course.block_allocator import ASSIGNMENT
-from minipaged.course.formats import text
-from minipaged.course.grading import grade, run_test
+from minipaged.course.assignments.block_allocator import checks as block_allocator
+from minipaged.course.assignments.block_allocator.checks import ASSIGNMENT
+from minipaged.course.assignments.block_allocator.mutants import MUTANTS, Mutant
+from minipaged.course.grader import search
+from minipaged.course.grader.assignment import Bench, Failure, Status, Submission, TestResult
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.grading import grade, run_test
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from minipaged.replay.state import State

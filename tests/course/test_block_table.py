@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course import block_table, search
-from minipaged.course.assignment import Status, Submission
-from minipaged.course.block_table import ASSIGNMENT
-from minipaged.course.formats import text
-from minipaged.course.grading import grade
+from minipaged.course.assignments.block_table import checks as block_table
+from minipaged.course.assignments.block_table.checks import ASSIGNMENT
+from minipaged.course.grader import search
+from minipaged.course.grader.assignment import Status, Submission
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.grading import grade
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from minipaged.replay.state import State

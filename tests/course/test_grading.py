@@ -18,16 +18,25 @@ from hypothesis import strategies as st
 
 import minipaged
 from minipaged.cli import main
-from minipaged.course import block_allocator, formats, search
-from minipaged.course.allocator_mutants import MUTANTS
-from minipaged.course.assignment import Bench, CannotBeGraded, Grade, Performance, Status, Submission, find_assignment
-from minipaged.course.autograder import write_autograder
-from minipaged.course.grading import grade
+from minipaged.course.assignments.block_allocator import checks as block_allocator
+from minipaged.course.assignments.block_allocator.mutants import MUTANTS
+from minipaged.course.grader import formats, search
+from minipaged.course.grader.assignment import (
+    Bench,
+    CannotBeGraded,
+    Grade,
+    Performance,
+    Status,
+    Submission,
+    find_assignment,
+)
+from minipaged.course.grader.autograder import write_autograder
+from minipaged.course.grader.grading import grade
 from minipaged.errors import Invariant
 from tests.course.submissions import REFERENCE_SOURCE, RIGHT, hostile, right
 from tests.effort import thorough
 
-SCHEMAS = Path(minipaged.__file__).parent / "course" / "schemas"
+SCHEMAS = Path(minipaged.__file__).parent / "course" / "grader" / "schemas"
 ASSIGNMENT = block_allocator.ASSIGNMENT
 WRONG = next(mutant for mutant in MUTANTS if mutant.name == "double-free-accepted").source()
 
@@ -144,7 +153,7 @@ def test_wrong_usage_is_exit_status_2(
 
 def test_without_hypothesis_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "hypothesis", None)
-    monkeypatch.delitem(sys.modules, "minipaged.course.block_allocator")
+    monkeypatch.delitem(sys.modules, "minipaged.course.assignments.block_allocator.checks")
     with pytest.raises(CannotBeGraded, match=r"needs hypothesis.*extra 'course'"):
         find_assignment("block-allocator")
 
@@ -310,7 +319,7 @@ def test_the_autograder_zip_grades_a_submission(tmp_path: Path) -> None:
     base = tmp_path / "autograder"
     with zipfile.ZipFile(tmp_path / "autograder.zip") as archive:
         archive.extractall(base / "source")
-        assert {"setup.sh", "run_autograder", "requirements.txt", "minipaged/course/worker.py"} <= set(
+        assert {"setup.sh", "run_autograder", "requirements.txt", "minipaged/course/sandbox/worker.py"} <= set(
             archive.namelist()
         )
         assert archive.getinfo("run_autograder").external_attr >> 16 == 0o755
@@ -326,7 +335,7 @@ def test_the_autograder_zip_grades_a_submission(tmp_path: Path) -> None:
 
 
 def test_the_autograder_zip_names_what_it_needs() -> None:
-    from minipaged.course.autograder import requirements
+    from minipaged.course.grader.autograder import requirements
 
     needed = {requirement.partition(">")[0] for requirement in requirements()}
     assert {"numpy", "typer", "hypothesis", "pytest"} <= needed
@@ -335,8 +344,8 @@ def test_the_autograder_zip_names_what_it_needs() -> None:
 
 OWN = """
 from dataclasses import replace
-from minipaged.course.assignment import Test, Failed, Failure
-from minipaged.course.block_allocator import ASSIGNMENT as ORIGINAL
+from minipaged.course.grader.assignment import Test, Failed, Failure
+from minipaged.course.assignments.block_allocator.checks import ASSIGNMENT as ORIGINAL
 
 def check(bench):
     allocator = bench.make(3)

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from minipaged.cli import app
-from minipaged.course import under_load
-from minipaged.course.assignment import ASSIGNMENTS, CannotBeGraded, Submission, find_assignment
-from minipaged.course.grading import grade
-from minipaged.course.handouts import start, title_of, to_do
+from minipaged.course.assignments.under_load import checks as under_load
+from minipaged.course.grader.assignment import ASSIGNMENTS, CannotBeGraded, Submission, find_assignment
+from minipaged.course.grader.grading import grade
+from minipaged.course.grader.handouts import start, title_of, to_do
 from minipaged.engine import policy
 from minipaged.reference import attention, beam_search, block_allocator, block_table
 from tests.course import decode_kernels, quantizers

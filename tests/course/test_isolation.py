@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course.assignment import Bench, CannotBeGraded, Status, Submission, TestResult, find_assignment
-from minipaged.course.counterexample import ALARM
-from minipaged.course.grading import grade, run_test
-from minipaged.course.isolation import Limits, Raised, Result, StudentError, Verdict, WorkerProcess
+from minipaged.course.grader.assignment import Bench, CannotBeGraded, Status, Submission, TestResult, find_assignment
+from minipaged.course.grader.counterexample import ALARM
+from minipaged.course.grader.grading import grade, run_test
+from minipaged.course.sandbox.contract import Limits, Raised, Result, StudentError, Verdict
+from minipaged.course.sandbox.process import WorkerProcess
 from minipaged.errors import BlockNotAllocated
 from tests.course.submissions import REFERENCE_SOURCE, hostile
 from tests.effort import quick_cases
@@ -93,7 +94,7 @@ for fd in range(3, 500):
             id="replaces a method of the contract",
         ),
         pytest.param(
-            hostile("import minipaged.course.wire as w; w.encode = lambda value, other: 0"),
+            hostile("import minipaged.course.sandbox.wire as w; w.encode = lambda value, other: 0"),
             Verdict.TAMPERED,
             id="replaces the encoder",
         ),
@@ -103,7 +104,7 @@ for fd in range(3, 500):
             id="hides what it raises in del",
         ),
         pytest.param(
-            hostile("import sys; open(sys.modules['minipaged'].__path__[0] + '/course/grading.py').read()"),
+            hostile("import sys; open(sys.modules['minipaged'].__path__[0] + '/course/grader/grading.py').read()"),
             Verdict.FORBIDDEN,
             id="reads the grader",
         ),

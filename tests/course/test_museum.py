@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course import block_allocator, block_table, museum, search
-from minipaged.course.assignment import Bench, Submission, TestResult, find_assignment
-from minipaged.course.formats import text
-from minipaged.course.grading import grade, run_test
+from minipaged.course import museum
+from minipaged.course.assignments.block_allocator import checks as block_allocator
+from minipaged.course.assignments.block_table import checks as block_table
+from minipaged.course.grader import search
+from minipaged.course.grader.assignment import Bench, Submission, TestResult, find_assignment
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.grading import grade, run_test
 from tests.effort import quick_cases, thorough
 
 ROOT = Path(__file__).parent.parent.parent

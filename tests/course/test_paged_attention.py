@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course import paged_attention, search
-from minipaged.course.assignment import Status, Submission
-from minipaged.course.formats import text
-from minipaged.course.grading import grade
-from minipaged.course.paged_attention import ASSIGNMENT
+from minipaged.course.assignments.paged_attention import checks as paged_attention
+from minipaged.course.assignments.paged_attention.checks import ASSIGNMENT
+from minipaged.course.grader import search
+from minipaged.course.grader.assignment import Status, Submission
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.grading import grade
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from minipaged.replay.state import State

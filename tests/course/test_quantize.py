@@ -8,12 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minipaged.course import quantize
-from minipaged.course.assignment import Bench, Status
-from minipaged.course.formats import text
-from minipaged.course.grading import grade
-from minipaged.course.quantize import ASSIGNMENT
-from minipaged.course.quantize_cases import (
+from minipaged.course.assignments.quantize import checks as quantize
+from minipaged.course.assignments.quantize.cases import (
     Yardstick,
     column_right,
     grid_right,
@@ -21,6 +17,10 @@ from minipaged.course.quantize_cases import (
     upper_root_of_inverse,
     wrong_rounding,
 )
+from minipaged.course.assignments.quantize.checks import ASSIGNMENT
+from minipaged.course.grader.assignment import Bench, Status
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.grading import grade
 from minipaged.llm import LoadedModel
 from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import pack, unpack

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import Phase
 
-from minipaged.course import scheduler, search
-from minipaged.course.assignment import Bench, Status, Submission
-from minipaged.course.formats import text
-from minipaged.course.grading import grade
-from minipaged.course.scheduler import ASSIGNMENT
+from minipaged.course.assignments.scheduler import checks as scheduler
+from minipaged.course.assignments.scheduler.checks import ASSIGNMENT
+from minipaged.course.grader import search
+from minipaged.course.grader.assignment import Bench, Status, Submission
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.grading import grade
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from minipaged.replay.state import State

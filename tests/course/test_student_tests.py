@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course import student_tests
-from minipaged.course.allocator_mutants import MUTANTS
-from minipaged.course.assignment import CannotBeGraded, Grade, Status, Submission
-from minipaged.course.student_tests import RIGHT, grade_tests, run_tests
+from minipaged.course.assignments.block_allocator.mutants import MUTANTS
+from minipaged.course.grader import student_tests
+from minipaged.course.grader.assignment import CannotBeGraded, Grade, Status, Submission
+from minipaged.course.grader.student_tests import RIGHT, grade_tests, run_tests
 from tests.effort import quick_cases, thorough
 
 HEAD = """

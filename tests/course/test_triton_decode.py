@@ -17,13 +17,13 @@ from tests.effort import quick_cases, thorough
 
 pytest.importorskip("triton")  # there is none for this machine's operating system
 
-from minipaged.course import triton_decode
-from minipaged.course.assignment import Bench, CannotBeGraded, Submission
-from minipaged.course.autograder import requirements
-from minipaged.course.formats import text
-from minipaged.course.grading import grade
-from minipaged.course.isolation import Misbehaviour
-from minipaged.course.triton_decode import ASSIGNMENT
+from minipaged.course.assignments.triton_decode import checks as triton_decode
+from minipaged.course.assignments.triton_decode.checks import ASSIGNMENT
+from minipaged.course.grader.assignment import Bench, CannotBeGraded, Submission
+from minipaged.course.grader.autograder import requirements
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.grading import grade
+from minipaged.course.sandbox.contract import Misbehaviour
 from minipaged.errors import Invariant
 from minipaged.events import StepFailed, from_json
 from minipaged.replay.state import State

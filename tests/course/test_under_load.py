@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course import search, under_load
-from minipaged.course.assignment import Bench, Failed, Status, Submission
-from minipaged.course.formats import text
-from minipaged.course.grading import grade
-from minipaged.course.under_load import (
+from minipaged.course.assignments.under_load import checks as under_load
+from minipaged.course.assignments.under_load.checks import (
     ASSIGNMENT,
     BURSTS,
     LIGHT,
@@ -28,6 +25,10 @@ from minipaged.course.under_load import (
     check_loads,
     served,
 )
+from minipaged.course.grader import search
+from minipaged.course.grader.assignment import Bench, Failed, Status, Submission
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.grading import grade
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.scheduling import RequestView
 from tests.course import harness

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minipaged.course.content_runner import ContentRunner, GivenRow
 from minipaged.engine import block_manager, engine
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.prefix_cache import PrefixCache
@@ -22,6 +21,7 @@ from minipaged.engine.sequence import Sequence
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves
+from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.effort import scaled, seeds
 from tests.workloads import Run, random_workload, run_workload
 

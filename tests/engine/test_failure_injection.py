@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from minipaged.contracts import Batch, Logits, Sampled, SamplingInput
-from minipaged.course.content_runner import ContentRunner
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.beam_search import BeamSearch
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.sampling import sample
 from minipaged.steps import BlockMoves
+from minipaged.testing.content_runner import ContentRunner
 from tests.effort import quick_cases, scaled, seeds
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended, random_workload
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from minipaged.contracts import StepResult, Tier
-from minipaged.course.content_runner import ContentRunner
 from minipaged.engine.batch import Plan
 from minipaged.engine.engine import Engine
 from minipaged.engine.sequence import Request as EngineRequest
@@ -20,6 +19,7 @@ from minipaged.outputs import RequestUpdate
 from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.steps import StepInput
+from minipaged.testing.content_runner import ContentRunner
 from tests.effort import quick_cases, scaled, seeds
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipaged.contracts import StepResult, Tier
-from minipaged.course.content_runner import ContentRunner
 from minipaged.engine.engine import Engine
 from minipaged.engine.lanes import Lane, share_of
 from minipaged.engine.pipeline import Pipeline
@@ -35,6 +34,7 @@ from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.step_files import encode
 from minipaged.steps import StepInput
+from minipaged.testing.content_runner import ContentRunner
 from tests.effort import examples, quick_cases, scaled, seeds, thorough
 from tests.engine.test_async_scheduling import check, check_cached_blocks_are_computed, goes_on
 from tests.engine.test_failure_injection import PARTS, WORKLOADS, Fault, Fuse, run_through, wired

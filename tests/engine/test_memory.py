@@ -9,8 +9,6 @@ from dataclasses import replace
 import pytest
 
 from minipaged.contracts import BlockAllocator, Tier
-from minipaged.course.content_runner import ContentRunner
-from minipaged.course.workloads import Run, Workload, random_workload
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import Memory
@@ -22,6 +20,8 @@ from minipaged.params import EngineConfig, SamplingParams
 from minipaged.reference import block_allocator
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves, CopyPair
+from minipaged.testing.content_runner import ContentRunner
+from minipaged.testing.workloads import Run, Workload, random_workload
 from tests.effort import examples, quick_cases, scaled
 from tests.workloads import REFERENCE
 

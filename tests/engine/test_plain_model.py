@@ -7,9 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from minipaged.course.content_runner import ContentRunner
-from minipaged.course.plain_model import PlainModel, logits
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.testing.content_runner import ContentRunner
+from minipaged.testing.plain_model import PlainModel, logits
 from tests.effort import scaled, seeds
 from tests.workloads import Run, Workload, WorkloadRequest, random_workload
 

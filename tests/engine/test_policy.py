@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipaged.course.workloads import prompt_of
 from minipaged.engine.engine import Engine
 from minipaged.engine.policies import POLICIES
 from minipaged.engine.policies.priority import PriorityFirst
@@ -30,6 +29,7 @@ from minipaged.outputs import RequestOutput
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, MakePolicy, RequestView, Way
 from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
+from minipaged.testing.workloads import prompt_of
 from tests.effort import examples, quick_cases, scaled, seeds
 from tests.workloads import Run, Workload, WorkloadRequest, random_workload, run_workload
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from minipaged.contracts import PromptInput, Sampled
-from minipaged.course.content_runner import ContentRunner
 from minipaged.engine.engine import Engine
 from minipaged.events import Event, RequestPreempted
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.testing.content_runner import ContentRunner
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended
 
 CONFIG = EngineConfig(

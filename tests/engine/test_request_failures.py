@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from minipaged.contracts import Tier
-from minipaged.course.content_runner import ContentRunner, GivenRow
 from minipaged.engine.detokenizer import Decode
 from minipaged.events import Event, RequestFinished, SequenceFinished
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.effort import quick_cases
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse
 from tests.late_device import LATE, LateRunner

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.contracts import Logits, Sampled, SamplingInput
-from minipaged.course.content_runner import ContentRunner
 from minipaged.engine.detokenizer import Decode, Encode
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest
@@ -20,6 +19,7 @@ from minipaged.events import Event, RequestPreempted, RequestRefused
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.sampling import sample
+from minipaged.testing.content_runner import ContentRunner
 from tests.effort import examples
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from minipaged.contracts import Batch
-from minipaged.course.content_runner import ContentRunner
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import AllocStatus
 from minipaged.engine.sequence import RequestState
@@ -16,6 +15,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.events import BlocksFreed, Event, RequestPreempted, SequenceFinished, StepStarted, SwappedOut
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
+from minipaged.testing.content_runner import ContentRunner
 from tests.workloads import REFERENCE, ended
 
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minipaged.contracts import Logits, Sampled, SamplingInput
-from minipaged.course.content_runner import ContentRunner
 from minipaged.engine.detokenizer import NOT_WHOLE, Decode
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest
 from minipaged.events import RequestPreempted
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
+from minipaged.testing.content_runner import ContentRunner
 from tests.effort import examples
 from tests.tokens import PIECES, bytes_alone, bytes_joined, token
 from tests.workloads import REFERENCE, check_stream

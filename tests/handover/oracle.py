@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from minipaged.contracts import Tier
-from minipaged.course.content_runner import ContentRunner, Prefixes
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.memory import MakeMemory
 from minipaged.events import BlocksLoaded, BlocksStored, Event, RequestPreempted, SequenceFinished
 from minipaged.kv_connector import Handshake, KVConnector
 from minipaged.steps import BlockMoves
+from minipaged.testing.content_runner import ContentRunner, Prefixes
 from tests.late_device import LATE, LateRunner
 from tests.workloads import REFERENCE, Run, Workload
 

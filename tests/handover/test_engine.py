@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from minipaged.contracts import Batch
-from minipaged.course.content_runner import Prefixes
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.sequence import Request
 from minipaged.errors import InvariantViolation
@@ -22,6 +21,7 @@ from minipaged.events import Event
 from minipaged.params import SamplingParams
 from minipaged.replay.state import State
 from minipaged.steps import BlockMoves
+from minipaged.testing.content_runner import Prefixes
 from tests.effort import examples, scaled, seeds
 from tests.engine.test_failure_injection import Fuse, crowded, run_through
 from tests.handover.oracle import HandsOver, InMemory, connected_run, losing

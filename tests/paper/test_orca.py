@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 
 from minipaged.contracts import StepResult
-from minipaged.course.content_runner import ContentRunner, GivenRow
-from minipaged.course.workloads import Run, Workload, WorkloadRequest, random_workload
 from minipaged.engine.engine import Engine
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event, RequestAdmitted, RequestFinished, SequenceForked, StepFinished
@@ -27,6 +25,8 @@ from minipaged.paper.serving import Serving
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner
 from minipaged.steps import StepInput
+from minipaged.testing.content_runner import ContentRunner, GivenRow
+from minipaged.testing.workloads import Run, Workload, WorkloadRequest, random_workload
 from tests.effort import examples, scaled
 from tests.workloads import REFERENCE
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course.content_runner import Prefixes
 from minipaged.events import Event
 from minipaged.stepper import Recording
+from minipaged.testing.content_runner import Prefixes
 from tests.effort import scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.handover.oracle import InMemory, connected_run

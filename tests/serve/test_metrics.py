@@ -17,7 +17,6 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from minipaged.course.content_runner import ContentRunner, GivenRow
 from minipaged.engine.engine import Engine
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest
@@ -26,6 +25,7 @@ from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.serve.metrics import Metrics
 from minipaged.steps import StepInput
+from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.effort import examples, scaled
 from tests.engine.test_failure_injection import WORKLOADS, Fault
 from tests.workloads import REFERENCE, Workload, letters, random_workload

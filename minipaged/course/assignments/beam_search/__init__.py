@@ -1,0 +1,1 @@
+"""Assignment 5: which beams go on, which have finished, when the search is over."""

@@ -1,0 +1,455 @@
+"""A student's beam search, step by step, beside the reference's.
+
+A `Session` makes one search in the worker. Each step is given to both, and what they decide is compared. The lines of
+Python that were carried out make a script that fails by itself; the candidates of the step that went wrong are drawn as
+a table; and the real engine, told the right decisions so far, gives the events: how tables forked, which blocks were
+shared, copied and given back.
+
+Where two candidates (or two scores) are nearly equal, a rounding decides which comes first, and nobody is wrong. Such a
+step is not compared, unless they tie exactly whatever way they are computed: then the rule for ties decides.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import numpy as np
+
+from minipaged import contracts
+from minipaged.contracts import BeamMove, BeamStep
+from minipaged.course.grader.assignment import Bench, Failed, Failure
+from minipaged.course.grader.counterexample import is_unwritten, make_script, raised_message
+from minipaged.course.sandbox.contract import Handle, Misbehaviour, Outcome, Raised, StudentError
+from minipaged.engine.engine import Engine
+from minipaged.events import Event, StepFailed
+from minipaged.params import BeamSearchParams, EngineConfig
+from minipaged.testing.content_runner import ContentRunner
+from minipaged.tiers import reference_tier
+
+CLOSE = 1e-4
+"""Candidates and scores that differ by less are not compared; all are within a few times 10."""
+TOLERANCE = 1e-3
+"""By how much a sum or a score may differ from the reference's."""
+DRAWN = 8
+"""Candidates in a drawing, at most."""
+LARGEST_VOCABULARY = 64
+"""With more tokens than this a step is too wide for a script and a drawing."""
+BLOCK_SIZE = 2
+"""Of the engine that carries the decisions out for the recorded run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one search is made with."""
+
+    params: BeamSearchParams
+    prompt_length: int
+    max_length: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    def as_arguments(self) -> str:
+        """As they stand in a script."""
+        default = BeamSearchParams()
+        names = ("beam_width", "max_tokens", "length_penalty", "early_stopping", "ignore_eos")
+        values = {name: getattr(self.params, name) for name in names}
+        given = [f"{name}={value!r}" for name, value in values.items() if value != getattr(default, name)]
+        params = f"BeamSearchParams({', '.join(given)})"
+        return f"{params}, {self.prompt_length}, {self.max_length}, {self.eos_token_ids!r}"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What of a step is compared. Each test has a rule of its own, so that half the work gets half the points."""
+
+    survivors: bool = True
+    finished: bool = True
+    scores: bool = True
+    ties: bool = False
+    """Whether candidates that tie exactly are compared too."""
+
+
+ALL = Look(ties=True)
+
+
+class Session:
+    """One search of the student's and the right one. Its methods raise Failed and Misbehaviour."""
+
+    def __init__(self, bench: Bench, settings: Settings, *, beside: Session | None = None) -> None:
+        """`beside`: another session whose script this one is to be part of."""
+        self._bench = bench
+        self._module, self._name = bench.part
+        self.settings = settings
+        self._reference = reference_tier().beam_search(
+            settings.params, settings.prompt_length, settings.max_length, settings.eos_token_ids
+        )
+        self._lines: list[str] = beside._lines if beside else []
+        self._variable = "other" if beside else "search"
+        self._right: list[BeamStep] = []
+        """What was decided so far."""
+        self._kept: list[float] = []
+        """The scores of the best finished sequences so far, best first."""
+        arguments = settings.as_arguments()
+        self._lines.append(f"{self._variable} = {self._name}({arguments})")
+        given = (settings.params, settings.prompt_length, settings.max_length, settings.eos_token_ids)
+        made = self._ask([(self._module, self._name, given)])
+        if isinstance(made, Raised):
+            self._raised("__init__", made.error, f"{self._name}({arguments})")
+        if not isinstance(made, Handle):
+            self._fail(f"{self._name}({arguments}) gave {made!r}, no search")
+        self._search = made
+
+    def copied(self, variable: str = "search") -> Session:
+        """A deep copy, of the student's search too: as the engine makes one before each step."""
+        twin = copy.copy(self)
+        twin._reference, twin._right, twin._kept = copy.deepcopy(self._reference), list(self._right), list(self._kept)
+        twin._variable = variable
+        self._lines.append(f"{variable} = copy.deepcopy({self._variable})")
+        made = self._ask([(self._bench.process.modules[0], "deepcopy", (self._search,))])
+        if isinstance(made, Raised):
+            self._raised("__deepcopy__", made.error, f"copy.deepcopy({self._variable})")
+        twin._search = made
+        return twin
+
+    def is_clear(
+        self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float], *, ties: bool = True
+    ) -> bool:
+        """Whether the next step is decided by more than a rounding."""
+        return _Judgement(self, logits, rows, cumulative_logprobs, ties).clear
+
+    def num_about_to_finish(self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> int:
+        """How many sequences the next step finishes."""
+        return len(copy.deepcopy(self._reference).step(logits, rows, cumulative_logprobs).finished)
+
+    def step(
+        self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float], look: Look = ALL
+    ) -> BeamStep:
+        """One step of both, compared; returns the right one, with the student's own sums."""
+        judgement = _Judgement(self, logits, rows, cumulative_logprobs, look.ties)
+        arguments = f"{_written(logits)}, {list(rows)}, {list(cumulative_logprobs)}"
+        call = f"{self._variable}.step({arguments})"
+        self._lines.append(f"step = {call}")
+        answer = self._ask([(self._search, "step", (logits, list(rows), list(cumulative_logprobs)))])
+        right = self._reference.step(logits, rows, cumulative_logprobs)
+        which = f"step {len(self._right) + 1}"
+        if isinstance(answer, Raised):
+            self._raised("step", answer.error, which, judgement=judgement)
+        found = self._understand(answer, which, judgement)
+        if judgement.clear:
+            self._compare(found, right, which, judgement, look)
+            own = {(move.parent, move.token_id): move for move in found.survivors}
+            moves = [own.get((move.parent, move.token_id), move) for move in right.survivors]
+        else:
+            moves = right.survivors
+        self._right.append(right)
+        self._kept = judgement.kept
+        return BeamStep(moves, right.finished)
+
+    def refuse(self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float], why: str) -> None:
+        """A step that has to raise a ValueError."""
+        call = f"{self._variable}.step({_written(logits)}, {list(rows)}, {list(cumulative_logprobs)})"
+        self._lines += [
+            "try:",
+            f"    {call}",
+            "except ValueError:",
+            "    pass",
+            "else:",
+            f'    raise AssertionError("step has to raise BadLogits: {why}")',
+        ]
+        answer = self._ask([(self._search, "step", (logits, list(rows), list(cumulative_logprobs)))])
+        if isinstance(answer, Raised) and isinstance(answer.error, ValueError):
+            return
+        if isinstance(answer, Raised):
+            self._raised("step", answer.error, "step", f"; it has to raise BadLogits: {why}")
+        self._fail(f"step returned {_shown(answer)}; it has to raise BadLogits: {why}")
+
+    # --- Comparing --------------------------------------------------------------------------------
+
+    def _understand(self, answer: Outcome, which: str, judgement: _Judgement) -> BeamStep:
+        """The answer as a BeamStep of plain numbers."""
+        try:
+            survivors = [_move(move) for move in answer.survivors]
+            finished = [(_move(move), _number(score)) for move, score in answer.finished]
+            return BeamStep(survivors, finished)
+        except (AttributeError, TypeError, ValueError):
+            self._lines.append('assert all(isinstance(m.token_id, int) for m in step.survivors), f"step is {step}"')
+            self._lines.append('assert all(isinstance(m.token_id, int) for m, score in step.finished), f"it is {step}"')
+            self._fail(
+                f"{which} returned {_shown(answer)}; it has to return a BeamStep: a list of BeamMoves, and a list of "
+                "pairs (BeamMove, score)",
+                judgement,
+            )
+
+    def _compare(self, found: BeamStep, right: BeamStep, which: str, judgement: _Judgement, look: Look) -> None:
+        judgement.note(found, right)
+        if look.survivors:
+            self._compare_survivors(found.survivors, right.survivors, which, judgement)
+        if look.finished:
+            self._compare_finished(found.finished, right.finished, which, judgement, look.scores)
+
+    def _compare_survivors(
+        self, found: list[BeamMove], right: list[BeamMove], which: str, judgement: _Judgement
+    ) -> None:
+        theirs, ours = ([(move.parent, move.token_id) for move in moves] for moves in (found, right))
+        if theirs != ours:
+            self._lines += [
+                "survivors = [(move.parent, move.token_id) for move in step.survivors]",
+                f'assert survivors == {ours}, f"survivors (beam, token): {{survivors}}"',
+            ]
+            self._fail(f"{which}: the survivors are {_pairs(theirs)}; they should be {_pairs(ours)}", judgement)
+        for place, (own, move) in enumerate(zip(found, right, strict=True)):
+            if not _is_close(own.cumulative_logprob, move.cumulative_logprob):
+                self._expect_close(
+                    f"step.survivors[{place}].cumulative_logprob", move.cumulative_logprob, own.cumulative_logprob
+                )
+                self._fail(
+                    f"{which}: cumulative_logprob of survivor {place} (beam {move.parent} + token {move.token_id}) is "
+                    f"{own.cumulative_logprob:.4f}; it should be {move.cumulative_logprob:.4f}",
+                    judgement,
+                )
+
+    def _compare_finished(
+        self,
+        found: list[tuple[BeamMove, float]],
+        right: list[tuple[BeamMove, float]],
+        which: str,
+        judgement: _Judgement,
+        scores: bool,
+    ) -> None:
+        """In any order: the score tells the rank."""
+        theirs, ours = (sorted((move.parent, move.token_id) for move, _ in ended) for ended in (found, right))
+        if theirs != ours:
+            self._lines += [
+                "finished = sorted((move.parent, move.token_id) for move, score in step.finished)",
+                f'assert finished == {ours}, f"finished (beam, token): {{finished}}"',
+            ]
+            self._fail(f"{which}: finished are {_pairs(theirs)}; they should be {_pairs(ours)}", judgement)
+        own = {(move.parent, move.token_id): (move, score) for move, score in found}
+        for move, score in right:
+            key = (move.parent, move.token_id)
+            their_move, their_score = own[key]
+            what = f"finished beam {move.parent} + token {move.token_id}"
+            found_in = f"next(one for one in step.finished if (one[0].parent, one[0].token_id) == {key})"
+            if scores and not _is_close(their_score, score):
+                self._expect_close(f"{found_in}[1]", score, their_score)
+                self._fail(f"{which}: the score of {what} is {their_score:.4f}; it should be {score:.4f}", judgement)
+            if not _is_close(their_move.cumulative_logprob, move.cumulative_logprob):
+                theirs_sum, ours_sum = their_move.cumulative_logprob, move.cumulative_logprob
+                self._expect_close(f"{found_in}[0].cumulative_logprob", ours_sum, theirs_sum)
+                self._fail(
+                    f"{which}: cumulative_logprob of {what} is {theirs_sum:.4f}; it should be {ours_sum:.4f}",
+                    judgement,
+                )
+
+    def _expect_close(self, expression: str, right: float, found: float) -> None:
+        self._lines += [
+            f"value = {expression}",
+            f'assert abs(value - {right:.6g}) <= {_room(right):.6g}, f"it is {{value}}"',
+        ]
+
+    # --- Failing ----------------------------------------------------------------------------------
+
+    def _ask(self, calls: list[Any]) -> Outcome:
+        try:
+            [answer] = self._bench.process.batch(calls, seed=self._bench.seed)
+            return answer
+        except Misbehaviour as misbehaviour:
+            failure = self._failure(f"{self._lines[-1].strip()[:80]}: {misbehaviour.message}")
+            misbehaviour.failure = replace(failure, verdict=misbehaviour.verdict)
+            raise
+
+    def _raised(
+        self, method: str, error: Exception, shown: str, instead: str = "", judgement: _Judgement | None = None
+    ) -> NoReturn:
+        told = raised_message(method, error, shown)
+        failure = self._failure(told if is_unwritten(error) else told + instead, judgement)
+        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
+
+    def _fail(self, message: str, judgement: _Judgement | None = None) -> NoReturn:
+        raise Failed(self._failure(message, judgement))
+
+    def _failure(self, message: str, judgement: _Judgement | None = None) -> Failure:
+        if judgement and judgement.vocab_size > LARGEST_VOCABULARY:
+            return Failure(message)
+        events, tables = carry_out(self.settings, self._right, message)
+        drawing = (*(judgement.drawing() if judgement else ()), *tables)
+        imports = ["import numpy as np"] if any("np." in line for line in self._lines) else []
+        imports.append("from minipaged import BeamSearchParams")
+        script = make_script(self._bench.submission, self._name, None, message, imports, self._lines)
+        return Failure(message, None, drawing, script, tuple(events))
+
+
+# --- What is right, and how sure that is ----------------------------------------------------------
+
+
+class _Judgement:
+    """One step, computed in float64: the candidates by rank, and whether roundings could change what is decided."""
+
+    def __init__(
+        self,
+        session: Session,
+        logits: np.ndarray,
+        rows: Sequence[int],
+        cumulative_logprobs: Sequence[float],
+        ties: bool,
+    ) -> None:
+        self._settings = settings = session.settings
+        params, width = settings.params, settings.params.beam_width
+        self._ends = frozenset(() if params.ignore_eos else settings.eos_token_ids)
+        table = np.asarray(logits, dtype=np.float64)[list(rows)]  # [beams, vocab]
+        self.vocab_size = table.shape[1]
+        peaks = table.max(axis=1, keepdims=True)
+        logprobs = table - peaks - np.log(np.exp(table - peaks).sum(axis=1, keepdims=True))
+        self._sums = np.array(cumulative_logprobs)[:, None] + logprobs  # [beams, vocab]
+        count = max(2, 1 + len(self._ends)) * width
+        order = np.argsort(-self._sums, axis=None, kind="stable")[: count + 1]
+        self._ranking = [divmod(int(index), self.vocab_size) for index in order]  # (beam, token), best first
+        self._ranking = [one for one in self._ranking if self._sums[one] > -np.inf]
+        length = len(session._right) + 1
+        most = settings.max_length - settings.prompt_length
+        self._is_last = length == most
+        self.kept = list(session._kept)
+
+        def tie(one: tuple[int, int], other: tuple[int, int]) -> bool:
+            """Whether they are equal however they are computed."""
+            (a, token), (b, second) = one, other
+            same_row = cumulative_logprobs[a] == cumulative_logprobs[b] and bool((table[a] == table[b]).all())
+            return ties and same_row and bool(table[a, token] == table[b, second])
+
+        self.clear = all(
+            self._sums[one] - self._sums[other] >= CLOSE or tie(one, other) for one, other in pairwise(self._ranking)
+        )
+        scored: list[tuple[float, tuple[int, int] | None]] = [(score, None) for score in self.kept]
+        for one in self._ranking[:width]:
+            if self._is_last or one[1] in self._ends:
+                scored.append((self._sums[one] / length**params.length_penalty, one))
+        scored.sort(key=lambda pair: -pair[0])
+        for (high, one), (low, other) in pairwise(scored):
+            self.clear &= high - low >= CLOSE or (one is not None and other is not None and tie(one, other))
+        scored = scored[:width]
+        self.kept = [float(score) for score, _ in scored]
+        best = next((one for one in self._ranking if one[1] not in self._ends), None)
+        if len(scored) == width and params.early_stopping is not True and best and not self._is_last:
+            patient = params.early_stopping == "never" and params.length_penalty > 0
+            reachable = self._sums[best] / (most if patient else length) ** params.length_penalty
+            worst, one = scored[-1]
+            equal = one is not None and not patient and tie(best, one)
+            self.clear &= bool(abs(reachable - worst) >= CLOSE or equal)
+        self._found: dict[tuple[int, int], str] = {}
+        self._expected: dict[tuple[int, int], str] = {}
+
+    def note(self, found: BeamStep, right: BeamStep) -> None:
+        """For the drawing."""
+        self._found, self._expected = _fates(found), _fates(right)
+
+    def drawing(self) -> tuple[str, ...]:
+        rows = [["rank", "beam", "token", "sum", "should be", "your search says"]]
+        ranking = [*self._ranking[:DRAWN], *(one for one in self._found if one not in self._ranking[:DRAWN])]
+        for rank, one in enumerate(ranking[: 2 * DRAWN], start=1):
+            beam, token = one
+            known = beam < len(self._sums) and token < self.vocab_size and beam >= 0 and token >= 0
+            total = f"{self._sums[one]:.3f}" if known else "?"
+            expected, found = self._expected.get(one, "-"), self._found.get(one, "-")
+            end = " (EOS)" if token in self._ends else ""
+            wrong = " <--" if expected != found and self._expected | self._found else ""
+            rows.append([str(rank), str(beam), f"{token}{end}", total, expected, found + wrong])
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        return tuple(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
+
+
+def _fates(step: BeamStep) -> dict[tuple[int, int], str]:
+    """What becomes of each candidate."""
+    fates = {(move.parent, move.token_id): f"beam {place}" for place, move in enumerate(step.survivors)}
+    return fates | {(move.parent, move.token_id): f"finished, {score:.3f}" for move, score in step.finished}
+
+
+# --- The same decisions, carried out by the engine ------------------------------------------------
+
+
+class _Stopped(Exception):
+    """Where the decisions end."""
+
+
+def carry_out(settings: Settings, steps: Sequence[BeamStep], message: str) -> tuple[list[Event], tuple[str, ...]]:
+    """The engine's events up to the step that went wrong, and the beams' block tables before it."""
+
+    class Decided(contracts.BeamSearch):
+        def __init__(self, *_: object) -> None:
+            self._left = list(steps)
+
+        def step(self, logits: Any, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
+            if not self._left:
+                raise _Stopped
+            return self._left.pop(0)
+
+    width, length = settings.params.beam_width, settings.max_length
+    config = EngineConfig(
+        num_blocks=2 * width * (length // BLOCK_SIZE + 2),
+        max_model_len=length + 1,
+        vocab_size=LARGEST_VOCABULARY,
+        block_size=BLOCK_SIZE,
+        enable_prefix_caching=False,
+        eos_token_ids=settings.eos_token_ids,
+    )
+    runner = ContentRunner(config.num_blocks, 0, BLOCK_SIZE, config.vocab_size)
+    events: list[Event] = []
+    engine = Engine(config, replace(reference_tier(), beam_search=Decided), runner, listeners=[events.append])
+    runner.engine = engine
+    engine.add_request([0] * settings.prompt_length, settings.params, request_id="A")
+    tables: tuple[str, ...] = ()
+    try:
+        while engine.has_unfinished_requests():
+            engine.step()
+            beams = [sequence for request in engine.scheduler.running for sequence in request.sequences]
+            tables = tuple(
+                f"beam {number}: tokens {sequence.output_token_ids}, block table {list(sequence.table.blocks)}"
+                for number, sequence in enumerate(beams)
+            )
+    except _Stopped:
+        events[-1] = StepFailed(len(steps) + 1, message, ("A",))
+    return events, tables
+
+
+# --- Small things ---------------------------------------------------------------------------------
+
+
+def _move(value: Any) -> BeamMove:
+    if not isinstance(value, BeamMove):
+        raise TypeError
+    for number in (value.parent, value.token_id):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise TypeError
+    return BeamMove(value.parent, value.token_id, _number(value.cumulative_logprob))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError
+    return float(value)
+
+
+def _room(right: float) -> float:
+    return TOLERANCE * max(1.0, abs(right))
+
+
+def _is_close(found: float, right: float) -> bool:
+    return abs(found - right) <= _room(right)
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"beam {beam} + token {token}" for beam, token in pairs) or "none"
+
+
+def _shown(answer: Outcome) -> str:
+    return f"an object of type {answer.kind}" if isinstance(answer, Handle) else repr(answer)[:200]
+
+
+def _written(logits: np.ndarray) -> str:
+    """The array as a script has it."""
+    values = repr(np.asarray(logits).tolist()).replace("-inf", "-np.inf").replace("nan", "np.nan")
+    return f"np.array({values.replace(' inf', ' np.inf').replace('[inf', '[np.inf')}, dtype=np.{logits.dtype})"

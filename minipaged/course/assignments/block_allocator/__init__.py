@@ -1,0 +1,1 @@
+"""Assignment 1: reference counts and copy-on-write."""

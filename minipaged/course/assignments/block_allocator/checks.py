@@ -1,0 +1,577 @@
+"""Assignment 1, `block-allocator`: reference counts and copy-on-write (paper, sections 4.2 and 4.4).
+
+The properties are programs of calls that Hypothesis makes up and, when one fails, shortens. Each test has calls of its
+own, so that a part that is half done gets its half of the points. Then the real engine serves random workloads with the
+student's allocator for both of its pools, on a model that checks every read (`content_runner.py`); then SmolLM2 has to
+write the same texts as with the reference's.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from minipaged.contracts import BlockAllocator
+from minipaged.course.assignments.block_allocator.session import (
+    MANY,
+    Call,
+    Held,
+    Number,
+    Session,
+    Several,
+    Variable,
+    shorten,
+)
+from minipaged.course.grader.assignment import (
+    Assignment,
+    Bench,
+    Failed,
+    Failure,
+    Performance,
+    Submission,
+    Test,
+    fastest,
+)
+from minipaged.course.grader.search import search
+from minipaged.course.sandbox.contract import Handle, Misbehaviour, Raised, StudentError
+from minipaged.engine.checked_allocator import MEMBERS
+from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation
+from minipaged.events import Event, StepFailed
+from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.testing.plain_model import PlainModel
+from minipaged.testing.workloads import Run, all_sound, random_workload
+from minipaged.tiers import plain_parts
+
+LARGEST_POOL = 4
+"""Of the programs that Hypothesis makes up."""
+MOST_BLOCKS = 4
+"""In a call of `share_many` and `free_many`."""
+LARGE_POOLS = 8, 33, 100, 600
+"""Of long runs: a bug may show from some hundred blocks on."""
+MOST_MISBEHAVIOURS = 8
+"""How often a program that hangs or kills its worker is shortened."""
+ENGINE_WORKLOADS = 25
+TIMED_WORKLOADS = 60
+"""Workloads whose calls are timed."""
+
+Program = tuple[int, list[Call]]
+"""The size of a pool, and the calls on it."""
+
+
+# --- Properties -----------------------------------------------------------------------------------
+
+
+def programs_of(
+    *methods: str, with_numbers: Sequence[str] = (), many: Sequence[str] = (), longest: int = 25
+) -> st.SearchStrategy[Program]:
+    """Programs of calls on held blocks, of `with_numbers` on any number, and of `many` on several."""
+    held = st.builds(Held, st.integers(0, LARGEST_POOL - 1))
+    numbers = st.builds(Number, st.integers(-1, LARGEST_POOL))
+    calls = [st.just(Call("allocate"))]
+    calls += [st.builds(Call, st.just(method), held) for method in methods if method != "allocate"]
+    calls += [st.builds(Call, st.just(method), numbers) for method in with_numbers]
+    some = st.lists(held, max_size=MOST_BLOCKS)
+    if with_numbers:  # what is refused is among what is not: before it something may have been changed
+        few = st.lists(held, max_size=MOST_BLOCKS // 2)
+        some = st.one_of(some, st.builds(lambda before, one, after: [*before, one, *after], few, numbers, few))
+    several = {
+        "allocate_many": st.builds(Number, st.integers(-1, LARGEST_POOL + 1)),
+        "share_many": st.builds(Several, some.map(tuple), st.booleans()),
+        "free_many": st.builds(Several, some.map(tuple), st.booleans()),
+    }
+    calls += [st.builds(Call, st.just(method), several[method]) for method in many]
+    sizes, programs = st.integers(1, LARGEST_POOL), st.lists(st.one_of(calls), max_size=longest)
+    # Every other one begins with a full pool, where most of what can go wrong goes wrong.
+    return st.builds(
+        lambda size, full, program: (size, [Call("allocate")] * (size * full) + program), sizes, st.booleans(), programs
+    )
+
+
+def property_of(
+    *methods: str,
+    with_numbers: Sequence[str] = (),
+    many: Sequence[str] = (),
+    unless: Callable[[Session, Call], bool] = lambda session, call: False,
+) -> Callable[[Bench], None]:
+    """A check that runs such programs. `many`: methods to call if the student wrote them; `unless`: calls to leave out,
+    because another test is about them."""
+
+    def check(bench: Bench) -> None:
+        written = [method for method in many if method in bench.also]
+        latest: Program = (1, [])
+
+        def run(program: Program) -> None:
+            nonlocal latest
+            latest = program
+            num_blocks, calls = program
+            session = Session(bench, num_blocks)
+            for call in calls:
+                if not unless(session, call):
+                    session.call(call)
+
+        try:
+            search(bench, programs_of(*methods, with_numbers=with_numbers, many=written), run)
+        except Misbehaviour as misbehaviour:
+            num_blocks, calls = latest
+            raise shorter_misbehaviour(bench, num_blocks, calls, misbehaviour) from None
+
+    return check
+
+
+def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first: Misbehaviour) -> Misbehaviour:
+    """The same verdict with fewer calls. Each try that succeeds costs a worker, and a second if a call does not return.
+
+    Hypothesis cannot do it: it would wait for thousands of calls that do not return.
+    """
+    found = [first]
+    limits = bench.assignment.limits
+    quick = bench.beside(limits=replace(limits, call_seconds=min(1.0, limits.call_seconds)))
+
+    def fails(some: list[Call], size: int) -> bool:
+        if len(found) > MOST_MISBEHAVIOURS:
+            return False
+        done = 0
+        try:
+            session = Session(quick, size)
+            for done, call in enumerate(some, start=1):  # noqa: B007 -- it tells how far we got
+                session.call(call)
+            quick.process.finish()
+        except Failed:
+            return False
+        except Misbehaviour as misbehaviour:
+            quick.restart()
+            if misbehaviour.verdict is first.verdict and misbehaviour.failure:
+                del some[done:]
+                found.append(misbehaviour)
+                return True
+        return False
+
+    with quick:
+        sizes = [size for size in (1, 2, 3) if size < num_blocks]
+        size = next((size for size in sizes if fails(list(calls), size)), num_blocks)
+        shorten(list(calls), lambda some: fails(some, size))
+    return found[-1]
+
+
+def check_new_pool(bench: Bench) -> None:
+    """`Session` checks a new allocator by itself."""
+    search(bench, st.integers(-2, 20), lambda num_blocks: Session(bench, num_blocks))
+
+
+def is_copy_in_a_full_pool(session: Session, call: Call) -> bool:
+    return call.method == "copy_on_write" and session.is_full() and session.is_shared(call.operand)
+
+
+def is_refused_to_many(session: Session, call: Call) -> bool:
+    return call.method in MANY and session.is_refused(call)
+
+
+def check_long_runs(bench: Bench) -> None:
+    """Larger pools and thousands of calls, filling and emptying the pool several times."""
+    for num_blocks in LARGE_POOLS:
+        r, calls = random.Random(f"{bench.seed} {num_blocks}"), list[Call]()
+        for _ in range(3):
+            filling = ["allocate"] * 6 + ["share", "copy_on_write", "free", *bench.also]
+            emptying = ["free"] * 6 + ["share", "copy_on_write", "allocate", *bench.also]
+            for methods in (filling, emptying):
+                for _ in range(2 * num_blocks):
+                    calls.append(any_call(r, r.choice(methods), num_blocks))
+        fail_shortest(bench, num_blocks, calls)
+
+
+def any_call(r: random.Random, method: str, num_blocks: int) -> Call:
+    """One call of a long run."""
+    if method == "allocate":
+        return Call(method)
+    if method == "allocate_many":
+        return Call(method, Number(r.randrange(num_blocks // 4)))
+    if method in MANY:
+        return Call(method, Several(tuple(Held(r.randrange(num_blocks)) for _ in range(r.randrange(MOST_BLOCKS)))))
+    return Call(method, Held(r.randrange(num_blocks)))
+
+
+def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
+    """Make the calls; if they fail, raise Failed with as few of them as still do."""
+
+    found: list[Failure] = []
+
+    def fails(some: list[Call], size: int) -> bool:
+        session = Session(bench, size)
+        for done, call in enumerate(some, start=1):
+            try:
+                session.call(call)
+            except Failed as failed:
+                del some[done:]
+                found.append(failed.failure)
+                return True
+        return False
+
+    try:
+        if not fails(list(calls), num_blocks):
+            return
+        sizes = [size for size in (1, 2, 3, *(1 << i for i in range(2, 10))) if size < num_blocks]
+        size = next((size for size in sizes if fails(list(calls), size)), num_blocks)
+        shorten(list(calls), lambda some: fails(some, size))
+    except Misbehaviour:  # time ran out
+        if not found:
+            raise
+    if found:
+        raise Failed(found[-1])
+
+
+# --- The engine -----------------------------------------------------------------------------------
+
+
+class RemoteAllocator(BlockAllocator):
+    """A student's allocator as the engine uses it: every call is made in the worker, and noted.
+
+    What was looked at stays known until the next call that may change it: the engine, checking its invariants, asks for
+    the count of every block again and again.
+    """
+
+    def __init__(self, bench: Bench, num_blocks: int, part: tuple[Handle, str] | None = None) -> None:
+        module, name = part or bench.part
+        self._process = bench.process
+        [made] = self._process.batch([(module, name, (num_blocks,))], seed=bench.seed)
+        if isinstance(made, Raised):
+            raise made.error
+        self._inner: Handle = made
+        self._size = num_blocks
+        self._known: dict[int, Any] = {}
+        self._num_free: Any = None
+        self.calls: list[tuple[str, int | None, Any]] = []
+        """Method, block, and what was returned (None: it raised)."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self._size
+
+    @property
+    def num_free(self) -> int:
+        if self._num_free is None:
+            self._look()
+        if isinstance(self._num_free, Raised):
+            raise self._num_free.error
+        number: int = self._num_free
+        return number
+
+    def ref_count(self, block: int) -> int:
+        if not 0 <= block < self._size:
+            raise BlockNotAllocated(f"there is no block {block}")
+        if block not in self._known:
+            self._look()
+        count = self._known[block]
+        if isinstance(count, Raised):
+            raise count.error
+        number: int = count
+        return number
+
+    def allocate(self) -> int:
+        block: int = self._call("allocate", None)
+        return block
+
+    def share(self, block: int) -> None:
+        self._call("share", block)
+
+    def free(self, block: int) -> None:
+        self._call("free", block)
+
+    def copy_on_write(self, block: int) -> int:
+        target: int = self._call("copy_on_write", block)
+        return target
+
+    def _call(self, method: str, block: int | None) -> Any:
+        self._known.clear()
+        self._num_free = None
+        args = () if block is None else (block,)
+        answer, self._num_free = self._process.batch([(self._inner, method, args), (self._inner, "num_free", None)])
+        if isinstance(answer, Raised):
+            self.calls.append((method, block, None))
+            raise answer.error
+        self.calls.append((method, block, answer))
+        return answer
+
+    def _look(self) -> None:
+        blocks = range(self._size)
+        looks = [(self._inner, "num_free", None), *((self._inner, "ref_count", (block,)) for block in blocks)]
+        self._num_free, *counts = self._process.batch(looks)
+        self._known = dict(zip(blocks, counts, strict=True))
+
+    def as_program(self) -> list[Call]:
+        """The calls that were made, each block named by the call that returned it last."""
+        latest: dict[Any, int] = {}
+        program: list[Call] = []
+        for label, (method, block, returned) in enumerate(self.calls):
+            operand = None
+            if block is not None:
+                operand = Variable(latest[block]) if block in latest else Number(block)
+            program.append(Call(method, operand, label if method in ("allocate", "copy_on_write") else None))
+            if isinstance(returned, int) and method in ("allocate", "copy_on_write"):
+                latest[returned] = label
+        return program
+
+
+def check_engine(bench: Bench) -> None:
+    """Random workloads: sharing, copy-on-write, prefix caching, both ways of preempting, cancelled requests."""
+    for number in range(ENGINE_WORKLOADS):
+        serve(bench, bench.seed * 1000 + number)
+
+
+def serve(bench: Bench, workload_seed: int) -> None:
+    """One workload. Raises Failed."""
+    events: list[Event] = []
+    pools: list[RemoteAllocator] = []
+    bench.process.forget()
+
+    def make(num_blocks: int) -> RemoteAllocator:
+        pools.append(RemoteAllocator(bench, num_blocks))
+        return pools[-1]
+
+    run: Run | None = None
+    try:
+        run = Run(random_workload(workload_seed), allocator=make, listeners=[events.append], model=PlainModel())
+        run.to_the_end()
+        run.check_outputs()
+        run.check_nothing_leaked()
+    except (InvariantViolation, StudentError, AssertionError, ValueError, TypeError) as error:
+        for pool in pools:  # the shortest program of calls that shows it, if they do so without the engine
+            fail_shortest(bench, pool.num_blocks, pool.as_program())
+        invariant = error.invariant if isinstance(error, InvariantViolation) else None
+        if not isinstance(events[-1] if events else None, StepFailed):
+            events.append(StepFailed(0, repr(error), ()))
+        raise Failed(
+            Failure(f"in the engine, workload {workload_seed}: {error}", invariant, events=tuple(events))
+        ) from None
+
+
+# --- SmolLM2 --------------------------------------------------------------------------------------
+
+PROMPTS = (
+    "Paging is a way to",
+    "Four score and seven years ago our fathers brought forth on this continent",
+    "The capital of France is",
+)
+
+
+def check_model(bench: Bench) -> None:
+    """Parallel sampling, beam search and preemption on SmolLM2: the same texts as with the reference's allocator."""
+    from minipaged.llm import LLM, LoadedModel
+
+    loaded = LoadedModel.load(bench.model, "reference")
+    events: list[Event] = []
+    pools: list[RemoteAllocator] = []
+
+    def make(num_blocks: int) -> RemoteAllocator:
+        pools.append(RemoteAllocator(bench, num_blocks))
+        return pools[-1]
+
+    def texts(allocator: Callable[[int], BlockAllocator] | None) -> list[list[str]]:
+        llm = LLM(
+            loaded,
+            block_size=4,
+            num_blocks=12,  # too few for all at once, so that some are preempted
+            num_swap_blocks=12,
+            max_model_len=64,
+            allocator=allocator,
+            listeners=[events.append] if allocator else (),
+        )
+        assert llm.tokenizer
+        prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
+        sampled = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=bench.seed, max_tokens=8))
+        beams = llm.beam_search(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=5))
+        return [[one.text for one in output.outputs] for output in all_sound([*sampled, *beams])]
+
+    expected = texts(None)
+    try:
+        found = texts(make)
+    except (InvariantViolation, StudentError, ValueError, TypeError) as error:
+        for pool in pools:
+            fail_shortest(bench, pool.num_blocks, pool.as_program())
+        invariant = error.invariant if isinstance(error, InvariantViolation) else None
+        raise Failed(Failure(f"with SmolLM2: {error}", invariant, events=tuple(events))) from None
+    if found != expected:
+        raise Failed(Failure(f"SmolLM2 wrote {found!r} instead of {expected!r}", events=tuple(events)))
+
+
+# --- Operations per second ------------------------------------------------------------------------
+
+
+class Recorder(plain_parts()[0]):  # type: ignore[misc]
+    """The reference's allocator, noting its calls as `Sandbox.seconds` wants them."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.calls: list[tuple[str, int | None, int | None]] = []
+        self._latest: dict[int, int] = {}
+
+    def allocate(self) -> int:
+        block: int = super().allocate()
+        self._note("allocate", None, block)
+        return block
+
+    def share(self, block: int) -> None:
+        super().share(block)
+        self._note("share", block, None)
+
+    def free(self, block: int) -> None:
+        super().free(block)
+        self._note("free", block, None)
+
+    def copy_on_write(self, block: int) -> int:
+        before = len(self.calls)
+        target: int = super().copy_on_write(block)
+        del self.calls[before:]  # it may have allocated
+        self._note("copy_on_write", block, target)
+        return target
+
+    def _note(self, method: str, block: int | None, returned: int | None) -> None:
+        self.calls.append((method, None, None if block is None else self._latest[block]))
+        if returned is not None:
+            self._latest[returned] = len(self.calls) - 1
+
+
+def measure(bench: Bench) -> Performance:
+    """Operations per second on the calls of engines, beside the reference on the same calls."""
+    runs: list[tuple[int, list[tuple[str, int | None, int | None]]]] = []
+    for number in range(TIMED_WORKLOADS):
+        pools: list[Recorder] = []
+
+        def make(num_blocks: int, pools: list[Recorder] = pools) -> Recorder:
+            pools.append(Recorder(num_blocks))
+            return pools[-1]
+
+        Run(random_workload(number), allocator=make).to_the_end()
+        runs += [(pool.num_blocks, pool.calls) for pool in pools if pool.calls]
+    with bench.beside(reference_submission()) as theirs:
+
+        def seconds(one: Bench, num_blocks: int, calls: list[tuple[str, int | None, int | None]]) -> float:
+            allocator = one.make(num_blocks)
+            assert isinstance(allocator, Handle)
+            return one.process.seconds(allocator, MEMBERS[2:], calls)
+
+        total = [0.0, 0.0]
+        for run in runs:
+            best = fastest(3, partial(seconds, bench, *run), partial(seconds, theirs, *run))
+            total = [before + more for before, more in zip(total, best, strict=True)]
+            bench.process.forget()
+            theirs.process.forget()
+    num_calls = sum(len(calls) for _, calls in runs)
+    return Performance(num_calls / total[0], num_calls / total[1])
+
+
+def reference_submission() -> Submission:
+    """The reference's own file, as a student would hand it in."""
+    kind = plain_parts()[0]
+    return Submission(Path(inspect.getfile(kind)), kind.__name__)
+
+
+# --- The assignment -------------------------------------------------------------------------------
+
+ASSIGNMENT = Assignment(
+    name="block-allocator",
+    title="Block allocator: reference counts and copy-on-write",
+    part="BlockAllocator",
+    members=("allocate", "share", "free", "ref_count", "copy_on_write"),
+    optional=MANY,
+    cap=70,
+    measure=measure,
+    tests=(
+        Test(
+            name="a new pool",
+            points=5,
+            invariant=Invariant.CONSERVATION,
+            meaning="Every block is free or held, at any moment; in a new pool all are free, and nobody holds one.",
+            hint="What do num_blocks, num_free and ref_count(b) have to say before anything was allocated? And what "
+            "pool is too small to be one?",
+            check=check_new_pool,
+        ),
+        Test(
+            name="allocate and free",
+            points=15,
+            invariant=Invariant.CONSERVATION,
+            meaning="Free blocks and held blocks add up to the pool: none is lost, none appears from nowhere.",
+            hint="Follow one block from allocate to free and back to allocate. When does it leave the free ones, and "
+            "when does it return to them?",
+            check=property_of(*("allocate", "free"), many=("allocate_many", "free_many"), unless=is_refused_to_many),
+        ),
+        Test(
+            name="reference counts",
+            points=15,
+            invariant=Invariant.EXACT_REFERENCES,
+            meaning="ref_count(b) is the number of those who hold b: one more for each share, one less for each free.",
+            hint="A block with two holders loses one of them: is it free then?",
+            check=property_of("allocate", "share", "free", many=MANY, unless=is_refused_to_many),
+        ),
+        Test(
+            name="copy-on-write",
+            points=15,
+            invariant=Invariant.EXCLUSIVE_WRITE,
+            meaning="Nobody writes to a block that others hold too: copy_on_write gives the writer a block of its own.",
+            hint="There are two cases, and ref_count tells them apart. In one of them two blocks change hands: which "
+            "gains a holder, and which loses one?",
+            check=property_of("allocate", "share", "free", "copy_on_write", unless=is_copy_in_a_full_pool),
+        ),
+        Test(
+            name="calls that make no sense are refused",
+            points=10,
+            invariant=Invariant.EXACT_REFERENCES,
+            meaning="A block that nobody holds cannot be shared, freed or copied, and a number outside the pool is no "
+            "block: BlockNotAllocated.",
+            hint="What does your data structure do with -1, or with the first number past the pool? And with a block "
+            "that was freed already?",
+            check=property_of(
+                *("allocate", "share", "free"),
+                with_numbers=("share", "free", "copy_on_write", "ref_count"),
+                many=MANY,
+                unless=is_copy_in_a_full_pool,
+            ),
+        ),
+        Test(
+            name="a call that raises changes nothing",
+            points=10,
+            invariant=Invariant.ATOMIC_FAILURE,
+            meaning="After an exception everything is as it was before the call, so that the caller can try something "
+            "else.",
+            hint="Before the line that raises, has your method changed anything yet? Look at the one that calls "
+            "another.",
+            check=property_of(
+                *("allocate", "share", "copy_on_write"),
+                with_numbers=("share", "free", "copy_on_write"),
+                many=MANY,
+            ),
+        ),
+        Test(
+            name="long runs in large pools",
+            points=5,
+            invariant=Invariant.CONSERVATION,
+            meaning="It all still holds after a thousand calls: an allocator runs as long as the server does.",
+            hint="Is there anything that you count, collect or cut off, and that is right only for a while?",
+            check=check_long_runs,
+        ),
+        Test(
+            name="the engine, on a small model",
+            points=15,
+            invariant=Invariant.CONTENT,
+            meaning="Each sequence finds its own keys and values in its blocks, whoever else is served meanwhile.",
+            hint="The engine uses the allocator as it pleases: two pools at once, blocks freed in any order.",
+            check=check_engine,
+            stage="engine",
+        ),
+        Test(
+            name="SmolLM2",
+            points=10,
+            invariant=Invariant.SCHEDULING_INVARIANCE,
+            meaning="Which blocks a text is kept in has no influence on the text.",
+            hint="Compare with what the engine's test says; the model is larger, the allocator's work is the same.",
+            check=check_model,
+            stage="model",
+        ),
+    ),
+)

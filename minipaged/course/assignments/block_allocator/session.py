@@ -1,0 +1,597 @@
+"""A student's block allocator, call by call, beside a model of a right one.
+
+A `Session` makes one allocator in the worker and then calls it. After every call it compares the answer, `num_free` and
+the reference counts with a dict of who holds what. It keeps a diary in three forms, which make the failure that it
+raises: the calls as lines of Python (a script that fails by itself), the blocks as a drawing, and the same as events,
+where every holder of a block is a sequence with a table of one block, named A, B, C, ...:
+
+    allocate         a request arrives; its table gets the block
+    share            the holder's sequence forks
+    copy_on_write    the holder that shared last writes: its table gets a copy, or keeps the block when it is alone
+    free             the holder that shared last ends
+
+`allocate_many`, `share_many` and `free_many`, where the student wrote them, are as many of the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+from minipaged.course.grader.assignment import Bench, Failed, Failure
+from minipaged.course.grader.counterexample import (
+    aligned,
+    is_unwritten,
+    letter,
+    make_script,
+    must_raise,
+    raised_message,
+    said,
+)
+from minipaged.course.sandbox.contract import Handle, Misbehaviour, Outcome, Raised, Result, StudentError
+from minipaged.errors import BlockNotAllocated, Invariant, OutOfBlocks
+from minipaged.events import (
+    BlockCopied,
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    RequestAdmitted,
+    RequestArrived,
+    RequestFinished,
+    SequenceFinished,
+    SequenceForked,
+    StepFailed,
+    StepFinished,
+    StepStarted,
+    TokenGenerated,
+    TokensComputed,
+)
+
+BLOCK_SIZE = 16
+ALL_CHECKED = 12
+"""Pools up to this size have all reference counts checked after each call, larger ones those that the call names."""
+MOST_CALLS = 40_000
+"""That are made to shorten a program: seconds, however long it is."""
+MANY = "allocate_many", "share_many", "free_many"
+"""What an allocator may have besides: all of it or, with an exception, nothing."""
+DRAWN = 8
+"""Blocks in a drawing, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A held block: the `pick`-th (modulo how many there are), in the order in which they were handed out."""
+
+    pick: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """What the call with this label returned, whether it is held now or not."""
+
+    label: int
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that may be no block at all; how many blocks, for `allocate_many`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Blocks for `share_many` and `free_many`; one may occur twice."""
+
+    blocks: tuple[Held | Number, ...]
+    once: bool = False
+    """Whether they come as an iterator, which can be gone through once only."""
+
+
+Operand = Held | Variable | Number | Several | None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A method, and the block (or blocks) that it is called with."""
+
+    method: str
+    operand: Operand = None
+    label: int | None = None
+    """What later calls name its result by; None where none does."""
+
+
+@dataclass(slots=True)
+class _Table:
+    """One holder of a block."""
+
+    name: str
+    sequence: int
+    request: str
+    block: int
+    num_tokens: int = 1
+
+
+class Session:
+    """One allocator of the student's and what it ought to say. Every method raises Failed and Misbehaviour."""
+
+    def __init__(self, bench: Bench, num_blocks: int, part: tuple[Handle, str] | None = None) -> None:
+        self._bench = bench
+        self._module, self._name = part or bench.part
+        self.num_blocks = num_blocks
+        self._tables: list[_Table] = []
+        self._variables: list[tuple[str, int]] = []
+        """Name and value of what was returned, in order."""
+        self._num_results = 0
+        self._labelled: dict[int, tuple[str, int]] = {}
+        self._lines: list[str] = []
+        self._events: list[Event] = [EngineStarted(num_blocks, 0, BLOCK_SIZE, BLOCK_SIZE * max(1, num_blocks))]
+        self._step = 0
+        self._num_tables = 0
+        self._observed: dict[int, Any] = {}
+        self._observed_free: Any = None
+        self._made = f"{self._name}({num_blocks})"
+        bench.process.forget()
+        seed = bench.seed if "random" in bench.submission.path.read_text(errors="replace") else None
+        self._seed = seed
+        [made] = self._ask([(self._module, self._name, (num_blocks,))], seed=bench.seed)
+        self._make(made)
+
+    def _make(self, made: Outcome) -> None:
+        line = f"allocator = {self._made}"
+        if self.num_blocks < 1:
+            if isinstance(made, Raised) and isinstance(made.error, ValueError):
+                return
+            self._lines += must_raise("ValueError", self._made, "a pool needs at least 1 block")
+            if isinstance(made, Raised) and is_unwritten(made.error):
+                self._raised("", made.error, self._made)
+            self._fail(Invariant.CONSERVATION, f"{self._made} {said(made)}; it has to raise ValueError")
+        self._lines.append(line)
+        if isinstance(made, Raised):
+            self._raised("", made.error, self._made)
+        if not isinstance(made, Handle):
+            self._fail(Invariant.CONSERVATION, f"{self._made} gave {made!r}, no allocator")
+        self._allocator = made
+        [num_blocks] = self._ask([(made, "num_blocks", None)])
+        if isinstance(num_blocks, Raised):
+            self._lines.append("allocator.num_blocks")
+            self._raised("num_blocks", num_blocks.error, "num_blocks")
+        if num_blocks != self.num_blocks or isinstance(num_blocks, bool):
+            self._lines.append(
+                f'assert allocator.num_blocks == {self.num_blocks}, f"num_blocks is {{allocator.num_blocks}}"'
+            )
+            self._fail(Invariant.CONSERVATION, f"num_blocks is {num_blocks!r}; it should be {self.num_blocks}")
+        everything = range(self.num_blocks)
+        self._check_state(self._ask(self._looks(everything)), everything, self._made, refused=False)
+
+    # --- Calls ------------------------------------------------------------------------------------
+
+    def run(self, calls: Sequence[Call]) -> None:
+        """Make the calls that make sense: one without a block to name is left out."""
+        for call in calls:
+            self.call(call)
+
+    def call(self, call: Call) -> None:
+        """One call, and everything compared."""
+        method, (name, value) = call.method, self._resolve(call.operand)
+        if method != "allocate" and value is None:
+            return
+        self._step += 1
+        self._events.append(StepStarted(self._step))
+        shown = f"allocator.{method}({name})"
+        args = () if value is None else (value,)
+        looks = self._to_look_at([] if method == "allocate_many" else _as_blocks(value))
+        once = isinstance(call.operand, Several) and call.operand.once
+        make = [(value, "__iter__", ())] if once else []  # in the worker, which hands it on
+        asked = (self._allocator, method, (Result(0),) if once else args)
+        answer, *state = self._ask([*make, asked, *self._looks(looks)], shown)[len(make) :]
+        expected = self._expected_error(method, value)
+        if expected:
+            error, why = expected
+            self._lines += must_raise(error.__name__, shown, why)
+            if isinstance(answer, Raised) and not isinstance(answer.error, error):
+                self._raised(method, answer.error, shown, f"; it has to raise {error.__name__}: {why}")
+            if not isinstance(answer, Raised):
+                invariant = Invariant.EXACT_REFERENCES
+                if method in ("allocate", "free", "allocate_many", "free_many"):
+                    invariant = Invariant.CONSERVATION
+                self._observe(state, looks)
+                self._fail(invariant, f"{shown} {said(answer)}; it has to raise {error.__name__}: {why}")
+            self._check_state(state, looks, shown, refused=True)
+        elif method in MANY:
+            self._carry_out_many(method, value, shown, answer, state, looks)
+        else:
+            assert not isinstance(value, list)
+            self._carry_out(method, name, value, shown, answer, state, looks)
+            if call.label is not None:
+                self._labelled[call.label] = self._variables[-1]
+        self._events.append(StepFinished(self._step, 1, 1, 0.0))
+
+    def _carry_out(
+        self,
+        method: str,
+        name: str,
+        block: int | None,
+        shown: str,
+        answer: Outcome,
+        state: list[Any],
+        looks: Sequence[int],
+    ) -> None:
+        """A call that has to succeed."""
+        returns = method in ("allocate", "copy_on_write")
+        variable = self._add_line(shown, returns=returns)
+        if isinstance(answer, Raised):
+            self._wrongly_raised(method, block, shown, answer, state, looks)
+        if method == "allocate":
+            self._check_new_block(answer, variable, shown, state, looks)
+            self._variables.append((variable, answer))
+            self._add_table(answer)
+        elif method == "share":
+            assert block is not None
+            self._fork(block)
+        elif method == "free":
+            assert block is not None
+            self._end(block)
+        elif method == "copy_on_write":
+            assert block is not None
+            if self._counts()[block] == 1:
+                if answer != block or isinstance(answer, bool):
+                    self._lines.append(f'assert {variable} == {name}, f"got block {{{variable}}}"')
+                    self._observe(state, looks)
+                    self._fail(
+                        Invariant.EXCLUSIVE_WRITE,
+                        f"{shown} {said(answer)}; block {block} has one holder, which may write to it as it is",
+                    )
+            elif answer == block:
+                self._lines.append(f'assert {variable} != {name}, f"got block {{{variable}}} again"')
+                self._observe(state, looks)
+                holders = self._counts()[block]
+                self._fail(
+                    Invariant.EXCLUSIVE_WRITE,
+                    f"{shown} returned block {block} itself, but {holders} hold it: a write would change what the "
+                    "others read",
+                )
+            else:
+                self._check_new_block(answer, variable, shown, state, looks)
+            self._variables.append((variable, answer))
+            self._write(block, answer)
+        new = [answer] if returns and answer not in looks else []
+        if new:
+            state = [*state, *self._ask(self._looks(new)[1:])]
+        self._check_state(state, [*looks, *new], shown, refused=False)
+
+    def _carry_out_many(
+        self,
+        method: str,
+        value: int | list[int] | None,
+        shown: str,
+        answer: Outcome,
+        state: list[Any],
+        looks: Sequence[int],
+    ) -> None:
+        """A call with several blocks that has to succeed: it does what so many calls with one block do."""
+        variable = self._add_line(shown, returns=method == "allocate_many")
+        if isinstance(answer, Raised):
+            self._wrongly_raised(method, None, shown, answer, state, looks)
+        new: list[int] = []
+        if isinstance(value, int):
+            for number, block in enumerate(self._as_many(value, answer, variable, shown, state, looks)):
+                if block in new:
+                    self._lines.append(f'assert len(set({variable})) == {value}, f"got {{{variable}}}"')
+                    self._observe(state, looks)
+                    self._fail(Invariant.EXCLUSIVE_WRITE, f"{shown} {said(answer)}: block {block} twice")
+                self._check_new_block(block, f"{variable}[{number}]", shown, state, looks)
+                self._variables.append((f"{variable}[{number}]", block))
+                self._add_table(block)
+                new.append(block)
+        for block in _as_blocks(value) if method != "allocate_many" else []:
+            if method == "share_many":
+                self._fork(block)
+            else:
+                self._end(block)
+        if new := [block for block in new if block not in looks]:
+            state = [*state, *self._ask(self._looks(new)[1:])]
+        self._check_state(state, [*looks, *new], shown, refused=False)
+
+    def _as_many(
+        self, n: int, answer: Outcome, variable: str, shown: str, state: list[Any], looks: Sequence[int]
+    ) -> list[Any]:
+        """What `allocate_many(n)` returned, as a list; an array is welcome."""
+        blocks = answer.tolist() if hasattr(answer, "tolist") else answer
+        if not isinstance(blocks, list | tuple) or len(blocks) != n:
+            self._lines.append(f'assert len({variable}) == {n}, f"got {{{variable}}}"')
+            self._observe(state, looks)
+            self._fail(Invariant.CONSERVATION, f"{shown} {said(answer)}; it has to return a list of {n} blocks")
+        return list(blocks)
+
+    def _add_line(self, shown: str, *, returns: bool) -> str:
+        """The call as a line of the script; the name of what it returns."""
+        variable = letter(self._num_results)
+        self._num_results += returns
+        self._lines.append(f"{variable} = {shown}" if returns else shown)
+        return variable
+
+    def _wrongly_raised(
+        self, method: str, block: int | None, shown: str, answer: Raised, state: list[Any], looks: Sequence[int]
+    ) -> NoReturn:
+        if isinstance(answer.error, OutOfBlocks):
+            free = self.num_blocks - len(self._counts())
+            self._observe(state, looks)
+            if method == "copy_on_write" and block is not None and self._counts()[block] == 1:
+                self._fail(
+                    Invariant.EXCLUSIVE_WRITE,
+                    f"{shown} raised OutOfBlocks, but block {block} has one holder, which needs no copy",
+                )
+            takes = method.startswith("allocate") or method == "copy_on_write"
+            why = f"{free} blocks are free" if takes else "needs no block"
+            self._fail(Invariant.CONSERVATION, f"{shown} raised OutOfBlocks, but {why}")
+        self._raised(method, answer.error, shown)
+
+    def _check_new_block(
+        self, answer: Outcome, variable: str, shown: str, state: list[Any], looks: Sequence[int]
+    ) -> None:
+        if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < self.num_blocks:
+            self._lines.append(f'assert {variable} in range({self.num_blocks}), f"got block {{{variable}}}"')
+            self._observe(state, looks)
+            self._fail(Invariant.CONSERVATION, f"{shown} {said(answer)}; blocks are 0 to {self.num_blocks - 1}")
+        if held := [table.name for table in self._tables if table.block == answer]:
+            others = [one for one, value in self._variables if value == answer]
+            self._lines.append(
+                f'assert {variable} != {others[-1] if others else answer}, f"got block {{{variable}}}, which is held"'
+            )
+            self._observe(state, looks)
+            self._fail(
+                Invariant.EXCLUSIVE_WRITE, f"{shown} returned block {answer}, which {', '.join(held)} still hold"
+            )
+
+    # --- What is right ----------------------------------------------------------------------------
+
+    def _counts(self) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for table in self._tables:
+            counts[table.block] = counts.get(table.block, 0) + 1
+        return counts
+
+    def _expected_error(self, method: str, value: int | list[int] | None) -> tuple[type[Exception], str] | None:
+        counts = self._counts()
+        if method == "allocate_many" and isinstance(value, int):
+            free = self.num_blocks - len(counts)
+            if value < 0:
+                return ValueError, "there is no negative number of blocks"
+            return (OutOfBlocks, f"num_free is {free}") if value > free else None
+        for block in _as_blocks(value):
+            if not 0 <= block < self.num_blocks:
+                return BlockNotAllocated, f"the pool has blocks 0 to {self.num_blocks - 1}"
+            if method != "ref_count" and block not in counts:
+                return BlockNotAllocated, f"nobody holds block {block}"
+            times = _as_blocks(value).count(block)
+            if method == "free_many" and times > counts[block]:
+                return (
+                    BlockNotAllocated,
+                    f"block {block} is in it {times} times, and ref_count({block}) is {counts[block]}",
+                )
+        if method in ("ref_count", "share_many", "free_many"):
+            return None
+        full = len(counts) == self.num_blocks
+        copies = method == "copy_on_write" and isinstance(value, int) and counts[value] > 1
+        if full and (method == "allocate" or copies):
+            return OutOfBlocks, "no block is free"
+        return None
+
+    def is_refused(self, call: Call) -> bool:
+        """Whether the call has to raise."""
+        return self._expected_error(call.method, self._resolve(call.operand)[1]) is not None
+
+    def is_full(self) -> bool:
+        return len(self._counts()) == self.num_blocks
+
+    def is_shared(self, operand: Operand) -> bool:
+        block = self._resolve(operand)[1]
+        return isinstance(block, int) and self._counts().get(block, 0) > 1
+
+    def _resolve(self, operand: Operand) -> tuple[str, int | list[int] | None]:
+        """The block as a script names it, and its number; of several a list. (None: there is no such block.)"""
+        match operand:
+            case None:
+                return "", None
+            case Several(operands, once):
+                found = [self._resolve(one) for one in operands]
+                shown = f"[{', '.join(name for name, block in found if block is not None)}]"
+                return (
+                    f"iter({shown})" if once else shown,
+                    [block for _, value in found for block in _as_blocks(value)],
+                )
+            case Number(number):
+                return str(number), number
+            case Variable(label):
+                return self._labelled.get(label, ("", None))
+            case Held(pick):
+                held = list(self._counts())
+                if not held:
+                    return "", None
+                block = held[pick % len(held)]
+                return next((name for name, value in reversed(self._variables) if value == block), str(block)), block
+
+    # --- Looking at the state ---------------------------------------------------------------------
+
+    def _to_look_at(self, blocks: list[int]) -> Sequence[int]:
+        if self.num_blocks <= ALL_CHECKED:
+            return range(self.num_blocks)
+        return [block for block in dict.fromkeys(blocks) if 0 <= block < self.num_blocks]
+
+    def _looks(self, blocks: Sequence[int]) -> list[tuple[Handle, str, Sequence[Any] | None]]:
+        looks: list[tuple[Handle, str, Sequence[Any] | None]] = [(self._allocator, "num_free", None)]
+        return looks + [(self._allocator, "ref_count", (block,)) for block in blocks]
+
+    def _observe(self, state: Sequence[Any], blocks: Sequence[int]) -> None:
+        self._observed_free = state[0]
+        self._observed.update(zip(blocks, state[1:], strict=True))
+
+    def _check_state(self, state: Sequence[Any], blocks: Sequence[int], shown: str, *, refused: bool) -> None:
+        self._observe(state, blocks)
+        counts = self._counts()
+        num_free = self.num_blocks - len(counts)
+        says, number = "was refused, but changed something" if refused else "", state[0]
+        if isinstance(number, Raised):
+            self._lines.append("allocator.num_free")
+            self._raised("num_free", number.error, f"after {shown}, num_free")
+        if number != num_free or isinstance(number, bool):
+            self._lines.append(f'assert allocator.num_free == {num_free}, f"num_free is {{allocator.num_free}}"')
+            self._fail(
+                Invariant.ATOMIC_FAILURE if refused else Invariant.CONSERVATION,
+                f"{shown} {says}: num_free is {number!r}; it should be {num_free}"
+                if refused
+                else f"after {shown} num_free is {number!r}; it should be {num_free}",
+            )
+        for block, count in zip(blocks, state[1:], strict=True):
+            right = counts.get(block, 0)
+            name = next((name for name, value in reversed(self._variables) if value == block), str(block))
+            if isinstance(count, Raised):
+                self._lines.append(f"allocator.ref_count({name})")
+                self._raised("ref_count", count.error, f"after {shown}, ref_count({block})", f"; it is {right}")
+            if count != right or isinstance(count, bool):
+                shown_count = f"ref_count({name}) is {{allocator.ref_count({name})}}"
+                self._lines.append(f'assert allocator.ref_count({name}) == {right}, f"{shown_count}"')
+                self._fail(
+                    Invariant.ATOMIC_FAILURE if refused else Invariant.EXACT_REFERENCES,
+                    f"{shown} {says}: ref_count({block}) is {count!r}; it should be {right}"
+                    if refused
+                    else f"after {shown} ref_count({block}) is {count!r}; it should be {right}",
+                )
+
+    # --- The diary --------------------------------------------------------------------------------
+
+    def _add_table(self, block: int) -> None:
+        table = _Table(letter(self._num_tables).upper(), self._num_tables, letter(self._num_tables).upper(), block)
+        self._num_tables += 1
+        self._tables.append(table)
+        self._events += [
+            RequestArrived(table.request, table.sequence, (0,), 1),
+            RequestAdmitted(table.request),
+            TokensComputed(table.sequence, 1, (block,), 0),
+        ]
+
+    def _last_holder(self, block: int) -> _Table:
+        return next(table for table in reversed(self._tables) if table.block == block)
+
+    def _fork(self, block: int) -> None:
+        parent = self._last_holder(block)
+        child = _Table(letter(self._num_tables).upper(), self._num_tables, parent.request, block, parent.num_tokens)
+        self._num_tables += 1
+        self._tables.append(child)
+        self._events.append(SequenceForked(parent.request, parent.sequence, child.sequence))
+
+    def _end(self, block: int) -> None:
+        table = self._last_holder(block)
+        self._tables.remove(table)
+        self._events += [
+            SequenceFinished(table.request, table.sequence, "length"),
+            BlocksFreed(table.sequence, (block,)),
+        ]
+        if not any(other.request == table.request for other in self._tables):
+            self._events.append(RequestFinished(table.request, "finished"))
+
+    def _write(self, block: int, target: int) -> None:
+        table = self._last_holder(block)
+        if target != block:
+            holders = self._counts()[block]
+            self._events.append(BlockCopied(table.sequence, 0, block, target, holders))
+            table.block = target
+        if table.num_tokens < BLOCK_SIZE:
+            table.num_tokens += 1
+            self._events.append(TokenGenerated(table.request, table.sequence, 0, 0.0))
+        self._events.append(TokensComputed(table.sequence, table.num_tokens, (), 0))
+
+    # --- Failing ----------------------------------------------------------------------------------
+
+    def _ask(self, calls: list[Any], shown: str = "", seed: int | None = None) -> list[Outcome]:
+        try:
+            return self._bench.process.batch(calls, seed=seed)
+        except Misbehaviour as misbehaviour:
+            if shown or not self._lines:
+                self._lines.append(shown or f"allocator = {self._made}")
+            message = f"{shown or self._made}: {misbehaviour.message}"
+            misbehaviour.failure = replace(self._failure(None, message), verdict=misbehaviour.verdict)
+            raise
+
+    def _raised(self, method: str, error: Exception, shown: str, instead: str = "") -> NoReturn:
+        told = raised_message(method or "__init__", error, shown)
+        failure = self._failure(None, told if is_unwritten(error) else told + instead)
+        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
+
+    def _fail(self, invariant: Invariant | None, message: str) -> NoReturn:
+        raise Failed(self._failure(invariant, message))
+
+    def _failure(self, invariant: Invariant | None, message: str) -> Failure:
+        children = [event.request for event in self._events if isinstance(event, SequenceForked)]
+        events = [
+            replace(event, num_sequences=1 + children.count(event.request))
+            if isinstance(event, RequestArrived)
+            else event
+            for event in self._events
+        ]
+        broken = f"invariant '{invariant}' broken: {message}" if invariant else message
+        events.append(StepFailed(self._step, broken, ()))
+        script = make_script(self._bench.submission, self._name, invariant, message, [], self._lines, self._seed)
+        return Failure(message, invariant, self._draw(), script, tuple(events))
+
+    def _draw(self) -> tuple[str, ...]:
+        counts = self._counts()
+        wrong = [block for block, value in self._observed.items() if value != counts.get(block, 0)]
+        shown = sorted([*wrong, *(block for block in range(self.num_blocks) if block not in wrong)][:DRAWN])
+        if not shown:
+            return ()
+        rows = [
+            ["block", *map(str, shown), "num_free"],
+            ["held by", *(" ".join(t.name for t in self._tables if t.block == block) or "-" for block in shown), ""],
+            [
+                "ref_count should be",
+                *(str(counts.get(block, 0)) for block in shown),
+                str(self.num_blocks - len(counts)),
+            ],
+            [
+                "your allocator says",
+                *(_observed(self._observed.get(block), counts.get(block, 0)) for block in shown),
+                _observed(self._observed_free, self.num_blocks - len(counts)),
+            ],
+        ]
+        lines = aligned(rows)
+        if tables := "  ".join(f"{table.name}: [{table.block}]" for table in self._tables[:DRAWN]):
+            lines.append(f"tables: {tables}")
+        if len(shown) < self.num_blocks:
+            lines.append(f"(the pool has {self.num_blocks} blocks)")
+        return tuple(lines)
+
+
+def _as_blocks(value: int | list[int] | None) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _observed(value: Any, right: int) -> str:
+    if value is None:
+        return "?"
+    shown = "raises" if isinstance(value, Raised) else value.kind if isinstance(value, Handle) else repr(value)
+    return shown if value == right and not isinstance(value, bool) else f"{shown} <--"
+
+
+def shorten(calls: list[Call], fails: Callable[[list[Call]], bool]) -> None:
+    """Look for fewer of the calls that still fail; `fails` is told of each try, the last that fails is the shortest.
+
+    Leaves out half of them, then quarters, and so on down to single ones, as long as what is left still fails. `fails`
+    cuts off the calls after the one that failed.
+    """
+    if not fails(calls):
+        return
+    size, trials, to_make = len(calls), 250, MOST_CALLS
+    while size >= 1 and trials > 0 and to_make > 0:
+        start = 0
+        while start < len(calls) and trials > 0 and to_make > 0:
+            rest = calls[:start] + calls[start + size :]
+            trials -= 1
+            to_make -= len(rest)
+            if fails(rest):
+                calls = rest
+            else:
+                start += size
+        size = min(size, len(calls)) // 2

@@ -1,0 +1,1 @@
+"""Assignment 2: block tables and slot mapping."""

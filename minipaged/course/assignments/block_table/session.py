@@ -1,0 +1,651 @@
+"""A student's block tables, call by call, beside a model of right ones.
+
+A `TableSession` makes tables in the worker, over allocators that stay here: every block that a table takes or gives
+back passes through the grader. After each call it compares what was returned, every table's `blocks` and `num_tokens`,
+and the reference count of every block with a model: for each table a list of blocks and a number of tokens.
+
+The tables are named a, b, c, ... There are two pools, `allocator` and `other` (where `relocate` leads, as swapping
+does), and blocks that somebody else holds, as the prefix cache would: `cached0`, `cached1`, ... The session keeps a
+diary: lines of Python that fail by themselves, a drawing, and events in which each table is a sequence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from minipaged.contracts import BlockAllocator
+from minipaged.course.grader.assignment import Bench, Failed, Failure
+from minipaged.course.grader.counterexample import aligned, letter, make_script, must_raise, raised_message, said
+from minipaged.course.sandbox.contract import Handle, Misbehaviour, Outcome, Raised, StudentError
+from minipaged.engine.checked_allocator import MEMBERS
+from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
+from minipaged.events import (
+    BlockCached,
+    BlockCopied,
+    BlockDeduplicated,
+    BlocksFreed,
+    EngineStarted,
+    Event,
+    PrefixReused,
+    RequestAdmitted,
+    RequestArrived,
+    StepFailed,
+    StepFinished,
+    StepStarted,
+    SwappedIn,
+    SwappedOut,
+    TokensComputed,
+)
+from minipaged.tiers import plain_parts
+
+T = TypeVar("T")
+
+
+class OfferedAllocator:
+    """An allocator of ours as the student's tables may use it; notes what was given back, and what broke."""
+
+    OFFERED: ClassVar[tuple[str, ...]] = (*MEMBERS, "allocate_many", "share_many", "free_many")
+
+    def __init__(self, inner: BlockAllocator) -> None:
+        self.inner = inner
+        self.freed: list[int] = []
+        """Blocks given back since this list was last cleared, in order."""
+        self.broken: InvariantViolation | None = None
+        """What an allocator under the table broke: in the table's process it is but some error."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.inner.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self.inner.num_free
+
+    def ref_count(self, block: int) -> int:
+        return self.inner.ref_count(block)
+
+    def allocate(self) -> int:
+        return self._noting(self.inner.allocate)
+
+    def allocate_many(self, n: int) -> list[int]:
+        return list(self._noting(lambda: self.inner.allocate_many(n)))
+
+    def share(self, block: int) -> None:
+        self._noting(lambda: self.inner.share(block))
+
+    def share_many(self, blocks: Iterable[int]) -> None:
+        self._noting(lambda: self.inner.share_many(blocks))
+
+    def free(self, block: int) -> None:
+        self._noting(lambda: self.inner.free(block))
+        self.freed.append(block)
+
+    def free_many(self, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
+        self._noting(lambda: self.inner.free_many(blocks))
+        self.freed += blocks
+
+    def copy_on_write(self, block: int) -> int:
+        return self._noting(lambda: self.inner.copy_on_write(block))
+
+    def _noting(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except InvariantViolation as violation:
+            self.broken = self.broken or violation
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One step of a program: what to do, and numbers that choose the table, how many tokens, and so on."""
+
+    kind: str
+    a: int = 0
+    b: int = 0
+    c: int = 0
+
+
+@dataclass(slots=True)
+class _Table:
+    """One table, as it should be."""
+
+    name: str
+    number: int
+    handle: Handle
+    pool: str
+    blocks: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    seen: Any = None
+    """`blocks`, as the student's table says."""
+    seen_tokens: Any = None
+
+
+class TableSession:
+    """Some tables of the student's and what they ought to say. Every method raises Failed and Misbehaviour."""
+
+    def __init__(self, bench: Bench, block_size: int, num_blocks: int, *, slots: bool = False) -> None:
+        """`slots`: compare all slots after each call too."""
+        self._bench, self._slots = bench, slots
+        self._module, self._name = bench.part
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self._pools = {name: OfferedAllocator(plain_parts()[0](num_blocks)) for name in POOLS}
+        self._tables: list[_Table] = []
+        self._cached: list[int] = []
+        """Blocks of the first pool that somebody else holds."""
+        self._lines: list[str] = []
+        self._events: list[Event] = [EngineStarted(num_blocks, num_blocks, block_size, block_size * num_blocks)]
+        self._step = 0
+        bench.process.forget()
+        self._seed = bench.seed if "random" in bench.submission.path.read_text(errors="replace") else None
+        if self._seed is not None:
+            bench.process.batch([], seed=self._seed)
+        for name in POOLS:
+            self._lines.append(f"{name} = BlockAllocator({num_blocks})")
+        self._new()
+
+    def run(self, ops: Sequence[Op]) -> None:
+        """Do what makes sense: a step without a table or block to name is left out."""
+        for op in ops:
+            self._step += 1
+            self._events.append(StepStarted(self._step))
+            getattr(self, f"_{op.kind}")(op)
+            self._events.append(StepFinished(self._step, 1, 1, 0.0))
+
+    # --- What programs consist of -----------------------------------------------------------------
+
+    def _new(self, op: Op | None = None) -> None:
+        name = letter(len(self._tables))
+        shown = f"{self._name}({self.block_size}, allocator)"
+        self._lines.append(f"{name} = {shown}")
+        [made] = self._ask([(self._module, self._name, (self.block_size, self._pools["allocator"]))], shown)
+        if isinstance(made, Raised):
+            self._raised("__init__", made.error, shown)
+        if not isinstance(made, Handle):
+            self._fail(None, f"{shown} gave {made!r}, no table", f"assert hasattr({name}, 'blocks')")
+        self._add(name, made, "allocator")
+        self._compare(shown)
+
+    def _append(self, op: Op) -> None:
+        table, n = self._table(op), op.b
+        needed = self._needed(table, n)
+        if needed > self._pools[table.pool].num_free:
+            self._refused(table, f"append({n})", (n,), OutOfBlocks, f"it needs {needed} blocks")
+            return
+        self._succeed_to_append(table, n)
+
+    def _append_too_many(self, op: Op) -> None:
+        """So many that a single block is missing."""
+        table, n = self._table(op), 1
+        while self._needed(table, n) <= self._pools[table.pool].num_free:
+            n += 1
+        self._append(Op("append", op.a, n))
+
+    def _append_that_fits(self, op: Op) -> None:
+        """As many tokens as there is room for."""
+        table, n = self._table(op), op.b
+        while self._needed(table, n) > self._pools[table.pool].num_free:
+            n -= 1
+        self._succeed_to_append(table, n)
+
+    def _succeed_to_append(self, table: _Table, n: int) -> None:
+        shown = f"{table.name}.append({n})"
+        pool, before = self._pools[table.pool], list(table.blocks)
+        free = {block for block in range(self.num_blocks) if pool.ref_count(block) == 0}
+        copies = self._writes_into_shared(table, n)
+        self._lines += [f"before = list({table.name}.blocks)", f"copies = {shown}"]
+        answer = self._call(table, "append", (n,), shown)
+        kept = len(before) - copies
+        pairs = [tuple(pair) if isinstance(pair, list) else pair for pair in _listed(answer) or ()]
+        found = self._blocks_of(table, shown)
+        num_blocks = self._blocks_for(table.num_tokens + n)
+        if len(found) != num_blocks:
+            self._fail(
+                Invariant.EXCLUSIVE_WRITE if copies and len(found) > num_blocks else Invariant.CONTENT,
+                f"after {shown} the table has {len(found)} blocks; its {table.num_tokens + n} tokens need {num_blocks}",
+                f"assert len({table.name}.blocks) == {num_blocks}, list({table.name}.blocks)",
+            )
+        if found[:kept] != before[:kept]:
+            self._fail(
+                Invariant.CONTENT,
+                f"{shown} changed blocks in which tokens are already: {before[:kept]} became {found[:kept]}",
+                f"assert list({table.name}.blocks)[:{kept}] == before[:{kept}], list({table.name}.blocks)",
+            )
+        if copies and found[kept] == before[kept]:
+            self._fail(
+                Invariant.EXCLUSIVE_WRITE,
+                f"{shown} is to write into block {before[kept]}, which {self._holders(table.pool, before[kept])} "
+                "hold: it needs a copy of its own",
+                f"assert {table.name}.blocks[{kept}] != before[{kept}], 'it writes into a block that others hold'",
+            )
+        for i, block in enumerate(found[kept:], start=kept):
+            if block not in free:
+                others = [f"*{one.name}.blocks" for one in self._tables if one is not table]
+                others += [f"cached{k}" for k, _ in enumerate(self._cached)]
+                self._fail(
+                    Invariant.EXCLUSIVE_WRITE,
+                    f"after {shown} logical block {i} is block {block}, which was not free",
+                    f"assert {table.name}.blocks[{i}] not in [{', '.join([*others, '*before'])}], {table.name}.blocks",
+                )
+            if found.count(block) > 1:
+                self._fail(
+                    Invariant.EXCLUSIVE_WRITE,
+                    f"after {shown} block {block} is in the table twice: {found}",
+                    f"assert len(set({table.name}.blocks)) == {num_blocks}, list({table.name}.blocks)",
+                )
+        expected = [(before[kept], found[kept])] if copies else []
+        if pairs != expected or _listed(answer) is None:
+            right = f"[(before[{kept}], {table.name}.blocks[{kept}])]" if copies else "[]"
+            self._fail(
+                Invariant.CONTENT if copies else Invariant.EXCLUSIVE_WRITE,
+                f"{shown} {said(answer)}; it should return {expected}"
+                + (f": block {before[kept]} was copied to {found[kept]}" if copies else ": nothing is to be copied"),
+                f"assert list(copies) == {right}, copies",
+            )
+        if copies:
+            holders = pool.ref_count(before[kept]) + 1
+            self._events.append(BlockCopied(table.number, kept, before[kept], found[kept], holders))
+        table.blocks, table.num_tokens = found, table.num_tokens + n
+        self._events.append(TokensComputed(table.number, table.num_tokens, tuple(found[len(before) :]), 0))
+        self._compare(shown)
+
+    def _needed_then_append(self, op: Op) -> None:
+        table, n = self._table(op), op.b
+        shown = f"{table.name}.blocks_needed({n})"
+        pool, right = self._pools[table.pool], self._needed(table, n)
+        free = pool.num_free
+        self._lines.append(f"needed = {shown}")
+        answer = self._call(table, "blocks_needed", (n,), shown)
+        if answer != right or isinstance(answer, bool):
+            self._fail(
+                Invariant.CONSERVATION,
+                f"{shown} {said(answer)}; {table.name}.append({n}) takes {right} of the free blocks",
+                f"assert needed == {right}, needed",
+            )
+        self._compare(shown)
+        if right <= free:
+            self._succeed_to_append(table, n)
+
+    def _slot_range(self, op: Op) -> None:
+        table = self._table(op)
+        start = op.b % (table.num_tokens + 1)
+        self._check_slots(table, start, start + op.c % (table.num_tokens - start + 1))
+
+    def _fork(self, op: Op) -> None:
+        parent, name = self._table(op), letter(len(self._tables))
+        shown = f"{parent.name}.fork()"
+        self._lines.append(f"{name} = {shown}")
+        made = self._call(parent, "fork", (), shown)
+        if not isinstance(made, Handle):
+            self._fail(None, f"{shown} {said(made)}, no table", f"assert hasattr({name}, 'blocks')")
+        if any(made.number == table.handle.number for table in self._tables):
+            self._fail(None, f"{shown} returned the table itself", f"assert {name} is not {parent.name}")
+        self._add(name, made, parent.pool)
+        self._tables[-1].blocks, self._tables[-1].num_tokens = list(parent.blocks), parent.num_tokens
+        self._events.append(TokensComputed(self._tables[-1].number, parent.num_tokens, tuple(parent.blocks), 0))
+        self._compare(shown)
+
+    def _trim(self, op: Op) -> None:
+        table = self._table(op)
+        self._trim_to(table, op.b % (table.num_tokens + 1))
+
+    def _trim_in_any_order(self, op: Op) -> None:
+        """For tests that are about something else."""
+        table = self._table(op)
+        self._trim_to(table, op.b % (table.num_tokens + 1), in_any_order=True)
+
+    def _trim_all(self, op: Op) -> None:
+        self._trim_to(self._table(op), 0)
+
+    def _trim_to(self, table: _Table, n: int, *, in_any_order: bool = False) -> None:
+        shown = f"{table.name}.trim({n})"
+        kept = self._blocks_for(n)
+        expected = table.blocks[kept:][::-1]
+        pool = self._pools[table.pool]
+        pool.freed.clear()
+        self._lines += [f"before = list({table.name}.blocks)", shown]
+        self._call(table, "trim", (n,), shown)
+        freed = list(pool.freed)
+        del table.blocks[kept:]
+        table.num_tokens = n
+        self._events += [
+            BlocksFreed(table.number, tuple(expected)),
+            TokensComputed(table.number, n, tuple(table.blocks), 0),
+        ]
+        self._compare(shown, f"before[:{kept}]")
+        if freed != expected and not in_any_order:
+            self._lines[-1:] = [
+                f"freed, free = [], {table.pool}.free",
+                f"{table.pool}.free = lambda block: (free(block), freed.append(block))",
+                shown,
+            ]
+            self._fail(
+                Invariant.EXACT_REFERENCES,
+                f"{shown} gave back {freed}; last first would be {expected}",
+                f"assert freed == before[{kept}:][::-1], freed",
+            )
+
+    def _hold(self, op: Op) -> None:
+        """Somebody else (the prefix cache, say) holds a block."""
+        pool = self._pools["allocator"]
+        if pool.num_free:
+            self._lines.append(f"cached{len(self._cached)} = allocator.allocate()")
+            self._cached.append(pool.inner.allocate())
+            self._events.append(BlockCached(0, 0, self._cached[-1]))
+
+    def _adopt(self, op: Op) -> None:
+        blocks = self._cached[: op.b % (len(self._cached) + 1)]
+        table = self._an_empty_table(op)
+        shown = f"{table.name}.adopt([{', '.join(f'cached{i}' for i, _ in enumerate(blocks))}])"
+        self._lines.append(shown)
+        self._call(table, "adopt", (blocks,), shown)
+        table.blocks, table.num_tokens = list(blocks), len(blocks) * self.block_size
+        self._events.append(PrefixReused(table.number, tuple(blocks), "cache"))
+        self._compare(shown, f"[{', '.join(f'cached{i}' for i, _ in enumerate(blocks))}]")
+
+    def _an_empty_table(self, op: Op) -> _Table:
+        empty = [table for table in self._tables if not table.blocks and table.pool == "allocator"]
+        if not empty:
+            self._new()
+            empty = self._tables[-1:]
+        return empty[op.a % len(empty)]
+
+    def _replace(self, op: Op) -> None:
+        table = self._table(op)
+        num_full = table.num_tokens // self.block_size
+        if not num_full or not self._cached or table.pool != "allocator":
+            return
+        logical, i = op.b % num_full, op.c % len(self._cached)
+        block = self._cached[i]
+        if block in table.blocks and table.blocks[logical] != block:
+            return
+        shown = f"{table.name}.replace({logical}, cached{i})"
+        self._lines += [f"before = list({table.name}.blocks)", shown]
+        self._call(table, "replace", (logical, block), shown)
+        self._events.append(BlockDeduplicated(table.number, logical, table.blocks[logical], block))
+        table.blocks[logical] = block
+        self._compare(shown, f"[*before[:{logical}], cached{i}, *before[{logical + 1}:]]")
+
+    def _relocate(self, op: Op) -> None:
+        table = self._table(op)
+        target = POOLS[1 - POOLS.index(table.pool)]
+        pool = self._pools[target]
+        if pool.num_free < len(table.blocks):
+            return
+        blocks = list(pool.inner.allocate_many(len(table.blocks)))
+        shown = f"{table.name}.relocate(moved, {target})"
+        self._lines += [f"moved = {target}.allocate_many({len(blocks)})", shown]
+        self._call(table, "relocate", (blocks, pool), shown)
+        moved = tuple(zip(table.blocks, blocks, strict=True))
+        table.blocks, table.pool = blocks, target
+        request = f"r{table.number}"
+        self._events.append(SwappedOut(request, moved) if target == "other" else SwappedIn(request, moved))
+        self._compare(shown, "list(moved)")
+
+    # --- What makes no sense ----------------------------------------------------------------------
+
+    def _bad_trim(self, op: Op) -> None:
+        table = self._table(op)
+        n = -1 - op.b if op.c % 2 else table.num_tokens + 1 + op.b
+        self._refused(table, f"trim({n})", (n,), ValueError, f"the table has {table.num_tokens} tokens")
+
+    def _bad_slots(self, op: Op) -> None:
+        table = self._table(op)
+        start, stop = ((-1 - op.b, table.num_tokens), (op.b % (table.num_tokens + 1), table.num_tokens + 1))[op.c % 2]
+        why = f"the table has positions 0 to {table.num_tokens - 1}" if table.num_tokens else "the table is empty"
+        self._refused(table, f"slot_mapping({start}, {stop})", (start, stop), ValueError, why)
+
+    def _bad_adopt(self, op: Op) -> None:
+        table = self._an_empty_table(op) if op.c % 2 else self._table(op)
+        if table.pool != "allocator" or not self._cached:
+            return
+        if table.blocks:
+            self._refused(table, "adopt([cached0])", ([self._cached[0]],), ValueError, "the table is not empty")
+        elif (free := self._a_free_block()) is not None:
+            shown = f"adopt([cached0, {free}])"
+            why = f"nobody holds block {free}"
+            self._refused(table, shown, ([self._cached[0], free],), BlockNotAllocated, why)
+
+    def _bad_replace(self, op: Op) -> None:
+        table = self._table(op)
+        free = self._a_free_block()
+        if table.pool == "allocator" and table.blocks and free is not None:
+            self._refused(table, f"replace(0, {free})", (0, free), BlockNotAllocated, f"nobody holds block {free}")
+
+    def _bad_append(self, op: Op) -> None:
+        n = -1 - op.b % 2
+        self._refused(self._table(op), f"append({n})", (n,), ValueError, "that is less than nothing")
+
+    def _a_free_block(self) -> int | None:
+        """One that is free whatever order blocks are taken in: none, unless hardly any is left. Scripts name it."""
+        pool = self._pools["allocator"]
+        free = [block for block in range(self.num_blocks) if pool.ref_count(block) == 0]
+        return free[-1] if free else None
+
+    def _refused(self, table: _Table, call: str, args: tuple[Any, ...], error: type[Exception], why: str) -> None:
+        """A call that has to raise and to change nothing."""
+        shown = f"{table.name}.{call}"
+        self._lines += [f"before = list({table.name}.blocks)", *must_raise(error.__name__, shown, why)]
+        [answer] = self._ask([(table.handle, call.partition("(")[0], args)], shown)
+        if not isinstance(answer, Raised):
+            self._look(shown)
+            self._fail(None, f"{shown} {said(answer)}; it has to raise {error.__name__}: {why}")
+        if not isinstance(answer.error, error):
+            self._raised(call.partition("(")[0], answer.error, shown, f"; it has to raise {error.__name__}: {why}")
+        self._compare(shown, "before", refused=True)
+
+    # --- What is right ----------------------------------------------------------------------------
+
+    def _table(self, op: Op) -> _Table:
+        return self._tables[op.a % len(self._tables)]
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _writes_into_shared(self, table: _Table, n: int) -> bool:
+        partly = table.num_tokens % self.block_size != 0
+        return n > 0 and partly and self._count(table.pool, table.blocks[-1]) > 1
+
+    def _needed(self, table: _Table, n: int) -> int:
+        more = self._blocks_for(table.num_tokens + n) - len(table.blocks)
+        return more + self._writes_into_shared(table, n)
+
+    def _count(self, pool: str, block: int) -> int:
+        entries = sum(table.blocks.count(block) for table in self._tables if table.pool == pool)
+        return entries + (self._cached.count(block) if pool == "allocator" else 0)
+
+    def _holders(self, pool: str, block: int) -> str:
+        names = [table.name for table in self._tables if table.pool == pool and block in table.blocks]
+        names += [f"cached{i}" for i, one in enumerate(self._cached) if one == block and pool == "allocator"]
+        return " and ".join(names) or "nobody"
+
+    # --- Comparing --------------------------------------------------------------------------------
+
+    def _look(self, shown: str) -> None:
+        """See what each table says."""
+        looks = [(table.handle, member, None) for table in self._tables for member in ("blocks", "num_tokens")]
+        answers = self._ask(looks, shown)
+        for table, blocks, num_tokens in zip(self._tables, answers[::2], answers[1::2], strict=True):
+            table.seen, table.seen_tokens = _listed(blocks) if _listed(blocks) is not None else blocks, num_tokens
+
+    def _blocks_of(self, table: _Table, shown: str) -> list[int]:
+        self._look(shown)
+        self._check_kind(table, shown)
+        found: list[int] = table.seen
+        return found
+
+    def _check_kind(self, table: _Table, shown: str) -> None:
+        for member, value in (("blocks", table.seen), ("num_tokens", table.seen_tokens)):
+            if isinstance(value, Raised):
+                self._lines.append(f"{table.name}.{member}")
+                self._raised(member, value.error, f"after {shown}, {table.name}.{member}")
+        if not isinstance(table.seen, list) or not all(type(block) is int for block in table.seen):
+            self._fail(
+                None,
+                f"{table.name}.blocks {said(table.seen).replace('returned', 'is')}, no list of block numbers",
+                f"assert all(isinstance(block, int) for block in list({table.name}.blocks))",
+            )
+
+    def _compare(self, shown: str, blocks_then: str = "", *, refused: bool = False) -> None:
+        """Everything with the model. `blocks_then`: how a script says what the called table's blocks have to be."""
+        self._look(shown)
+        says, broken = f"after {shown}", Invariant.CONTENT
+        if refused:
+            says, broken = f"{shown} was refused, but changed something:", Invariant.ATOMIC_FAILURE
+        for table in self._tables:
+            self._check_kind(table, shown)
+            if table.seen != table.blocks:
+                called = shown.startswith(f"{table.name}.")
+                then = blocks_then if called and blocks_then else ""
+                if shown.endswith("fork()"):
+                    then = f"list({shown.partition('.')[0]}.blocks)" if table is self._tables[-1] else ""
+                if not then:  # a table that the call was not about
+                    position = next(i for i in reversed(range(len(self._lines))) if shown in self._lines[i])
+                    self._lines.insert(position, f"unchanged = list({table.name}.blocks)")
+                    then = "unchanged"
+                self._fail(
+                    broken,
+                    f"{says} {table.name}.blocks is {table.seen}; it should be {table.blocks}",
+                    f"assert list({table.name}.blocks) == {then}, list({table.name}.blocks)",
+                )
+            if table.seen_tokens != table.num_tokens or isinstance(table.seen_tokens, bool):
+                self._fail(
+                    broken,
+                    f"{says} {table.name}.num_tokens is {table.seen_tokens!r}; it should be {table.num_tokens}",
+                    f"assert {table.name}.num_tokens == {table.num_tokens}, {table.name}.num_tokens",
+                )
+        for name, pool in self._pools.items():
+            self._check_counts(name, pool, says, broken if refused else None)
+        if self._slots:
+            for table in self._tables:
+                self._check_slots(table, 0, table.num_tokens)
+
+    def _check_counts(self, name: str, pool: OfferedAllocator, says: str, broken: Invariant | None) -> None:
+        for block in range(self.num_blocks):
+            count, right = pool.inner.ref_count(block), self._count(name, block)
+            if count == right:
+                continue
+            message = f"{says} block {block} has reference count {count} in {name}; it should be {right} "
+            message += f"({self._holders(name, block)})" if right else "(nobody has it in a table)"
+            if right:
+                holder = next((f"cached{i}" for i, b in enumerate(self._cached) if b == block), "")
+                for table in self._tables:
+                    if table.pool == name and block in table.blocks:
+                        holder = f"{table.name}.blocks[{table.blocks.index(block)}]"
+                wrong = f"assert {name}.ref_count({holder}) == {right}, {name}.ref_count({holder})"
+            else:
+                free = sum(self._count(name, one) == 0 for one in range(self.num_blocks))
+                wrong = f"assert {name}.num_free == {free}, {name}.num_free"
+            self._fail(broken or Invariant.EXACT_REFERENCES, message, wrong)
+
+    def _check_slots(self, table: _Table, start: int, stop: int) -> None:
+        shown = f"{table.name}.slot_mapping({start}, {stop})"
+        [answer] = self._ask([(table.handle, "slot_mapping", (start, stop))], shown)
+        if isinstance(answer, Raised):
+            self._lines.append(shown)
+            self._raised("slot_mapping", answer.error, shown)
+        size = self.block_size
+        right = [table.blocks[p // size] * size + p % size for p in range(start, stop)]
+        if _listed(answer) != right:
+            name = f"{table.name}.blocks"
+            self._lines.append(f"slots = list({shown})")
+            self._fail(
+                Invariant.CONTENT,
+                f"{shown} {said(answer)}; with blocks {table.blocks} it should be {right}",
+                f"assert slots == [{name}[p // {size}] * {size} + p % {size} for p in range({start}, {stop})], slots",
+            )
+
+    # --- Calling ----------------------------------------------------------------------------------
+
+    def _add(self, name: str, handle: Handle, pool: str) -> None:
+        number = len(self._tables)
+        self._tables.append(_Table(name, number, handle, pool))
+        self._events += [RequestArrived(f"r{number}", number, (0,), 1), RequestAdmitted(f"r{number}")]
+
+    def _call(self, table: _Table, method: str, args: tuple[Any, ...], shown: str) -> Any:
+        """A call that has to succeed."""
+        [answer] = self._ask([(table.handle, method, args)], shown)
+        if isinstance(answer, Raised):
+            self._look(shown)
+            free = self._pools[table.pool].num_free
+            known = f", with {free} blocks free" if isinstance(answer.error, OutOfBlocks) else ""
+            self._raised(method, answer.error, shown, known)
+        return answer
+
+    def _ask(self, calls: list[Any], shown: str) -> list[Outcome]:
+        try:
+            return self._bench.process.batch(calls)
+        except Misbehaviour as misbehaviour:
+            message = f"{shown}: {misbehaviour.message}"
+            misbehaviour.failure = replace(self._failure(None, message), verdict=misbehaviour.verdict)
+            raise
+
+    def _raised(self, method: str, error: Exception, shown: str, more: str = "") -> NoReturn:
+        failure = self._failure(None, raised_message(method, error, shown) + more)
+        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
+
+    def _fail(self, invariant: Invariant | None, message: str, assertion: str = "") -> NoReturn:
+        if assertion:
+            self._lines.append(assertion)
+        raise Failed(self._failure(invariant, message))
+
+    def _failure(self, invariant: Invariant | None, message: str) -> Failure:
+        broken = f"invariant '{invariant}' broken: {message}" if invariant else message
+        lines = _without_idle("\n".join(self._lines).splitlines())
+        imports = ["from minipaged.reference.block_allocator import BlockAllocator"]
+        script = make_script(self._bench.submission, self._name, invariant, message, imports, lines, self._seed)
+        return Failure(message, invariant, self._draw(), script, (*self._events, StepFailed(self._step, broken, ())))
+
+    def _draw(self) -> tuple[str, ...]:
+        rows = [["table", "tokens", "blocks", "your table says"]]
+        for table in self._tables[:6]:
+            where = "" if table.pool == "allocator" else " of the other pool"
+            said = "?" if table.seen is None else f"{table.seen_tokens} tokens, {table.seen}"
+            if isinstance(table.seen, Raised):
+                said = "raises"
+            mark = "" if (table.seen, table.seen_tokens) in ((table.blocks, table.num_tokens), (None, None)) else " <--"
+            rows.append([table.name, str(table.num_tokens), f"{table.blocks}{where}", said + mark])
+        lines = aligned(rows)
+        for name, pool in self._pools.items():
+            counts = [(pool.inner.ref_count(block), self._count(name, block)) for block in range(self.num_blocks)]
+            if name == "other" and not any(found or right for found, right in counts):
+                continue
+            rows = [
+                [f"block of {name}", *map(str, range(self.num_blocks))],
+                ["ref_count should be", *(str(right) for _, right in counts)],
+                ["it is", *(f"{found}" if found == right else f"{found} <--" for found, right in counts)],
+            ]
+            lines += aligned(rows)
+        return tuple(lines)
+
+
+POOLS = ("allocator", "other")
+
+
+def _without_idle(lines: list[str]) -> list[str]:
+    """Leave out what nothing refers to: the second pool, `before`, names of results."""
+    kept: list[str] = []
+    for number, line in enumerate(lines):
+        name, equals, call = line.partition(" = ")
+        rest: list[str] = []
+        for later in lines[number + 1 :]:
+            if later.startswith(f"{name} = "):
+                break
+            rest.append(later)
+        word = re.compile(rf"\b{re.escape(name)}[],.)\[]|\b{re.escape(name)}$")
+        used = not equals or not name.isidentifier() or any(word.search(later) for later in rest)
+        if used:
+            kept.append(line)
+        elif name not in ("before", "other"):
+            kept.append(call if name in ("copies", "needed") else line)
+    return kept
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """A list, tuple or array as a list; None for anything else."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return list(value) if isinstance(value, list | tuple) else None

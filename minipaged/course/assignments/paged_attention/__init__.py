@@ -1,0 +1,1 @@
+"""Assignment 3: online-softmax attention over blocks, in NumPy."""

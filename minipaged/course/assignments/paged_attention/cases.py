@@ -1,0 +1,227 @@
+"""Inputs for paged attention, and what is right for them. A failing case becomes a script that has all it needs.
+
+The yardstick is softmax attention in float64 over keys and values that lie in one piece. In the cache every sequence's
+blocks are at random places, and what no token owns holds NaN, or 0 where a case is about something else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from minipaged.course.grader.assignment import Bench, Failed, Failure
+from minipaged.course.grader.counterexample import aligned, make_script, raised_message
+from minipaged.course.sandbox.contract import Handle, Misbehaviour, Raised
+from minipaged.errors import Invariant
+from minipaged.events import EngineStarted, Event, RequestAdmitted, RequestArrived, StepFailed, TokensComputed
+
+
+def make_inputs(
+    seed: Any,
+    block_size: Any,
+    heads: Any,
+    kv_heads: Any,
+    head_dim: Any,
+    contexts: Any,
+    queries: Any,
+    size: Any,
+    empty: Any,
+) -> Any:
+    """Query, keys and values of each sequence, the cache's blocks, and the block tables."""
+    rng = np.random.default_rng(seed)
+    query = np.float32(size * rng.standard_normal((sum(queries), heads, head_dim)))
+    keys = [np.float32(size * rng.standard_normal((n, kv_heads, head_dim))) for n in contexts]
+    values = [np.float32(rng.standard_normal((n, kv_heads, head_dim))) for n in contexts]
+    num_blocks = [-(-n // block_size) for n in contexts]
+    free = rng.permutation(sum(num_blocks) + 2)  # two blocks are nobody's
+    blocks = np.full((len(free), 1, 2, block_size, kv_heads, head_dim), empty, np.float32)  # 1 layer; keys, values
+    tables = np.full((len(contexts), max(num_blocks) + 1), -1)
+    for s, n in enumerate(contexts):
+        tables[s, : num_blocks[s]], free = free[: num_blocks[s]], free[num_blocks[s] :]
+        at = np.arange(n)
+        blocks[tables[s, at // block_size], 0, 0, at % block_size] = keys[s]
+        blocks[tables[s, at // block_size], 0, 1, at % block_size] = values[s]
+    return query, keys, values, blocks, tables
+
+
+def softmax_attention(query: Any, keys: Any, values: Any, queries: Any, scale: Any) -> Any:
+    """What is right: attention in float64, each sequence's keys and values in one piece."""
+    outputs = []
+    for q, k, v in zip(np.split(query, np.cumsum(queries)[:-1]), keys, values, strict=True):
+        group = q.shape[1] // k.shape[1]  # query heads that read the same key/value head
+        k, v = np.repeat(np.float64(k), group, axis=1), np.repeat(np.float64(v), group, axis=1)
+        scores = np.einsum("qhd,khd->hqk", np.float64(q), k) * scale
+        position = np.arange(len(k) - len(q), len(k))
+        scores[:, np.arange(len(k)) > position[:, None]] = -np.inf  # a query sees no later key
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        outputs.append(np.einsum("hqk,khd->qhd", weights / weights.sum(axis=-1, keepdims=True), v))
+    return np.concatenate(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of `paged_attention`. Contexts and queries: how many tokens each sequence has, and how many are new."""
+
+    block_size: int
+    contexts: tuple[int, ...]
+    queries: tuple[int, ...]
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 4
+    seed: int = 0
+    size: float = 1.0
+    """What queries and keys are multiplied by: 100 makes scores of ten thousand."""
+    empty: float = 0.0
+    """What lies where no token is."""
+
+    @property
+    def scale(self) -> float:
+        return float(1 / np.sqrt(self.head_dim))
+
+    @property
+    def tolerance(self) -> float:
+        return 1e-2 if self.size > 1 else 1e-4
+
+    def inputs(self) -> tuple[Any, ...]:
+        inputs: tuple[Any, ...] = make_inputs(
+            *(self.seed, self.block_size, self.heads, self.kv_heads, self.head_dim),
+            *(self.contexts, self.queries, self.size, self.empty),
+        )
+        return inputs
+
+    def arguments(self, bench: Bench) -> tuple[Any, ...]:
+        """Those of `paged_attention`, the cache in the worker."""
+        query, _, _, blocks, tables = self.inputs()
+        cache = filled_cache(bench, blocks)
+        start = np.concatenate(([0], np.cumsum(self.queries)))
+        return query, cache, 0, tables, start, np.array(self.contexts), self.scale
+
+    def check(self, bench: Bench) -> None:
+        """Raises Failed when the student's function gives something else than is right."""
+        query, keys, values, blocks, tables = self.inputs()
+        right = softmax_attention(query, keys, values, self.queries, self.scale)
+        module, name = bench.part
+        worker = bench.process.modules[1]
+        bench.process.forget()
+        arguments = self.arguments(bench)
+        try:
+            answer, changed = bench.process.batch(
+                [(worker, "attend", (module, name, *arguments)), (worker, "changed", (arguments[1], blocks))]
+            )
+        except Misbehaviour as misbehaviour:
+            failure = self._failure(bench, tables, misbehaviour.message, None)
+            misbehaviour.failure = Failure(
+                misbehaviour.message,
+                None,
+                failure.drawing,
+                failure.script,
+                failure.events,
+                verdict=misbehaviour.verdict,
+            )
+            raise
+        if isinstance(answer, Raised):
+            failure = self._failure(bench, tables, raised_message(name, answer.error, name), None)
+            raise Failed(replace(failure, crashed=True))
+        output, touched = answer
+        if message := self._wrong(output, right, query.dtype):
+            raise Failed(self._failure(bench, tables, message, output))
+        if changed or touched:
+            what = "the KV cache" if changed else touched[0]
+            message = f"{name} changed {what}: attention reads, and leaves everything as it was"
+            raise Failed(self._failure(bench, tables, message, None, what))
+
+    def _wrong(self, output: Any, right: Any, dtype: Any) -> str:
+        """What is wrong with the output, in a sentence; empty when it is right."""
+        if not isinstance(output, np.ndarray):
+            kind = output.kind if isinstance(output, Handle) else type(output).__name__
+            return f"it returned an object of type {kind}, no array"
+        if output.shape != right.shape:
+            return f"it returned an array of shape {output.shape}; it should be [tokens, heads, head_dim] {right.shape}"
+        if output.dtype != dtype:
+            return f"it returned {output.dtype}; queries of {dtype} should give {dtype}"
+        error = np.abs(output - right).max(axis=-1)  # [tokens, heads]
+        wrong = np.argwhere(~(error <= self.tolerance))
+        if not len(wrong):
+            return ""
+        token, head = (int(i) for i in wrong[0])
+        ends = np.cumsum(self.queries)
+        s = int(np.searchsorted(ends, token, side="right"))
+        position = self.contexts[s] - int(ends[s]) + token
+        where = f"sequence {s}, position {position} (of {self.contexts[s]}), query head {head}"
+        found, should = (np.array2string(row[token, head, :3], precision=3, separator=", ") for row in (output, right))
+        more = "of 3 dimensions " if self.head_dim > 3 else ""
+        return f"{where}: the output {more}is {found}; it should be {should}"
+
+    def _failure(self, bench: Bench, tables: Any, message: str, output: Any, changed: str = "") -> Failure:
+        name = bench.part[1]
+        sources = [without_types(inspect.getsource(one)) for one in (make_inputs, softmax_attention)]
+        body = [
+            *"\n\n".join(source.strip() + "\n" for source in sources).splitlines(),
+            "",
+            "",
+            f"contexts, queries = {list(self.contexts)}, {list(self.queries)}  # of each sequence: tokens, new tokens",
+            f"heads, kv_heads, head_dim = {self.heads}, {self.kv_heads}, {self.head_dim}",
+            f"block_size = {self.block_size}",
+            f'size, empty = {self.size}, float("{self.empty}")  # of scores; what lies where no token is',
+            f"inputs = make_inputs({self.seed}, block_size, heads, kv_heads, head_dim, contexts, queries, size, empty)",
+            "query, keys, values, blocks, block_tables = inputs",
+            "kv_cache = KVCache(1, len(blocks), block_size, kv_heads, head_dim)",
+            "kv_cache.device_blocks[:] = blocks",
+            "query_start, scale = np.concatenate(([0], np.cumsum(queries))), float(1 / np.sqrt(head_dim))",
+            f"output = {name}(query, kv_cache, 0, block_tables, query_start, np.array(contexts), scale)",
+            "expected = softmax_attention(query, keys, values, queries, scale)",
+            'assert isinstance(output, np.ndarray), f"no array: {output!r}"',
+            'assert output.shape == expected.shape, f"{output.shape} is not {expected.shape}"',
+            'assert output.dtype == query.dtype, f"{output.dtype} is not {query.dtype}"',
+            f"right = (abs(output - expected) <= {self.tolerance}).all(axis=-1)  # [tokens, heads]",
+            'assert right.all(), f"not right:\\n{output[~right]}\\nexpected:\\n{expected[~right]}"',
+        ]
+        if changed:
+            body += [
+                "assert np.array_equal(kv_cache.device_blocks, blocks, equal_nan=True), 'the cache was changed'",
+                "again = make_inputs("
+                f"{self.seed}, block_size, heads, kv_heads, head_dim, contexts, queries, size, empty)",
+                "assert np.array_equal(query, again[0]) and np.array_equal(block_tables, again[4]), 'inputs changed'",
+            ]
+        imports = ["import numpy as np", "from minipaged.reference.kv_cache import KVCache"]
+        script = make_script(bench.submission, name, Invariant.CONTENT, message, imports, body)
+        return Failure(
+            message, None, self._draw(tables), script, events_of(self.block_size, self.contexts, tables, message)
+        )
+
+    def _draw(self, tables: Any) -> tuple[str, ...]:
+        rows = [["sequence", "context", "new", "block table"]]
+        for s, (n, new) in enumerate(zip(self.contexts, self.queries, strict=True)):
+            rows.append([str(s), str(n), str(new), str(tables[s].tolist())[:60]])
+        sizes = f"block_size {self.block_size}, {self.heads} query heads, {self.kv_heads} key/value heads"
+        return (*aligned(rows), f"{sizes}, head_dim {self.head_dim}")
+
+
+def events_of(block_size: int, contexts: Sequence[int], tables: Any, message: str) -> tuple[Event, ...]:
+    """Sequences that have their blocks, as events; then the call that fails."""
+    num_blocks = int((tables >= 0).sum()) + 2
+    events: list[Event] = [EngineStarted(num_blocks, 0, block_size, num_blocks * block_size)]
+    for s, n in enumerate(contexts):
+        blocks = tuple(int(block) for block in tables[s] if block >= 0)
+        events += [RequestArrived(f"r{s}", s, (0,) * n, 1), RequestAdmitted(f"r{s}")]
+        events.append(TokensComputed(s, n, blocks, 0))
+    return (*events, StepFailed(1, message, ()))
+
+
+def without_types(source: str) -> str:
+    """A function's source as a student would write it: its arguments on one line, without types."""
+    untyped = re.sub(r"(:| ->) Any\b", "", source)
+    return re.sub(r"\(\n((?: +\w+,\n)+)\)", lambda match: f"({' '.join(match[1].split())[:-1]})", untyped)
+
+
+def filled_cache(bench: Bench, blocks: Any) -> Any:
+    """A KV cache in the worker that holds these blocks."""
+    num_blocks, layers, _, block_size, kv_heads, head_dim = blocks.shape
+    cache_module, worker = bench.process.modules
+    cache = cache_module.call("KVCache", layers, num_blocks, block_size, kv_heads, head_dim)
+    return worker.call("fill", cache, blocks)

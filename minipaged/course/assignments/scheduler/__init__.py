@@ -1,0 +1,1 @@
+"""Assignment 4: who is admitted, who is preempted, and how they come back."""

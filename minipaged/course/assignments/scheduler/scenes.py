@@ -1,0 +1,269 @@
+"""Made-up moments in the life of an engine, for the questions of assignment 4.
+
+A `Scene` is a few requests: some run, some were preempted, some are new. It is built with the engine's own requests and
+block manager, so what a scheduler is told of it is consistent, and the events that led to it can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from hypothesis import strategies as st
+
+from minipaged.course.assignments.scheduler.session import Scenery, Settings, draw
+from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.memory import AllocStatus
+from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.sequence import Request, RequestState, Sequence
+from minipaged.engine.step_writer import StepWriters
+from minipaged.engine.views import view_of
+from minipaged.errors import OutOfBlocks
+from minipaged.events import (
+    EngineStarted,
+    Event,
+    RequestAdmitted,
+    RequestArrived,
+    RequestPreempted,
+    StepFailed,
+    StepStarted,
+    TokenGenerated,
+)
+from minipaged.params import EngineConfig, SamplingParams
+from minipaged.scheduling import Costs, RequestView
+from minipaged.steps import Sampling
+from minipaged.testing.plain_model import PLAIN_TIER
+
+NAMES = "ABCDEF"
+MAX_MODEL_LEN = 64
+State = Literal["running", "swapped", "dropped", "new"]
+STATES: tuple[State, ...] = ("running", "swapped", "dropped", "new")
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One request of a scene."""
+
+    state: State
+    prompt_tokens: int
+    max_output_tokens: int
+    num_sequences: int
+    computed: int
+    """Tokens of the prompt that were computed, if the prompt is longer; else the prompt was, and it decodes."""
+    generated: int
+    """Tokens that each sequence has then."""
+
+
+class Kept:
+    """Events are put at the end of a list."""
+
+    heard = True
+
+    def __init__(self, events: list[Event]) -> None:
+        self._events = events
+
+    def __call__(self, event: Event) -> None:
+        self._events.append(event)
+
+
+@dataclass(eq=False)
+class Scene:
+    """Settings, and requests in these states. Where the blocks for one are not there, it and all after it are new."""
+
+    settings: Settings
+    num_swap_blocks: int
+    drawn: ListLike[Drawn]
+    turned: bool
+    """Whether the scheduler is told of the latest arrivals first."""
+    tokens_gone: int
+    """Tokens of the batch that are not there for those that come in, beside what the running ones take."""
+    events: list[Event] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        settings = self.settings
+        config = EngineConfig(
+            num_blocks=settings.num_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=MAX_MODEL_LEN,
+            block_size=settings.block_size,
+            num_swap_blocks=self.num_swap_blocks,
+            enable_prefix_caching=False,
+        )
+        self.blocks = BlockManager(config, PLAIN_TIER, None, StepWriters(), Kept(self.events))
+        self.events += [
+            EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, MAX_MODEL_LEN),
+            StepStarted(1),
+        ]
+        room = min(settings.max_num_seqs, settings.max_num_batched_tokens)
+        all_new = False
+        for drawn in self.drawn:
+            request = self._arrive(drawn)
+            if request.num_sequences > room or self.blocks.can_admit(request) is AllocStatus.NEVER:
+                del self.events[-1]  # no engine would have let it wait
+                continue
+            self.requests.append(request)
+            if drawn.state == "running" and sum(r.num_sequences for r in [*self.running, request]) > room:
+                all_new = True
+            if not all_new and drawn.state != "new":
+                before = len(self.events)
+                try:
+                    self._run(request, drawn)
+                except OutOfBlocks:
+                    all_new = True
+                    del self.events[before:]
+                    self._take_back(request)
+
+    def _arrive(self, drawn: Drawn) -> Request:
+        order = len(self.requests)
+        prompt = tuple(range(drawn.prompt_tokens))
+        params = SamplingParams(n=drawn.num_sequences, max_tokens=drawn.max_output_tokens)
+        request = Request(
+            request_id=NAMES[order],
+            order=order,
+            arrival_time=0.0,
+            prompt=None,
+            prompt_token_ids=prompt,
+            params=params,
+            sampling=Sampling(params, seed=0, stream=0),
+            final_token_ids=frozenset(),
+            max_output_tokens=drawn.max_output_tokens,
+            priority=0,
+            sequences=[Sequence(10 * order, list(prompt), [], self.blocks.new_table())],
+        )
+        number = request.sequences[0].sequence_id
+        self.events.append(RequestArrived(request.request_id, number, prompt, drawn.num_sequences))
+        return request
+
+    def _run(self, request: Request, drawn: Drawn) -> None:
+        """Compute its prompt, or a part of it, and some tokens; then preempt it, if it was. Raises OutOfBlocks."""
+        self.events.append(RequestAdmitted(request.request_id))
+        request.state = RequestState.RUNNING
+        [first] = request.sequences
+        # With a single token to generate there is nothing to decode: its prompt is not computed yet.
+        num_computed = min(drawn.computed, drawn.prompt_tokens - (drawn.max_output_tokens == 1))
+        if num_computed:
+            self.blocks.append(first, num_computed)
+        if num_computed == drawn.prompt_tokens:
+            self._decode(request, min(drawn.generated, drawn.max_output_tokens - 1))
+        if drawn.state == "running":
+            return
+        filled = request.filled_slots(self.blocks.block_size)
+        can_swap = filled and self.blocks.can_swap_out(request)
+        mode: Literal["swap", "recompute"] = "swap" if drawn.state == "swapped" and can_swap else "recompute"
+        self.events.append(RequestPreempted(request.request_id, mode, len(filled), sum(filled.values()), 1))
+        request.num_preemptions = 1
+        if mode == "swap":
+            self.blocks.swap_out(request)
+            request.state = RequestState.SWAPPED
+        else:
+            self._take_back(request)
+
+    def _decode(self, request: Request, num_tokens: int) -> None:
+        """Fork, and generate so many tokens, of which the last is yet to run."""
+        first = request.sequences[0]
+        for number in range(1, request.num_sequences):
+            child = Sequence(first.sequence_id + number, list(first.tokens), [], self.blocks.new_table())
+            self.blocks.fork(request, first, child)
+            request.sequences.append(child)
+        request.prompt_computed = True
+        for step in range(num_tokens):
+            for sequence in request.sequences:
+                if step:
+                    self.blocks.append(sequence, 1)
+                token = sequence.sequence_id  # siblings differ
+                sequence.tokens.append(token)
+                sequence.output_token_ids.append(token)
+                self.events.append(TokenGenerated(request.request_id, sequence.sequence_id, token, 0.0))
+
+    def _take_back(self, request: Request) -> None:
+        for sequence in request.sequences:
+            self.blocks.free(sequence)
+        request.state = RequestState.WAITING
+
+    # --- What there is to ask ---------------------------------------------------------------------
+
+    @property
+    def running(self) -> list[Request]:
+        return [request for request in self.requests if request.state is RequestState.RUNNING]
+
+    def views(self, *states: RequestState) -> list[RequestView]:
+        """Of the requests in these states, as the scheduler is told of them."""
+        requests = [request for request in self.requests if request.state in states]
+        views = [view_of(request, self.blocks) for request in requests]
+        return views[::-1] if self.turned else views
+
+    def scenery(self, message: str) -> Scenery:
+        """The scene as a failure shows it."""
+        names = tuple(request.request_id for request in self.requests)
+        return Scenery(draw(self.requests, self.blocks), (*self.events, StepFailed(1, message, names)))
+
+
+# --- Drawing them at random -----------------------------------------------------------------------
+
+PRICES = Costs(
+    seconds_per_copy=1, copies_per_block=1, block_bytes=1, link_bytes_per_second=1, prefill_tokens_per_second=1
+)
+"""Where nobody asks for them."""
+
+
+def costs() -> st.SearchStrategy[Costs]:
+    """Small numbers, to be worked out by hand."""
+    return st.builds(
+        Costs,
+        seconds_per_copy=st.integers(0, 2),
+        copies_per_block=st.sampled_from([1, 2, 4]),
+        block_bytes=st.integers(1, 8),
+        link_bytes_per_second=st.sampled_from([1, 2, 4, 8]),
+        prefill_tokens_per_second=st.sampled_from([0.125, 0.25, 0.5, 1.0, 2.0]),
+    )
+
+
+@st.composite
+def scenes(
+    draw_: st.DrawFn,
+    *,
+    states: ListLike[State] = STATES,
+    num_requests: tuple[int, int] = (1, 5),
+    num_sequences: ListLike[int] = (1, 1, 2, 3),
+    pool: tuple[int, int] = (1, 16),
+    beyond_most: bool = False,
+    room: tuple[int, int] = (1, 8),
+    tokens: tuple[int, int] = (1, 24),
+    with_costs: bool = False,
+) -> Scene:
+    """`pool`: blocks, `beyond_most`: counted from the most that all requests together can come to hold; `room`:
+    sequences in a batch; `tokens`: in a batch.
+    """
+    requests = st.builds(
+        Drawn,
+        state=st.sampled_from(states),
+        prompt_tokens=st.integers(1, 8),
+        max_output_tokens=st.sampled_from([2, 3, 4, 5, 6, 1]),
+        num_sequences=st.sampled_from(num_sequences),
+        computed=st.sampled_from([8, 8, 1, 2, 3, 4, 5, 6, 7]),
+        generated=st.integers(1, 5),
+    )
+    fewest, most = num_requests
+    drawn = draw_(st.lists(requests, min_size=fewest, max_size=most))
+    settings = Settings(
+        num_blocks=draw_(st.integers(*pool)),
+        block_size=draw_(st.sampled_from([1, 2, 3, 4, 4])),
+        max_num_seqs=draw_(st.integers(*room)),
+        max_num_batched_tokens=draw_(st.integers(*tokens)),
+        costs=draw_(costs()) if with_costs else PRICES,
+    )
+    if beyond_most:
+        scheduler = FirstComeFirstServed(*settings.as_arguments())
+        num_blocks = settings.num_blocks + sum(
+            scheduler.most_blocks(RequestView("", 0, one.num_sequences, one.prompt_tokens, one.max_output_tokens))
+            for one in drawn
+        )
+        settings = replace(settings, num_blocks=max(1, num_blocks))
+    # First come, first served: those that run came before those that were preempted, and these before the new ones.
+    ranks = {"running": 0, "swapped": 1, "dropped": 1, "new": 2}
+    in_order = sorted(drawn, key=lambda one: ranks[one.state])
+    return Scene(
+        settings, draw_(st.integers(0, 9)), in_order, draw_(st.booleans()), draw_(st.sampled_from([0, 0, 2, 4, 99]))
+    )

@@ -1,0 +1,480 @@
+"""A student's scheduler, question by question, beside the rules.
+
+A `Session` has one scheduler in the worker. Each of its methods asks one question and holds the answer against the
+rules of the handout; those about admission leave some freedom, so there they are bounds. The lines of Python that were
+carried out make a script that fails by itself. `StudentPolicy` is a session as the policy of an engine: the queues, the
+blocks and the moves stay the engine's, the decisions are the student's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal, NoReturn
+
+from minipaged.course.grader.assignment import Bench, Failed, Failure
+from minipaged.course.grader.counterexample import aligned, make_script, raised_message
+from minipaged.course.sandbox.contract import Handle, Misbehaviour, Outcome, Raised, Result, StudentError
+from minipaged.engine.engine import Engine
+from minipaged.engine.memory import Memory
+from minipaged.engine.policy import FirstComeFirstServed, recompute_seconds
+from minipaged.engine.sequence import Request, RequestState
+from minipaged.engine.views import plain, view_of
+from minipaged.events import Event
+from minipaged.scheduling import Costs, RequestView, Way
+
+CLOSE = 1e-9
+"""Of two ways back whose costs differ by less, relative to them, either is right."""
+METHODS = ("fits", "share_tokens", "victim", "way_back", "admit")
+
+Rule = Literal["order", "batch", "blocks", "no idling"]
+"""What there is to say of an admission: nobody overtakes; the batch has room; the pool has room; nobody waits for
+nothing."""
+RULES: tuple[Rule, ...] = ("order", "batch", "blocks", "no idling")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one scheduler is made with."""
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    costs: Costs
+
+    def as_arguments(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Scenery:
+    """What a failure shows beside the script."""
+
+    drawing: tuple[str, ...] = ()
+    events: tuple[Event, ...] = ()
+
+
+class Session:
+    """One scheduler of the student's. Its methods raise Failed and Misbehaviour."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        settings: Settings,
+        scenery: Callable[[str], Scenery] = lambda message: Scenery(),
+        *,
+        beside: Session | None = None,
+    ) -> None:
+        """`scenery`: gives drawing and events for a message. `beside`: another session in whose script this one is."""
+        self._bench = bench
+        self._module, self._name = bench.part
+        self.settings = settings
+        self._scenery = scenery
+        self.right = FirstComeFirstServed(*settings.as_arguments())
+        self._lines: list[str] = beside._lines if beside else []
+        self._variable = "other" if beside else "scheduler"
+        self.latest: tuple[str, tuple[Any, ...]] = ("", ())
+        """The latest question: method and arguments."""
+        sizes = ", ".join(f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.name != "costs")
+        self._lines.append(f"costs = {_literal(settings.costs)}")
+        self._lines.append(f"{self._variable} = {self._name}({sizes}, costs=costs)")
+        made = self._ask([(self._module, self._name, settings.as_arguments())])[0]
+        if isinstance(made, Raised):
+            self._raised("__init__", made.error)
+        if not isinstance(made, Handle):
+            self._fail(f"{self._name}(...) gave {made!r}, no scheduler")
+        self._scheduler = made
+
+    # --- The questions ----------------------------------------------------------------------------
+
+    def fits(self, request: RequestView) -> bool:
+        """Whether the request could ever be served."""
+        answer = self._question("fits", request)
+        right = self.right.fits(request)
+        if not isinstance(answer, bool):
+            self._lines.append('assert isinstance(answer, bool), f"fits returned {answer!r}"')
+            self._fail(f"fits returned {_shown(answer)}; it has to return True or False")
+        if answer is not right:
+            self._lines.append(f'assert answer is {right}, f"fits returned {{answer}}"')
+            most, total = self.right.most_blocks(request), self.settings.num_blocks
+            room = self.right.max_sequences
+            self._fail(
+                f"fits({request.request_id}) is {answer}; it should be {right}: it can come to hold "
+                f"{counted(most, 'block')}, the pool has {total}; it has {counted(request.num_sequences, 'sequence')}, "
+                f"a batch has room for {room}"
+            )
+        return right
+
+    def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
+        """How many tokens each of those that run gets."""
+        answer = self._question("share_tokens", list(running))
+        right = {name: number for name, number in self.right.share_tokens(running).items() if number}
+        if not isinstance(answer, dict) or not all(_is_number(number) for number in answer.values()):
+            self._lines += [
+                'assert isinstance(answer, dict), f"share_tokens returned {answer!r}"',
+                "assert all(type(number) is int and number >= 0 for number in answer.values()), answer",
+            ]
+            self._fail(f"share_tokens returned {_shown(answer)}; it has to return a dict: request_id -> tokens, from 0")
+        answer = {name: number for name, number in answer.items() if number}
+        if answer != right:
+            self._lines += [
+                "given = {name: number for name, number in answer.items() if number}",
+                f'assert given == {right!r}, f"share_tokens returned {{answer}}"',
+            ]
+            self._fail(
+                f"share_tokens gives {answer}; it should give {right}: there are "
+                f"{self.settings.max_num_batched_tokens} tokens in all"
+            )
+        return right
+
+    def victim(self, running: Sequence[RequestView]) -> str:
+        """Which of those that run is preempted."""
+        answer = self._question("victim", list(running))
+        right = self.right.victim(running)
+        if not isinstance(answer, str) or answer != right:
+            self._lines.append(f'assert answer == {right!r}, f"the victim is {{answer!r}}"')
+            known = isinstance(answer, str) and any(answer == r.request_id for r in running)
+            self._fail(
+                f"the victim is {answer}; it should be {right}"
+                if known
+                else f"the victim is {_shown(answer)}; it has to be the request_id of one that runs: "
+                f"{', '.join(sorted(r.request_id for r in running))}"
+            )
+        return right
+
+    def way_back(self, request: RequestView, host_free: int) -> Way:
+        """How the victim comes back."""
+        answer = self._question("way_back", request, host_free)
+        right = self.right.way_back(request, host_free)
+        if not isinstance(answer, str) or answer not in ("swap", "recompute"):
+            self._lines.append('assert answer in ("swap", "recompute"), f"way_back returned {answer!r}"')
+            self._fail(f'way_back returned {_shown(answer)}; it has to return "swap" or "recompute"')
+        recompute = recompute_seconds(self.settings.costs, request.num_tokens)
+        difference = self.right.price(request)
+        has_room = request.num_blocks <= host_free
+        if answer != right and not (has_room and abs(difference) <= CLOSE * recompute):
+            self._lines.append(f'assert answer == {right!r}, f"way_back returned {{answer!r}}"')
+            self._fail(
+                f"the way back of {request.request_id} is {answer!r}; it should be {right!r}: swapping its "
+                f"{counted(request.num_blocks, 'block')} costs {_seconds(recompute + difference)}, computing its "
+                f"{counted(request.num_tokens, 'token')} {_seconds(recompute)}, and the host has "
+                f"{counted(host_free, 'block')} free"
+            )
+        way: Way = "swap" if answer == "swap" else "recompute"
+        return way
+
+    def admit(
+        self,
+        waiting: Sequence[RequestView],
+        running: Sequence[RequestView],
+        num_free: int,
+        tokens_left: int,
+        rules: Sequence[Rule] = RULES,
+    ) -> list[str]:
+        """Who comes in, in order of arrival."""
+        answer = self._question("admit", list(waiting), list(running), num_free, tokens_left)
+        names = [r.request_id for r in sorted(waiting, key=lambda r: r.arrival)]
+        if isinstance(answer, tuple):
+            answer = list(answer)
+        if not isinstance(answer, list) or not all(isinstance(name, str) for name in answer):
+            self._lines.append('assert isinstance(answer, list | tuple), f"admit returned {answer!r}"')
+            self._lines.append('assert all(isinstance(name, str) for name in answer), f"admit returned {answer!r}"')
+            self._fail(f"admit returned {_shown(answer)}; it has to return a list of request_ids")
+        wrong = [name for name in answer if name not in names] or [
+            n for n, times in Counter(answer).items() if times > 1
+        ]
+        if wrong:
+            self._lines += [
+                f'assert set(answer) <= {set(names)!r}, f"admit returned {{answer}}"',
+                'assert len(answer) == len(set(answer)), f"admit returned {answer}"',
+            ]
+            why = "is there twice" if wrong[0] in names else f"does not wait; those that do: {', '.join(names)}"
+            self._fail(f"admit returned {_shown(answer)}: {wrong[0]!r} {why}")
+        admitted = [r for r in sorted(waiting, key=lambda r: r.arrival) if r.request_id in answer]
+        if "order" in rules and (overtaken := [name for name in names[: len(answer)] if name not in answer]):
+            first = next(name for name in names if name in answer and names.index(name) > names.index(overtaken[0]))
+            self._lines.append(
+                f'assert {overtaken[0]!r} in answer or {first!r} not in answer, f"{first} overtakes {overtaken[0]}"'
+            )
+            self._fail(f"admit returned {answer}: {first} overtakes {overtaken[0]}, which arrived before it")
+        if "batch" in rules:
+            self._check_batch(admitted, running, tokens_left)
+        if "blocks" in rules and (needed := sum(r.blocks_needed for r in admitted)) > num_free:
+            self._lines += [
+                "needed = sum(r.blocks_needed for r in waiting if r.request_id in answer)",
+                f'assert needed <= {num_free}, f"{{answer}} need {{needed}} blocks, {num_free} are free"',
+            ]
+            self._fail(
+                f"admit returned {answer}: together they need {counted(needed, 'block')}, and {num_free} are free"
+            )
+        if "no idling" in rules:
+            self._check_idling(admitted, waiting, running, num_free, tokens_left)
+        return [r.request_id for r in admitted]
+
+    def _check_batch(self, admitted: list[RequestView], running: Sequence[RequestView], tokens_left: int) -> None:
+        answer, most = [r.request_id for r in admitted], self.right.max_sequences
+        total = sum(r.num_sequences for r in [*running, *admitted])
+        if admitted and total > most:
+            self._lines += [
+                "admitted = [r for r in waiting if r.request_id in answer]",
+                "total = sum(r.num_sequences for r in running + admitted)",
+                f'assert total <= {most}, f"with {{answer}} {{total}} sequences run, there is room for {most}"',
+            ]
+            self._fail(f"admit returned {answer}: then {total} sequences run, and the batch has room for {most}")
+        left = tokens_left
+        for request in admitted:
+            if (least := _least(request)) > left:
+                name = request.request_id
+                self._lines.append(f'assert {name!r} not in answer, f"admit returned {{answer}}: {name} has no tokens"')
+                self._fail(
+                    f"admit returned {answer}: of the {tokens_left} tokens left, {max(0, left)} remain for {name}, "
+                    f"which needs {least} at least"
+                )
+            left -= request.tokens_to_run
+
+    def _check_idling(
+        self,
+        admitted: list[RequestView],
+        waiting: Sequence[RequestView],
+        running: Sequence[RequestView],
+        num_free: int,
+        tokens_left: int,
+    ) -> None:
+        """Whoever could be held back for no reason in the world must not be."""
+        answer = [r.request_id for r in admitted]
+        sequences = sum(r.num_sequences for r in running)
+        most = sum(max(self.right.most_blocks(r), r.num_blocks) for r in running)
+        for place, request in enumerate(sorted(waiting, key=lambda r: r.arrival)):
+            sequences += request.num_sequences
+            most += self.right.most_blocks(request)
+            num_free -= request.blocks_needed
+            if sequences > self.right.max_sequences or _least(request) > tokens_left or num_free < 0:
+                return
+            if most <= self.settings.num_blocks:
+                why = (
+                    f"the most that it, all before it and all that run can come to hold is {counted(most, 'block')}, "
+                    f"of {self.settings.num_blocks}"
+                )
+            elif not running and place == 0:
+                why = "nothing else runs, so no block will ever be given back"
+            else:
+                return
+            name = request.request_id
+            if name not in answer:
+                self._lines.append(f'assert {name!r} in answer, f"admit returned {{answer}}: {name} waits for nothing"')
+                self._fail(
+                    f"admit returned {answer}: {name} has to come in; it needs {counted(_least(request), 'token')} at "
+                    f"least, of the {tokens_left} left for it, and {why}"
+                )
+            tokens_left -= request.tokens_to_run
+
+    def unchanged(self, method: str, *arguments: Any) -> None:
+        """Ask twice, with the same lists: they stay as they are, and so does the answer."""
+        self._lines += [f"{_name(method, i)} = {_literal(value)}" for i, value in enumerate(arguments)]
+        names = ", ".join(_name(method, i) for i in range(len(arguments)))
+        self._lines += [
+            f"before = copy.deepcopy([{names}])",
+            f"answers = [{self._variable}.{method}({names}) for _ in range(2)]",
+        ]
+        copies = [(self._bench.process.modules[0], "copy", (value,)) for value in arguments]
+        given = tuple(Result(i) for i in range(len(arguments)))
+        asked = [(self._scheduler, method, given)] * 2
+        looks = [(self._bench.process.modules[0], "copy", (one,)) for one in given]
+        outcomes = self._ask([*copies, *asked, *looks])
+        first, second = outcomes[len(arguments) :][:2]
+        for answer in (first, second):
+            if isinstance(answer, Raised):
+                self._raised(method, answer.error)
+        for i, (value, after) in enumerate(zip(arguments, outcomes[len(arguments) + 2 :], strict=True)):
+            if after != value:
+                name = _name(method, i)
+                self._lines.append(f'assert {name} == before[{i}], f"{method} changed {name}: {{{name}}}"')
+                self._fail(f"{method} changed {name}, which it was given")
+        if first != second:
+            self._lines.append('assert answers[0] == answers[1], f"twice the same question: {answers}"')
+            self._fail(f"{method} was asked the same twice, and returned first {_shown(first)}, then {_shown(second)}")
+
+    # --- Asking and failing -----------------------------------------------------------------------
+
+    def _question(self, method: str, *arguments: Any) -> Any:
+        self.latest = method, arguments
+        self._lines += [f"{_name(method, i)} = {_literal(value)}" for i, value in enumerate(arguments)]
+        names = ", ".join(_name(method, i) for i in range(len(arguments)))
+        self._lines.append(f"answer = {self._variable}.{method}({names})")
+        [answer] = self._ask([(self._scheduler, method, arguments)])
+        if isinstance(answer, Raised):
+            self._raised(method, answer.error)
+        return answer
+
+    def _ask(self, calls: list[Any]) -> list[Outcome]:
+        try:
+            return self._bench.process.batch(calls, seed=self._bench.seed)
+        except Misbehaviour as misbehaviour:
+            failure = self._failure(f"{self._lines[-1].strip()[:80]}: {misbehaviour.message}")
+            misbehaviour.failure = replace(failure, verdict=misbehaviour.verdict)
+            raise
+
+    def _raised(self, method: str, error: Exception) -> NoReturn:
+        failure = self._failure(raised_message(method, error, method))
+        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
+
+    def _fail(self, message: str) -> NoReturn:
+        raise Failed(self._failure(message))
+
+    def _failure(self, message: str) -> Failure:
+        scenery = self._scenery(message)
+        views = [view for view in ("Costs", "RequestView") if any(f"{view}(" in line for line in self._lines)]
+        imports = [f"from minipaged.scheduling import {', '.join(views)}"]
+        script = make_script(self._bench.submission, self._name, None, message, imports, self._lines)
+        return Failure(message, None, scenery.drawing, script, scenery.events)
+
+
+# --- In the engine --------------------------------------------------------------------------------
+
+
+class StudentPolicy:
+    """A student's scheduler as an engine's policy. Its answers raise Failed where they break a rule."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        costs: Costs,
+    ) -> None:
+        self._bench = bench
+        self.settings = Settings(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, plain(costs))
+        self.session = Session(bench, self.settings, lambda message: Scenery(self.drawing()))
+        self._engine: Engine | None = None
+
+    @classmethod
+    def of(cls, engine: Engine) -> StudentPolicy:
+        """The policy of an engine that was made with one; it draws that engine's queues and pools from now on."""
+        policy = engine.scheduler.policy
+        assert isinstance(policy, cls)
+        policy._engine = engine
+        return policy
+
+    def drawing(self) -> tuple[str, ...]:
+        """The engine's queues and pools."""
+        if self._engine is None:
+            return ()
+        scheduler = self._engine.scheduler
+        return draw([*scheduler.running, *scheduler.waiting], self._engine.blocks)
+
+    def fits(self, request: RequestView) -> bool:
+        return self.session.fits(plain(request))
+
+    def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
+        return self.session.share_tokens([plain(view) for view in running])
+
+    def victim(self, running: Sequence[RequestView]) -> str:
+        return self.session.victim([plain(view) for view in running])
+
+    def way_back(self, request: RequestView, host_free: int) -> Way:
+        return self.session.way_back(plain(request), host_free)
+
+    def admit(
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
+    ) -> list[str]:
+        return self.session.admit([plain(v) for v in waiting], [plain(v) for v in running], num_free, tokens_left)
+
+    def shorter(self, failed: Failed) -> Failed:
+        """The same failure as a script of one question, if that fails by itself; else as it is."""
+        method, arguments = self.session.latest
+        if not method:
+            return failed
+        try:
+            getattr(Session(self._bench, self.settings), method)(*arguments)
+        except Failed as again:
+            if again.failure.message == failed.failure.message:
+                return Failed(replace(failed.failure, script=again.failure.script))
+        return failed
+
+
+# --- Drawing --------------------------------------------------------------------------------------
+
+
+def draw(requests: Sequence[Request], blocks: Memory) -> tuple[str, ...]:
+    """The queues as a table with the block tables, and the pools with who holds which block."""
+    rows = [["request", "arrived", "state", "sequences", "to run", "needs", "block tables"]]
+    for request in sorted(requests, key=lambda r: r.order):
+        view = view_of(request, blocks)
+        tables = [f"{list(s.table.blocks)}".replace(",", "") for s in request.sequences if s.table.blocks]
+        state = "dropped" if request.state is RequestState.WAITING and request.num_preemptions else request.state.value
+        rows.append(
+            [
+                *(view.request_id, str(view.arrival), state, str(view.num_sequences)),
+                counted(view.tokens_to_run, "token"),
+                counted(view.blocks_needed, "block"),
+                " ".join(tables) + " on the host" * (request.state is RequestState.SWAPPED),
+            ]
+        )
+    lines = aligned(rows)
+    pools = [("pool", blocks.allocator, False)]
+    if blocks.host_allocator:
+        pools.append(("host", blocks.host_allocator, True))
+    for name, allocator, on_host in pools:
+        cells = ["."] * allocator.num_blocks
+        for request in requests:
+            for sequence in request.sequences:
+                for block in sequence.table.blocks if sequence.swapped == on_host else ():
+                    cells[block] = request.request_id
+        lines.append(f"{name}: {' '.join(cells)}   ({allocator.num_free} of {len(cells)} free)")
+    return (*lines[: len(rows)], "", *lines[len(rows) :])
+
+
+# --- Small things ---------------------------------------------------------------------------------
+
+NAMES = {
+    "fits": ("request",),
+    "share_tokens": ("running",),
+    "victim": ("running",),
+    "way_back": ("request", "host_free"),
+    "admit": ("waiting", "running", "num_free", "tokens_left"),
+}
+"""What the arguments are called in scripts and messages."""
+
+
+def _name(method: str, argument: int) -> str:
+    return NAMES[method][argument]
+
+
+def _least(request: RequestView) -> int:
+    """The fewest tokens that let it do anything: its sequences decode together."""
+    return request.tokens_to_run if request.decodes else 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _literal(value: Any) -> str:
+    """As it stands in a script; fields that have their default are left out."""
+    if isinstance(value, list):
+        if not value:
+            return "[]"
+        return "[\n" + "".join(f"    {_literal(item)},\n" for item in value) + "]"
+    if isinstance(value, RequestView | Costs):
+        given = {f.name: getattr(value, f.name) for f in fields(value)}
+        defaults = {f.name: f.default for f in fields(value) if f.default is not MISSING}
+        shown = [f"{name}={one!r}" for name, one in given.items() if name not in defaults or defaults[name] != one]
+        return f"{type(value).__name__}({', '.join(shown)})"
+    return repr(value)
+
+
+def _shown(answer: Outcome) -> str:
+    return f"an object of type {answer.kind}" if isinstance(answer, Handle) else repr(answer)[:200]
+
+
+def counted(number: int, what: str) -> str:
+    """1 block, 2 blocks."""
+    return f"{number} {what}{'s'[: number != 1]}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.4g} s"

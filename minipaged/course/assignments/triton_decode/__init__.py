@@ -1,0 +1,1 @@
+"""Assignment 6: paged attention of single new tokens as a Triton kernel."""

@@ -1,0 +1,180 @@
+"""Inputs for a decode kernel, and whether what comes of them is right. A failing case becomes a script that has it all.
+
+The yardstick is that of assignment 3: softmax attention in float64 over keys and values that lie in one piece. In the
+cache every sequence's blocks are at random places, laid out as the fast tier has them, and what no token owns is NaN.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from minipaged.course.assignments.paged_attention.cases import events_of, softmax_attention, without_types
+from minipaged.course.grader.assignment import Bench, Failed, Failure
+from minipaged.course.grader.counterexample import aligned, make_script, raised_message
+from minipaged.course.sandbox.contract import Misbehaviour, Verdict
+from minipaged.errors import Invariant
+
+UNTOUCHED = -4096
+"""What `out` holds before the call: `decode_worker.call` puts it there."""
+
+
+def make_inputs(
+    seed: Any,
+    block_size: Any,
+    heads: Any,
+    kv_heads: Any,
+    head_dim: Any,
+    contexts: Any,
+    size: Any,
+    dtype: Any,
+) -> Any:
+    """Query, keys and values of each sequence, the cache's blocks, and the block tables."""
+    rng = np.random.default_rng(seed)
+    query = (size * rng.standard_normal((len(contexts), heads, head_dim))).astype(dtype)
+    keys = [(size * rng.standard_normal((n, kv_heads, head_dim))).astype(dtype) for n in contexts]
+    values = [rng.standard_normal((n, kv_heads, head_dim)).astype(dtype) for n in contexts]
+    num_blocks = [-(-n // block_size) for n in contexts]
+    free = rng.permutation(sum(num_blocks) + 2)  # two blocks are nobody's
+    cache = np.full((len(free), 2, kv_heads, block_size, head_dim), np.nan, dtype)  # 2: keys, values
+    tables = np.full((len(contexts), max(num_blocks) + 1), -1, np.int32)
+    for s, n in enumerate(contexts):
+        tables[s, : num_blocks[s]], free = free[: num_blocks[s]], free[num_blocks[s] :]
+        at = np.arange(n)
+        cache[tables[s, at // block_size], 0, :, at % block_size] = keys[s]
+        cache[tables[s, at // block_size], 1, :, at % block_size] = values[s]
+    return query, keys, values, cache, tables
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call of `paged_decode`. Contexts: how many tokens each sequence has."""
+
+    block_size: int
+    contexts: tuple[int, ...]
+    heads: int = 1
+    kv_heads: int = 1
+    head_dim: int = 4
+    seed: int = 0
+    size: float = 1.0
+    """What queries and keys are multiplied by: 60 makes scores of some thousands."""
+    dtype: str = "float32"
+
+    @property
+    def scale(self) -> float:
+        return float(1 / np.sqrt(self.head_dim))
+
+    @property
+    def tolerance(self) -> float:
+        return 1e-2 if self.size > 1 or self.dtype == "float16" else 1e-4
+
+    def check(self, bench: Bench) -> None:
+        """Raises Failed when the student's function gives something else than is right."""
+        query, keys, values, cache, tables = make_inputs(
+            *(self.seed, self.block_size, self.heads, self.kv_heads, self.head_dim),
+            *(self.contexts, self.size, self.dtype),
+        )
+        right = softmax_attention(query, keys, values, [1] * len(query), self.scale)
+        arguments = (*bench.part, query, cache, tables, np.array(self.contexts, np.int32), self.scale)
+        name = bench.part[1]
+        with self._told(bench, tables):
+            try:
+                output, written = bench.process.modules[0].call("decode", *arguments)
+            except Exception as error:
+                raise Failed(Failure(raised_message(name, error, name), crashed=True)) from None
+            if message := self._wrong(output, right):
+                raise Failed(Failure(message))
+            if written:
+                message = f"{name} wrote to {written[0]}: its kernel is what writes, and to `out` alone"
+                raise Failed(Failure(message, Invariant.EXCLUSIVE_WRITE))
+
+    def _wrong(self, output: Any, right: Any) -> str:
+        """What is wrong with the output, in a sentence; empty when it is right."""
+        if not isinstance(output, np.ndarray) or output.shape != right.shape:  # no worker in order sends that
+            return f"it gave {getattr(output, 'shape', output)!r} instead of an array of shape {right.shape}"
+        wrong = np.argwhere(~(np.abs(output - right).max(axis=-1) <= self.tolerance))  # [seqs, heads]
+        if not len(wrong):
+            return ""
+        s, head = (int(i) for i in wrong[0])
+        where = f"sequence {s} (context {self.contexts[s]}), query head {head}"
+        if (output[s, head] == UNTOUCHED).any():
+            return f"{where}: not all of `out` was written"
+        found, should = (np.array2string(row[s, head, :3], precision=4, separator=", ") for row in (output, right))
+        more = "begins with " if self.head_dim > 3 else "is "
+        message = f"{where}: its output {more}{found}; it should be {should}"
+        if np.isnan(output[s, head]).any():
+            message += " (NaN lies where no token is; 0 / 0 and inf - inf give it too)"
+        return message
+
+    @contextmanager
+    def _told(self, bench: Bench, tables: Any) -> Iterator[None]:
+        """Add to a failure what there is to learn from it: the drawing, a script, a run."""
+        try:
+            yield
+        except Failed as failed:
+            found = failed.failure
+            failure = self._failure(bench, tables, found.message, found.invariant)
+            raise Failed(replace(failure, crashed=found.crashed)) from None
+        except Misbehaviour as misbehaviour:
+            message = misbehaviour.message
+            if misbehaviour.verdict is Verdict.ENDED:
+                message += " (a kernel that reads or writes far outside its tensors can do that)"
+            misbehaviour.failure = self._failure(bench, tables, message, None, misbehaviour.verdict)
+            raise
+
+    def _failure(
+        self, bench: Bench, tables: Any, message: str, invariant: Invariant | None, verdict: str | None = None
+    ) -> Failure:
+        from minipaged.course.assignments.triton_decode.worker import call
+
+        name = bench.part[1]
+        sources = [without_types(inspect.getsource(one)) for one in (make_inputs, softmax_attention, call)]
+        body = [
+            *"\n\n".join(source.strip() + "\n" for source in sources).splitlines(),
+            "",
+            "",
+            f"contexts = {list(self.contexts)}  # how many tokens each sequence has",
+            f"heads, kv_heads, head_dim = {self.heads}, {self.kv_heads}, {self.head_dim}",
+            f"block_size = {self.block_size}",
+            f'size, dtype = {self.size}, "{self.dtype}"  # of queries and keys',
+            f"inputs = make_inputs({self.seed}, block_size, heads, kv_heads, head_dim, contexts, size, dtype)",
+            "query, keys, values, cache, block_tables = inputs",
+            "scale = float(1 / np.sqrt(head_dim))",
+            f"output, written = call({name}, query, cache, block_tables, np.array(contexts, np.int32), scale)",
+            "expected = softmax_attention(query, keys, values, [1] * len(query), scale)",
+            f"right = (abs(output - expected) <= {self.tolerance}).all(axis=-1)  # [seqs, heads]",
+            'assert right.all(), f"not right:\\n{output[~right]}\\nexpected:\\n{expected[~right]}"',
+            'assert not written, f"it wrote to {written}"',
+        ]
+        imports = [
+            "import os",
+            "",
+            'os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: prints work, no GPU is needed',
+            'DEVICE = "cpu"',
+            "",
+            "import numpy as np",
+            "import torch",
+        ]
+        script = make_script(bench.submission, name, invariant or Invariant.CONTENT, message, imports, body)
+        drawing = self._draw(tables)
+        return Failure(
+            message,
+            invariant,
+            drawing,
+            script,
+            events_of(self.block_size, self.contexts, tables, message),
+            verdict=verdict,
+        )
+
+    def _draw(self, tables: Any) -> tuple[str, ...]:
+        rows = [["sequence", "context", "in the last block", "block table"]]
+        for s, n in enumerate(self.contexts):
+            last = n - (n - 1) // self.block_size * self.block_size
+            rows.append([str(s), str(n), f"{last} of {self.block_size}", str(tables[s].tolist())[:60]])
+        sizes = f"block_size {self.block_size}, {self.heads} query heads, {self.kv_heads} key/value heads"
+        return (*aligned(rows), f"{sizes}, head_dim {self.head_dim}, {self.dtype}")

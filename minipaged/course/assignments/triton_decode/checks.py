@@ -1,0 +1,323 @@
+"""Assignment 6, `triton-decode`: paged attention of single new tokens as a Triton kernel (paper, sections 4.1 and 5.1).
+
+The kernel runs in Triton's interpreter, in the worker, so that no GPU is needed to learn from it. The interpreter takes
+milliseconds for each turn of a kernel's loop: the properties are few, small cases, compared with softmax attention in
+float64, and around all that the kernel may touch lies memory that is nobody's. Then the fast tier's Llama, on the CPU,
+decodes with the student's kernel under a real engine (prompts are computed by the tier's own), and so does SmolLM2 for
+a few tokens. Where there is a GPU, a right kernel is compiled, checked once more and timed beside the fast tier's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from minipaged.course.assignments.block_allocator.checks import PROMPTS
+from minipaged.course.assignments.paged_attention.checks import SMALL, compare, random_weights
+from minipaged.course.assignments.triton_decode.cases import Case
+from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Performance, Test, fastest
+from minipaged.course.grader.search import search
+from minipaged.course.sandbox.contract import Limits
+from minipaged.errors import Invariant, InvariantViolation
+from minipaged.llm import LoadedModel
+from minipaged.params import EngineConfig, SamplingParams
+from minipaged.tiers import choose_tier
+
+EXAMPLES = 20
+"""Cases tried for each property: the interpreter takes about 10 milliseconds for each turn of a kernel's loop."""
+WORKER = "minipaged.course.assignments.triton_decode.worker"
+LIMITS = Limits(call_seconds=60, test_seconds=300, cpu_seconds=600, memory_bytes=2 << 30, processes=None)
+"""The interpreter is slow, and torch starts threads."""
+
+
+# --- Properties -----------------------------------------------------------------------------------
+
+POWERS_OF_2 = st.sampled_from([1, 2, 4, 8, 16])
+WHOLE, ANY = "whole", "any"
+"""Contexts: as many tokens as fit into some blocks, or any number."""
+
+
+def cases(
+    *,
+    block_sizes: st.SearchStrategy[int] = POWERS_OF_2,
+    head_dims: st.SearchStrategy[int] = st.sampled_from([4, 16, 32]),  # noqa: B008
+    dtypes: st.SearchStrategy[str] = st.just("float32"),  # noqa: B008
+    contexts: str = ANY,
+    most_blocks: int = 3,
+    most_sequences: int = 1,
+    grouped: bool = False,
+    size: float = 1.0,
+) -> st.SearchStrategy[Case]:
+    """Cases of one kind. `grouped`: several query heads for each key/value head."""
+
+    @st.composite
+    def draw_case(draw: st.DrawFn) -> Case:
+        block_size = draw(block_sizes)
+        whole = st.integers(1, most_blocks).map(lambda n: n * block_size)
+        context = whole if contexts == WHOLE else st.integers(1, most_blocks * block_size)
+        lens = draw(st.lists(context, min_size=min(2, most_sequences), max_size=most_sequences))
+        kv_heads = draw(st.integers(1, 2)) if grouped else 1
+        heads = kv_heads * (draw(st.integers(1, 3)) if grouped else 1)
+        return Case(
+            block_size,
+            tuple(lens),
+            heads,
+            kv_heads,
+            draw(head_dims),
+            seed=draw(st.integers(0, 20)),
+            size=size,
+            dtype=draw(dtypes),
+        )
+
+    return draw_case()
+
+
+def property_of(inputs: st.SearchStrategy[Case], *always: Case) -> Callable[[Bench], None]:
+    """A check of such cases, by a kernel of Triton's. `always`: larger ones, which few searches would come upon."""
+
+    def check(bench: Bench) -> None:
+        search(bench, inputs, lambda case: case.check(bench), EXAMPLES)
+        for case in always:
+            case.check(bench)
+        if not bench.process.modules[0].call("has_kernel", bench.part[0]):
+            raise Failed(
+                Failure("what it computes is right; but the file has no Triton kernel of its own (@triton.jit)")
+            )
+
+    return check
+
+
+# --- A Llama that decodes with the student's kernel -----------------------------------------------
+
+
+class Kernels:
+    """The fast tier's kernels, with the student's in the place of `paged_decode`. The cache stays here: each call takes
+    a layer of it along to the worker."""
+
+    def __init__(self, bench: Bench, kernels: Any) -> None:
+        self._bench, self._kernels = bench, kernels
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name)
+
+    def paged_decode(
+        self, query: Any, keys: Any, values: Any, tables: Any, rows: Any, context_lens: Any, scale: float, _: None
+    ) -> Any:
+        """The last one would be the scales of keys and values in 8 bits, which these are not."""
+        import torch
+
+        cache = np.stack([keys.numpy(), values.numpy()], axis=1)  # [num_blocks, 2, kv_heads, block_size, head_dim]
+        arguments = (query.numpy(), cache, tables[rows.long()].numpy(), context_lens.numpy(), scale)
+        output, written = self._bench.process.modules[0].call("decode", *self._bench.part, *arguments)
+        if written:
+            raise InvariantViolation(Invariant.EXCLUSIVE_WRITE, f"it wrote to {written[0]}")
+        return torch.from_numpy(output)
+
+
+def put_in(bench: Bench, runner: Any) -> None:
+    """Let the fast tier's Llama decode with the student's kernel."""
+    runner.kv_cache.kernels = Kernels(bench, runner.kv_cache.kernels)
+
+
+def check_engine(bench: Bench) -> None:
+    """Forks and copies, swapping and prefixes that are shared; free blocks hold NaN."""
+    import torch
+
+    from minipaged.fast import cpu
+    from minipaged.fast.llama import Weights
+
+    tier = choose_tier("fast", "cpu", "float32")
+    for run, block_size in enumerate((4, 3)):
+        rng = np.random.default_rng([bench.seed, run])
+        weights = {name: torch.from_numpy(array) for name, array in random_weights(rng).items()}
+        config = EngineConfig(
+            num_blocks=-(-32 // block_size),  # too few for all at once, so that one is swapped
+            num_swap_blocks=-(-32 // block_size),
+            block_size=block_size,
+            max_model_len=16,
+            vocab_size=SMALL.vocab_size,
+            preemption="swap",
+            debug=True,
+        )
+        stem = rng.integers(0, 64, 5).tolist()
+        work = [
+            (stem + rng.integers(0, 64, 2).tolist(), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)),
+            (stem, SamplingParams(n=2, temperature=0.8, seed=run, max_tokens=5, ignore_eos=True)),
+        ]
+        laid_out = Weights.of(SMALL, weights, cpu)
+        compare(bench, put_in, f"a small Llama, blocks of {block_size}", tier, SMALL, laid_out, config, work)
+
+
+def check_model(bench: Bench) -> None:
+    """A few greedy tokens of SmolLM2, the last of which needs a second block."""
+    loaded = LoadedModel.load(bench.model, "fast", "cpu", "float32")
+    assert loaded.tokenizer
+    prompt = loaded.tokenizer.encode(PROMPTS[0])[:14]
+    config = EngineConfig(
+        num_blocks=4, block_size=16, max_model_len=64, vocab_size=loaded.config.vocab_size, preemption="recompute"
+    )
+    work = [(prompt, SamplingParams(temperature=0, max_tokens=4))]
+    compare(bench, put_in, "with SmolLM2", loaded.tier, loaded.config, loaded.weights, config, work)
+
+
+# --- Speed, on a GPU ------------------------------------------------------------------------------
+
+GPU_LIMITS = replace(
+    LIMITS, gpu=True, memory_bytes=1 << 46, file_bytes=1 << 30, open_files=4096, processes_allowed=True
+)
+"""CUDA maps far more memory than there is, and Triton starts a compiler."""
+CHECKED = (
+    Case(block_size=16, contexts=(100, 1, 33), heads=8, kv_heads=2, head_dim=64),
+    Case(block_size=16, contexts=(100, 1, 33), heads=8, kv_heads=2, head_dim=64, dtype="float16"),
+)
+TIMED = {"seqs": 64, "context": 2048, "heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16}
+"""Half a gigabyte of keys and values, in float16."""
+ROUNDS = 5
+"""Measurements, of which the fastest counts."""
+
+
+def has_gpu() -> bool:
+    """Whether there is one to compile for."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def measure(bench: Bench) -> Performance:
+    """Scores a second (one query, one key, one head) of the compiled kernel, in turns with the fast tier's."""
+    if not has_gpu():
+        raise RuntimeError("there is no GPU here, and what the interpreter takes says nothing")
+    with bench.beside(limits=GPU_LIMITS) as compiled:
+        for case in CHECKED:
+            try:
+                case.check(compiled)
+            except Failed as failed:
+                raise RuntimeError(f"compiled for the GPU, it is wrong: {failed}") from None
+        with closing(bench.start(GPU_LIMITS, (WORKER, "minipaged.fast.gpu.attention"))) as fast:
+            parts = ((compiled.process.modules[0], *compiled.part), (fast.modules[0], fast.modules[0], "fast_decode"))
+            timed = [partial(worker.call, "seconds", module, name, *TIMED.values()) for worker, module, name in parts]
+            best = fastest(ROUNDS, *timed)
+    scores = TIMED["seqs"] * TIMED["context"] * TIMED["heads"]
+    return Performance(scores / best[0], scores / best[1])
+
+
+# --- The assignment -------------------------------------------------------------------------------
+
+ASSIGNMENT = Assignment(
+    name="triton-decode",
+    title="A Triton kernel for decoding",
+    part="paged_decode",
+    members=(),
+    cap=70,
+    limits=LIMITS,
+    modules=(WORKER,),
+    needs=("torch", "triton", "numba"),
+    measure=measure,
+    tests=(
+        Test(
+            name="one full block",
+            points=15,
+            invariant=Invariant.CONTENT,
+            meaning="The output is the mean of the values in the block that the table names, weighted by the softmax "
+            "of query times key times scale.",
+            hint="Where do the keys of block b begin? keys.stride(0) knows: keys and values lie in the same cache, and "
+            "a block has both.",
+            check=property_of(cases(contexts=WHOLE, most_blocks=1)),
+        ),
+        Test(
+            name="several blocks, through the table",
+            points=15,
+            invariant=Invariant.CONTENT,
+            meaning="Position p is in logical block p // block_size; the table says which block of the cache that is.",
+            hint="When a later block has a larger score than all before it, what are the sums so far worth?",
+            check=property_of(cases(contexts=WHOLE), Case(16, (192,), head_dim=16)),
+        ),
+        Test(
+            name="a last block that is not full",
+            points=10,
+            invariant=Invariant.CONTENT,
+            meaning="A sequence sees context_lens positions. Slots after them, and table entries after its last block, "
+            "hold anything; here NaN and -1.",
+            hint="A weight of 0 is not enough: what is 0 times NaN? A load has a mask, and says with `other` what "
+            "stands where it does not load. And what does a slot score that was not loaded?",
+            check=property_of(cases(block_sizes=st.sampled_from([2, 4, 8, 16])), Case(16, (150,))),
+        ),
+        Test(
+            name="grouped-query heads",
+            points=10,
+            invariant=Invariant.CONTENT,
+            meaning="Query head h reads key/value head h // (heads / kv_heads).",
+            hint="With 4 query heads and 2 key/value heads, who are the neighbours that share one?",
+            check=property_of(cases(most_blocks=2, grouped=True)),
+        ),
+        Test(
+            name="batches of different lengths",
+            points=10,
+            invariant=Invariant.CONTENT,
+            meaning="Each sequence has its own table, length and output, and none hears of the others.",
+            hint="How far is it from one sequence's table to the next? Not always as far as the table is long: "
+            "block_tables.stride(0).",
+            check=property_of(cases(most_blocks=2, most_sequences=3, grouped=True)),
+        ),
+        Test(
+            name="any block size, any head dimension",
+            points=10,
+            invariant=Invariant.CONTENT,
+            meaning="The numbers of slots in a block and of dimensions in a head need not be powers of two, which "
+            "tl.arange can only count to.",
+            hint="Count further than there is, and mask. A store without a mask writes over what lies behind.",
+            check=property_of(
+                cases(
+                    block_sizes=st.sampled_from([1, 3, 5, 7, 12, 24]),
+                    head_dims=st.sampled_from([1, 3, 5, 12, 48, 80]),
+                    most_sequences=2,
+                    grouped=True,
+                )
+            ),
+        ),
+        Test(
+            name="long contexts, large scores, float16",
+            points=10,
+            invariant=Invariant.CONTENT,
+            meaning="Softmax depends on differences of scores alone: scores of some thousands, or of minus some "
+            "thousands, are no reason to overflow; sums are kept in float32 whatever type the cache has.",
+            hint="What is the largest number that may be given to exp, and that float16 can hold? What do you begin "
+            "with, before any score is known?",
+            check=property_of(
+                cases(
+                    block_sizes=st.sampled_from([4, 16, 32]),
+                    head_dims=st.sampled_from([4, 16, 64]),
+                    dtypes=st.sampled_from(["float32", "float16"]),
+                    most_sequences=2,
+                    size=60.0,
+                ),
+                Case(32, (320, 3), head_dim=64, size=60.0),
+                Case(32, (320, 3), head_dim=64, size=60.0, dtype="float16"),
+            ),
+        ),
+        Test(
+            name="a small Llama",
+            points=10,
+            invariant=Invariant.SCHEDULING_INVARIANCE,
+            meaning="A real engine shares, copies and swaps the blocks; the tokens stay the same.",
+            hint="If all properties hold, look for what you keep between two calls.",
+            check=check_engine,
+            stage="engine",
+        ),
+        Test(
+            name="SmolLM2",
+            points=10,
+            invariant=Invariant.SCHEDULING_INVARIANCE,
+            meaning="A language model writes with your kernel what it writes with the fast tier's.",
+            hint="Small errors add up over 30 layers: in which type do you compute?",
+            check=check_model,
+            stage="model",
+        ),
+    ),
+)

@@ -1,0 +1,498 @@
+"""Assignment 8, `under-load`: whose turn it is when more requests come than the machine can serve in time.
+
+The real engine serves made-up loads on a simulated machine; of its decisions the student's part makes one, the order.
+What counts is how many requests are served within two objectives (goodput: Zhong et al., DistServe, OSDI 2024), and
+that nobody is forgotten over it: the longest wait for a first token is bounded by what it is in order of arrival. The
+yardstick lies between two orders: that of arrival, and our own (`Ours`).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cache, partial
+from itertools import islice
+from typing import Any
+
+from hypothesis import strategies as st
+
+from minipaged.course.assignments.scheduler.checks import CROWDED, crowded_workloads, in_engine, texts
+from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Performance, Test
+from minipaged.course.grader.counterexample import aligned, make_script, raised_message
+from minipaged.course.grader.search import search
+from minipaged.course.sandbox.contract import Handle, Limits, Raised, StudentError
+from minipaged.engine.policies.in_turn import InTurn
+from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.views import plain
+from minipaged.errors import Invariant
+from minipaged.events import Event
+from minipaged.llm import LLM, LoadedModel
+from minipaged.scheduling import Objectives, RequestView
+from minipaged.testing.workloads import Run
+from minipaged.traces import Served, TraceReplay, TraceRequest, attainment, poisson_trace
+
+OBJECTIVES = Objectives(first_token=3.0, between_tokens=0.12)
+BATCH_TOKENS = 512
+LONGER = 1.5
+"""How much longer than in order of arrival the longest wait may be."""
+LEAST_BOUND = 10.0
+"""Seconds, where in order of arrival nearly nobody waits."""
+ENGINE_WORKLOADS = 8
+MOST_STEPS = 5
+"""Times the steps that it takes in order of arrival: whoever needs more gets nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that arrive at random, phase after phase: (seconds, requests a second)."""
+
+    name: str
+    phases: tuple[tuple[float, float], ...]
+
+    def requests(self, seed: int) -> list[TraceRequest]:
+        return poisson_trace(self.phases, seed=seed)
+
+
+LIGHT = Load("a light load", ((60, 1.5),))
+OVERLOAD = Load("an overload", ((60, 4.5),))
+BURSTS = Load("bursts", ((20, 7.0), (40, 1.5), (20, 7.0), (40, 1.5)))
+
+
+class Ours:
+    """The yardstick. Who has begun to answer goes on; then who can still be in time, the shortest first; then who
+    cannot. Whoever has waited for most of what is allowed goes before all of them."""
+
+    def __init__(self, objectives: Objectives, longest_wait: float) -> None:
+        self.in_time = objectives.first_token
+        self.urgent = 0.6 * longest_wait
+
+    def turn(self, request: RequestView, now: float) -> tuple[float, ...]:
+        waited, has_begun = now - request.arrival_time, request.num_tokens >= request.prompt_tokens
+        if not has_begun and waited > self.urgent:
+            return (0,)
+        return 1 if has_begun or waited <= self.in_time else 2, request.prompt_tokens + request.max_output_tokens
+
+
+# --- A student's policy -----------------------------------------------------------------------------
+
+
+class Part:
+    """One object of the student's class, in the worker. Its methods raise Failed and Misbehaviour."""
+
+    def __init__(self, bench: Bench, longest_wait: float) -> None:
+        self._bench = bench
+        self._made = f"{bench.part[1]}({OBJECTIVES!r}, {longest_wait!r})"
+        module, name = bench.part
+        made = self._ask(name, (module, name, (OBJECTIVES, longest_wait)))
+        if not isinstance(made, Handle):
+            raise Failed(Failure(f"{self._made} gave {made!r}, no policy"))
+        self._policy = made
+
+    def turns(self, requests: Sequence[RequestView], now: float) -> list[tuple[float, ...]]:
+        """Whose turn it is: of each request, as a tuple."""
+        try:
+            answers = self._ask("turn", self._asked(requests, now))
+        except Failed as failed:
+            raise Failed(replace(failed.failure, script=self._raising(requests, now, failed.failure.message))) from None
+        assert isinstance(answers, list)
+        assert len(answers) == len(requests)
+        return [self._turn(answer, request, now) for answer, request in zip(answers, requests, strict=True)]
+
+    def _asked(self, requests: Sequence[RequestView], now: float) -> tuple[Handle, str, tuple[Any, ...]]:
+        values = [list(astuple(plain(request))) for request in requests]
+        return self._bench.process.modules[0], "turns", (self._policy, values, now)
+
+    def _raising(self, requests: Sequence[RequestView], now: float, message: str) -> str | None:
+        """A script of the first question that raises by itself, if there is one."""
+        outcomes = self._bench.process.batch([self._asked([request], now) for request in requests])
+        raising = (request for request, answer in zip(requests, outcomes, strict=True) if isinstance(answer, Raised))
+        request = next(raising, None)
+        return None if request is None else self._question(plain(request), now, message)
+
+    def _turn(self, answer: Any, request: RequestView, now: float) -> tuple[float, ...]:
+        numbers = answer if isinstance(answer, tuple | list) else (answer,)
+        if numbers and all(isinstance(n, int | float) and not math.isnan(n) for n in numbers):
+            return tuple(numbers)
+        shown = f"an object of type {answer.kind}" if isinstance(answer, Handle) else repr(answer)[:200]
+        message = f"turn returned {shown}; it has to return a number, or a tuple of numbers"
+        raise Failed(Failure(message, script=self._question(plain(request), now, message)))
+
+    def _ask(self, method: str, call: tuple[Handle, str, tuple[Any, ...]]) -> Any:
+        [answer] = self._bench.process.batch([call], seed=self._bench.seed)
+        if isinstance(answer, Raised):
+            crashed = isinstance(answer.error, StudentError)
+            raise Failed(Failure(raised_message(method, answer.error, method), crashed=crashed))
+        return answer
+
+    def _question(self, request: RequestView, now: float, message: str) -> str:
+        lines = [
+            f"turn = {self._made}.turn({request!r}, now={now!r})",
+            "numbers = turn if isinstance(turn, tuple) else (turn,)",
+            'assert numbers and all(number == number + 0 for number in numbers), f"turn returned {turn!r}"',
+        ]
+        return script(self._bench, message, lines)
+
+
+def script(bench: Bench, message: str, lines: Sequence[str]) -> str:
+    """A program that fails by itself."""
+    text = "\n".join(lines)
+    imports = []
+    for module, names in (
+        ("minipaged.scheduling", ("Objectives", "RequestView")),
+        ("minipaged.traces", ("TraceReplay", "attainment", "poisson_trace")),
+    ):
+        if used := [name for name in names if f"{name}(" in text]:
+            imports.append(f"from {module} import {', '.join(used)}")
+    return make_script(bench.submission, bench.part[1], None, message, imports, lines)
+
+
+class StudentTurns(InTurn):
+    """An engine's policy in the student's order. It asks for many turns at once: each message takes its time."""
+
+    def __init__(self, part: Part, *settings: Any) -> None:
+        super().__init__(*settings, by=self._known_turn, clock=time.perf_counter)
+        self._part = part
+        self._known: dict[int, tuple[float, ...]] = {}
+
+    def _known_turn(self, request: RequestView, now: float) -> tuple[float, ...]:
+        return self._known[request.arrival]
+
+    def _learn(self, requests: Sequence[RequestView]) -> None:
+        turns = self._part.turns(requests, self.clock())
+        self._known = {request.arrival: turn for request, turn in zip(requests, turns, strict=True)}
+
+    def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
+        self._learn(running)
+        return super().share_tokens(running)
+
+    def victim(self, running: Sequence[RequestView]) -> str:
+        self._learn(running)
+        return super().victim(running)
+
+    def admit(
+        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
+    ) -> list[str]:
+        self._learn(waiting)
+        return super().admit(waiting, running, num_free, tokens_left)
+
+
+# --- Loads --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a load was served."""
+
+    served: Sequence[Served]
+    steps: int
+
+    @property
+    def in_time(self) -> float:
+        """The share of requests within both objectives."""
+        return attainment(self.served, OBJECTIVES)
+
+    @property
+    def longest_wait(self) -> float:
+        """For a first token, in seconds."""
+        return max(one.first_token for one in self.served)
+
+
+def bound(first_come: Outcome) -> float:
+    """Seconds that anybody may wait for a first token."""
+    return round(max(LEAST_BOUND, LONGER * first_come.longest_wait), 1)
+
+
+def served(requests: Sequence[TraceRequest], most_steps: float = math.inf, **order: Any) -> Outcome:
+    """To the end of all, or for so many steps. `order`: a `policy` or a `turn`."""
+    replay = TraceReplay(requests, max_num_batched_tokens=BATCH_TOKENS, **order)
+    policy = replay.engine.scheduler.policy
+    if isinstance(policy, StudentTurns):
+        policy.clock = replay.runner.clock
+    for step, _ in enumerate(replay, 1):
+        if step >= most_steps:
+            break
+    return Outcome(replay.served, step)
+
+
+@cache
+def beside(load: Load, seed: int) -> tuple[Outcome, Outcome]:
+    """In order of arrival, and in our order: the same for every test of the load."""
+    requests = load.requests(seed)
+    first_come = served(requests, policy=FirstComeFirstServed)
+    return first_come, served(requests, turn=Ours(OBJECTIVES, bound(first_come)).turn)
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One load, served in three orders."""
+
+    load: Load
+    seed: int
+    requests: Sequence[TraceRequest]
+    first_come: Outcome
+    ours: Outcome
+    students: Outcome
+
+    @classmethod
+    def of(cls, bench: Bench, load: Load) -> Graded:
+        """Raises Failed where the student's order comes to no end, or somebody waits too long."""
+        requests = load.requests(bench.seed)
+        first_come, ours = beside(load, bench.seed)
+        longest = bound(first_come)
+        bench.process.forget()
+        part = Part(bench, longest)
+        students = served(requests, MOST_STEPS * first_come.steps, policy=partial(StudentTurns, part))
+        graded = cls(load, bench.seed, requests, first_come, ours, students)
+        if left := len(requests) - len(students.served):
+            graded.fail(
+                bench,
+                f"after {students.steps:,} steps {left} of {len(requests)} requests have not ended; in order of "
+                f"arrival all have after {first_come.steps:,}",
+                [f"assert len(replay.served) == {len(requests)}, 'it comes to no end'"],
+            )
+        if students.longest_wait > longest:
+            graded.fail(
+                bench,
+                f"somebody waits {students.longest_wait:.1f} s for a first token; {longest:g} s are allowed (by order"
+                f" of arrival the longest wait is {first_come.longest_wait:.1f} s)",
+                [
+                    "waited = max(one.first_token for one in replay.served)",
+                    f'assert waited <= {longest!r}, f"somebody waits {{waited:.1f}} s for a first token"',
+                ],
+            )
+        return graded
+
+    def least(self, share: float) -> float:
+        """What is in time so far on the way from the order of arrival to ours."""
+        return self.first_come.in_time + share * (self.ours.in_time - self.first_come.in_time)
+
+    def require(self, bench: Bench, least: float, why: str) -> None:
+        """Raises Failed where fewer are served in time."""
+        if self.students.in_time < least:
+            message = (
+                f"{self.students.in_time:.1%} of the requests are served in time; {least:.1%} are asked for: {why}"
+            )
+            self.fail(
+                bench,
+                message,
+                [
+                    "in_time = attainment(replay.served, objectives)",
+                    f'assert in_time >= {least!r}, f"{{in_time:.1%}} of the requests are served in time"',
+                ],
+            )
+
+    def fail(self, bench: Bench, message: str, lines: Sequence[str]) -> None:
+        """Raises Failed, with the load as a script and a table of who was served how."""
+        message = f"under {self.load.name}: {message}"
+        body = [
+            f"objectives = {OBJECTIVES!r}",
+            f"policy = {bench.part[1]}(objectives, longest_wait={bound(self.first_come)!r})",
+            f"requests = poisson_trace({self.load.phases!r}, seed={self.seed})",
+            f"replay = TraceReplay(requests, turn=policy.turn, max_num_batched_tokens={BATCH_TOKENS})",
+            "for step, _ in enumerate(replay):",
+            f"    if step > {MOST_STEPS * self.first_come.steps}:",
+            "        break",
+            *lines,
+        ]
+        raise Failed(Failure(message, drawing=self.drawing(), script=script(bench, message, body)))
+
+    def drawing(self) -> tuple[str, ...]:
+        """Of short and of long requests, how many were in time, and who waited longest."""
+        rows = [["tokens asked for", "requests", "in time: yours", "by arrival", "longest wait: yours", "by arrival"]]
+        sizes = sorted(map(_tokens, self.requests))
+        quarters = [sizes[len(sizes) * i // 4] for i in (1, 2, 3)]
+        for low, high in zip([0, *quarters], [*quarters, math.inf], strict=True):
+            of = [
+                Outcome([one for one in each.served if low <= _tokens(one.request) < high], 0)
+                for each in (self.students, self.first_come)
+            ]
+            count = sum(low <= _tokens(one) < high for one in self.requests)
+            waits = [f"{each.longest_wait:.1f} s" if each.served else "-" for each in of]
+            shares = [f"{each.in_time:.0%}" for each in of]
+            rows.append([f"{low} to {high - 1}" if high < math.inf else f"from {low}", f"{count}", *shares, *waits])
+        return tuple(aligned(rows))
+
+
+def _tokens(request: TraceRequest) -> int:
+    return request.context_tokens + request.generated_tokens
+
+
+# --- Tests --------------------------------------------------------------------------------------------
+
+
+@st.composite
+def views(draw: st.DrawFn) -> RequestView:
+    """A request at some moment of its life."""
+    prompt, answer = draw(st.integers(1, 900)), draw(st.integers(1, 900))
+    has = draw(st.sampled_from([0, prompt // 2, prompt, prompt + answer // 2]))
+    return RequestView(
+        request_id=draw(st.sampled_from("abc")),
+        arrival=draw(st.integers(0, 999)),
+        prompt_tokens=prompt,
+        max_output_tokens=answer,
+        tokens_to_run=max(1, prompt - has),
+        decodes=has >= prompt,
+        num_blocks=-(-has // 16),
+        num_tokens=has,
+        blocks_needed=draw(st.integers(0, 60)),
+        arrival_time=draw(st.sampled_from([0.0, 0.5, 3.0, 40.0])),
+    )
+
+
+def check_order(bench: Bench) -> None:
+    """Numbers, and the same for the same question."""
+
+    def run(drawn: tuple[RequestView, float]) -> None:
+        request, later = drawn
+        bench.process.forget()
+        part, now = Part(bench, 20.0), request.arrival_time + later
+        first, second = part.turns([request] * 2, now)
+        if first != second:
+            message = f"turn was asked the same twice, and returned first {first}, then {second}"
+            lines = [
+                f"policy = {bench.part[1]}({OBJECTIVES!r}, 20.0)",
+                f"turns = [policy.turn({request!r}, {now!r}) for _ in range(2)]",
+                'assert turns[0] == turns[1], f"twice the same question: {turns}"',
+            ]
+            raise Failed(Failure(message, script=script(bench, message, lines)))
+
+    search(bench, st.tuples(views(), st.sampled_from([0.0, 0.1, 3.0, 3.5, 19.0, 100.0])), run)
+
+
+def check_light(bench: Bench) -> None:
+    graded = Graded.of(bench, LIGHT)
+    graded.require(bench, graded.first_come.in_time, "as many as in order of arrival, which is good enough here")
+
+
+def check_loads(share: float, *loads: Load) -> Callable[[Bench], None]:
+    """Whether so much of the way from the order of arrival to ours has been gone."""
+
+    def check(bench: Bench) -> None:
+        for load in loads:
+            graded = Graded.of(bench, load)
+            by_arrival, ours = (f"{each.in_time:.1%}" for each in (graded.first_come, graded.ours))
+            way = f"{share:.0%} of the way from {by_arrival}, in order of arrival, to our {ours}"
+            graded.require(bench, graded.least(share), way)
+
+    return check
+
+
+def check_engine(bench: Bench) -> None:
+    """Crowded pools, beams, prefix caching: everybody ends, with the tokens as alone."""
+    for number, workload in islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS):
+        bench.process.forget()
+        events: list[Event] = []
+        try:
+            run = Run(workload, policy=partial(StudentTurns, Part(bench, 20.0)), listeners=[events.append])
+            run.to_the_end()
+            run.check_outputs()
+            run.check_nothing_leaked()
+        except Exception as error:
+            raise in_engine(error, None, f"in the engine, workload {number}", events) from None
+
+
+def check_model(bench: Bench) -> None:
+    """The same texts as in order of arrival."""
+    loaded = LoadedModel.load(bench.model, "reference")
+    events: list[Event] = []
+    expected = texts(LLM(loaded, **CROWDED), bench.seed)
+    try:
+        own = partial(StudentTurns, Part(bench, 20.0))
+        found = texts(LLM(loaded, scheduling_policy=own, listeners=[events.append], **CROWDED), bench.seed)
+    except Exception as error:
+        raise in_engine(error, None, "with SmolLM2", events) from None
+    if found != expected:
+        raise Failed(Failure(f"SmolLM2's tokens are {found!r}; they should be {expected!r}", events=tuple(events)))
+
+
+def measure(bench: Bench) -> Performance:
+    """Goodput under an overload: requests in time for each second in which some arrive, beside ours."""
+    graded = Graded.of(bench, OVERLOAD)
+    seconds = sum(seconds for seconds, _ in OVERLOAD.phases)
+    students, ours = (each.in_time * len(graded.requests) / seconds for each in (graded.students, graded.ours))
+    return Performance(students, ours, "requests in time")
+
+
+# --- The assignment -------------------------------------------------------------------------------
+
+ASSIGNMENT = Assignment(
+    name="under-load",
+    title="Scheduling under load: goodput and fairness",
+    part="UnderLoad",
+    members=("turn",),
+    cap=70,
+    limits=Limits(test_seconds=300),
+    modules=("minipaged.course.assignments.under_load.worker",),
+    measure=measure,
+    tests=(
+        Test(
+            name="an order",
+            points=10,
+            invariant=None,
+            meaning="turn answers with a number or a tuple of numbers, and to the same question the same.",
+            hint="What does your turn return for a request that has been waiting for a long time? And what does it "
+            "remember from one question to the next?",
+            check=check_order,
+        ),
+        Test(
+            name="a light load",
+            points=15,
+            invariant=Invariant.LIVENESS,
+            meaning="While the machine keeps up, the order hardly matters, and must not do harm.",
+            hint="Who is passed, and by whom, when only two or three wait?",
+            check=check_light,
+        ),
+        Test(
+            name="the engine, on a small model",
+            points=10,
+            invariant=Invariant.LIVENESS,
+            meaning="Every request ends, whoever makes room on the way, and with the same tokens as alone.",
+            hint="Whose turn is last also makes room. Can two requests take turns in preempting each other?",
+            check=check_engine,
+            stage="engine",
+        ),
+        Test(
+            name="an overload",
+            points=25,
+            invariant=None,
+            meaning="When more comes than can be served, somebody is late whatever you do. In order of arrival nearly "
+            "everybody is.",
+            hint="Of those that wait, whom does it still help to be served now? And of two such, which one keeps the "
+            "others waiting less?",
+            check=check_loads(0.5, OVERLOAD),
+            stage="engine",
+        ),
+        Test(
+            name="bursts",
+            points=25,
+            invariant=None,
+            meaning="Who cannot be in time any more can be served when the burst is over; but not after everybody else "
+            "who comes until then.",
+            hint="What do you do with somebody who has waited for nearly as long as is allowed? How long does it take "
+            "from his turn to his first token?",
+            check=check_loads(0.5, BURSTS),
+            stage="engine",
+        ),
+        Test(
+            name="nearly as good as ours",
+            points=10,
+            invariant=None,
+            meaning="Most of what there is to gain.",
+            hint="Take three kinds apart: who has begun to answer, who can be in time, who cannot. Within each, who is "
+            "first?",
+            check=check_loads(0.85, OVERLOAD, BURSTS),
+            stage="engine",
+        ),
+        Test(
+            name="SmolLM2",
+            points=5,
+            invariant=Invariant.SCHEDULING_INVARIANCE,
+            meaning="Who runs when has no influence on the text.",
+            hint="Compare with what the engine's test says; the model is larger, the questions are the same.",
+            check=check_model,
+            stage="model",
+        ),
+    ),
+)

@@ -1,0 +1,158 @@
+"""What the commands do: `minipaged grade`, `minipaged grade-tests`, `minipaged course autograder`.
+
+The exit status is 0 for full marks, 1 for less, 2 for what cannot be graded, 130 after Ctrl-C. With `--output FILE` the
+result so far is in the file after every test: it is written beside it and moved into place, so that there is never half
+a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from minipaged.course.grader.assignment import CannotBeGraded, Grade, Submission, TestResult, find_assignment
+from minipaged.course.grader.formats import FORMATS, closing, fails_like, heading, not_graded, result_lines
+from minipaged.course.grader.grading import grade
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where a grade goes, in which form."""
+
+    form: str = "terminal"
+    output: Path | None = None
+    counterexamples: Path | None = None
+    """A folder for the failures' scripts and recorded runs."""
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMATS:
+            raise CannotBeGraded(f"--format is {self.form!r}; choose one of {', '.join(FORMATS)}")
+
+    def so_far(self, grade: Grade) -> None:
+        """Called after each test, and once more at the end."""
+        if self.output:
+            write_whole(self.output, FORMATS[self.form](grade))
+            if grade.finished:
+                print(f"score: {grade.score} of {grade.max_score}, written to {self.output}", flush=True)
+        elif self.form == "terminal":
+            if grade.finished:
+                print("\n".join(closing(grade)), flush=True)
+            else:
+                before = heading(grade) if len(grade.results) == 1 else []
+                print("\n".join([*before, *result_lines(grade.results[-1], grade.results[:-1])]), flush=True)
+        elif grade.finished:
+            print(FORMATS[self.form](grade), end="", flush=True)
+        if self.counterexamples and not grade.finished:
+            self._keep_counterexample(grade.results[-1], grade.results[:-1])
+
+    def refused(self, assignment: str, submission: Submission | None, message: str) -> None:
+        """It cannot be graded: whoever waits for a file gets one."""
+        print(f"cannot be graded: {message}", file=sys.stderr)
+        if self.output:
+            with contextlib.suppress(CannotBeGraded):  # that may be just what was wrong
+                write_whole(self.output, not_graded(self.form, assignment, submission, message))
+        elif self.form != "terminal":
+            print(not_graded(self.form, assignment, submission, message), end="")
+
+    def _keep_counterexample(self, result: TestResult, earlier: Sequence[TestResult]) -> None:
+        assert self.counterexamples is not None
+        stem = re.sub(r"\W+", "-", result.test.name.lower()).strip("-")
+        failure = None if result.test.hidden else result.failure
+        contents = {
+            ".py": failure and failure.script,
+            ".jsonl": failure and "".join(f"{event.to_json()}\n" for event in failure.events),
+        }
+        for suffix, content in contents.items():
+            file = self.counterexamples / f"{stem}{suffix}"
+            if content:
+                self.counterexamples.mkdir(parents=True, exist_ok=True)
+                write_whole(file, content)
+                if self.form == "terminal" and not self.output and fails_like(result, earlier) is None:
+                    print(f"          {'saved as' if suffix == '.py' else 'as a run'}: {file}", flush=True)
+            else:
+                file.unlink(missing_ok=True)  # of an earlier run
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write the file, or leave what was there."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(content, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise CannotBeGraded(f"cannot write {path}: {error.strerror}") from None
+
+
+def run_grade(
+    name: str,
+    spec: str,
+    report: Report,
+    *,
+    seed: int,
+    model: str | None,
+    carried: Sequence[str] = (),
+    call_seconds: float | None = None,
+    test_seconds: float | None = None,
+) -> int:
+    """`minipaged grade`; returns the exit status."""
+
+    def work() -> Grade:
+        assignment = find_assignment(name)
+        limits = assignment.limits
+        if call_seconds is not None:
+            limits = replace(limits, call_seconds=call_seconds)
+        if test_seconds is not None:
+            limits = replace(limits, test_seconds=test_seconds)
+        return grade(
+            replace(assignment, limits=limits),
+            Submission.parse(spec),
+            seed=seed,
+            carried=dict(_carried(one) for one in carried),
+            model=model,
+            report=report.so_far,
+        )
+
+    return _status(name, spec, report, work)
+
+
+def run_grade_tests(name: str, spec: str, report: Report) -> int:
+    """`minipaged grade-tests`; returns the exit status."""
+
+    def work() -> Grade:
+        from minipaged.course.grader.student_tests import grade_tests
+
+        return grade_tests(name, Submission.parse(spec), report=report.so_far)
+
+    return _status(f"{name} tests", spec, report, work)
+
+
+def _status(name: str, spec: str, report: Report, work: Callable[[], Grade]) -> int:
+    try:
+        if os.name != "posix":
+            raise CannotBeGraded("grading needs Linux or macOS: student code is kept apart by means of theirs")
+        return 0 if work().full_marks else 1
+    except CannotBeGraded as error:
+        try:
+            submission = Submission.parse(spec)
+        except CannotBeGraded:
+            submission = None
+        report.refused(name, submission, str(error))
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _carried(spec: str) -> tuple[str, Submission]:
+    name, equals, file = spec.partition("=")
+    if not equals:
+        raise CannotBeGraded(
+            f"--with is {spec!r}; write it as ASSIGNMENT=FILE.py, e.g. block-allocator=my_allocator.py"
+        )
+    return name, Submission.parse(file)

@@ -1,0 +1,323 @@
+"""A grade as text for a terminal, and as the files that Gradescope, PrairieLearn, JUnit readers and scripts want.
+
+The shape of each is fixed by a schema in `schemas/` (docs/instructors.md explains the fields). Only `--format json`
+holds everything that is known. A grade that is not finished yet is written all the same, with the tests so far.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minipaged.course.grader.assignment import Grade, Status, Submission, TestResult
+from minipaged.course.grader.grading import VERDICT_HINTS
+from minipaged.course.sandbox.contract import Verdict
+
+WIDTH = 98
+"""Characters of a line of text."""
+
+# --- Text -----------------------------------------------------------------------------------------
+
+
+def heading(grade: Grade) -> list[str]:
+    """What is graded, and how student code is kept apart."""
+    apart = [f"{what}: {how}" for what, how in grade.isolation.items() if what != "performance"]
+    return [f"{grade.assignment.name}: {grade.submission.path.name}  ({'; '.join([f'seed {grade.seed}', *apart])})", ""]
+
+
+def result_lines(result: TestResult, earlier: Sequence[TestResult] = ()) -> list[str]:
+    """One test: a line, and for a failure what there is to learn from it, unless an `earlier` one failed alike."""
+    test = result.test
+    points = "not run" if result.status is Status.SKIPPED else f"{result.score:>2}/{test.points}"
+    if result.status is Status.NOT_GRADED:
+        points = "left out"
+    elif not test.points:
+        points = "passed" if result.status is Status.PASSED else "failed"
+    lines = [f"{points:<9} {test.name:<38} {test.invariant or ''}".rstrip()]
+    if result.status is Status.FAILED and test.hidden:
+        return [*lines, *_indented(["a hidden test; what it found is not shown"]), ""]
+    if result.status is Status.FAILED and result.failure:
+        if same := fails_like(result, earlier):
+            return [*lines, *_indented([f"fails like '{same.test.name}'"])]
+        lines += ["", *_indented(explanation(result)), ""]
+    elif result.message:
+        lines += _indented(result.message.splitlines())
+    return lines
+
+
+def fails_like(result: TestResult, earlier: Sequence[TestResult]) -> TestResult | None:
+    """The first of the earlier tests that failed with the same message."""
+    return next((one for one in earlier if one.status is Status.FAILED and one.message == result.message), None)
+
+
+def explanation(result: TestResult) -> list[str]:
+    """What a failed test has to teach: what, which invariant, a hint, the drawing, the script."""
+    test, failure = result.test, result.failure
+    lines = [result.message]
+    if failure is None:
+        return lines
+    if failure.verdict:
+        lines = [f"{failure.verdict}: {result.message}", "", f"hint: {VERDICT_HINTS[Verdict(failure.verdict)]}"]
+    else:
+        broken = failure.invariant
+        if broken and broken is not test.invariant:
+            lines[0] += f" (broken: {broken})"
+        if test.meaning:
+            lines += ["", f"{test.invariant}: {test.meaning}" if test.invariant else test.meaning]
+        if test.hint and not failure.crashed:
+            lines += [f"hint: {test.hint}"]
+    if failure.drawing:
+        lines += ["", *failure.drawing]
+    if failure.script:
+        lines += ["", "counterexample.py:", *(f"    {line}".rstrip() for line in failure.script.rstrip().splitlines())]
+    if result.output:
+        lines += ["", "it printed:", *(f"    {line}" for line in result.output.splitlines()[:10])]
+    return lines
+
+
+def closing(grade: Grade) -> list[str]:
+    """The score, and the speed where it was measured."""
+    lines = ["", f"score: {grade.score} of {grade.max_score}"]
+    if grade.capped:
+        lines[-1] += f" (with a failed test, {grade.assignment.cap} at most)"
+    if grade.also_checked:
+        lines.append(f"{', '.join(grade.also_checked)}: also checked")
+    left_out = [result.test for result in grade.results if result.status is Status.NOT_GRADED]
+    if left_out:
+        names = ", ".join(f"{test.name} ({test.points} points)" for test in left_out)
+        lines.append(f"not graded: {names}")
+    if grade.performance:
+        performance = grade.performance
+        rate = performance.operations_per_second
+        amount = f"{rate / 1e6:.2f} million" if rate >= 1e4 else f"{rate:.0f}"
+        lines.append(
+            f"speed: {amount} {performance.operations} a second, {performance.index:.2f} times the reference's "
+            "(for information; it does not count)"
+        )
+    elif "performance" in grade.isolation:
+        lines.append(f"speed: {grade.isolation['performance']}")
+    return lines
+
+
+def text(grade: Grade) -> str:
+    """The whole grade as a terminal shows it."""
+    lines = heading(grade)
+    for number, result in enumerate(grade.results):
+        lines += result_lines(result, grade.results[:number])
+    return "\n".join([*lines, *(closing(grade) if grade.finished else ["", "(not finished)"]), ""])
+
+
+def _indented(lines: list[str]) -> list[str]:
+    """Beside the points; sentences are wrapped, drawings and scripts (which are indented or aligned) are not."""
+    wrapped: list[str] = []
+    for line in lines:
+        wrapped += textwrap.wrap(line, WIDTH) if len(line) > WIDTH and "  " not in line.rstrip() else [line]
+    return [f"          {line}".rstrip() for line in wrapped]
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def as_json(grade: Grade) -> str:
+    """Everything that is known (schemas/grade.schema.json)."""
+    performance = grade.performance
+    return _dump(
+        {
+            "assignment": grade.assignment.name,
+            "submission": grade.submission.path.name,
+            "seed": grade.seed,
+            "score": grade.score,
+            "max_score": grade.max_score,
+            "cap": grade.assignment.cap,
+            "capped": grade.capped,
+            "finished": grade.finished,
+            "error": None,
+            "isolation": grade.isolation,
+            "also_checked": list(grade.also_checked),
+            "tests": [_test(result) for result in grade.results],
+            "performance": performance
+            and {
+                "operations_per_second": performance.operations_per_second,
+                "reference_operations_per_second": performance.reference_operations_per_second,
+                "index": performance.index,
+                "operations": performance.operations,
+            },
+        }
+    )
+
+
+def _test(result: TestResult) -> dict[str, Any]:
+    test, failure = result.test, result.failure
+    return {
+        "name": test.name,
+        "stage": test.stage,
+        "hidden": test.hidden,
+        "invariant": test.invariant and str(test.invariant),
+        "score": result.score,
+        "max_score": test.points,
+        "status": str(result.status),
+        "message": result.message,
+        "meaning": test.meaning,
+        "hint": "" if failure and failure.crashed else test.hint,
+        "output": result.output,
+        "counterexample": failure
+        and {
+            "invariant": failure.invariant and str(failure.invariant),
+            "verdict": failure.verdict,
+            "script": failure.script,
+            "drawing": list(failure.drawing),
+            "events": [json.loads(event.to_json()) for event in failure.events],
+        },
+    }
+
+
+# --- Gradescope, PrairieLearn, JUnit --------------------------------------------------------------
+
+
+def gradescope(grade: Grade) -> str:
+    """Gradescope's results.json. A hidden test is one that students do not see there."""
+    tests = [
+        {
+            "name": result.test.name,
+            "score": result.score,
+            "max_score": result.test.points,
+            "status": "passed" if result.status is Status.PASSED else "failed",
+            "output": _said(result),
+            "output_format": "text",
+            "visibility": "hidden" if result.test.hidden else "visible",
+        }
+        for result in grade.results
+        if result.status is not Status.NOT_GRADED
+    ]
+    leaderboard = []
+    if grade.performance:
+        name = "speed (1 is the reference's)"
+        leaderboard.append({"name": name, "value": round(grade.performance.index, 2), "order": "desc"})
+    return _dump(
+        {
+            "score": grade.score,
+            "output": "\n".join(closing(grade)).strip(),
+            "output_format": "text",
+            "visibility": "visible",
+            "stdout_visibility": "hidden",
+            "tests": tests,
+            "leaderboard": leaderboard,
+        }
+    )
+
+
+def prairielearn(grade: Grade) -> str:
+    """PrairieLearn's results.json: the score is a share, 0 to 1."""
+    return _dump(
+        {
+            "gradable": True,
+            "score": grade.score / grade.max_score if grade.max_score else 0.0,
+            "message": "\n".join(closing(grade)).strip(),
+            "output": "" if any(result.test.hidden for result in grade.results) else text(grade),
+            "tests": [
+                {
+                    "name": result.test.name,
+                    "description": result.test.meaning,
+                    "points": result.score,
+                    "max_points": result.test.points,
+                    "message": "" if result.test.hidden else result.message,
+                    "output": _said(result),
+                }
+                for result in grade.results
+                if result.status is not Status.NOT_GRADED
+            ],
+        }
+    )
+
+
+def junit(grade: Grade) -> str:
+    """JUnit's XML, one test suite."""
+    statuses = [result.status for result in grade.results]
+    suite = ET.Element(
+        "testsuite",
+        name=grade.assignment.name,
+        tests=str(len(grade.results)),
+        failures=str(statuses.count(Status.FAILED)),
+        errors="0",
+        skipped=str(statuses.count(Status.SKIPPED) + statuses.count(Status.NOT_GRADED)),
+    )
+    for result in grade.results:
+        case = ET.SubElement(suite, "testcase", classname=grade.assignment.name, name=result.test.name)
+        if result.status is Status.FAILED:
+            message = "a hidden test" if result.test.hidden else _printable(result.message)
+            ET.SubElement(case, "failure", message=message).text = _printable(_said(result))
+        elif result.status is not Status.PASSED:
+            ET.SubElement(case, "skipped", message=result.message)
+    return _xml(suite)
+
+
+def _said(result: TestResult) -> str:
+    if result.status is Status.PASSED:
+        return ""
+    if result.test.hidden:
+        return "a hidden test; what it found is not shown"
+    return "\n".join(explanation(result) if result.status is Status.FAILED else [result.message])
+
+
+def _printable(content: str) -> str:
+    """XML has no place for most control characters."""
+    return "".join(c for c in content if c in "\t\n" or (c >= " " and c not in "\ufffe\uffff"))
+
+
+def _xml(suite: ET.Element) -> str:
+    root = ET.Element("testsuites")
+    root.append(suite)
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _dump(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=2) + "\n"
+
+
+FORMATS: dict[str, Callable[[Grade], str]] = {
+    "terminal": text,
+    "json": as_json,
+    "gradescope": gradescope,
+    "prairielearn": prairielearn,
+    "junit": junit,
+}
+
+
+# --- What cannot be graded ------------------------------------------------------------------------
+
+
+def not_graded(kind: str, assignment: str, submission: Submission | None, message: str) -> str:
+    """The same five forms for a submission that cannot be graded."""
+    if kind == "json":
+        return _dump(
+            {
+                "assignment": assignment,
+                "submission": submission and submission.path.name,
+                "seed": 0,
+                "score": 0,
+                "max_score": 0,
+                "cap": 0,
+                "capped": False,
+                "finished": False,
+                "error": message,
+                "isolation": {},
+                "also_checked": [],
+                "tests": [],
+                "performance": None,
+            }
+        )
+    if kind == "gradescope":
+        said = f"cannot be graded: {message}"
+        return _dump({"score": 0, "output": said, "output_format": "text", "visibility": "visible", "tests": []})
+    if kind == "prairielearn":
+        return _dump({"gradable": False, "score": 0.0, "message": message, "output": "", "tests": []})
+    if kind == "junit":
+        suite = ET.Element("testsuite", name=assignment, tests="1", failures="0", errors="1", skipped="0")
+        case = ET.SubElement(suite, "testcase", classname=assignment, name="the submission can be graded")
+        ET.SubElement(case, "error", message=_printable(message)).text = _printable(message)
+        return _xml(suite)
+    return f"cannot be graded: {message}\n"

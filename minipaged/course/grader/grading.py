@@ -1,0 +1,135 @@
+"""One submission through the tests of one assignment, in order.
+
+Each test has a fresh worker and ends with the worker's completion message: a check that found nothing wrong proves
+nothing if the worker has been tampered with, has died, or has left threads behind. After each test `report` is called,
+so that what is known is on disk before the next one begins.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from minipaged.course.grader.assignment import (
+    Assignment,
+    Bench,
+    CannotBeGraded,
+    Failed,
+    Failure,
+    Grade,
+    Status,
+    Submission,
+    Test,
+    TestResult,
+    start_process,
+)
+from minipaged.course.grader.counterexample import UNWRITTEN
+from minipaged.course.grader.handouts import to_do
+from minipaged.course.sandbox.contract import Misbehaviour, StartSandbox, StudentError, Verdict
+from minipaged.errors import ModelError
+
+VERDICT_HINTS = {
+    Verdict.TIMED_OUT: "Look for a loop that does not end when there is nothing left to find.",
+    Verdict.OUT_OF_MEMORY: "Look for a list that grows with every call, or with no end.",
+    Verdict.ENDED: "Raise errors; a part has no reason to end the process.",
+    Verdict.FLOODED_OUTPUT: "Take out the prints, or print less.",
+    Verdict.FORGED_MESSAGE: "Only the return values of your methods count; there is nothing to write to.",
+    Verdict.FORBIDDEN: "A part needs no files, processes or network.",
+    Verdict.TAMPERED: "Leave other modules as they are; what the grader compares with is out of reach anyway.",
+    Verdict.LEFT_THREADS: "A part needs no threads; if you start some, join them before you return.",
+    Verdict.RAISED_IN_DEL: "A __del__ runs when you least expect it: do not raise there, or do without it.",
+}
+
+
+def grade(
+    assignment: Assignment,
+    submission: Submission,
+    *,
+    seed: int = 0,
+    carried: Mapping[str, Submission] | None = None,
+    model: str | None = "smollm2-135m-instruct",
+    report: Callable[[Grade], None] = lambda grade: None,
+    start: StartSandbox = start_process,
+) -> Grade:
+    """Grade a submission. `model` None leaves the tests of that stage out; `start` makes what the submission runs in.
+    Raises CannotBeGraded."""
+    for name in carried or {}:
+        if name not in assignment.builds_on:
+            known = ", ".join(assignment.builds_on) or "it builds on none"
+            raise CannotBeGraded(f"{assignment.name} does not build on {name!r}; earlier parts it takes: {known}")
+    if missing := [package for package in assignment.needs if importlib.util.find_spec(package) is None]:
+        raise CannotBeGraded(
+            f"{assignment.name} needs {' and '.join(missing)}, not installed here; install minipaged with its extras "
+            "'course' and 'fast' (in a clone: pip install -e '.[course,fast]'), on Linux: there is no Triton elsewhere"
+        )
+    result = Grade(assignment, submission, seed)
+
+    def bench() -> Bench:
+        return Bench(assignment, submission, seed, carried or {}, model or "", start)
+
+    with bench() as first:  # fails here if it cannot be graded at all
+        try:
+            result.isolation = first.process.isolation
+            result.also_checked = first.also
+        except Misbehaviour as misbehaviour:
+            raise CannotBeGraded(
+                f"{submission.path.name} does not load: {misbehaviour.verdict}: {misbehaviour.message}"
+            ) from None
+    reached = assignment.tests[0].stage
+    for test in assignment.tests:
+        if test.stage == "model" and model is None:
+            result.results.append(TestResult(test, Status.NOT_GRADED, "left out on request (--no-model)"))
+        elif test.stage != reached and any(one.status is Status.FAILED for one in result.results):
+            result.results.append(TestResult(test, Status.SKIPPED, "not run: everything above has to pass first"))
+        else:
+            reached = test.stage
+            with bench() as one:
+                result.results.append(run_test(test, one))
+        report(result)
+    if assignment.measure and not any(one.status is Status.FAILED for one in result.results):
+        with bench() as one:
+            try:
+                result.performance = assignment.measure(one)
+            except (Misbehaviour, Exception) as error:  # right so far: only the figure is lost
+                result.isolation["performance"] = f"not measured: {error}"
+    result.finished = True
+    report(result)
+    return result
+
+
+def run_test(test: Test, bench: Bench) -> TestResult:
+    """One test in a worker of its own."""
+    try:
+        test.check(bench)
+        bench.process.finish()
+        failure = None
+    except Failed as failed:
+        failure = _tampering(bench) or failed.failure
+    except Misbehaviour as misbehaviour:
+        failure = misbehaviour.failure or Failure(misbehaviour.message, verdict=misbehaviour.verdict)
+    except StudentError as error:
+        failure = Failure(f"your code raised {error}")
+    except ModelError as error:
+        raise CannotBeGraded(f"{test.name} needs a model: {error}; --no-model grades without") from None
+    except CannotBeGraded:
+        raise
+    except Exception as error:  # never a pass, whatever was returned to trip us up
+        failure = Failure(f"the grader could not make sense of what your code returned: {error!r}")
+    finally:
+        bench.restart()
+    if failure and UNWRITTEN in failure.message and (left := to_do(bench.submission.path)):
+        failure = replace(failure, drawing=("still to be written:", *left), script=None, events=())
+    if failure is None:
+        return TestResult(test, Status.PASSED, output=bench.output)
+    return TestResult(test, Status.FAILED, failure.message, failure, bench.output)
+
+
+def _tampering(bench: Bench) -> Failure | None:
+    """Where a submission replaced members of other modules, that is the thing to say, whatever it led to."""
+    try:
+        bench.process.finish()
+    except Misbehaviour as misbehaviour:
+        if misbehaviour.verdict is Verdict.TAMPERED:
+            return Failure(misbehaviour.message, verdict=misbehaviour.verdict)
+    return None

@@ -1,0 +1,120 @@
+"""An assignment graded in a web page: what docs/assets/grader.js calls, in Pyodide.
+
+It is the grader of the command line, with a student's part in the same interpreter (`sandbox/page_process.py`): the
+same tests, points and counterexamples. What only a command line has (SmolLM2, the speed) is left out. A failed test
+comes with its run as the stepper wants it, and with the line of the student's in which it went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from os import chdir
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from minipaged.course.grader.assignment import CannotBeGraded, Grade, Status, Submission, TestResult, find_assignment
+from minipaged.course.grader.counterexample import ALARM
+from minipaged.course.grader.formats import as_json, fails_like
+from minipaged.course.grader.grading import VERDICT_HINTS, grade
+from minipaged.course.sandbox.contract import Verdict
+from minipaged.course.sandbox.page_process import PageProcess
+from minipaged.errors import InvalidRequest
+from minipaged.stepper.page import as_data, failure_of
+from minipaged.stepper.recording import function_of
+
+LOOKED_AT = ("__init__", "ref_count", "num_free", "num_blocks", "num_tokens", "blocks")
+"""Members that are asked for the sake of checks: what they say was decided elsewhere."""
+MOST_LINES = 20_000
+"""Of a counterexample: one that does not end by itself is left there."""
+
+
+def run(name: str, text: str, tell: Callable[[str], object]) -> str:
+    """Grade a student's text. `tell` is given each test as JSON when it is done; the whole grade comes back, or with
+    `error`, and perhaps `line`, why there is none."""
+    sys.dont_write_bytecode = True
+    assignment = replace(find_assignment(name), measure=None)
+    with tempfile.TemporaryDirectory() as folder:
+        chdir(folder)  # so that counterexamples say that the student's file lies beside them
+        submission = Submission(Path(f"{name.replace('-', '_')}.py"))
+        submission.path.write_text(text)
+
+        def report(grade: Grade) -> None:
+            if not grade.finished:
+                tell(json.dumps(_told(grade)))
+
+        try:
+            graded = grade(assignment, submission, model=None, report=report, start=PageProcess)
+        except CannotBeGraded as error:
+            place = re.search(rf"\\b{re.escape(submission.path.name)}:(\\d+)", str(error))
+            return json.dumps({"error": str(error), "line": place and int(place[1])})
+        finally:
+            chdir("/")
+    return as_json(graded)
+
+
+def _told(grade: Grade) -> dict[str, Any]:
+    """The latest test, as `as_json` has it; and for the page more."""
+    *earlier, result = grade.results
+    told: dict[str, Any] = json.loads(as_json(grade))["tests"][-1]
+    same = fails_like(result, earlier) if result.status is Status.FAILED else None
+    failure = result.failure
+    if failure and failure.verdict:
+        told["hint"] = VERDICT_HINTS[Verdict(failure.verdict)]
+    return told | {"same": same and same.test.name, "run": None if same else _run(result, grade.submission.path)}
+
+
+def _run(result: TestResult, path: Path) -> dict[str, Any] | None:
+    """What the stepper is fed with, if there is anything to step through."""
+    failure = result.failure
+    if failure is None or not failure.events:
+        return None
+    last = last_line(failure.script, path) if failure.script else None
+    try:
+        data = as_data(result.test.name, failure.events) | failure_of(failure.events)
+    except InvalidRequest:
+        return None
+    if last and "broken" in data:
+        steps = len(data["events"])
+        function, line = function_of(last[0]), last[1]
+        data |= {"functions": [function], "lines": [[], [[0, [line]]]], "lines_of": [0] * steps + [1]}
+        data |= {"current": [None] * steps + [[0, line]], "broken": data["broken"] | {"line": line}}
+    return data
+
+
+def last_line(script: str, path: Path) -> tuple[CodeType, int] | None:
+    """The line of the student's where a counterexample went wrong: that which raised, or the last one that ran of a
+    method that does something."""
+    ran: list[tuple[CodeType, int]] = []
+
+    def on_call(frame: FrameType, kind: str, argument: object) -> Any:
+        code = frame.f_code
+        return on_line if Path(code.co_filename).name == path.name and code.co_name not in LOOKED_AT else None
+
+    def on_line(frame: FrameType, kind: str, argument: object) -> Any:
+        ran.append((frame.f_code, frame.f_lineno))
+        if len(ran) > MOST_LINES:
+            raise TimeoutError
+        return on_line
+
+    program = compile(script.replace("\n".join(ALARM), ""), "counterexample.py", "exec")
+    paths, before = list(sys.path), sys.gettrace()
+    sys.settrace(on_call)
+    try:
+        exec(program, {"__name__": "__main__"})
+    except BaseException as error:
+        sys.settrace(before)
+        raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        own = [(frame.f_code, frame.f_lineno) for frame in raised if Path(frame.f_code.co_filename).name == path.name]
+        ran += own[-1:]
+    finally:
+        sys.settrace(before)
+        sys.path[:] = paths
+        sys.modules.pop(path.stem, None)
+    return ran[-1] if ran else None

@@ -1,0 +1,312 @@
+"""Where a student's code runs: objects of it live here, calls are made on them, and what they do is told.
+
+What is right is known to the grader alone, which sends calls ("make a BlockAllocator of 3 blocks, allocate, ...") and
+compares the answers with a model of its own. So there is no message "all tests passed" that could be forged: whoever
+answers every call rightly has written the part. Each message carries a token drawn for it, and the answer has to carry
+the same one, so that what student code writes to the channel on its own account is found out.
+
+At the end of a test it is told what is amiss: threads still running, exceptions in `__del__`, modules with replaced
+members. How messages come and go, and what keeps student code apart, is in the classes that extend `Worker`: a process
+(`worker.py`), or the grader's own interpreter in a page (`page_process.py`).
+"""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import random
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType, TracebackType
+from typing import Any
+
+from minipaged import errors
+from minipaged.course.sandbox import wire
+
+KNOWN_ERRORS: dict[str, type[BaseException]] = {
+    error.__name__: error
+    for error in (
+        *(errors.OutOfBlocks, errors.BlockNotAllocated, errors.InvalidRequest, errors.BadLogits),
+        *(NotImplementedError, MemoryError, RecursionError, TimeoutError, KeyError, IndexError, TypeError),
+        *(AttributeError, ValueError, AssertionError),
+    )
+}
+"""Errors that are the same on both sides; any other travels as its name and message."""
+
+WATCHED_MODULES = (
+    *("random", "time", "json", "os", "posixpath", "gc", "_thread", "threading", "copy", "tracemalloc"),
+    *("numpy", "torch"),  # where the assignment has them loaded
+)
+PRIVATE = ("reference", "fast", "engine", "course", "demo", "models/quantized")
+"""Parts of minipaged that hold answers or the grader."""
+
+
+class Worker(ABC):
+    """The objects that live here, and the notes on what student code did."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, Any] = {}
+        self._next_number = 0
+        self._stubs: dict[int, Stub] = {}
+        self._token = ""
+        """Of the request that is being answered."""
+        self._student_files: list[str] = []
+        self._faults: list[str] = []
+        """What student code did that it may not do."""
+        self._unraisable: list[str] = []
+        # Kept here, where a student's module does not replace them.
+        self._loads, self._line, self._clock = json.loads, wire.line, time.perf_counter
+        self._seed, self._collect, self._count_threads = random.seed, gc.collect, _thread._count
+        self._snapshot: dict[str, tuple[Any, dict[str, Any]]] = {}
+
+    @abstractmethod
+    def _read(self) -> dict[str, Any] | None:
+        """The grader's next message; None when it has hung up."""
+
+    @abstractmethod
+    def _send(self, message: dict[str, Any]) -> None:
+        """Tell the grader."""
+
+    def _answer(self, request: dict[str, Any]) -> None:
+        before, self._token = self._token, request["token"]
+        answer = getattr(self, f"_do_{request['do']}")(request)
+        self._token = before
+        if self._faults:
+            answer = {"fault": self._faults[0]}
+        self._send({"token": request["token"], **answer})
+
+    # --- What the grader can ask for --------------------------------------------------------------
+
+    @abstractmethod
+    def _do_start(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Prepare for student code: by `_begin`, and by whatever keeps it apart."""
+
+    def _begin(self, modules: Sequence[str]) -> list[ModuleType]:
+        """Import what the parts of the assignment need, and look at what is not to be changed."""
+        loaded = [importlib.import_module(name) for name in modules]
+        for module in loaded:
+            self._objects[self._new_number()] = module
+        sys.unraisablehook = self._note_unraisable
+        self._hooks = (sys.unraisablehook, sys.stdout, sys.stderr)
+        self._take_snapshot()
+        return loaded
+
+    def _do_load(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Import a file of the student's from the working directory; tell what is in it."""
+        path, name = request["path"], request["name"]
+        self._student_files.append(path)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = self._new_module(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException as error:  # SystemExit too: a file that ends the process when loaded cannot be graded
+            return {"raised": self._describe(error)}
+        number = self._new_number()
+        self._objects[number] = module
+        return {"ok": {"number": number, "contents": self._contents(module)}}
+
+    def _new_module(self, spec: ModuleSpec) -> ModuleType:
+        return importlib.util.module_from_spec(spec)
+
+    def _do_calls(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Make the calls in order and answer with what each returned or raised."""
+        if request["seed"] is not None:
+            self._seed(request["seed"])
+        results: list[Any] = []
+        special = self._resolver(results)
+        outcomes: list[dict[str, Any]] = []
+        for target, member, args in request["calls"]:
+            try:
+                found = getattr(wire.decode(target, special), member)
+                result = found if args is None else found(*wire.decode(args, special))
+                results.append(result)
+                outcomes.append({"ok": wire.encode(result, self._handle)})
+            except BaseException as error:
+                results.append(None)
+                outcomes.append({"raised": self._describe(error)})
+        return {"ok": outcomes}
+
+    def _do_time(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The seconds that the calls take when nothing else is done. `args`: numbers, or ["result of", n]."""
+        results: list[Any] = []
+        methods = {name: getattr(self._objects[request["target"]], name) for name in request["members"]}
+        calls = [(methods[member], argument, reference) for member, argument, reference in request["calls"]]
+        append, started = results.append, self._clock()
+        for method, argument, reference in calls:
+            if reference is not None:
+                append(method(results[reference]))
+            elif argument is not None:
+                append(method(argument))
+            else:
+                append(method())
+        return {"ok": self._clock() - started}
+
+    def _do_forget(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Drop the objects made since the files were loaded."""
+        for number in [number for number in self._objects if number >= request["from"]]:
+            del self._objects[number]
+        self._stubs.clear()
+        return {"ok": None}
+
+    def _do_finish(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The completion message: without it no test is passed. Tells what is amiss, if anything."""
+        self._do_forget(request)
+        self._collect()
+        if self._unraisable:
+            return {"ok": {"verdict": "raised-in-del", "message": self._unraisable[0]}}
+        if (sys.unraisablehook, sys.stdout, sys.stderr) != self._hooks:
+            return {
+                "ok": {"verdict": "tampered", "message": "it replaced sys.unraisablehook, sys.stdout or sys.stderr"}
+            }
+        if replaced := self._replaced():
+            return {"ok": {"verdict": "tampered", "message": f"it replaced {replaced}"}}
+        if threads := self._count_threads():
+            return {"ok": {"verdict": "left-threads", "message": f"{threads} threads of its own are still running"}}
+        return {"ok": {"verdict": None}}
+
+    # --- Objects that stay ------------------------------------------------------------------------
+
+    def _new_number(self) -> int:
+        self._next_number += 1
+        return self._next_number
+
+    def _handle(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Stub):
+            return {"$host": [object.__getattribute__(value, "_number")]}
+        number = self._new_number()
+        self._objects[number] = value
+        return {"$handle": [number, type(value).__name__]}
+
+    def _resolver(self, results: Sequence[Any]) -> Callable[[str, Any], Any]:
+        def resolve(tag: str, content: Any) -> Any:
+            if tag == "$handle":
+                return self._objects[content[0]]
+            if tag == "$result":
+                return results[content]
+            assert tag == "$host"
+            number, methods, properties = content
+            if number not in self._stubs:
+                self._stubs[number] = Stub(number, methods, properties, self._ask)
+            return self._stubs[number]
+
+        return resolve
+
+    def _ask(self, number: int, member: str, args: Sequence[Any] | None) -> Any:
+        """A call that student code makes on an object of the grader's."""
+        encoded = None if args is None else [wire.encode(_as_list(value), self._handle) for value in args]
+        self._send({"token": self._token, "ask": [number, member, encoded]})
+        while (message := self._read()) is not None:
+            if "do" not in message:
+                break
+            self._answer(message)  # to answer us, the grader may call student code again
+        if message is None:
+            os._exit(0)
+        if "raised" in message:
+            name, text = message["raised"]
+            raise KNOWN_ERRORS.get(name, RuntimeError)(text)
+        return wire.decode(message["ok"], self._resolver(()))
+
+    # --- Telling of errors ------------------------------------------------------------------------
+
+    def _describe(self, error: BaseException) -> dict[str, Any]:
+        """The error by name, text and place in the student's files."""
+        try:
+            text = str(error.msg if isinstance(error, SyntaxError) else error)[:2000]
+        except BaseException:
+            text = "(its message cannot be read)"
+        places = [*self._places(error.__traceback__)]
+        if isinstance(error, SyntaxError) and error.lineno:
+            places.append(f"{os.path.basename(str(error.filename))}:{error.lineno}")
+        known = [name for name, kind in KNOWN_ERRORS.items() if isinstance(error, kind)]
+        return {"type": type(error).__name__, "known": known[:1], "message": text, "places": places[-8:]}
+
+    def _places(self, traceback: TracebackType | None) -> list[str]:
+        places = []
+        while traceback is not None:
+            code = traceback.tb_frame.f_code
+            if os.path.basename(code.co_filename) in map(os.path.basename, self._student_files):
+                places.append(f"{os.path.basename(code.co_filename)}:{traceback.tb_lineno} in {code.co_name}")
+            traceback = traceback.tb_next
+        return places
+
+    def _note_unraisable(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        self._unraisable.append(f"{type(error).__name__}: {error} in {unraisable.object!r}"[:500])
+
+    @staticmethod
+    def _contents(module: ModuleType) -> list[dict[str, Any]]:
+        """The classes and functions that the file itself defines, with their members."""
+        return [
+            {
+                "name": name,
+                "is_class": isinstance(value, type),
+                "members": [member for member in dir(value) if not member.startswith("__")],
+                "written": [
+                    member for member in dir(value) if not (member.startswith("__") or _is_ours(value, member))
+                ],
+                "unfinished": sorted(getattr(value, "__abstractmethods__", ())),
+            }
+            for name, value in list(vars(module).items())
+            if callable(value) and getattr(value, "__module__", None) == module.__name__ and isinstance(name, str)
+        ]
+
+    # --- Replaced members -------------------------------------------------------------------------
+
+    def _take_snapshot(self) -> None:
+        importlib.import_module("threading")
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "minipaged" or name in WATCHED_MODULES:
+                self._snapshot[name] = (module, dict(vars(module)))
+                for key, value in list(vars(module).items()):
+                    if isinstance(value, type) and value.__module__ == name:
+                        self._snapshot[f"{name}.{key}"] = (value, dict(vars(value)))
+
+    def _replaced(self) -> str | None:
+        for name, (owner, before) in self._snapshot.items():
+            now = vars(owner)
+            for key, value in before.items():
+                if now.get(key, None) is not value and key not in ("__annotations__", "__annotations_cache__"):
+                    return f"{name}.{key}"
+            inherited = owner.__mro__[1:] if isinstance(owner, type) else ()
+            for key in now.keys() - before.keys():
+                if any(key in vars(base) for base in inherited):
+                    return f"{name}.{key}"
+        return None
+
+
+class Stub:
+    """Stands for an object of the grader's: each call, and each look at a property, asks for it."""
+
+    def __init__(self, number: int, methods: Sequence[str], properties: Sequence[str], ask: Callable[..., Any]) -> None:
+        self._number, self._methods, self._properties, self._asks = number, methods, properties, ask
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._methods:
+            return lambda *args: self._asks(self._number, name, args)
+        if name in self._properties:
+            return self._asks(self._number, name, None)
+        raise AttributeError(name)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._asks(self._number, "__call__", args)
+
+
+def _is_ours(kind: Any, member: str) -> bool:
+    """Whether a class has the member from one of minipaged's."""
+    owner = next((base for base in getattr(kind, "__mro__", ()) if member in vars(base)), None)
+    return str(getattr(owner, "__module__", "")).partition(".")[0] == "minipaged"
+
+
+def _as_list(value: Any) -> Any:
+    """What can only be gone through once (`reversed(blocks)`, a generator) or is a range travels as a list."""
+    return list(value) if hasattr(type(value), "__next__") or type(value) is range else value

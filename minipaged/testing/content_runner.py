@@ -1,0 +1,232 @@
+"""A model without weights that checks every read: the content oracle.
+
+Instead of K/V, each slot holds the name of the token prefix that wrote it. Before a row is run, everything its block
+table leads to is compared with the tokens that the engine believes the sequence to have: the invariant `content`.
+The logits depend on the prefix found in memory and on nothing else, so that a wrong read also shows in the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from minipaged.contracts import Batch, Logits, PromptInput, Sampled, SampleFunction, SamplingInput, slots_of
+from minipaged.engine.engine import Engine
+from minipaged.errors import Invariant, InvariantViolation
+from minipaged.mirror import Mirror, MirroredRunner
+from minipaged.scheduling import Costs
+from minipaged.steps import BlockMoves, StepInput
+from minipaged.testing.fake_model import FakeModel
+
+Prefix = int
+"""A token prefix, numbered when first seen; 0 is the empty one."""
+
+
+class Prefixes:
+    """Numbers for token prefixes: equal numbers mean equal tokens."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Prefix, int], Prefix] = {}
+
+    def extend(self, prefix: Prefix, token: int) -> Prefix:
+        return self._numbers.setdefault((prefix, token), len(self._numbers) + 1)
+
+    def tokens(self, prefix: Prefix) -> list[int]:
+        """The tokens that the number stands for."""
+        steps, tokens = list(self._numbers), list[int]()
+        while prefix:
+            prefix, token = steps[prefix - 1]
+            tokens.append(token)
+        return tokens[::-1]
+
+
+@dataclass(frozen=True)
+class GivenRow:
+    """A row of a batch, with all that later steps change copied."""
+
+    sequence: int
+    tokens_before: list[int]
+    token_ids: list[int]
+    slots: list[int]
+    blocks: list[int]
+    wants_logits: bool
+    num_prompt_logits: int
+
+
+@dataclass(frozen=True)
+class WrongRead:
+    """A slot that does not hold what its reader takes it for."""
+
+    position: int
+    block: int
+    wanted: list[int]
+    """The tokens whose K/V should be there: the sequence's, up to this position."""
+    found: list[int] | None
+    """The tokens whose K/V are there; None for memory that nobody wrote."""
+
+
+class CheckedMirror(Mirror):
+    """After each step's differences, what the mirror knows has to be what the runner's engine knows."""
+
+    def __init__(self, runner: ContentRunner) -> None:
+        super().__init__()
+        self._runner = runner
+
+    def apply(self, step: StepInput, *, wait: bool = True) -> None:
+        super().apply(step, wait=wait)
+        if self._runner.engine is not None:
+            self._compare(self._runner.engine, step.lane)
+
+    def _compare(self, engine: Engine, lane: int) -> None:
+        """Raise InvariantViolation unless they agree. (What has not run, or not since an error, is not mirrored.)"""
+        requests = (*engine.scheduler.running, *engine.scheduler.waiting)
+        theirs = {sequence.sequence_id: sequence for request in requests for sequence in request.sequences}
+        for number, mine in self.sequences.items():
+            if number not in theirs:
+                self._differs(f"the mirror still has sequence {number}, which has ended")
+            if theirs[number].lane != lane:
+                self._differs(
+                    f"the mirror of lane {lane} has sequence {number}, which is in lane {theirs[number].lane}"
+                )
+            blocks = [] if theirs[number].swapped else list(theirs[number].table.blocks)
+            if mine.blocks != blocks:
+                self._differs(f"the block table of sequence {number} is {blocks}, in the mirror {mine.blocks}")
+            # What the step in flight chooses may be known on one side only.
+            pairs = zip(theirs[number].tokens, mine.token_ids(0, mine.num_tokens), strict=False)
+            most_ahead = 0 if mine.sampling is None else 1
+            if abs(mine.num_tokens - len(theirs[number].tokens)) > most_ahead or any(a != b for a, b in pairs):
+                self._differs(f"the tokens of sequence {number} are {theirs[number].tokens}, in the mirror others")
+        for row in self.rows:
+            slots = list(theirs[row.sequence].table.slot_mapping(row.start, row.stop))
+            blocks = self.sequences[row.sequence].blocks
+            if slots != slots_of(blocks, row.start, row.stop, self._runner.block_size):
+                self._differs(f"positions {row.start} to {row.stop - 1} of blocks {blocks} cannot be in slots {slots}")
+
+    def _differs(self, message: str) -> NoReturn:
+        raise InvariantViolation(Invariant.CONTENT, message)
+
+
+def numpy_model() -> FakeModel:
+    """The one that most use. (Where there is no NumPy, another one is given.)"""
+    from minipaged.testing.numpy_model import NumpyModel
+
+    return NumpyModel()
+
+
+class ContentRunner(MirroredRunner):
+    """Runs steps on memory that remembers who wrote it. `choose`: how to choose tokens; None: as `model` does. `model`:
+    where logits come from; None: `NumpyModel`, whose choices are the reference's."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        block_size: int,
+        vocab_size: int,
+        swap_is_cheap: bool = True,
+        choose: SampleFunction | None = None,
+        model: FakeModel | None = None,
+    ) -> None:
+        super().__init__(lambda: CheckedMirror(self))
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.swap_is_cheap = swap_is_cheap
+        self.prefixes = Prefixes()
+        self.device: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.host: list[list[Prefix | None]] = [[None] * block_size for _ in range(num_swap_blocks)]
+        self.prompt_logits: dict[int, list[Any]] = {}
+        """By sequence, those that were computed and by which nothing was told yet."""
+        self.engine: Engine | None = None
+        """Set by the test: where the truth about the sequences comes from, with which the mirror is compared."""
+        self.model = model or numpy_model()
+        self._choose = choose or self.model.tier.sample
+
+    def move(self, moves: BlockMoves) -> None:
+        for device, host in moves.swap_out:
+            self.host[host] = list(self.device[device])
+        for block in moves.poison:
+            self.device[block] = [None] * self.block_size
+        for host, device in moves.swap_in:
+            self.device[device] = list(self.host[host])
+            self.host[host] = [None] * self.block_size
+        assert not {source for source, _ in moves.copy} & {destination for _, destination in moves.copy}
+        for source, destination in moves.copy:
+            self.device[destination] = list(self.device[source])
+
+    def forward(self, batch: Batch) -> Any:
+        return self.compute(self.take(batch))
+
+    def take(self, batch: Batch) -> list[GivenRow]:
+        """What there is to know of the rows when the batch is handed over. `batch`: all rows of the step, or some of
+        the first."""
+        given = []
+        for row, of in zip(self.mirror.rows, batch, strict=False):
+            before = self.mirror.sequences[row.sequence].token_ids(0, row.start)
+            slots = of.slots(self.block_size)
+            blocks = list(of.blocks)
+            wanted = (of.wants_logits, of.num_prompt_logits)
+            given.append(GivenRow(row.sequence, before, list(of.token_ids), slots, blocks, *wanted))
+        return given
+
+    def compute(self, rows: Sequence[GivenRow]) -> Logits:
+        """The forward pass; nothing but memory and the tokens being chosen may have changed since."""
+        tokens = [[*row.tokens_before, *row.token_ids] for row in rows]
+        for row, known in zip(rows, tokens, strict=True):  # first every write, as in one layer of a real model
+            prefix = 0
+            for token in row.tokens_before:
+                prefix = self.prefixes.extend(prefix, token)
+            for token, slot in zip(known[len(row.tokens_before) :], row.slots, strict=True):
+                prefix = self.prefixes.extend(prefix, token)
+                self.device[slot // self.block_size][slot % self.block_size] = prefix
+        logits = []
+        for row, known in zip(rows, tokens, strict=True):
+            found = self._read(row.blocks, known)
+            if row.wants_logits:
+                logits.append(self.model.logits(found, self.vocab_size))
+            if row.num_prompt_logits:
+                first = len(row.tokens_before) + 1
+                lengths = range(first, first + row.num_prompt_logits)
+                self.prompt_logits[row.sequence] = [self.model.logits(found[:n], self.vocab_size) for n in lengths]
+        return self.model.batch(logits, self.vocab_size)
+
+    def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> Mapping[int, Sequence[Sampled]]:
+        return {
+            sequence: self.model.logprobs(self.prompt_logits.pop(sequence), token_ids, num_logprobs)
+            for sequence, token_ids, num_logprobs in inputs
+        }
+
+    def sample(self, logits: Logits, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
+        return self._choose(logits, inputs)
+
+    def costs(self) -> Costs:
+        """Assumed: a millisecond a token; a microsecond a block, or, where swapping is not cheap, a second."""
+        return Costs(
+            seconds_per_copy=(1e-6 if self.swap_is_cheap else 1.0) / 2,
+            copies_per_block=1,
+            block_bytes=0,
+            link_bytes_per_second=1.0,
+            prefill_tokens_per_second=1e3,
+        )
+
+    def _read(self, blocks: Sequence[int], tokens: list[int]) -> list[int]:
+        """The tokens whose K/V are found: `tokens`, or where a wrong read is let pass, others."""
+        read, prefix = list[int](), 0
+        for position, token in enumerate(tokens):
+            prefix = self.prefixes.extend(prefix, token)
+            block = blocks[position // self.block_size]
+            found = self.device[block][position % self.block_size]
+            if found == prefix:
+                read.append(token)
+            else:
+                there = None if found is None else self.prefixes.tokens(found)
+                self.on_wrong_read(WrongRead(position, block, tokens[: position + 1], there))
+                read += there or []
+        return read
+
+    def on_wrong_read(self, read: WrongRead) -> None:
+        """The invariant `content` is broken. Raises InvariantViolation; where it is let pass, reading goes on."""
+        holds = "nothing" if read.found is None else "the K/V of other tokens"
+        raise InvariantViolation(
+            Invariant.CONTENT, f"position {read.position} is in block {read.block}, which holds {holds}"
+        )

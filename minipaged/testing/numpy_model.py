@@ -1,0 +1,33 @@
+"""A model that stands in for one, with the reference tier's own ways to choose: sampling and beam search, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minipaged.contracts import Sampled
+from minipaged.testing.fake_model import FakeModel
+from minipaged.tiers import reference_logprobs, reference_tier
+
+
+def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Logits [vocab] after `tokens`."""
+    key = hash(tuple(tokens)) & (2**64 - 1)
+    return 2 * np.random.Generator(np.random.Philox(key=key)).standard_normal(vocab_size, dtype=np.float32)
+
+
+class NumpyModel(FakeModel):
+    """Any of the tiers can choose by its logits."""
+
+    def __init__(self) -> None:
+        self.tier = reference_tier()
+
+    def logits(self, tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+        return fake_logits(tokens, vocab_size)
+
+    def batch(self, rows: Sequence[np.ndarray], vocab_size: int) -> np.ndarray:
+        return np.array(rows).reshape(len(rows), vocab_size)
+
+    def logprobs(self, rows: Sequence[np.ndarray], token_ids: Sequence[int], num_logprobs: int) -> Sequence[Sampled]:
+        return reference_logprobs(rows, token_ids, num_logprobs)

@@ -30,7 +30,7 @@ WHEELS = {
     "sortedcontainers==2.4.0": "a163dcaede0f1c021485e957a39245190e74249897e2ae4b2aa38595db237ee0",
 }
 """What the grader needs, with the digests of the package index."""
-GRADING = ("course/**/*.py", "course/**/*.toml")
+GRADING = ("course/**/*.py", "course/**/*.toml", "testing/*.py")
 """Of minipaged, besides."""
 NOTICE = (
     f"/*! {PYODIDE}, https://pyodide.org, under the Mozilla Public License 2.0; its source: "

@@ -7,6 +7,7 @@ comes with its run as the stepper wants it, and with the line of the student's i
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -105,6 +106,7 @@ def last_line(script: str, path: Path) -> tuple[CodeType, int] | None:
 
     program = compile(script.replace("\n".join(ALARM), ""), "counterexample.py", "exec")
     paths, before = list(sys.path), sys.gettrace()
+    importlib.invalidate_caches()  # the student's file has just been written
     sys.settrace(on_call)
     try:
         exec(program, {"__name__": "__main__"})

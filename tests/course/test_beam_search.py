@@ -36,10 +36,6 @@ def wrong(name: str) -> Wrong:
     return next(one for one in WRONG if one.name == name)
 
 
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
-
-
 @thorough
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
     result = grade(ASSIGNMENT, Submission(STARTER), model=None)

@@ -147,5 +147,5 @@ def test_a_wheel_has_all_of_them(tmp_path: Path) -> None:
     with zipfile.ZipFile(next(tmp_path.glob("minipaged-*.whl"))) as wheel:
         names = set(wheel.namelist())
     for path in (ROOT / "assignments").rglob("*"):
-        if path.suffix in (".md", ".py"):
+        if path.suffix in (".md", ".py", ".toml"):
             assert f"minipaged/course/handed_out/{path.relative_to(ROOT / 'assignments')}" in names

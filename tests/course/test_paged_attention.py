@@ -34,10 +34,6 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_attention, "ROUNDS", 2)
 
 
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
-
-
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
     result = grade(ASSIGNMENT, Submission(STARTER), model=None)
     assert result.score == 0
@@ -116,7 +112,10 @@ def test_the_same_seed_gives_the_same_counterexample(tmp_path: Path) -> None:
 
 def test_the_answer_lies_nowhere_in_the_worker(tmp_path: Path) -> None:
     """Neither the reference's attention nor the yardstick can be imported."""
-    for module, name in (("reference.attention", "paged_attention"), ("course.attention_cases", "softmax_attention")):
+    for module, name in (
+        ("reference.attention", "paged_attention"),
+        ("course.assignments.paged_attention.cases", "softmax_attention"),
+    ):
         source = f"def paged_attention(*arguments):\n    from minipaged.{module} import {name} as it\n    return it\n"
         result = result_of("one query, one block", submit(source, tmp_path))
         assert result.failure is not None

@@ -75,10 +75,6 @@ WRONG = {
 """What is no order, whatever the load."""
 
 
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
-
-
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
     result = grade(ASSIGNMENT, Submission(STARTER), model=None)
     assert result.score == 0
@@ -190,7 +186,6 @@ def test_the_bound_is_what_the_handout_says() -> None:
     assert "one and a half times as long as the longest wait\n  in order of arrival" in handout
     assert f"to the first token, at most: {OBJECTIVES.first_token:g} |" in handout
     assert f"on average, at most: {OBJECTIVES.between_tokens:g} |" in handout
-    assert bound(under_load.Outcome([], 0)) if False else True
 
 
 def test_ours_tells_four_kinds_of_requests_apart() -> None:

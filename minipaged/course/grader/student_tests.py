@@ -139,7 +139,7 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
         )
     right = tuple(Test(f"passes on {what}", 0, None, why, "", _unused) for what, why, _ in RIGHT)
     mutants = tuple(Test(mutant.name, 1, None, mutant.description, "", _unused) for mutant in MUTANTS)
-    assignment = Assignment(f"{name} tests", "Tests of the block allocator", "", (), (*right, *mutants), len(mutants))
+    assignment = Assignment(f"{name} tests", "", (), (*right, *mutants), len(mutants))
     grade = Grade(assignment, tests, seed=0)
     for test, (_, _, kind) in zip(right, RIGHT, strict=True):
         outcome = run_tests(tests, kind)

@@ -30,19 +30,19 @@ from minipaged.course.assignments.block_allocator.session import (
     shorten,
 )
 from minipaged.course.grader.assignment import (
-    Assignment,
     Bench,
+    Check,
     Failed,
     Failure,
     Performance,
     Submission,
-    Test,
     fastest,
 )
+from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import Handle, Misbehaviour, Raised, StudentError
 from minipaged.engine.checked_allocator import MEMBERS
-from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation
+from minipaged.errors import BlockNotAllocated, InvariantViolation
 from minipaged.events import Event, StepFailed
 from minipaged.llm import LLM, LoadedModel
 from minipaged.params import BeamSearchParams, SamplingParams
@@ -472,104 +472,34 @@ def reference_submission() -> Submission:
 
 # --- The assignment -------------------------------------------------------------------------------
 
-ASSIGNMENT = Assignment(
-    name="block-allocator",
-    title="Block allocator: reference counts and copy-on-write",
+CHECKS: dict[str, Check] = {
+    "a new pool": check_new_pool,
+    "allocate and free": property_of(
+        *("allocate", "free"), many=("allocate_many", "free_many"), unless=is_refused_to_many
+    ),
+    "reference counts": property_of("allocate", "share", "free", many=MANY, unless=is_refused_to_many),
+    "copy-on-write": property_of("allocate", "share", "free", "copy_on_write", unless=is_copy_in_a_full_pool),
+    "calls that make no sense are refused": property_of(
+        *("allocate", "share", "free"),
+        with_numbers=("share", "free", "copy_on_write", "ref_count"),
+        many=MANY,
+        unless=is_copy_in_a_full_pool,
+    ),
+    "a call that raises changes nothing": property_of(
+        *("allocate", "share", "copy_on_write"),
+        with_numbers=("share", "free", "copy_on_write"),
+        many=MANY,
+    ),
+    "long runs in large pools": check_long_runs,
+    "the engine, on a small model": check_engine,
+    "SmolLM2": check_model,
+}
+
+ASSIGNMENT = described(
+    "block-allocator",
+    CHECKS,
     part="BlockAllocator",
     members=("allocate", "share", "free", "ref_count", "copy_on_write"),
     optional=MANY,
-    cap=70,
     measure=measure,
-    tests=(
-        Test(
-            name="a new pool",
-            points=5,
-            invariant=Invariant.CONSERVATION,
-            meaning="Every block is free or held, at any moment; in a new pool all are free, and nobody holds one.",
-            hint="What do num_blocks, num_free and ref_count(b) have to say before anything was allocated? And what "
-            "pool is too small to be one?",
-            check=check_new_pool,
-        ),
-        Test(
-            name="allocate and free",
-            points=15,
-            invariant=Invariant.CONSERVATION,
-            meaning="Free blocks and held blocks add up to the pool: none is lost, none appears from nowhere.",
-            hint="Follow one block from allocate to free and back to allocate. When does it leave the free ones, and "
-            "when does it return to them?",
-            check=property_of(*("allocate", "free"), many=("allocate_many", "free_many"), unless=is_refused_to_many),
-        ),
-        Test(
-            name="reference counts",
-            points=15,
-            invariant=Invariant.EXACT_REFERENCES,
-            meaning="ref_count(b) is the number of those who hold b: one more for each share, one less for each free.",
-            hint="A block with two holders loses one of them: is it free then?",
-            check=property_of("allocate", "share", "free", many=MANY, unless=is_refused_to_many),
-        ),
-        Test(
-            name="copy-on-write",
-            points=15,
-            invariant=Invariant.EXCLUSIVE_WRITE,
-            meaning="Nobody writes to a block that others hold too: copy_on_write gives the writer a block of its own.",
-            hint="There are two cases, and ref_count tells them apart. In one of them two blocks change hands: which "
-            "gains a holder, and which loses one?",
-            check=property_of("allocate", "share", "free", "copy_on_write", unless=is_copy_in_a_full_pool),
-        ),
-        Test(
-            name="calls that make no sense are refused",
-            points=10,
-            invariant=Invariant.EXACT_REFERENCES,
-            meaning="A block that nobody holds cannot be shared, freed or copied, and a number outside the pool is no "
-            "block: BlockNotAllocated.",
-            hint="What does your data structure do with -1, or with the first number past the pool? And with a block "
-            "that was freed already?",
-            check=property_of(
-                *("allocate", "share", "free"),
-                with_numbers=("share", "free", "copy_on_write", "ref_count"),
-                many=MANY,
-                unless=is_copy_in_a_full_pool,
-            ),
-        ),
-        Test(
-            name="a call that raises changes nothing",
-            points=10,
-            invariant=Invariant.ATOMIC_FAILURE,
-            meaning="After an exception everything is as it was before the call, so that the caller can try something "
-            "else.",
-            hint="Before the line that raises, has your method changed anything yet? Look at the one that calls "
-            "another.",
-            check=property_of(
-                *("allocate", "share", "copy_on_write"),
-                with_numbers=("share", "free", "copy_on_write"),
-                many=MANY,
-            ),
-        ),
-        Test(
-            name="long runs in large pools",
-            points=5,
-            invariant=Invariant.CONSERVATION,
-            meaning="It all still holds after a thousand calls: an allocator runs as long as the server does.",
-            hint="Is there anything that you count, collect or cut off, and that is right only for a while?",
-            check=check_long_runs,
-        ),
-        Test(
-            name="the engine, on a small model",
-            points=15,
-            invariant=Invariant.CONTENT,
-            meaning="Each sequence finds its own keys and values in its blocks, whoever else is served meanwhile.",
-            hint="The engine uses the allocator as it pleases: two pools at once, blocks freed in any order.",
-            check=check_engine,
-            stage="engine",
-        ),
-        Test(
-            name="SmolLM2",
-            points=10,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="Which blocks a text is kept in has no influence on the text.",
-            hint="Compare with what the engine's test says; the model is larger, the allocator's work is the same.",
-            check=check_model,
-            stage="model",
-        ),
-    ),
 )

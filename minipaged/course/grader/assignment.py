@@ -342,6 +342,8 @@ class Grade:
     isolation: dict[str, str] = field(default_factory=dict)
     also_checked: tuple[str, ...] = ()
     """Optional methods that the submission has."""
+    lead: tuple[str, ...] = ()
+    """Lines to begin the closing words with."""
     finished: bool = False
 
     @property

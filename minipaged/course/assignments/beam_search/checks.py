@@ -338,5 +338,5 @@ ASSIGNMENT = described(
     CHECKS,
     part="BeamSearch",
     members=("step",),
-    modules=("copy", "numpy", "minipaged.reference.sampling"),
+    modules=("copy", "numpy", "minipaged.reference.sampling"),  # the last one for parts that rank as the reference does
 )

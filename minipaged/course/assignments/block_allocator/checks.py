@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from minipaged.contracts import BlockAllocator
 from minipaged.course.assignments.block_allocator.session import (
     MANY,
+    AllocatorSession,
     Call,
     Held,
     Number,
-    Session,
     Several,
     Variable,
     shorten,
@@ -98,7 +98,7 @@ def property_of(
     *methods: str,
     with_numbers: Sequence[str] = (),
     many: Sequence[str] = (),
-    unless: Callable[[Session, Call], bool] = lambda session, call: False,
+    unless: Callable[[AllocatorSession, Call], bool] = lambda session, call: False,
 ) -> Callable[[Bench], None]:
     """A check that runs such programs. `many`: methods to call if the student wrote them; `unless`: calls to leave out,
     because another test is about them."""
@@ -111,7 +111,7 @@ def property_of(
             nonlocal latest
             latest = program
             num_blocks, calls = program
-            session = Session(bench, num_blocks)
+            session = AllocatorSession(bench, num_blocks)
             for call in calls:
                 if not unless(session, call):
                     session.call(call)
@@ -139,7 +139,7 @@ def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first
             return False
         done = 0
         try:
-            session = Session(quick, size)
+            session = AllocatorSession(quick, size)
             for done, call in enumerate(some, start=1):  # noqa: B007 -- it tells how far we got
                 session.call(call)
             quick.process.finish()
@@ -161,15 +161,15 @@ def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first
 
 
 def check_new_pool(bench: Bench) -> None:
-    """`Session` checks a new allocator by itself."""
-    search(bench, st.integers(-2, 20), lambda num_blocks: Session(bench, num_blocks))
+    """`AllocatorSession` checks a new allocator by itself."""
+    search(bench, st.integers(-2, 20), lambda num_blocks: AllocatorSession(bench, num_blocks))
 
 
-def is_copy_in_a_full_pool(session: Session, call: Call) -> bool:
+def is_copy_in_a_full_pool(session: AllocatorSession, call: Call) -> bool:
     return call.method == "copy_on_write" and session.is_full() and session.is_shared(call.operand)
 
 
-def is_refused_to_many(session: Session, call: Call) -> bool:
+def is_refused_to_many(session: AllocatorSession, call: Call) -> bool:
     return call.method in MANY and session.is_refused(call)
 
 
@@ -203,7 +203,7 @@ def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
     found: list[Failure] = []
 
     def fails(some: list[Call], size: int) -> bool:
-        session = Session(bench, size)
+        session = AllocatorSession(bench, size)
         for done, call in enumerate(some, start=1):
             try:
                 session.call(call)

@@ -19,6 +19,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from minipaged.course.assignments.scheduler.checks import CROWDED, crowded_workloads, in_engine, texts
+from minipaged.course.assignments.under_load.ours import Ours
 from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance
 from minipaged.course.grader.counterexample import aligned, make_script, raised_message
 from minipaged.course.grader.points import described
@@ -58,21 +59,6 @@ class Load:
 LIGHT = Load("a light load", ((60, 1.5),))
 OVERLOAD = Load("an overload", ((60, 4.5),))
 BURSTS = Load("bursts", ((20, 7.0), (40, 1.5), (20, 7.0), (40, 1.5)))
-
-
-class Ours:
-    """The yardstick. Who has begun to answer goes on; then who can still be in time, the shortest first; then who
-    cannot. Whoever has waited for most of what is allowed goes before all of them."""
-
-    def __init__(self, objectives: Objectives, longest_wait: float) -> None:
-        self.in_time = objectives.first_token
-        self.urgent = 0.6 * longest_wait
-
-    def turn(self, request: RequestView, now: float) -> tuple[float, ...]:
-        waited, has_begun = now - request.arrival_time, request.num_tokens >= request.prompt_tokens
-        if not has_begun and waited > self.urgent:
-            return (0,)
-        return 1 if has_begun or waited <= self.in_time else 2, request.prompt_tokens + request.max_output_tokens
 
 
 # --- A student's policy -----------------------------------------------------------------------------

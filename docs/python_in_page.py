@@ -30,8 +30,8 @@ WHEELS = {
     "sortedcontainers==2.4.0": "a163dcaede0f1c021485e957a39245190e74249897e2ae4b2aa38595db237ee0",
 }
 """What the grader needs, with the digests of the package index."""
-GRADING = ("course/**/*.py", "course/**/*.toml", "testing/*.py")
-"""Of minipaged, besides."""
+GRADING = ("course/**/*.py", "testing/*.py")
+"""Of minipaged, besides; and what its assignments are in data."""
 NOTICE = (
     f"/*! {PYODIDE}, https://pyodide.org, under the Mozilla Public License 2.0; its source: "
     "https://github.com/pyodide/pyodide. It holds CPython and its standard library, under the PSF License. */\n"
@@ -52,7 +52,7 @@ def write(folder: Path) -> None:
     files["minipaged.sources.json"] = json.dumps(sources(PARTS)).encode()
     fetched = [wheels.fetch(package, sha256) for package, sha256 in WHEELS.items()]
     grading = {wheel.name: wheel.read_bytes() for wheel in fetched}
-    grading["grading.sources.json"] = json.dumps(sources(GRADING)).encode()
+    grading["grading.sources.json"] = json.dumps({**sources(GRADING), **handed_out()}).encode()
     _write(folder / "python.js", NOTICE, files)
     _write(folder / "grading.js", GRADING_NOTICE, grading)
 
@@ -66,3 +66,9 @@ def sources(parts: Sequence[str]) -> dict[str, str]:
     """Files of minipaged, by their paths."""
     paths = sorted({path for part in parts for path in (ROOT / "minipaged").glob(part)})
     return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+
+
+def handed_out() -> dict[str, str]:
+    """The tests of the assignments, by the paths that they have where minipaged is installed."""
+    files = sorted((ROOT / "assignments").glob("*/tests.toml"))
+    return {f"minipaged/course/handed_out/{file.parent.name}/{file.name}": file.read_text() for file in files}

@@ -2,63 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-
-from minipaged.tiers import reference_tier
-
-REFERENCE_SOURCE = inspect.getsource(inspect.getmodule(reference_tier().block_allocator))  # type: ignore[arg-type]
-
-COMMON = """
-from minipaged import BlockNotAllocated, OutOfBlocks
-
-
-class Common:
-    def __init__(self, num_blocks):
-        if num_blocks < 1:
-            raise ValueError(num_blocks)
-        self.num_blocks = num_blocks
-        self.counts = {}
-        self.start()
-
-    def share(self, block):
-        self.held(block)
-        self.counts[block] += 1
-
-    def free(self, block):
-        self.held(block)
-        self.counts[block] -= 1
-        if not self.counts[block]:
-            del self.counts[block]
-            self.put(block)
-
-    def ref_count(self, block):
-        if not 0 <= block < self.num_blocks:
-            raise BlockNotAllocated(block)
-        return self.counts.get(block, 0)
-
-    def allocate(self):
-        if len(self.counts) == self.num_blocks:
-            raise OutOfBlocks
-        block = self.take()
-        self.counts[block] = 1
-        return block
-
-    def copy_on_write(self, block):
-        self.held(block)
-        if self.counts[block] == 1:
-            return block
-        copy = self.allocate()
-        self.counts[block] -= 1
-        return copy
-
-    def held(self, block):
-        if block not in self.counts:
-            raise BlockNotAllocated(block)
-
-    @property
-    def num_free(self):
-        return self.num_blocks - len(self.counts)
-"""
+from minipaged.course.assignments.block_allocator.mutants import COMMON, HEAP, REFERENCE
 
 RIGHT = {
     "linked list": """
@@ -85,21 +29,6 @@ class Mine(Common):
 
     def put(self, block):
         self.bits |= 1 << block
-""",
-    "heap": """
-import heapq
-
-
-class Mine(Common):
-    def start(self):
-        self.heap = [-block for block in range(self.num_blocks)]
-        heapq.heapify(self.heap)
-
-    def take(self):
-        return -heapq.heappop(self.heap)
-
-    def put(self, block):
-        heapq.heappush(self.heap, -block)
 """,
     "random order": """
 import random
@@ -142,7 +71,7 @@ def right(name: str) -> str:
 
 BULK = '''
 
-class Bulk(Mine):
+class Bulk(BlockAllocator):
     """With the optional methods, each written out."""
 
     def allocate_many(self, n):
@@ -171,12 +100,12 @@ class Bulk(Mine):
 
 def right_with_many() -> str:
     """A right allocator `Bulk` that has all three of the optional methods."""
-    return right("heap") + BULK
+    return HEAP + BULK
 
 
 def hostile(in_allocate: str = "", at_import: str = "") -> str:
     """The reference, which is right, with something else that it does."""
     marker = "def allocate(self) -> int:\n"
     body = "".join(f"        {line}\n" for line in in_allocate.splitlines())
-    assert REFERENCE_SOURCE.count(marker) == 1
-    return REFERENCE_SOURCE.replace(marker, marker + body) + "\n" + at_import
+    assert REFERENCE.count(marker) == 1
+    return REFERENCE.replace(marker, marker + body) + "\n" + at_import

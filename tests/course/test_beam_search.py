@@ -9,18 +9,20 @@ import pytest
 
 from minipaged.course.assignments.beam_search import checks as beam_search
 from minipaged.course.assignments.beam_search.checks import ASSIGNMENT
+from minipaged.course.assignments.beam_search.mutants import FIRST, PLAIN, REFERENCE, SEEDED, TOGETHER
 from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Status, Submission
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
+from minipaged.course.grader.mutants import Mutant
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from minipaged.replay.state import State
 from tests.course import harness
-from tests.course.beam_searches import FIRST, PLAIN, REFERENCE_SOURCE, TOGETHER, WRONG, Wrong
 from tests.course.harness import ROOT, run_script, submit
 from tests.effort import quick_cases, thorough
 
+MUTANTS = SEEDED.mutants
 STARTER = ROOT / "assignments" / "5_beam_search" / "starter.py"
 result_of = partial(harness.result_of, ASSIGNMENT)
 
@@ -30,14 +32,6 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough for these tests, and faster."""
     monkeypatch.setattr(search, "EXAMPLES", 100)
     monkeypatch.setattr(beam_search, "ENGINE_WORKLOADS", 4)
-
-
-def wrong(name: str) -> Wrong:
-    return next(one for one in WRONG if one.name == name)
-
-
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
 
 
 @thorough
@@ -53,34 +47,34 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> No
 @thorough
 @pytest.mark.model
 def test_the_reference_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
-    result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path))
+    result = grade(ASSIGNMENT, submit(REFERENCE, tmp_path))
     assert result.full_marks, text(result)
     assert result.score == 100
 
 
 @thorough
 def test_a_right_but_unusual_search_gets_full_marks(tmp_path: Path) -> None:
-    result = grade(ASSIGNMENT, submit(PLAIN, tmp_path, "Mine"), model=None)
+    result = grade(ASSIGNMENT, submit(PLAIN, tmp_path), model=None)
     assert result.full_marks, text(result)
 
 
 @quick_cases(3)
-@pytest.mark.parametrize("one", WRONG, ids=lambda one: one.name)
-def test_every_wrong_search_is_caught_and_its_counterexample_fails_by_itself(one: Wrong, tmp_path: Path) -> None:
-    result = result_of(one.test, submit(one.source(), tmp_path))
+@pytest.mark.parametrize("one", MUTANTS.values(), ids=MUTANTS)
+def test_every_wrong_search_is_caught_and_its_counterexample_fails_by_itself(one: Mutant, tmp_path: Path) -> None:
+    result = result_of(one.test, submit(one.source, tmp_path))
     assert result.status is Status.FAILED
     assert result.failure is not None
     assert result.failure.script is not None
     ran = run_script(result.failure.script, tmp_path)
     assert ran.returncode == 1, ran.stdout + ran.stderr
     assert "Traceback" in ran.stderr
-    (tmp_path / "mine.py").write_text(REFERENCE_SOURCE)
+    (tmp_path / "mine.py").write_text(REFERENCE)
     right = run_script(result.failure.script, tmp_path)
     assert right.returncode == 0, "the script fails with a right search too:\n" + right.stderr
 
 
 def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
-    result = result_of(TOGETHER, submit(wrong("all stem from the first beam").source(), tmp_path))
+    result = result_of(TOGETHER, submit(MUTANTS["all stem from the first beam"].source, tmp_path))
     assert result.failure is not None
     heading, *candidates = [line for line in result.failure.drawing if "block table" not in line]
     assert heading.split() == ["rank", "beam", "token", "sum", "should", "be", "your", "search", "says"]
@@ -95,13 +89,13 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
 
 
 def test_the_same_seed_gives_the_same_score_and_the_same_counterexamples(tmp_path: Path) -> None:
-    submission = submit(wrong("the sums so far are forgotten").source(), tmp_path)
+    submission = submit(MUTANTS["the sums so far are forgotten"].source, tmp_path)
     first, again = (result_of(TOGETHER, submission, seed=1) for _ in range(2))
     assert first.failure is not None
     assert first == again
 
 
-LATE = REFERENCE_SOURCE.replace(
+LATE = REFERENCE.replace(
     "return BeamStep(survivors, finished)",
     "return BeamStep(survivors[::-1] if logits.shape[1] > 5 else survivors, finished)",
 )
@@ -122,7 +116,7 @@ def test_the_model_test_fails_for_a_wrong_search(
 ) -> None:
     load = LoadedModel.load
     monkeypatch.setattr(LoadedModel, "load", lambda model, tier: load(tiny_model, tier))
-    for source, status in ((REFERENCE_SOURCE, Status.PASSED), (LATE, Status.FAILED)):
+    for source, status in ((REFERENCE, Status.PASSED), (LATE, Status.FAILED)):
         result = result_of("SmolLM2", submit(source, tmp_path))
         assert result.status is status, result.message
         assert "Traceback" not in result.message
@@ -134,7 +128,7 @@ NOT_STEPS = ("None", "3", "BeamStep(None, [])", "BeamStep([0], [])", "BeamStep([
 @quick_cases(2)
 @pytest.mark.parametrize("value", NOT_STEPS)
 def test_what_is_no_step_is_told_so(value: str, tmp_path: Path) -> None:
-    source = REFERENCE_SOURCE.replace("return BeamStep(survivors, finished)", f"return {value}")
+    source = REFERENCE.replace("return BeamStep(survivors, finished)", f"return {value}")
     result = result_of(FIRST, submit(source, tmp_path))
     assert "it has to return a BeamStep" in result.message
     assert result.failure is not None

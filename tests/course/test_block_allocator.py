@@ -10,19 +10,21 @@ import pytest
 
 from minipaged.course.assignments.block_allocator import checks as block_allocator
 from minipaged.course.assignments.block_allocator.checks import ASSIGNMENT
-from minipaged.course.assignments.block_allocator.mutants import MUTANTS, Mutant
+from minipaged.course.assignments.block_allocator.mutants import SEEDED
 from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Bench, Failure, Status, Submission, TestResult
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade, run_test
+from minipaged.course.grader.mutants import Mutant
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from minipaged.replay.state import State
 from tests.course import harness
 from tests.course.harness import ROOT, run_script, submit
-from tests.course.submissions import REFERENCE_SOURCE, RIGHT, right, right_with_many
+from tests.course.submissions import REFERENCE, RIGHT, right, right_with_many
 from tests.effort import quick_cases, thorough
 
+MUTANTS = SEEDED.mutants
 STARTER = ROOT / "assignments" / "1_block_allocator" / "starter.py"
 result_of = partial(harness.result_of, ASSIGNMENT)
 
@@ -46,10 +48,6 @@ def first_failure(submission: Submission, seed: int = 0) -> TestResult | None:
     return None
 
 
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
-
-
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
     result = grade(ASSIGNMENT, Submission(STARTER), model=None)
     assert result.score == 0
@@ -64,7 +62,7 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> No
 @thorough
 @pytest.mark.model
 def test_the_reference_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
-    result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path))
+    result = grade(ASSIGNMENT, submit(REFERENCE, tmp_path))
     assert text(result).count("100 of 100") == 1
     assert result.full_marks
     assert result.performance is not None
@@ -80,11 +78,11 @@ def test_right_but_unusual_allocators_get_full_marks(name: str, tmp_path: Path) 
 
 
 @quick_cases(3)
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(mutant: Mutant, tmp_path: Path) -> None:
-    result = first_failure(submit(mutant.source(), tmp_path))
+    result = first_failure(submit(mutant.source, tmp_path))
     assert result is not None
-    check_script(result.failure, tmp_path, REFERENCE_SOURCE, most_calls=12)
+    check_script(result.failure, tmp_path, REFERENCE, most_calls=12)
 
 
 def check_script(failure: Failure | None, folder: Path, right_one: str, most_calls: int) -> None:
@@ -100,18 +98,9 @@ def check_script(failure: Failure | None, folder: Path, right_one: str, most_cal
     assert fixed.returncode == 0, fixed.stderr
 
 
-def test_at_least_25_bugs_are_seeded_each_another() -> None:
-    assert len(MUTANTS) >= 25
-    assert len({mutant.name for mutant in MUTANTS}) == len({mutant.source() for mutant in MUTANTS}) == len(MUTANTS)
-
-
-def mutant(name: str) -> Mutant:
-    return next(mutant for mutant in MUTANTS if mutant.name == name)
-
-
 @thorough
 def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
-    result = first_failure(submit(mutant("copy-keeps-the-reference").source(), tmp_path))
+    result = first_failure(submit(MUTANTS["copy-keeps-the-reference"].source, tmp_path))
     assert result is not None
     assert result.failure is not None
     assert result.failure.drawing == (
@@ -132,7 +121,7 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
 
 
 def test_the_same_seed_gives_the_same_score_and_the_same_counterexamples(tmp_path: Path) -> None:
-    submission = submit(mutant("third-holder-cannot-leave").source(), tmp_path)
+    submission = submit(MUTANTS["third-holder-cannot-leave"].source, tmp_path)
     first, again, other = (result_of("reference counts", submission, seed) for seed in (1, 1, 2))
     assert first.failure is not None
     assert first == again
@@ -156,7 +145,7 @@ def test_a_random_allocator_is_repeatable_too(tmp_path: Path) -> None:
 @thorough
 def test_a_failed_test_caps_the_score(tmp_path: Path) -> None:
     """A bug that only the last property finds costs more than its points."""
-    source = mutant("copy-gives-up-first").source()
+    source = MUTANTS["copy-gives-up-first"].source
     result = grade(ASSIGNMENT, submit(source, tmp_path), model=None)
     failed = [one.test.name for one in result.results if one.status is Status.FAILED]
     assert failed == ["a call that raises changes nothing", "long runs in large pools"]
@@ -178,7 +167,7 @@ class Late(BlockAllocator):
 
 @thorough
 def test_a_bug_that_shows_after_many_calls_is_found_and_shortened(tmp_path: Path) -> None:
-    submission = submit(REFERENCE_SOURCE + LATE, tmp_path, "Late")
+    submission = submit(REFERENCE + LATE, tmp_path, "Late")
     result = result_of("long runs in large pools", submission)
     assert result.failure is not None
     assert result.failure.script is not None
@@ -197,7 +186,7 @@ class Hundreds(BlockAllocator):
 
 @thorough
 def test_a_bug_that_shows_in_pools_of_hundreds_of_blocks_is_found(tmp_path: Path) -> None:
-    result = result_of("long runs in large pools", submit(REFERENCE_SOURCE + HUNDREDS, tmp_path, "Hundreds"))
+    result = result_of("long runs in large pools", submit(REFERENCE + HUNDREDS, tmp_path, "Hundreds"))
     assert result.failure is not None
     assert "ref_count" in result.failure.message
     assert result.failure.script is not None
@@ -206,7 +195,7 @@ def test_a_bug_that_shows_in_pools_of_hundreds_of_blocks_is_found(tmp_path: Path
 
 
 def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -> None:
-    submission = submit(mutant("share-stops-at-two").source(), tmp_path)
+    submission = submit(MUTANTS["share-stops-at-two"].source, tmp_path)
     result = result_of("the engine, on a small model", submission)
     assert result.failure is not None
     assert result.failure.script is not None
@@ -218,7 +207,7 @@ def test_the_model_test_fails_for_a_wrong_allocator(
 ) -> None:
     load = LoadedModel.load
     monkeypatch.setattr(LoadedModel, "load", lambda model, tier: load(tiny_model, tier))
-    for source, status in ((REFERENCE_SOURCE, Status.PASSED), (mutant("never-copies").source(), Status.FAILED)):
+    for source, status in ((REFERENCE, Status.PASSED), (MUTANTS["never-copies"].source, Status.FAILED)):
         result = result_of("SmolLM2", submit(source, tmp_path))
         assert result.status is status, result.message
 
@@ -237,9 +226,9 @@ def test_methods_of_the_contract_are_not_the_students(tmp_path: Path) -> None:
     """The reference inherits the three; that one writes one of them is told of that one."""
     one = "    def free_many(self, blocks):\n        super().free_many(blocks)\n"
     for source, name, also in (
-        (REFERENCE_SOURCE, "BlockAllocator", ()),
-        (right("heap"), "Mine", ()),
-        (REFERENCE_SOURCE + "\n\nclass One(BlockAllocator):\n" + one, "One", ("free_many",)),
+        (REFERENCE, "BlockAllocator", ()),
+        (right("bitmap"), "Mine", ()),
+        (REFERENCE + "\n\nclass One(BlockAllocator):\n" + one, "One", ("free_many",)),
     ):
         with Bench(ASSIGNMENT, submit(source, tmp_path, name), 0) as bench:
             assert bench.also == also

@@ -9,6 +9,7 @@ import pytest
 
 from minipaged.course.assignments.block_table import checks as block_table
 from minipaged.course.assignments.block_table.checks import ASSIGNMENT
+from minipaged.course.assignments.block_table.mutants import REFERENCE, SEEDED, UNUSUAL
 from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Status, Submission
 from minipaged.course.grader.formats import text
@@ -18,10 +19,10 @@ from minipaged.llm import LoadedModel
 from minipaged.replay.state import State
 from tests.course import harness
 from tests.course.harness import ROOT, run_script, submit
-from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR
-from tests.course.table_mutants import MUTANTS, REFERENCE_SOURCE, UNUSUAL, mutant
+from tests.course.submissions import REFERENCE as ALLOCATOR
 from tests.effort import quick_cases, thorough
 
+MUTANTS = SEEDED.mutants
 STARTER = ROOT / "assignments" / "2_block_table" / "starter.py"
 result_of = partial(harness.result_of, ASSIGNMENT)
 
@@ -33,10 +34,6 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_table, "ENGINE_WORKLOADS", 3)
 
 
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
-
-
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
     result = grade(ASSIGNMENT, Submission(STARTER), model=None)
     assert result.score == 0
@@ -46,7 +43,7 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> No
 
 
 def test_a_method_that_is_not_written_yet_is_named(tmp_path: Path) -> None:
-    source = REFERENCE_SOURCE.replace("child = BlockTable", "raise NotImplementedError\n        child = BlockTable")
+    source = REFERENCE.replace("child = BlockTable", "raise NotImplementedError\n        child = BlockTable")
     result = result_of("copy-on-write", submit(source, tmp_path))
     assert result.message.startswith("fork is not written yet (mine.py:")
 
@@ -56,7 +53,7 @@ def test_a_method_that_is_not_written_yet_is_named(tmp_path: Path) -> None:
 def test_the_reference_gets_full_marks_with_smollm2_and_a_carried_allocator(tmp_path: Path) -> None:
     (tmp_path / "allocator.py").write_text(ALLOCATOR)
     carried = {"block-allocator": Submission(tmp_path / "allocator.py")}
-    result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path), carried=carried)
+    result = grade(ASSIGNMENT, submit(REFERENCE, tmp_path), carried=carried)
     assert result.full_marks, text(result)
     assert "100 of 100" in text(result)
     assert result.performance is not None
@@ -65,26 +62,26 @@ def test_the_reference_gets_full_marks_with_smollm2_and_a_carried_allocator(tmp_
 
 @thorough
 def test_an_unusual_but_right_table_gets_full_marks(tmp_path: Path) -> None:
-    result = grade(ASSIGNMENT, submit(UNUSUAL, tmp_path, "Row"), model=None)
+    result = grade(ASSIGNMENT, submit(UNUSUAL, tmp_path), model=None)
     assert result.full_marks, text(result)
 
 
 @quick_cases(3)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(name: str, tmp_path: Path) -> None:
-    result = result_of(MUTANTS[name][0], submit(mutant(name), tmp_path))
+    result = result_of(MUTANTS[name].test, submit(MUTANTS[name].source, tmp_path))
     assert result.failure is not None
     assert result.failure.drawing or name == "a block of 0 slots"
     assert result.failure.script is not None
     ran = run_script(result.failure.script, tmp_path)
     assert ran.returncode == 1, result.failure.script + ran.stdout + ran.stderr
-    (tmp_path / "mine.py").write_text(REFERENCE_SOURCE)
+    (tmp_path / "mine.py").write_text(REFERENCE)
     fixed = run_script(result.failure.script, tmp_path)
     assert fixed.returncode == 0, "the script fails with a right table too:\n" + result.failure.script + fixed.stderr
 
 
 def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
-    result = result_of("copy-on-write", submit(mutant("never copies"), tmp_path))
+    result = result_of("copy-on-write", submit(MUTANTS["never copies"].source, tmp_path))
     assert result.failure is not None
     assert result.message == "a.append(1) is to write into block 1, which a and b hold: it needs a copy of its own"
     assert result.failure.drawing == (
@@ -103,14 +100,14 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
 
 
 def test_the_same_seed_gives_the_same_counterexample(tmp_path: Path) -> None:
-    submission = submit(mutant("trim gives nothing back"), tmp_path)
+    submission = submit(MUTANTS["trim gives nothing back"].source, tmp_path)
     first, again = (result_of("trim gives back, last first", submission) for _ in range(2))
     assert first.failure is not None
     assert first == again
 
 
 def test_the_engine_alone_catches_a_bug_too(tmp_path: Path) -> None:
-    result = result_of("the engine, on a small model", submit(mutant("never copies"), tmp_path))
+    result = result_of("the engine, on a small model", submit(MUTANTS["never copies"].source, tmp_path))
     assert result.failure is not None
     assert "exclusive-write" in result.message
 
@@ -118,7 +115,7 @@ def test_the_engine_alone_catches_a_bug_too(tmp_path: Path) -> None:
 def test_a_carried_allocator_with_a_bug_is_named_in_the_engine(tmp_path: Path) -> None:
     (tmp_path / "allocator.py").write_text(ALLOCATOR.replace("self._ref_counts[block] += 1", "pass"))
     carried = {"block-allocator": Submission(tmp_path / "allocator.py")}
-    result = result_of("the engine, on a small model", submit(REFERENCE_SOURCE, tmp_path), carried=carried)
+    result = result_of("the engine, on a small model", submit(REFERENCE, tmp_path), carried=carried)
     assert result.failure is not None
     assert "exact-references" in result.message
     assert "the allocator that you brought along: after " in result.message
@@ -129,6 +126,6 @@ def test_the_model_test_fails_for_a_wrong_table(
 ) -> None:
     load = LoadedModel.load
     monkeypatch.setattr(LoadedModel, "load", lambda model, tier: load(tiny_model, tier))
-    for source, status in ((REFERENCE_SOURCE, Status.PASSED), (mutant("fork without references"), Status.FAILED)):
+    for source, status in ((REFERENCE, Status.PASSED), (MUTANTS["fork without references"].source, Status.FAILED)):
         result = result_of("SmolLM2", submit(source, tmp_path))
         assert result.status is status, result.message

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import minipaged
 from minipaged.cli import main
 from minipaged.course.assignments.block_allocator import checks as block_allocator
-from minipaged.course.assignments.block_allocator.mutants import MUTANTS
+from minipaged.course.assignments.block_allocator.mutants import SEEDED
 from minipaged.course.grader import formats, search
 from minipaged.course.grader.assignment import (
     Bench,
@@ -33,12 +33,12 @@ from minipaged.course.grader.assignment import (
 from minipaged.course.grader.autograder import write_autograder
 from minipaged.course.grader.grading import grade
 from minipaged.errors import Invariant
-from tests.course.submissions import REFERENCE_SOURCE, RIGHT, hostile, right
+from tests.course.submissions import REFERENCE, RIGHT, hostile, right
 from tests.effort import thorough
 
 SCHEMAS = Path(minipaged.__file__).parent / "course" / "grader" / "schemas"
 ASSIGNMENT = block_allocator.ASSIGNMENT
-WRONG = next(mutant for mutant in MUTANTS if mutant.name == "double-free-accepted").source()
+WRONG = SEEDED.mutants["double-free-accepted"].source
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def run(*arguments: str) -> int:
 
 
 def test_full_marks_are_exit_status_0(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("mine.py").write_text(REFERENCE_SOURCE)
+    Path("mine.py").write_text(REFERENCE)
     assert run("grade", "block-allocator", "mine.py", "--no-model") == 0
     printed = capsys.readouterr().out
     assert "score: 90 of 90" in printed
@@ -79,13 +79,13 @@ def test_less_is_exit_status_1_and_the_counterexamples_are_kept(capsys: pytest.C
     assert "has to raise BlockNotAllocated" in ran.stderr
     events = [json.loads(line) for line in script.with_suffix(".jsonl").read_text().splitlines()]
     assert (events[0]["event"], events[-1]["event"]) == ("engine_started", "step_failed")
-    Path("mine.py").write_text(REFERENCE_SOURCE)
+    Path("mine.py").write_text(REFERENCE)
     assert run("grade", "block-allocator", "mine.py", "--no-model") == 0
     assert not script.exists(), "of the run before"
 
 
 NO_CLASS = "def allocate(): pass\n"
-TWO = right("heap") + RIGHT["bitmap"].replace("Mine", "Other")
+TWO = right("linked list") + RIGHT["bitmap"].replace("Mine", "Other")
 PART = "class BlockAllocator:\n    def allocate(self): pass\n    def free(self, block): pass\n"
 ABSTRACT = (
     "from minipaged.contracts import BlockAllocator as Contract\n"
@@ -99,8 +99,8 @@ ABSTRACT = (
         (None, "nowhere.py", "there is no file nowhere.py"),
         ("", "mine.txt", "is no Python file"),
         (NO_CLASS, "mine.py", "mine.py has no class BlockAllocator; the starter file shows what is needed"),
-        (REFERENCE_SOURCE, "mine.py:Other", "rename yours, or say which it is, as in mine.py:BlockAllocator"),
-        (REFERENCE_SOURCE, "mine.py:not a name", "is no name of a class"),
+        (REFERENCE, "mine.py:Other", "rename yours, or say which it is, as in mine.py:BlockAllocator"),
+        (REFERENCE, "mine.py:not a name", "is no name of a class"),
         (
             TWO,
             "mine.py",
@@ -138,7 +138,7 @@ def test_what_cannot_be_graded_is_exit_status_2_and_told_why(
         (("grade", "block-allocator", "mine.py", "--with", "mine.py"), "write it as ASSIGNMENT=FILE.py"),
         (("grade", "block-allocator", "mine.py", "--with", "beam-search=mine.py"), "does not build on 'beam-search'"),
         (("grade", "block-allocator", "mine.py", "-o", "nowhere/result.json"), "cannot write nowhere"),
-        (("grade-tests", "beam-search", "mine.py"), "there are no seeded bugs for 'beam-search'"),
+        (("grade-tests", "beam", "mine.py"), "there is no assignment 'beam'"),
         (("grade", "mine.py", "block-allocator"), "the assignment's name comes first, then your file"),
         (("course", "autograder", "beam"), "there is no assignment 'beam'"),
     ],
@@ -146,7 +146,7 @@ def test_what_cannot_be_graded_is_exit_status_2_and_told_why(
 def test_wrong_usage_is_exit_status_2(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("mine.py").write_text(REFERENCE_SOURCE)
+    Path("mine.py").write_text(REFERENCE)
     assert run(*arguments) == 2
     assert message in capsys.readouterr().err
 
@@ -190,7 +190,7 @@ def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
     patch.setattr(block_allocator, "TIMED_WORKLOADS", 5)
     try:
         all_of_them = {
-            "right": graded("right", REFERENCE_SOURCE),
+            "right": graded("right", REFERENCE),
             "wrong": graded("wrong", WRONG),
             "hostile": graded("hostile", hostile("print('\\x07<&>', flush=True); import os; os._exit(0)")),
         }
@@ -276,8 +276,8 @@ def test_the_docs_show_what_the_grader_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "EXAMPLES", 100)
-    mutant = next(mutant for mutant in MUTANTS if mutant.name == "copy-gives-up-first")
-    Path("block_allocator.py").write_text(mutant.source())
+    mutant = SEEDED.mutants["copy-gives-up-first"]
+    Path("block_allocator.py").write_text(mutant.source)
     run("grade", "block-allocator", "block_allocator.py", "--no-model")
     page = (Path(minipaged.__file__).parent.parent / "docs" / "course.md").read_text()
     command = "$ minipaged grade block-allocator block_allocator.py --no-model\n"
@@ -292,7 +292,7 @@ def test_the_docs_show_what_the_grader_prints(
 
 
 def test_partial_results_are_on_disk_after_every_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("mine.py").write_text(REFERENCE_SOURCE)
+    Path("mine.py").write_text(REFERENCE)
     seen = []
 
     def stop_at_the_third(bench: object) -> None:
@@ -360,7 +360,7 @@ ASSIGNMENT = replace(ORIGINAL, tests=(replace(first, points=85), secret), measur
 
 def test_an_instructor_can_change_points_and_add_hidden_tests(capsys: pytest.CaptureFixture[str]) -> None:
     Path("own.py").write_text(OWN)
-    Path("mine.py").write_text(REFERENCE_SOURCE)
+    Path("mine.py").write_text(REFERENCE)
     assert run("grade", "own.py", "mine.py") == 1
     printed = capsys.readouterr().out
     assert "score: 70 of 100 (with a failed test, 70 at most)" in printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import runpy
 import subprocess
 import sys
@@ -13,26 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from minipaged.cli import app
-from minipaged.course.assignments.under_load import checks as under_load
 from minipaged.course.grader.assignment import ASSIGNMENTS, CannotBeGraded, Submission, find_assignment
 from minipaged.course.grader.grading import grade
 from minipaged.course.grader.handouts import start, title_of, to_do
-from minipaged.engine import policy
-from minipaged.reference import attention, beam_search, block_allocator, block_table
-from tests.course import decode_kernels, quantizers
+from minipaged.course.grader.mutants import find_seeded
 from tests.course.harness import ROOT
-from tests.course.submissions import REFERENCE_SOURCE
-
-SOLUTIONS = {
-    "block-allocator": inspect.getsource(block_allocator),
-    "block-table": inspect.getsource(block_table),
-    "paged-attention": inspect.getsource(attention),
-    "scheduler": inspect.getsource(policy) + "\nScheduler = FirstComeFirstServed",
-    "beam-search": inspect.getsource(beam_search),
-    "triton-decode": decode_kernels.PLAIN,
-    "quantize": quantizers.PLAIN,
-    "under-load": inspect.getsource(under_load) + "\nUnderLoad = Ours",
-}
+from tests.course.submissions import REFERENCE
 
 
 def first_test_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[Exception] | None:
@@ -64,7 +49,7 @@ def test_a_first_test_passes_on_a_solution_and_fails_on_the_starter(
     assert to_do(starter)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # the file changes within a second
     assert first_test_fails(test.parent, monkeypatch) is NotImplementedError
-    starter.write_text(SOLUTIONS[assignment])
+    starter.write_text(next(iter(find_seeded(assignment).right.values())))
     assert not to_do(starter)
     assert first_test_fails(test.parent, monkeypatch) is None
 
@@ -119,10 +104,10 @@ IN_A_FULL_POOL = "        self._check_held(block)\n        self._ref_counts[bloc
     ],
 )
 def test_an_error_where_nothing_is_left_to_write_has_its_counterexample(raised: str, told: str, tmp_path: Path) -> None:
-    assert REFERENCE_SOURCE.count(IN_A_FULL_POOL) == 1
+    assert REFERENCE.count(IN_A_FULL_POOL) == 1
     path = tmp_path / "mine.py"
     raising = f"        if not self._free:\n            raise {raised}\n"
-    path.write_text(REFERENCE_SOURCE.replace(IN_A_FULL_POOL, raising + IN_A_FULL_POOL))
+    path.write_text(REFERENCE.replace(IN_A_FULL_POOL, raising + IN_A_FULL_POOL))
     assert not to_do(path)
     results = grade(find_assignment("block-allocator"), Submission(path), model=None).results
     first = next(result.failure for result in results if result.failure)
@@ -147,5 +132,5 @@ def test_a_wheel_has_all_of_them(tmp_path: Path) -> None:
     with zipfile.ZipFile(next(tmp_path.glob("minipaged-*.whl"))) as wheel:
         names = set(wheel.namelist())
     for path in (ROOT / "assignments").rglob("*"):
-        if path.suffix in (".md", ".py"):
+        if path.suffix in (".md", ".py", ".toml"):
             assert f"minipaged/course/handed_out/{path.relative_to(ROOT / 'assignments')}" in names

@@ -17,7 +17,7 @@ from minipaged.course.grader.grading import grade, run_test
 from minipaged.course.sandbox.contract import Limits, Raised, Result, StudentError, Verdict
 from minipaged.course.sandbox.process import WorkerProcess
 from minipaged.errors import BlockNotAllocated
-from tests.course.submissions import REFERENCE_SOURCE, hostile
+from tests.course.submissions import REFERENCE, hostile
 from tests.effort import quick_cases
 
 LIMITS = Limits(processes=None, call_seconds=1.0, test_seconds=20.0, memory_bytes=300 << 20)
@@ -228,7 +228,7 @@ def test_a_submission_is_alone_and_leaves_nothing_behind(tmp_path: Path, monkeyp
 
 def test_objects_stay_in_the_worker_and_errors_of_the_contract_come_back_as_themselves(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
-    path.write_text(REFERENCE_SOURCE)
+    path.write_text(REFERENCE)
     with WorkerProcess(Limits()) as process:
         loaded = process.load(path, "mine")
         allocator = loaded.module.call("BlockAllocator", 2)

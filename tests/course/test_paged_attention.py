@@ -9,6 +9,7 @@ import pytest
 
 from minipaged.course.assignments.paged_attention import checks as paged_attention
 from minipaged.course.assignments.paged_attention.checks import ASSIGNMENT
+from minipaged.course.assignments.paged_attention.mutants import LLAMA, MEMORY, PLAIN, SEEDED
 from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Status, Submission
 from minipaged.course.grader.formats import text
@@ -17,10 +18,10 @@ from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from minipaged.replay.state import State
 from tests.course import harness
-from tests.course.attention_mutants import LLAMA, MEMORY, MUTANTS, PLAIN, mutant
 from tests.course.harness import ROOT, run_script, submit
 from tests.effort import quick_cases, thorough
 
+MUTANTS = SEEDED.mutants
 STARTER = ROOT / "assignments" / "3_paged_attention" / "starter.py"
 REFERENCE = (ROOT / "minipaged" / "reference" / "attention.py").read_text()
 result_of = partial(harness.result_of, ASSIGNMENT)
@@ -32,10 +33,6 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "EXAMPLES", 60)
     monkeypatch.setattr(paged_attention, "ENGINE_RUNS", 2)
     monkeypatch.setattr(paged_attention, "ROUNDS", 2)
-
-
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
 
 
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
@@ -68,11 +65,11 @@ def test_an_unusual_but_right_attention_gets_full_marks_and_its_speed_told(tmp_p
 
 
 @quick_cases(3)
-@pytest.mark.parametrize("name", [name for name in MUTANTS if MUTANTS[name][0] != LLAMA])
+@pytest.mark.parametrize("name", [name for name in MUTANTS if MUTANTS[name].test != LLAMA])
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(name: str, tmp_path: Path) -> None:
-    result = result_of(MUTANTS[name][0], submit(mutant(name), tmp_path))
+    result = result_of(MUTANTS[name].test, submit(MUTANTS[name].source, tmp_path))
     assert result.failure is not None
-    assert result.failure.drawing or MUTANTS[name][0] == MEMORY
+    assert result.failure.drawing or MUTANTS[name].test == MEMORY
     assert result.failure.script is not None
     ran = run_script(result.failure.script, tmp_path)
     assert ran.returncode == 1, result.failure.script + ran.stdout + ran.stderr
@@ -83,21 +80,21 @@ def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(name:
 
 def test_memory_that_is_not_counted_counts_against_it(tmp_path: Path) -> None:
     """Python lets everybody reset the peak."""
-    source = mutant("gathers the whole context").replace("    return output", "    RESET\n    return output")
+    source = MUTANTS["gathers the whole context"].source.replace("    return output", "    RESET\n    return output")
     source = source.replace("RESET", "del everything, block_tables\n    __import__('tracemalloc').reset_peak()")
     result = result_of(MEMORY, submit(source, tmp_path))
     assert "stopped tracemalloc, or reset what it had counted" in result.message
 
 
 def test_what_is_kept_between_calls_shows_in_a_whole_model(tmp_path: Path) -> None:
-    [name] = [name for name in MUTANTS if MUTANTS[name][0] == LLAMA]
-    result = result_of(LLAMA, submit(mutant(name), tmp_path))
+    [name] = [name for name in MUTANTS if MUTANTS[name].test == LLAMA]
+    result = result_of(LLAMA, submit(MUTANTS[name].source, tmp_path))
     assert result.status is Status.FAILED
     assert result.message.startswith("a small Llama, blocks of 1: ")
 
 
 def test_a_failure_says_where_and_its_events_can_be_folded(tmp_path: Path) -> None:
-    result = result_of("contexts over several blocks", submit(mutant("sums do not fade"), tmp_path))
+    result = result_of("contexts over several blocks", submit(MUTANTS["sums do not fade"].source, tmp_path))
     assert result.failure is not None
     assert "sequence 0, position 1 (of 2), query head 0: the output is [" in result.message
     memory = State()
@@ -108,7 +105,7 @@ def test_a_failure_says_where_and_its_events_can_be_folded(tmp_path: Path) -> No
 
 
 def test_the_same_seed_gives_the_same_counterexample(tmp_path: Path) -> None:
-    submission = submit(mutant("sees the future"), tmp_path)
+    submission = submit(MUTANTS["sees the future"].source, tmp_path)
     first, again = (result_of("several new tokens: causal", submission) for _ in range(2))
     assert first.failure is not None
     assert first == again
@@ -116,7 +113,10 @@ def test_the_same_seed_gives_the_same_counterexample(tmp_path: Path) -> None:
 
 def test_the_answer_lies_nowhere_in_the_worker(tmp_path: Path) -> None:
     """Neither the reference's attention nor the yardstick can be imported."""
-    for module, name in (("reference.attention", "paged_attention"), ("course.attention_cases", "softmax_attention")):
+    for module, name in (
+        ("reference.attention", "paged_attention"),
+        ("course.assignments.paged_attention.cases", "softmax_attention"),
+    ):
         source = f"def paged_attention(*arguments):\n    from minipaged.{module} import {name} as it\n    return it\n"
         result = result_of("one query, one block", submit(source, tmp_path))
         assert result.failure is not None
@@ -128,6 +128,6 @@ def test_the_model_test_fails_for_a_wrong_attention(
 ) -> None:
     load = LoadedModel.load
     monkeypatch.setattr(LoadedModel, "load", lambda model, tier: load(tiny_model, tier))
-    for source, status in ((REFERENCE, Status.PASSED), (mutant("sees the future"), Status.FAILED)):
+    for source, status in ((REFERENCE, Status.PASSED), (MUTANTS["sees the future"].source, Status.FAILED)):
         result = result_of("SmolLM2", submit(source, tmp_path))
         assert result.status is status, result.message

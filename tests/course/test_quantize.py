@@ -18,6 +18,7 @@ from minipaged.course.assignments.quantize.cases import (
     wrong_rounding,
 )
 from minipaged.course.assignments.quantize.checks import ASSIGNMENT
+from minipaged.course.assignments.quantize.mutants import LLAMA, MATRIX, PLAIN, SEEDED
 from minipaged.course.grader.assignment import Bench, Status
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
@@ -27,63 +28,12 @@ from minipaged.models.quantized.stored import pack, unpack
 from minipaged.reference.quantize.gptq import gptq
 from minipaged.reference.quantize.rtn import rtn
 from tests.course.harness import ROOT, failure_of, result_of, run_python, submit
-from tests.course.quantizers import LLAMA, MATRIX, MUTANTS, PLAIN, mutant
 from tests.effort import quick_cases, thorough
 
+MUTANTS = SEEDED.mutants
 STARTER = ROOT / "assignments" / "7_quantize" / "starter.py"
 TESTS = {test.name: test for test in ASSIGNMENT.tests}
 PROPERTIES = [test for test in ASSIGNMENT.tests if test.stage == "properties"]
-
-OTHER_WAYS = '''
-import numpy as np
-from fractions import Fraction
-
-
-class Quantizer:
-    """One number at a time, bits as whole numbers, GPTQ by its least squares."""
-
-    def __init__(self, bits, symmetric):
-        self.bits, self.symmetric, self.top = bits, symmetric, 2**bits - 1
-
-    def pack(self, codes):
-        rows = []
-        for row in codes.tolist():
-            number = 0
-            for code in reversed(row):
-                number = number << self.bits | code
-            rows.append(list(number.to_bytes((len(row) * self.bits + 7) // 8, "little")))
-        return np.array(rows, np.uint8)
-
-    def unpack(self, packed, count):
-        rows = []
-        for row in packed:
-            number = int.from_bytes(row.tobytes(), "little")
-            rows.append([number >> i * self.bits & self.top for i in range(count)])
-        return np.array(rows, np.uint8)
-
-    def code(self, weight, scale, zero):
-        return min(max(round(Fraction(float(weight)) / Fraction(float(scale))) + int(zero), 0), self.top)
-
-    def round_to_nearest(self, groups):
-        codes, grids = np.empty(groups.shape, np.uint8), np.empty((2, *groups.shape[:2]))
-        for at in np.ndindex(groups.shape[:2]):
-            low, high = min(0, *groups[at].tolist(), 0), max(0, *groups[at].tolist(), 0)
-            if self.symmetric:
-                low, high = -max(high, -low), max(high, -low)
-            scale = float(np.float16(max((high - low) / self.top, 2**-24)))
-            zero = 2 ** (self.bits - 1) if self.symmetric else min(round(-low / scale), self.top)
-            codes[at] = [self.code(weight, scale, zero) for weight in groups[at]]
-            grids[:, *at] = scale, zero
-        return [codes, grids[0].astype(np.float16), grids[1].astype(np.uint8)]
-
-    def round_column(self, weights, U, scales, zeros):
-        each = zip(weights[:, 0], scales, zeros, strict=True)
-        codes = np.array([self.code(*one) for one in each], np.uint8)
-        H = np.linalg.inv(np.float64(U).T @ U)
-        d0 = (np.float64(codes) - zeros) * np.float64(scales) - weights[:, 0]
-        rest = weights[:, 1:] - np.outer(d0, np.linalg.solve(H[1:, 1:], H[1:, 0]))
-        return [codes, np.float32(rest)]
-'''
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +106,6 @@ def test_what_is_let_pass_is_half_a_step_away_at_most() -> None:
 # --- Grading ----------------------------------------------------------------------------------------
 
 
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
-
-
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin(bench: Bench) -> None:
     lines = [n for n, line in enumerate(STARTER.read_text().splitlines(), 1) if "raise NotImpl" in line]
     methods = dict(zip(ASSIGNMENT.members, lines, strict=True))
@@ -176,7 +122,7 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin(bench: 
 
 
 @quick_cases(1)
-@pytest.mark.parametrize("source", [PLAIN, OTHER_WAYS], ids=["plain", "other ways"])
+@pytest.mark.parametrize("source", SEEDED.right.values(), ids=SEEDED.right)
 def test_a_right_quantizer_passes_every_property_and_makes_a_small_llama(
     source: str, bench: Bench, folder: Path
 ) -> None:
@@ -200,12 +146,12 @@ def test_a_right_quantizer_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
 def test_every_seeded_bug_is_caught_by_its_property(group: int, bench: Bench, folder: Path) -> None:
     name = [*MUTANTS][group]
     path = folder / f"mutant_{group}.py"
-    path.write_text(mutant(name))
-    failure = failure_of(TESTS[MUTANTS[name][0]], path, bench)
-    assert failure is not None, f"{name}: not caught by {MUTANTS[name][0]}"
-    if MUTANTS[name][0] == MATRIX:
+    path.write_text(MUTANTS[name].source)
+    failure = failure_of(TESTS[MUTANTS[name].test], path, bench)
+    assert failure is not None, f"{name}: not caught by {MUTANTS[name].test}"
+    if MUTANTS[name].test == MATRIX:
         assert "times as much as with ours" in failure.message
-    elif MUTANTS[name][0] == LLAMA:
+    elif MUTANTS[name].test == LLAMA:
         assert failure.message.startswith("a small Llama, 3 bits by round_column: its perplexity is ")
     else:
         assert failure.script is not None
@@ -219,11 +165,11 @@ def test_every_counterexample_fails_by_itself_until_the_bug_is_gone(
 ) -> None:
     scripts, parts = [], []
     for number, name in enumerate(names):
-        if MUTANTS[name][0] in (MATRIX, LLAMA):
+        if MUTANTS[name].test in (MATRIX, LLAMA):
             continue
         parts.append(folder / f"part_{number}.py")
-        parts[-1].write_text(mutant(name))
-        failure = failure_of(TESTS[MUTANTS[name][0]], parts[-1], bench)
+        parts[-1].write_text(MUTANTS[name].source)
+        failure = failure_of(TESTS[MUTANTS[name].test], parts[-1], bench)
         assert failure is not None
         assert failure.script is not None
         scripts.append(folder / f"script_{number}.py")
@@ -249,7 +195,7 @@ for path in sys.argv[1:]:
 
 def test_a_failure_says_where_and_the_same_seed_says_the_same(bench: Bench, folder: Path) -> None:
     path = folder / "sign.py"
-    path.write_text(mutant("errors with the wrong sign"))
+    path.write_text(MUTANTS["errors with the wrong sign"].source)
     failures = [failure_of(TESTS["one column of GPTQ"], path, bench) for _ in range(2)]
     assert failures[0] == failures[1]
     [failure, _] = failures
@@ -275,7 +221,7 @@ def test_the_answer_lies_nowhere_in_the_worker(tmp_path: Path) -> None:
     for module, name in (
         ("models.quantized.stored", "pack"),
         ("reference.quantize.rtn", "rtn"),
-        ("course.quantize_cases", "packed_right"),
+        ("course.assignments.quantize.cases", "packed_right"),
     ):
         source = PLAIN.replace(
             "        each = codes", f"        from minipaged.{module} import {name}\n        each = codes"
@@ -291,6 +237,6 @@ def test_the_model_test_fails_for_a_wrong_quantizer(
 ) -> None:
     load = LoadedModel.load
     monkeypatch.setattr(LoadedModel, "load", lambda model, tier, dtype: load(tiny_model, tier, dtype=dtype))
-    for source, status in ((PLAIN, Status.PASSED), (mutant("bytes are subtracted"), Status.FAILED)):
+    for source, status in ((PLAIN, Status.PASSED), (MUTANTS["bytes are subtracted"].source, Status.FAILED)):
         result = result_of(ASSIGNMENT, "SmolLM2", submit(source, tmp_path))
         assert result.status is status, result.message

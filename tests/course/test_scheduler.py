@@ -15,31 +15,21 @@ from hypothesis import Phase
 
 from minipaged.course.assignments.scheduler import checks as scheduler
 from minipaged.course.assignments.scheduler.checks import ASSIGNMENT
+from minipaged.course.assignments.scheduler.mutants import ENGINE, IDLE, NEVER, POOL, PURE, REFERENCE, SEEDED, VICTIM
 from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Bench, Status, Submission
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
+from minipaged.course.grader.mutants import Mutant
 from minipaged.events import StepFailed, from_json
 from minipaged.llm import LoadedModel
 from minipaged.replay.state import State
 from tests.course import harness
 from tests.course.harness import ROOT, run_script, submit
-from tests.course.schedulers import (
-    ENGINE,
-    IDLE,
-    NEVER,
-    PESSIMIST,
-    PLAIN,
-    POOL,
-    PURE,
-    REFERENCE_SOURCE,
-    VICTIM,
-    WRONG,
-    Variant,
-)
-from tests.course.submissions import REFERENCE_SOURCE as ALLOCATOR
+from tests.course.submissions import REFERENCE as ALLOCATOR
 from tests.effort import quick_cases, thorough
 
+MUTANTS = SEEDED.mutants
 STARTER = ROOT / "assignments" / "4_scheduler" / "starter.py"
 result_of = partial(harness.result_of, ASSIGNMENT)
 
@@ -67,14 +57,6 @@ def run_here(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
         sys.modules.pop("mine", None)
 
 
-def wrong(name: str) -> Variant:
-    return next(one for one in WRONG if one.name == name)
-
-
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
-
-
 @thorough
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
     result = grade(ASSIGNMENT, Submission(STARTER), model=None)
@@ -87,7 +69,7 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> No
 
 @thorough
 def test_the_reference_gets_full_marks_and_serves_as_well_as_the_engines_own(tmp_path: Path) -> None:
-    result = grade(ASSIGNMENT, submit(REFERENCE_SOURCE, tmp_path), model=None)
+    result = grade(ASSIGNMENT, submit(REFERENCE, tmp_path), model=None)
     assert result.full_marks, text(result)
     assert result.performance is not None, result.isolation
     assert 0.9 < result.performance.index < 1.1
@@ -95,24 +77,24 @@ def test_the_reference_gets_full_marks_and_serves_as_well_as_the_engines_own(tmp
 
 
 @thorough
-@pytest.mark.parametrize(("source", "name"), [(PLAIN, "Mine"), (PESSIMIST, "Scheduler")], ids=["plain", "pessimist"])
+@pytest.mark.parametrize("source", [*SEEDED.right.values()][1:], ids=[*SEEDED.right][1:])
 def test_a_right_but_unusual_scheduler_passes_everything(
-    source: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "EXAMPLES", 50)
-    with Bench(ASSIGNMENT, submit(source, tmp_path, name), 0, {}) as bench:
+    with Bench(ASSIGNMENT, submit(source, tmp_path), 0, {}) as bench:
         for test in ASSIGNMENT.tests:
             if test.stage != "model":
                 test.check(bench)  # raises where it fails
 
 
 @quick_cases(3)
-@pytest.mark.parametrize("one", WRONG, ids=lambda one: one.name)
+@pytest.mark.parametrize("one", MUTANTS.values(), ids=MUTANTS)
 def test_every_wrong_scheduler_is_caught_and_its_counterexample_fails_by_itself(
-    one: Variant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "PHASES", (Phase.generate,))
-    result = result_of(one.test, submit(one.source(), tmp_path))
+    result = result_of(one.test, submit(one.source, tmp_path))
     assert result.status is Status.FAILED
     assert result.failure is not None
     assert result.failure.script is not None
@@ -120,12 +102,12 @@ def test_every_wrong_scheduler_is_caught_and_its_counterexample_fails_by_itself(
     with pytest.raises(raises.get(one.name, AssertionError)):
         run_here(result.failure.script, monkeypatch)
     assert result.failure.crashed == (one.name in raises)
-    (tmp_path / "mine.py").write_text(REFERENCE_SOURCE)
+    (tmp_path / "mine.py").write_text(REFERENCE)
     run_here(result.failure.script, monkeypatch)  # no error with a right scheduler
 
 
 def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path) -> None:
-    result = result_of(VICTIM, submit(wrong("the oldest is starved").source(), tmp_path))
+    result = result_of(VICTIM, submit(MUTANTS["the oldest is starved"].source, tmp_path))
     assert result.failure is not None
     heading, *rest = result.failure.drawing
     assert heading.split()[:4] == ["request", "arrived", "state", "sequences"]
@@ -140,27 +122,27 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
 
 
 def test_what_is_wrong_from_the_start_is_not_taken_for_a_matter_of_memory(tmp_path: Path) -> None:
-    submission = submit(wrong("everything fits").source(), tmp_path)
+    submission = submit(MUTANTS["everything fits"].source, tmp_path)
     first, pure = (result_of(name, submission) for name in (NEVER, PURE))
     assert first.failure == pure.failure, "told as 'fails like ...'"
 
 
 def test_a_request_that_waits_for_tokens_is_told_how_many_it_needs(tmp_path: Path) -> None:
     """The student forgot that a prompt may run in chunks."""
-    forgot = REFERENCE_SOURCE.replace("request.tokens_to_run if request.decodes else 1", "request.tokens_to_run")
+    forgot = REFERENCE.replace("request.tokens_to_run if request.decodes else 1", "request.tokens_to_run")
     result = result_of(IDLE, submit(forgot, tmp_path))
     assert re.search(r"has to come in; it needs 1 token at least, of the \d+ left for it, and ", result.message)
 
 
 @thorough
 def test_the_same_seed_gives_the_same_score_and_the_same_counterexamples(tmp_path: Path) -> None:
-    submission = submit(wrong("over capacity").source(), tmp_path)
+    submission = submit(MUTANTS["over capacity"].source, tmp_path)
     first, again = (result_of(POOL, submission, seed=1) for _ in range(2))
     assert first.failure is not None
     assert first == again
 
 
-LATE = REFERENCE_SOURCE.replace(
+LATE = REFERENCE.replace(
     "key=self.turn).request_id", "key=lambda r: r.arrival * (-1) ** (len(r.request_id) - 1)).request_id"
 )
 
@@ -183,7 +165,7 @@ def test_a_carried_allocator_is_used_and_its_bug_is_named_in_the_engine(tmp_path
     ):
         (tmp_path / "allocator.py").write_text(source)
         carried = {"block-allocator": Submission(tmp_path / "allocator.py")}
-        result = result_of(ENGINE, submit(REFERENCE_SOURCE, tmp_path), carried=carried)
+        result = result_of(ENGINE, submit(REFERENCE, tmp_path), carried=carried)
         assert result.status is status, result.message
     assert "exact-references" in result.message
 
@@ -194,8 +176,8 @@ def test_the_model_test_passes_the_reference_and_fails_a_wrong_scheduler(
     load = LoadedModel.load
     monkeypatch.setattr(LoadedModel, "load", lambda model, tier: load(tiny_model, tier))
     for source, status in (
-        (REFERENCE_SOURCE, Status.PASSED),
-        (wrong("the oldest is starved").source(), Status.FAILED),
+        (REFERENCE, Status.PASSED),
+        (MUTANTS["the oldest is starved"].source, Status.FAILED),
     ):
         result = result_of("SmolLM2", submit(source, tmp_path))
         assert result.status is status, result.message
@@ -205,5 +187,5 @@ def test_the_model_test_passes_the_reference_and_fails_a_wrong_scheduler(
 @thorough
 @pytest.mark.model
 def test_the_reference_passes_with_smollm2(tmp_path: Path) -> None:
-    result = result_of("SmolLM2", submit(REFERENCE_SOURCE, tmp_path))
+    result = result_of("SmolLM2", submit(REFERENCE, tmp_path))
     assert result.status is Status.PASSED, result.message

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
-from minipaged.course.assignments.block_allocator.mutants import MUTANTS
 from minipaged.course.grader import student_tests
-from minipaged.course.grader.assignment import CannotBeGraded, Grade, Status, Submission
-from minipaged.course.grader.student_tests import RIGHT, grade_tests, run_tests
+from minipaged.course.grader.assignment import (
+    ASSIGNMENTS,
+    Bench,
+    CannotBeGraded,
+    Failed,
+    Grade,
+    Status,
+    Submission,
+    find_assignment,
+)
+from minipaged.course.grader.formats import text
+from minipaged.course.grader.handouts import folder_of
+from minipaged.course.grader.mutants import Seeded, find_seeded
+from minipaged.course.grader.student_tests import grade_tests, run_tests
+from minipaged.course.sandbox.contract import Limits
 from tests.effort import quick_cases, thorough
 
 HEAD = """
@@ -91,19 +106,25 @@ def killed(grade: Grade) -> set[str]:
     return {result.test.name for result in grade.results if result.status is Status.PASSED and result.test.points}
 
 
+SEEDED = find_seeded("block-allocator")
+ALLOCATOR = find_assignment("block-allocator")
+
+
 @thorough
 def test_thorough_tests_find_every_bug(tmp_path: Path) -> None:
     grade = grade_tests("block-allocator", submit(THOROUGH, tmp_path))
-    assert killed(grade) == {mutant.name for mutant in MUTANTS}
+    assert killed(grade) == SEEDED.mutants.keys()
     assert grade.full_marks
-    assert grade.score == len(MUTANTS) >= 25
+    assert grade.score == len(SEEDED.mutants) >= 25
+    assert not grade.lead
 
 
 FOUR = ("num-free-never-changes", "never-copies", "one-block-too-many", "double-free-accepted")
 
 
 def some_mutants(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    monkeypatch.setattr(student_tests, "MUTANTS", tuple(mutant for mutant in MUTANTS if mutant.name in names))
+    some = Seeded(SEEDED.right, {name: SEEDED.mutants[name] for name in names})
+    monkeypatch.setattr(student_tests, "find_seeded", lambda assignment: some)
 
 
 def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +135,12 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
     messages = {result.test.name: result.message for result in grade.results}
     assert messages["never-copies"] == "not found: a shared block is written to as it is"
     assert messages["num-free-never-changes"] == "found by test_allocate"
+    assert grade.lead == (
+        "the simplest bugs that no test finds:",
+        "a shared block is written to as it is",
+        "a free block can be freed again",
+    )
+    assert "\n".join(grade.lead) in text(grade)
 
 
 @quick_cases(3)
@@ -122,20 +149,20 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
     [
         (
             "def test_it():\n    assert BlockAllocator(2).num_free == 7",
-            "test_it fails on a right allocator: assert 2 == 7",
+            "test_it fails on a right part: assert 2 == 7",
         ),
-        ("def test_order():\n    assert BlockAllocator(2).allocate() == 0", "test_order fails on a right allocator"),
+        ("def test_order():\n    assert BlockAllocator(2).allocate() == 0", "test_order fails on a right part"),
         ("def test_it():\n    import os; os._exit(0)", "exit status 0"),
         ("def test_it():\n    open('/etc/passwd')", "read /etc/passwd"),
         ("def test_it():\n    import subprocess; subprocess.run(['true'])", "started another process"),
-        ("def test_it():\n    BlockAllocator(10**9)", "the tests may make pools of 1,000,000 blocks together"),
+        ("def test_it():\n    BlockAllocator(10**9)", "MemoryError"),
     ],
 )
 def test_tests_that_fail_on_a_right_allocator_prove_nothing(test: str, message: str, tmp_path: Path) -> None:
     grade = grade_tests("block-allocator", submit(HEAD + test, tmp_path))
     assert (grade.score, grade.full_marks) == (0, False)
     assert any(message in result.message for result in grade.results if result.status is Status.FAILED)
-    assert len(grade.results) == len(RIGHT), "no bug was tried"
+    assert len(grade.results) == len(SEEDED.right), "no bug was tried"
 
 
 @pytest.mark.parametrize(
@@ -169,17 +196,24 @@ def test_spy():
     assert "reference" not in told
 """
     )
-    for _, _, kind in RIGHT:
-        assert run_tests(submit(spying, tmp_path), kind).passed == ("test_spy",)
-    assert run_tests(submit(spying, tmp_path), MUTANTS[0].allocator()).passed == ("test_spy",)
+    for source in (*SEEDED.right.values(), SEEDED.mutants["never-copies"].source):
+        assert run_tests(ALLOCATOR, submit(spying, tmp_path), source).passed == ("test_spy",)
+
+
+@pytest.mark.parametrize("read", ["inspect.getsource(BlockAllocator)", "BlockAllocator.share.__code__"])
+def test_tests_cannot_read_what_they_test(read: str, tmp_path: Path) -> None:
+    source = f"{HEAD}\nimport inspect\ndef test_spy():\n    {read}\n"
+    outcome = run_tests(ALLOCATOR, submit(source, tmp_path), SEEDED.right["the reference"])
+    [(_, why)] = outcome.failed
+    assert "is a built-in class" in why or "the tests read the code of what they test" in why
 
 
 @thorough
 def test_tests_that_do_not_end_on_a_bug_have_found_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some_mutants(monkeypatch, "num-free-never-changes")
-    monkeypatch.setattr(
-        student_tests, "LIMITS", student_tests.Limits(call_seconds=4, memory_bytes=2 << 30, open_files=256)
-    )
+    monkeypatch.setattr(student_tests, "CALL_SECONDS", 4)
+    short = replace(ALLOCATOR, limits=Limits(call_seconds=4))
+    monkeypatch.setattr(student_tests, "find_assignment", lambda name: short)
     looping = (
         HEAD
         + """
@@ -205,4 +239,55 @@ def test_all_free(n):
     assert BlockAllocator(n).num_free == n
 """
     )
-    assert run_tests(submit(source, tmp_path), RIGHT[0][2]).passed == ("test_all_free",)
+    for right in SEEDED.right.values():
+        assert run_tests(ALLOCATOR, submit(source, tmp_path), right).passed == ("test_all_free",)
+
+
+# --- Every assignment -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ASSIGNMENTS)
+def test_a_first_test_passes_on_every_right_part(name: str, tmp_path: Path) -> None:
+    test = submit((folder_of(name) / "first_test.py").read_text(), tmp_path)
+    for source in find_seeded(name).right.values():
+        outcome = run_tests(find_assignment(name), test, source)
+        assert outcome.passed, outcome
+        assert not outcome.failed
+
+
+BUGS = [
+    (name, bug)
+    for bugs in zip_longest(*([(n, b) for b in find_seeded(n).mutants] for n in ASSIGNMENTS))
+    for name, bug in filter(None, bugs)
+]
+
+
+@quick_cases(8)
+@pytest.mark.parametrize(("name", "bug"), BUGS, ids=lambda value: str(value))
+def test_a_counterexample_as_a_test_finds_its_bug_and_passes_on_right_parts(
+    name: str, bug: str, tmp_path: Path
+) -> None:
+    """So every bug that has one can be found by a student's test, too."""
+    part, mutant = find_assignment(name), find_seeded(name).mutants[bug]
+    module = name.replace("-", "_")
+    (tmp_path / f"{module}.py").write_text(mutant.source)
+    check = next(test.check for test in part.tests if test.name == mutant.test)
+    with Bench(part, Submission(tmp_path / f"{module}.py"), 0) as bench, pytest.raises(Failed) as failed:
+        check(bench)
+    script = failed.value.failure.script
+    if script is None:
+        pytest.skip("found in a whole model, by no script")
+    body = "\n".join(line for line in script.splitlines() if not line.startswith("sys.path"))
+    test = submit("def test_it():\n" + indent(body, "    "), tmp_path)
+    assert run_tests(part, test, mutant.source).failed
+    for right in find_seeded(name).right.values():
+        assert run_tests(part, test, right).passed == ("test_it",)
+
+
+def test_what_bugs_are_called_and_found_by_fits_the_assignment() -> None:
+    for name in ASSIGNMENTS:
+        seeded, tests = find_seeded(name), {test.name for test in find_assignment(name).tests}
+        assert len(seeded.right) >= 2
+        assert len(seeded.mutants) >= 12
+        assert {mutant.test for mutant in seeded.mutants.values()} <= tests
+        assert len({mutant.source for mutant in seeded.mutants.values()}) == len(seeded.mutants)

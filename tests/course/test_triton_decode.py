@@ -19,6 +19,7 @@ pytest.importorskip("triton")  # there is none for this machine's operating syst
 
 from minipaged.course.assignments.triton_decode import checks as triton_decode
 from minipaged.course.assignments.triton_decode.checks import ASSIGNMENT
+from minipaged.course.assignments.triton_decode.mutants import LLAMA, PLAIN, SEEDED
 from minipaged.course.grader.assignment import Bench, CannotBeGraded, Submission
 from minipaged.course.grader.autograder import requirements
 from minipaged.course.grader.formats import text
@@ -27,9 +28,9 @@ from minipaged.course.sandbox.contract import Misbehaviour
 from minipaged.errors import Invariant
 from minipaged.events import StepFailed, from_json
 from minipaged.replay.state import State
-from tests.course.decode_kernels import LLAMA, MATRICES, MUTANTS, PLAIN, mutant
 from tests.course.harness import ROOT, failure_of, run_python, submit
 
+MUTANTS = SEEDED.mutants
 STARTER = ROOT / "assignments" / "6_triton_decode" / "starter.py"
 TESTS = {test.name: test for test in ASSIGNMENT.tests}
 PROPERTIES = [test for test in ASSIGNMENT.tests if test.stage == "properties"]
@@ -48,10 +49,6 @@ def bench(folder: Path) -> Iterator[Bench]:
         yield one
 
 
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
-
-
 def test_the_untouched_starter_is_told_where_to_begin(bench: Bench) -> None:
     [line] = [n for n, text in enumerate(STARTER.read_text().splitlines(), 1) if "raise NotImpl" in text]
     for test in PROPERTIES:
@@ -63,7 +60,7 @@ def test_the_untouched_starter_is_told_where_to_begin(bench: Bench) -> None:
 
 
 @quick_cases(1)
-@pytest.mark.parametrize("source", [PLAIN, MATRICES], ids=["plain", "matrices"])
+@pytest.mark.parametrize("source", SEEDED.right.values(), ids=SEEDED.right)
 def test_a_right_kernel_passes_every_property(
     source: str, bench: Bench, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,9 +94,9 @@ def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(
 ) -> None:
     scripts = []
     for number, name in enumerate(names):
-        test = MUTANTS[name][0]
+        test = MUTANTS[name].test
         path = folder / f"mutant_{number}.py"
-        path.write_text(mutant(name))
+        path.write_text(MUTANTS[name].source)
         failure = failure_of(TESTS[test], path, bench)
         assert failure is not None, f"{name}: not caught by {test}"
         if test == LLAMA:
@@ -131,7 +128,7 @@ for path in sys.argv[1:]:
 
 def test_a_failure_says_where_and_its_events_can_be_folded(bench: Bench, folder: Path) -> None:
     path = folder / "fades.py"
-    path.write_text(mutant("the output does not fade"))
+    path.write_text(MUTANTS["the output does not fade"].source)
     failures = [failure_of(TESTS["several blocks, through the table"], path, bench) for _ in range(2)]
     assert failures[0] == failures[1], "the same seed gives the same counterexample"
     [failure, _] = failures
@@ -147,8 +144,8 @@ def test_a_failure_says_where_and_its_events_can_be_folded(bench: Bench, folder:
 def test_what_is_written_elsewhere_is_named(bench: Bench, folder: Path) -> None:
     for name, where in (("writes to the cache", "the cache"), ("stores the dimensions that do not exist", "memory")):
         path = folder / "writes.py"
-        path.write_text(mutant(name))
-        failure = failure_of(TESTS[MUTANTS[name][0]], path, bench)
+        path.write_text(MUTANTS[name].source)
+        failure = failure_of(TESTS[MUTANTS[name].test], path, bench)
         assert failure is not None
         assert failure.message.startswith(f"paged_decode wrote to {where}"), failure.message
         assert failure.invariant is Invariant.EXCLUSIVE_WRITE
@@ -253,7 +250,7 @@ def test_a_kernel_is_timed_once_it_is_right_when_compiled(
     monkeypatch.setattr(triton_decode, "TIMED", small)
     bench.submission = submit(PLAIN, folder)
     assert triton_decode.measure(bench).index > 0
-    bench.submission = submit(mutant("no scale"), folder)
+    bench.submission = submit(MUTANTS["no scale"].source, folder)
     with pytest.raises(RuntimeError, match="compiled for the GPU, it is wrong: sequence 0"):
         triton_decode.measure(bench)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from functools import partial
 from pathlib import Path
@@ -19,12 +18,13 @@ from minipaged.course.assignments.under_load.checks import (
     OVERLOAD,
     Graded,
     Load,
-    Ours,
     Part,
     bound,
     check_loads,
     served,
 )
+from minipaged.course.assignments.under_load.mutants import ORDER, OURS, SEEDED
+from minipaged.course.assignments.under_load.ours import Ours
 from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Bench, Failed, Status, Submission
 from minipaged.course.grader.formats import text
@@ -36,7 +36,7 @@ from tests.course.harness import ROOT, run_script, submit
 from tests.effort import quick_cases, thorough
 
 STARTER = ROOT / "assignments" / "8_under_load" / "starter.py"
-RIGHT = "from minipaged.scheduling import *\n\n\n" + inspect.getsource(Ours).replace("Ours", "UnderLoad")
+NO_ORDERS = {name: mutant for name, mutant in SEEDED.mutants.items() if mutant.test == ORDER}
 FEW = Load("a small load", ((8, 6.0),))
 result_of = partial(harness.result_of, ASSIGNMENT)
 
@@ -62,22 +62,6 @@ BY_ARRIVAL = with_turn("return request.arrival")
 SHORTEST = with_turn("return request.prompt_tokens + request.max_output_tokens")
 BACKWARDS = with_turn("return -request.arrival")
 
-WRONG = {
-    "no number": with_turn("return 'first'"),
-    "nothing": with_turn("pass"),
-    "no tuple of numbers": with_turn("return 1, None"),
-    "an empty tuple": with_turn("return ()"),
-    "no order": with_turn("return float('nan')"),
-    "at random": with_turn("return random.random()"),
-    "it counts": with_turn("self.asked += 1\nreturn self.asked"),
-    "it raises": with_turn("return 1 / (now - request.arrival_time)"),
-}
-"""What is no order, whatever the load."""
-
-
-def test_the_points_sum_to_100() -> None:
-    assert ASSIGNMENT.max_score == 100
-
 
 def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> None:
     result = grade(ASSIGNMENT, Submission(STARTER), model=None)
@@ -88,21 +72,21 @@ def test_the_untouched_starter_gets_no_points_and_is_told_where_to_begin() -> No
 
 
 @quick_cases(4)
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", NO_ORDERS)
 def test_what_is_no_order_is_caught_and_its_counterexample_fails_by_itself(name: str, tmp_path: Path) -> None:
-    result = result_of("an order", submit(WRONG[name], tmp_path))
+    result = result_of(ORDER, submit(NO_ORDERS[name].source, tmp_path))
     assert result.status is Status.FAILED
     assert result.failure is not None
     assert result.failure.crashed == (name == "it raises")
     assert result.failure.script is not None
     assert run_script(result.failure.script, tmp_path).returncode == 1
-    (tmp_path / "mine.py").write_text(RIGHT)
+    (tmp_path / "mine.py").write_text(OURS)
     assert run_script(result.failure.script, tmp_path).returncode == 0
 
 
 @thorough
 def test_ours_gets_full_marks_and_is_as_good_as_itself(tmp_path: Path) -> None:
-    result = grade(ASSIGNMENT, submit(RIGHT, tmp_path), model=None)
+    result = grade(ASSIGNMENT, submit(OURS, tmp_path), model=None)
     assert result.full_marks, text(result)
     assert result.performance is not None
     assert result.performance.index == 1, "the same order on both sides of the wall"
@@ -139,7 +123,7 @@ def test_who_starves_somebody_gets_nothing_for_the_load_however_many_are_in_time
     done = run_script(failure.script, tmp_path)
     assert done.returncode == 1
     assert "AssertionError: somebody waits" in done.stderr
-    (tmp_path / "mine.py").write_text(RIGHT)
+    (tmp_path / "mine.py").write_text(OURS)
     assert run_script(failure.script, tmp_path).returncode == 0
 
 
@@ -171,7 +155,7 @@ def test_an_order_that_never_gets_anywhere_is_stopped(tmp_path: Path, monkeypatc
 def test_the_engine_alone_catches_what_only_it_asks_and_says_where(tmp_path: Path) -> None:
     """Requests with several sequences come in the engine's workloads only."""
     source = with_turn("return request.arrival if request.num_sequences == 1 else None")
-    assert result_of("an order", submit(source, tmp_path)).status is Status.PASSED
+    assert result_of(ORDER, submit(source, tmp_path)).status is Status.PASSED
     result = result_of("the engine, on a small model", submit(source, tmp_path))
     assert result.status is Status.FAILED
     assert result.message.startswith("in the engine, workload ")
@@ -190,7 +174,6 @@ def test_the_bound_is_what_the_handout_says() -> None:
     assert "one and a half times as long as the longest wait\n  in order of arrival" in handout
     assert f"to the first token, at most: {OBJECTIVES.first_token:g} |" in handout
     assert f"on average, at most: {OBJECTIVES.between_tokens:g} |" in handout
-    assert bound(under_load.Outcome([], 0)) if False else True
 
 
 def test_ours_tells_four_kinds_of_requests_apart() -> None:

@@ -96,6 +96,10 @@ class Failed(Exception):
         self.failure = failure
 
 
+Check = Callable[["Bench"], None]
+"""What one test does with the student's part. Raises Failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Test:
     """One thing that has to hold."""
@@ -109,8 +113,7 @@ class Test:
     """One sentence on what the invariant means here."""
     hint: str
     """Where to look; never the answer."""
-    check: Callable[[Bench], None]
-    """Raises Failed."""
+    check: Check
     stage: Stage = "properties"
     hidden: bool = False
     """Whether students see only its points, not what it found."""
@@ -142,7 +145,6 @@ class Assignment:
     """One assignment of the course."""
 
     name: str
-    title: str
     part: str
     """The name of the class (or function) that a submission is expected to have, if it has several candidates."""
     members: tuple[str, ...]
@@ -340,6 +342,8 @@ class Grade:
     isolation: dict[str, str] = field(default_factory=dict)
     also_checked: tuple[str, ...] = ()
     """Optional methods that the submission has."""
+    lead: tuple[str, ...] = ()
+    """Lines to begin the closing words with."""
     finished: bool = False
 
     @property

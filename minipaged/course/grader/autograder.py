@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import minipaged
-from minipaged.course.grader.assignment import CannotBeGraded, find_assignment
+from minipaged.course.grader.assignment import ASSIGNMENTS, CannotBeGraded, find_assignment
+from minipaged.course.grader.handouts import folder_of
 
 SETUP = """\
 #!/usr/bin/env bash
@@ -75,6 +76,10 @@ def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool =
             for source in sorted(package.rglob("*")):
                 if source.is_file() and "__pycache__" not in source.parts:
                     archive.write(source, Path("minipaged") / source.relative_to(package))
+            for folder in map(folder_of, ASSIGNMENTS):
+                if package not in folder.parents:  # a clone's; an installed minipaged has them
+                    for source in sorted(folder.glob("*.*")):
+                        archive.write(source, Path("minipaged/course/handed_out", folder.name, source.name))
     except OSError as error:
         raise CannotBeGraded(f"cannot write {path}: {error.strerror}") from None
 

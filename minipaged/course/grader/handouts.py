@@ -16,12 +16,18 @@ FOLDERS = COURSE / "handed_out", COURSE.parents[1] / "assignments"
 """Where they may lie: installed, and in a clone."""
 
 
-def files_of(assignment: str) -> dict[str, str]:
-    """Name in the student's folder -> contents. Raises CannotBeGraded for what is no assignment."""
+def folder_of(assignment: str) -> Path:
+    """Where they are. Raises CannotBeGraded for what is no assignment."""
     part = name_of(assignment).replace("-", "_")
-    folder = next((one for root in FOLDERS for one in root.glob(f"*_{part}")), None)
+    folder = next((one for root in FOLDERS for one in root.glob(f"[0-9]_{part}")), None)
     if folder is None:
         raise CannotBeGraded(f"the files of {assignment} are not installed; install minipaged again, or take a clone")
+    return folder
+
+
+def files_of(assignment: str) -> dict[str, str]:
+    """Name in the student's folder -> contents. Raises CannotBeGraded for what is no assignment."""
+    part, folder = name_of(assignment).replace("-", "_"), folder_of(assignment)
     names = {"handout.md": "handout.md", "starter.py": f"{part}.py", "first_test.py": f"test_{part}.py"}
     contents = {name: (folder / file).read_text() for file, name in names.items()}
     starter = contents[f"{part}.py"].replace("starter.py", f"{part}.py")

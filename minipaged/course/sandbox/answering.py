@@ -88,15 +88,13 @@ class Worker(ABC):
     def _do_start(self, request: dict[str, Any]) -> dict[str, Any]:
         """Prepare for student code: by `_begin`, and by whatever keeps it apart."""
 
-    def _begin(self, modules: Sequence[str]) -> list[ModuleType]:
+    def _begin(self, modules: Sequence[str]) -> None:
         """Import what the parts of the assignment need, and look at what is not to be changed."""
-        loaded = [importlib.import_module(name) for name in modules]
-        for module in loaded:
-            self._objects[self._new_number()] = module
+        for name in modules:
+            self._objects[self._new_number()] = importlib.import_module(name)
         sys.unraisablehook = self._note_unraisable
         self._hooks = (sys.unraisablehook, sys.stdout, sys.stderr)
         self._take_snapshot()
-        return loaded
 
     def _do_load(self, request: dict[str, Any]) -> dict[str, Any]:
         """Import a file of the student's from the working directory; tell what is in it."""

@@ -113,9 +113,11 @@ class ChannelWorker(Worker):
 
     def _do_start(self, request: dict[str, Any]) -> dict[str, Any]:
         """Limit this process. What the parts of the assignment need is imported first, while everything may be read."""
-        modules = self._begin(request["modules"])
+        self._begin(request["modules"])
         isolation = limit(request["limits"])
-        ours = [os.path.realpath(str(module.__file__)) for module in modules]  # tracebacks show their lines
+        # Tracebacks show their lines, and Hypothesis looks through all that is loaded: the packages they are in, too.
+        names = {name.rsplit(".", n)[0] for name in request["modules"] for n in range(name.count(".") + 1)}
+        ours = [os.path.realpath(str(sys.modules[name].__file__)) for name in names]
         sys.addaudithook(make_hook(self._faults.append, request["processes_allowed"], ours))
         return {"ok": {"isolation": isolation, "modules": list(self._objects)}}
 

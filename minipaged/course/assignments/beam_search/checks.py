@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from minipaged import contracts
 from minipaged.contracts import BeamStep
 from minipaged.course.assignments.beam_search.session import ALL, Look, Session, Settings
-from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Test
+from minipaged.course.grader.assignment import Bench, Check, Failed, Failure
+from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import StudentError
-from minipaged.errors import Invariant, InvariantViolation
+from minipaged.errors import InvariantViolation
 from minipaged.events import Event, StepFailed
 from minipaged.llm import LLM, LoadedModel
 from minipaged.params import BeamSearchParams
@@ -295,147 +296,47 @@ PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 ENDINGS: dict[str, Any] = {"steps": 5, "most_tokens": (2, 8), "num_eos": 2, "eos_bonus": (0.0, 1.0, 2.5)}
 """Searches in which many sequences finish."""
 
-ASSIGNMENT = Assignment(
-    name="beam-search",
-    title="Beam search with block sharing",
+CHECKS: dict[str, Check] = {
+    "the first step": property_of(steps=1),
+    "beams are ranked together": property_of(steps=3, widest=4, turned=True),
+    "ties": property_of(steps=2, ties=(True,)),
+    "sequences that end in EOS": property_of(
+        Look(scores=False), steps=4, widest=4, num_eos=2, may_ignore_eos=True, turned=True
+    ),
+    "scores and the length penalty": property_of(
+        Look(survivors=False), steps=4, widest=4, num_eos=1, length_penalties=PENALTIES
+    ),
+    "the maximum length": property_of(to_the_end=True, steps=3, most_tokens=(1, 3), length_penalties=(0.0, 1.0)),
+    "early_stopping True and False": each_of(
+        property_of(
+            to_the_end=True,
+            length_penalties=PENALTIES,
+            early_stopping=(True, False),
+            **ENDINGS,
+        ),
+        property_of(to_the_end=True, steps=2, widest=2, num_eos=1, ties=(True,)),
+    ),
+    'early_stopping "never"': each_of(
+        *(
+            property_of(
+                to_the_end=True,
+                length_penalties=penalties,
+                early_stopping=("never",),
+                **ENDINGS,
+            )
+            for penalties in ((0.5, 1.0, 2.0), (-1.0, -0.5))
+        )
+    ),
+    "logits that are no numbers": check_bad_logits,
+    "a copy goes its own way": check_copies,
+    "the engine, on a small model": check_engine,
+    "SmolLM2": check_model,
+}
+
+ASSIGNMENT = described(
+    "beam-search",
+    CHECKS,
     part="BeamSearch",
     members=("step",),
-    cap=70,
     modules=("copy", "numpy", "minipaged.reference.sampling"),  # the last one for parts that rank as the reference does
-    tests=(
-        Test(
-            name="the first step",
-            points=5,
-            invariant=None,
-            meaning="One beam, the prompt: the beam_width likeliest tokens go on, the likeliest first, each with its "
-            "log-probability.",
-            hint="What turns logits into log-probabilities? They are all below 0, and their exponentials add up to 1.",
-            check=property_of(steps=1),
-        ),
-        Test(
-            name="beams are ranked together",
-            points=15,
-            invariant=None,
-            meaning="The candidates of all beams compete by the sum of their log-probabilities: one beam may have "
-            "several survivors, another none. `parent` says whose block table a survivor goes on with.",
-            hint="Where does the sum so far of each beam come in, and before or after the ranking? Which row of the "
-            "logits is beam 1's?",
-            check=property_of(steps=3, widest=4, turned=True),
-        ),
-        Test(
-            name="ties",
-            points=5,
-            invariant=None,
-            meaning="Of equal candidates the one of the earlier beam comes first, then the one with the lower token "
-            "id: the same logits give the same beams, every time.",
-            hint="Is your sort stable, and does it turn the order of equals around when it goes downwards?",
-            check=property_of(steps=2, ties=(True,)),
-        ),
-        Test(
-            name="sequences that end in EOS",
-            points=15,
-            invariant=None,
-            meaning="A candidate that ends in EOS is finished if it is among the best beam_width of its step, and "
-            "dropped if not. The best beam_width of the others go on: an EOS takes nobody's place.",
-            hint="Rank first, then look at each of the best: does it end? How many candidates have to be ranked, so "
-            "that beam_width are left to go on whatever ends? And what does ignore_eos ask for?",
-            check=property_of(Look(scores=False), steps=4, widest=4, num_eos=2, may_ignore_eos=True, turned=True),
-        ),
-        Test(
-            name="scores and the length penalty",
-            points=10,
-            invariant=None,
-            meaning="The score of a finished sequence is its sum of log-probabilities divided by the number of its "
-            "generated tokens to the power of length_penalty; the EOS counts, the prompt does not.",
-            hint="Work one out by hand for length_penalty 0, 1 and 2. How many tokens has a sequence that ends in "
-            "the first step?",
-            check=property_of(Look(survivors=False), steps=4, widest=4, num_eos=1, length_penalties=PENALTIES),
-        ),
-        Test(
-            name="the maximum length",
-            points=5,
-            invariant=None,
-            meaning="At max_length the best beam_width candidates finish, whatever they end in, and nobody goes on.",
-            hint="max_length counts the prompt too; and it may come before params.max_tokens.",
-            check=property_of(to_the_end=True, steps=3, most_tokens=(1, 3), length_penalties=(0.0, 1.0)),
-        ),
-        Test(
-            name="early_stopping True and False",
-            points=10,
-            invariant=None,
-            meaning="With beam_width finished sequences the search may be over. True: it is. False: it is when the "
-            "best survivor, scored as if it ended now, is no better than the worst of them. Only the best beam_width "
-            "of all that finished are kept: one that is worse is not reported.",
-            hint="Which of the finished sequences is the one to beat, after three steps in which some finished? And "
-            "what if both are equal?",
-            check=each_of(
-                property_of(
-                    to_the_end=True,
-                    length_penalties=PENALTIES,
-                    early_stopping=(True, False),
-                    **ENDINGS,
-                ),
-                property_of(to_the_end=True, steps=2, widest=2, num_eos=1, ties=(True,)),
-            ),
-        ),
-        Test(
-            name='early_stopping "never"',
-            points=5,
-            invariant=None,
-            meaning="The search is over when the best survivor could not beat the worst of the finished ones even if "
-            "it came to max_length and lost nothing more on the way. With a length penalty of 0 or less longer is no "
-            "better: then as for False.",
-            hint="At which length is a sum of log-probabilities worth most, with a penalty above 0, and with one "
-            "below?",
-            check=each_of(
-                *(
-                    property_of(
-                        to_the_end=True,
-                        length_penalties=penalties,
-                        early_stopping=("never",),
-                        **ENDINGS,
-                    )
-                    for penalties in ((0.5, 1.0, 2.0), (-1.0, -0.5))
-                )
-            ),
-        ),
-        Test(
-            name="logits that are no numbers",
-            points=5,
-            invariant=None,
-            meaning="NaN, plus infinity, or a row of nothing but minus infinity: BadLogits, a ValueError. A token "
-            "whose logit is minus infinity is in no sequence. Rows that are no beam's are not looked at.",
-            hint="What does your ranking do with NaN? And how many candidates are there, if the model rules all tokens "
-            "out but one?",
-            check=check_bad_logits,
-        ),
-        Test(
-            name="a copy goes its own way",
-            points=5,
-            invariant=Invariant.ATOMIC_FAILURE,
-            meaning="The engine steps a deep copy, and keeps the search as it was if anything raises. It runs many "
-            "searches at once.",
-            hint="Where is the state of a search kept: in the object, or where all objects share it?",
-            check=check_copies,
-        ),
-        Test(
-            name="the engine, on a small model",
-            points=10,
-            invariant=Invariant.CONSERVATION,
-            meaning="Survivors of one parent share its blocks, the first to write into a shared one copies it, and "
-            "beams without survivors give theirs back: no block is lost.",
-            hint="The engine asks as the tests above do, with wider vocabularies and longer searches.",
-            check=check_engine,
-            stage="engine",
-        ),
-        Test(
-            name="SmolLM2",
-            points=10,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="The beams are those of the reference's search, although some were preempted on the way.",
-            hint="A vocabulary of 49,152 tokens: is anything in your search made for small ones?",
-            check=check_model,
-            stage="model",
-        ),
-    ),
 )

@@ -21,28 +21,28 @@ from hypothesis import strategies as st
 from minipaged.contracts import BlockAllocator
 from minipaged.course.assignments.block_allocator.session import (
     MANY,
+    AllocatorSession,
     Call,
     Held,
     Number,
-    Session,
     Several,
     Variable,
     shorten,
 )
 from minipaged.course.grader.assignment import (
-    Assignment,
     Bench,
+    Check,
     Failed,
     Failure,
     Performance,
     Submission,
-    Test,
     fastest,
 )
+from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import Handle, Misbehaviour, Raised, StudentError
 from minipaged.engine.checked_allocator import MEMBERS
-from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation
+from minipaged.errors import BlockNotAllocated, InvariantViolation
 from minipaged.events import Event, StepFailed
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.testing.plain_model import PlainModel
@@ -98,7 +98,7 @@ def property_of(
     *methods: str,
     with_numbers: Sequence[str] = (),
     many: Sequence[str] = (),
-    unless: Callable[[Session, Call], bool] = lambda session, call: False,
+    unless: Callable[[AllocatorSession, Call], bool] = lambda session, call: False,
 ) -> Callable[[Bench], None]:
     """A check that runs such programs. `many`: methods to call if the student wrote them; `unless`: calls to leave out,
     because another test is about them."""
@@ -111,7 +111,7 @@ def property_of(
             nonlocal latest
             latest = program
             num_blocks, calls = program
-            session = Session(bench, num_blocks)
+            session = AllocatorSession(bench, num_blocks)
             for call in calls:
                 if not unless(session, call):
                     session.call(call)
@@ -139,7 +139,7 @@ def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first
             return False
         done = 0
         try:
-            session = Session(quick, size)
+            session = AllocatorSession(quick, size)
             for done, call in enumerate(some, start=1):  # noqa: B007 -- it tells how far we got
                 session.call(call)
             quick.process.finish()
@@ -161,15 +161,15 @@ def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first
 
 
 def check_new_pool(bench: Bench) -> None:
-    """`Session` checks a new allocator by itself."""
-    search(bench, st.integers(-2, 20), lambda num_blocks: Session(bench, num_blocks))
+    """`AllocatorSession` checks a new allocator by itself."""
+    search(bench, st.integers(-2, 20), lambda num_blocks: AllocatorSession(bench, num_blocks))
 
 
-def is_copy_in_a_full_pool(session: Session, call: Call) -> bool:
+def is_copy_in_a_full_pool(session: AllocatorSession, call: Call) -> bool:
     return call.method == "copy_on_write" and session.is_full() and session.is_shared(call.operand)
 
 
-def is_refused_to_many(session: Session, call: Call) -> bool:
+def is_refused_to_many(session: AllocatorSession, call: Call) -> bool:
     return call.method in MANY and session.is_refused(call)
 
 
@@ -203,7 +203,7 @@ def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
     found: list[Failure] = []
 
     def fails(some: list[Call], size: int) -> bool:
-        session = Session(bench, size)
+        session = AllocatorSession(bench, size)
         for done, call in enumerate(some, start=1):
             try:
                 session.call(call)
@@ -474,104 +474,34 @@ def reference_submission() -> Submission:
 
 # --- The assignment -------------------------------------------------------------------------------
 
-ASSIGNMENT = Assignment(
-    name="block-allocator",
-    title="Block allocator: reference counts and copy-on-write",
+CHECKS: dict[str, Check] = {
+    "a new pool": check_new_pool,
+    "allocate and free": property_of(
+        *("allocate", "free"), many=("allocate_many", "free_many"), unless=is_refused_to_many
+    ),
+    "reference counts": property_of("allocate", "share", "free", many=MANY, unless=is_refused_to_many),
+    "copy-on-write": property_of("allocate", "share", "free", "copy_on_write", unless=is_copy_in_a_full_pool),
+    "calls that make no sense are refused": property_of(
+        *("allocate", "share", "free"),
+        with_numbers=("share", "free", "copy_on_write", "ref_count"),
+        many=MANY,
+        unless=is_copy_in_a_full_pool,
+    ),
+    "a call that raises changes nothing": property_of(
+        *("allocate", "share", "copy_on_write"),
+        with_numbers=("share", "free", "copy_on_write"),
+        many=MANY,
+    ),
+    "long runs in large pools": check_long_runs,
+    "the engine, on a small model": check_engine,
+    "SmolLM2": check_model,
+}
+
+ASSIGNMENT = described(
+    "block-allocator",
+    CHECKS,
     part="BlockAllocator",
     members=("allocate", "share", "free", "ref_count", "copy_on_write"),
     optional=MANY,
-    cap=70,
     measure=measure,
-    tests=(
-        Test(
-            name="a new pool",
-            points=5,
-            invariant=Invariant.CONSERVATION,
-            meaning="Every block is free or held, at any moment; in a new pool all are free, and nobody holds one.",
-            hint="What do num_blocks, num_free and ref_count(b) have to say before anything was allocated? And what "
-            "pool is too small to be one?",
-            check=check_new_pool,
-        ),
-        Test(
-            name="allocate and free",
-            points=15,
-            invariant=Invariant.CONSERVATION,
-            meaning="Free blocks and held blocks add up to the pool: none is lost, none appears from nowhere.",
-            hint="Follow one block from allocate to free and back to allocate. When does it leave the free ones, and "
-            "when does it return to them?",
-            check=property_of(*("allocate", "free"), many=("allocate_many", "free_many"), unless=is_refused_to_many),
-        ),
-        Test(
-            name="reference counts",
-            points=15,
-            invariant=Invariant.EXACT_REFERENCES,
-            meaning="ref_count(b) is the number of those who hold b: one more for each share, one less for each free.",
-            hint="A block with two holders loses one of them: is it free then?",
-            check=property_of("allocate", "share", "free", many=MANY, unless=is_refused_to_many),
-        ),
-        Test(
-            name="copy-on-write",
-            points=15,
-            invariant=Invariant.EXCLUSIVE_WRITE,
-            meaning="Nobody writes to a block that others hold too: copy_on_write gives the writer a block of its own.",
-            hint="There are two cases, and ref_count tells them apart. In one of them two blocks change hands: which "
-            "gains a holder, and which loses one?",
-            check=property_of("allocate", "share", "free", "copy_on_write", unless=is_copy_in_a_full_pool),
-        ),
-        Test(
-            name="calls that make no sense are refused",
-            points=10,
-            invariant=Invariant.EXACT_REFERENCES,
-            meaning="A block that nobody holds cannot be shared, freed or copied, and a number outside the pool is no "
-            "block: BlockNotAllocated.",
-            hint="What does your data structure do with -1, or with the first number past the pool? And with a block "
-            "that was freed already?",
-            check=property_of(
-                *("allocate", "share", "free"),
-                with_numbers=("share", "free", "copy_on_write", "ref_count"),
-                many=MANY,
-                unless=is_copy_in_a_full_pool,
-            ),
-        ),
-        Test(
-            name="a call that raises changes nothing",
-            points=10,
-            invariant=Invariant.ATOMIC_FAILURE,
-            meaning="After an exception everything is as it was before the call, so that the caller can try something "
-            "else.",
-            hint="Before the line that raises, has your method changed anything yet? Look at the one that calls "
-            "another.",
-            check=property_of(
-                *("allocate", "share", "copy_on_write"),
-                with_numbers=("share", "free", "copy_on_write"),
-                many=MANY,
-            ),
-        ),
-        Test(
-            name="long runs in large pools",
-            points=5,
-            invariant=Invariant.CONSERVATION,
-            meaning="It all still holds after a thousand calls: an allocator runs as long as the server does.",
-            hint="Is there anything that you count, collect or cut off, and that is right only for a while?",
-            check=check_long_runs,
-        ),
-        Test(
-            name="the engine, on a small model",
-            points=15,
-            invariant=Invariant.CONTENT,
-            meaning="Each sequence finds its own keys and values in its blocks, whoever else is served meanwhile.",
-            hint="The engine uses the allocator as it pleases: two pools at once, blocks freed in any order.",
-            check=check_engine,
-            stage="engine",
-        ),
-        Test(
-            name="SmolLM2",
-            points=10,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="Which blocks a text is kept in has no influence on the text.",
-            hint="Compare with what the engine's test says; the model is larger, the allocator's work is the same.",
-            check=check_model,
-            stage="model",
-        ),
-    ),
 )

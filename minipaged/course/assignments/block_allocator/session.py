@@ -1,9 +1,8 @@
 """A student's block allocator, call by call, beside a model of a right one.
 
-A `Session` makes one allocator in the worker and then calls it. After every call it compares the answer, `num_free` and
-the reference counts with a dict of who holds what. It keeps a diary in three forms, which make the failure that it
-raises: the calls as lines of Python (a script that fails by itself), the blocks as a drawing, and the same as events,
-where every holder of a block is a sequence with a table of one block, named A, B, C, ...:
+An `AllocatorSession` makes one allocator in the worker and then calls it. After every call it compares the answer,
+`num_free` and the reference counts with who holds what. In its drawing and its events every holder of a block is a
+sequence with a table of one block, named A, B, C, ...:
 
     allocate         a request arrives; its table gets the block
     share            the holder's sequence forks
@@ -19,17 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import (
-    aligned,
-    is_unwritten,
-    letter,
-    make_script,
-    must_raise,
-    raised_message,
-    said,
-)
-from minipaged.course.sandbox.contract import Handle, Misbehaviour, Outcome, Raised, Result, StudentError
+from minipaged.course.grader.assignment import Bench
+from minipaged.course.grader.counterexample import aligned, is_unwritten, letter, must_raise, said
+from minipaged.course.grader.session import Session
+from minipaged.course.sandbox.contract import Handle, Outcome, Raised, Result
 from minipaged.errors import BlockNotAllocated, Invariant, OutOfBlocks
 from minipaged.events import (
     BlockCopied,
@@ -113,19 +105,19 @@ class _Table:
     num_tokens: int = 1
 
 
-class Session:
-    """One allocator of the student's and what it ought to say. Every method raises Failed and Misbehaviour."""
+class AllocatorSession(Session):
+    """One allocator of the student's and what it ought to say."""
+
+    KIND = "allocator"
 
     def __init__(self, bench: Bench, num_blocks: int, part: tuple[Handle, str] | None = None) -> None:
-        self._bench = bench
-        self._module, self._name = part or bench.part
+        super().__init__(bench, part)
         self.num_blocks = num_blocks
         self._tables: list[_Table] = []
         self._variables: list[tuple[str, int]] = []
         """Name and value of what was returned, in order."""
         self._num_results = 0
         self._labelled: dict[int, tuple[str, int]] = {}
-        self._lines: list[str] = []
         self._events: list[Event] = [EngineStarted(num_blocks, 0, BLOCK_SIZE, BLOCK_SIZE * max(1, num_blocks))]
         self._step = 0
         self._num_tables = 0
@@ -133,44 +125,36 @@ class Session:
         self._observed_free: Any = None
         self._made = f"{self._name}({num_blocks})"
         bench.process.forget()
-        seed = bench.seed if "random" in bench.submission.path.read_text(errors="replace") else None
-        self._seed = seed
-        [made] = self._ask([(self._module, self._name, (num_blocks,))], seed=bench.seed)
-        self._make(made)
-
-    def _make(self, made: Outcome) -> None:
-        line = f"allocator = {self._made}"
-        if self.num_blocks < 1:
-            if isinstance(made, Raised) and isinstance(made.error, ValueError):
-                return
-            self._lines += must_raise("ValueError", self._made, "a pool needs at least 1 block")
-            if isinstance(made, Raised) and is_unwritten(made.error):
-                self._raised("", made.error, self._made)
-            self._fail(Invariant.CONSERVATION, f"{self._made} {said(made)}; it has to raise ValueError")
-        self._lines.append(line)
-        if isinstance(made, Raised):
-            self._raised("", made.error, self._made)
-        if not isinstance(made, Handle):
-            self._fail(Invariant.CONSERVATION, f"{self._made} gave {made!r}, no allocator")
-        self._allocator = made
-        [num_blocks] = self._ask([(made, "num_blocks", None)])
-        if isinstance(num_blocks, Raised):
+        if num_blocks < 1:
+            self._refuse_to_make()
+            return
+        self._lines.append(f"allocator = {self._made}")
+        self._allocator = self._make(self._made, num_blocks)
+        [found] = self._ask([(self._allocator, "num_blocks", None)])
+        if isinstance(found, Raised):
             self._lines.append("allocator.num_blocks")
-            self._raised("num_blocks", num_blocks.error, "num_blocks")
-        if num_blocks != self.num_blocks or isinstance(num_blocks, bool):
-            self._lines.append(
-                f'assert allocator.num_blocks == {self.num_blocks}, f"num_blocks is {{allocator.num_blocks}}"'
+            self._raised("num_blocks", found.error, "num_blocks")
+        if found != num_blocks or isinstance(found, bool):
+            self._fail(
+                Invariant.CONSERVATION,
+                f"num_blocks is {found!r}; it should be {num_blocks}",
+                f'assert allocator.num_blocks == {num_blocks}, f"num_blocks is {{allocator.num_blocks}}"',
             )
-            self._fail(Invariant.CONSERVATION, f"num_blocks is {num_blocks!r}; it should be {self.num_blocks}")
-        everything = range(self.num_blocks)
-        self._check_state(self._ask(self._looks(everything)), everything, self._made, refused=False)
+        everything = range(num_blocks)
+        self._observe(self._ask(self._looks(everything)), everything)
+        self._check_state(everything, self._made, refused=False)
+
+    def _refuse_to_make(self) -> None:
+        self._lines += must_raise("ValueError", self._made, "a pool needs at least 1 block")
+        [made] = self._ask([(self._module, self._name, (self.num_blocks,))], seed=self._bench.seed)
+        if not isinstance(made, Raised):
+            self._fail(Invariant.CONSERVATION, f"{self._made} {said(made)}; it has to raise ValueError")
+        if is_unwritten(made.error):
+            self._raised("__init__", made.error, self._made)
+        if not isinstance(made.error, ValueError):
+            self._fail(Invariant.CONSERVATION, f"{self._made} {said(made)}; it has to raise ValueError")
 
     # --- Calls ------------------------------------------------------------------------------------
-
-    def run(self, calls: Sequence[Call]) -> None:
-        """Make the calls that make sense: one without a block to name is left out."""
-        for call in calls:
-            self.call(call)
 
     def call(self, call: Call) -> None:
         """One call, and everything compared."""
@@ -186,123 +170,87 @@ class Session:
         make = [(value, "__iter__", ())] if once else []  # in the worker, which hands it on
         asked = (self._allocator, method, (Result(0),) if once else args)
         answer, *state = self._ask([*make, asked, *self._looks(looks)], shown)[len(make) :]
-        expected = self._expected_error(method, value)
-        if expected:
+        self._observe(state, looks)
+        if expected := self._expected_error(method, value):
             error, why = expected
             self._lines += must_raise(error.__name__, shown, why)
             if isinstance(answer, Raised) and not isinstance(answer.error, error):
                 self._raised(method, answer.error, shown, f"; it has to raise {error.__name__}: {why}")
             if not isinstance(answer, Raised):
-                invariant = Invariant.EXACT_REFERENCES
-                if method in ("allocate", "free", "allocate_many", "free_many"):
-                    invariant = Invariant.CONSERVATION
-                self._observe(state, looks)
+                conserves = method in ("allocate", "free", "allocate_many", "free_many")
+                invariant = Invariant.CONSERVATION if conserves else Invariant.EXACT_REFERENCES
                 self._fail(invariant, f"{shown} {said(answer)}; it has to raise {error.__name__}: {why}")
-            self._check_state(state, looks, shown, refused=True)
-        elif method in MANY:
-            self._carry_out_many(method, value, shown, answer, state, looks)
+            self._check_state(looks, shown, refused=True)
         else:
-            assert not isinstance(value, list)
-            self._carry_out(method, name, value, shown, answer, state, looks)
+            returns = method in ("allocate", "allocate_many", "copy_on_write")
+            variable = self._add_line(shown, returns=returns)
+            if isinstance(answer, Raised):
+                self._wrongly_raised(method, value, shown, answer)
+            new = self._carry_out(method, name, value, variable, shown, answer)
+            if new := [block for block in new if block not in looks]:
+                self._observe(self._ask(self._looks(new)), new)
+            self._check_state([*looks, *new], shown, refused=False)
             if call.label is not None:
                 self._labelled[call.label] = self._variables[-1]
         self._events.append(StepFinished(self._step, 1, 1, 0.0))
 
     def _carry_out(
-        self,
-        method: str,
-        name: str,
-        block: int | None,
-        shown: str,
-        answer: Outcome,
-        state: list[Any],
-        looks: Sequence[int],
-    ) -> None:
-        """A call that has to succeed."""
-        returns = method in ("allocate", "copy_on_write")
-        variable = self._add_line(shown, returns=returns)
-        if isinstance(answer, Raised):
-            self._wrongly_raised(method, block, shown, answer, state, looks)
-        if method == "allocate":
-            self._check_new_block(answer, variable, shown, state, looks)
-            self._variables.append((variable, answer))
-            self._add_table(answer)
-        elif method == "share":
-            assert block is not None
-            self._fork(block)
-        elif method == "free":
-            assert block is not None
-            self._end(block)
-        elif method == "copy_on_write":
-            assert block is not None
-            if self._counts()[block] == 1:
-                if answer != block or isinstance(answer, bool):
-                    self._lines.append(f'assert {variable} == {name}, f"got block {{{variable}}}"')
-                    self._observe(state, looks)
+        self, method: str, name: str, value: int | list[int] | None, variable: str, shown: str, answer: Outcome
+    ) -> list[int]:
+        """A call that succeeded; the blocks that it took. One with several blocks does what so many with one do."""
+        if method == "allocate_many":
+            assert isinstance(value, int)
+            new: list[int] = []
+            for number, block in enumerate(self._as_many(value, answer, variable, shown)):
+                if block in new:
                     self._fail(
                         Invariant.EXCLUSIVE_WRITE,
-                        f"{shown} {said(answer)}; block {block} has one holder, which may write to it as it is",
+                        f"{shown} {said(answer)}: block {block} twice",
+                        f'assert len(set({variable})) == {value}, f"got {{{variable}}}"',
                     )
-            elif answer == block:
-                self._lines.append(f'assert {variable} != {name}, f"got block {{{variable}}} again"')
-                self._observe(state, looks)
-                holders = self._counts()[block]
-                self._fail(
-                    Invariant.EXCLUSIVE_WRITE,
-                    f"{shown} returned block {block} itself, but {holders} hold it: a write would change what the "
-                    "others read",
-                )
-            else:
-                self._check_new_block(answer, variable, shown, state, looks)
-            self._variables.append((variable, answer))
-            self._write(block, answer)
-        new = [answer] if returns and answer not in looks else []
-        if new:
-            state = [*state, *self._ask(self._looks(new)[1:])]
-        self._check_state(state, [*looks, *new], shown, refused=False)
-
-    def _carry_out_many(
-        self,
-        method: str,
-        value: int | list[int] | None,
-        shown: str,
-        answer: Outcome,
-        state: list[Any],
-        looks: Sequence[int],
-    ) -> None:
-        """A call with several blocks that has to succeed: it does what so many calls with one block do."""
-        variable = self._add_line(shown, returns=method == "allocate_many")
-        if isinstance(answer, Raised):
-            self._wrongly_raised(method, None, shown, answer, state, looks)
-        new: list[int] = []
-        if isinstance(value, int):
-            for number, block in enumerate(self._as_many(value, answer, variable, shown, state, looks)):
-                if block in new:
-                    self._lines.append(f'assert len(set({variable})) == {value}, f"got {{{variable}}}"')
-                    self._observe(state, looks)
-                    self._fail(Invariant.EXCLUSIVE_WRITE, f"{shown} {said(answer)}: block {block} twice")
-                self._check_new_block(block, f"{variable}[{number}]", shown, state, looks)
-                self._variables.append((f"{variable}[{number}]", block))
-                self._add_table(block)
+                self._take(block, f"{variable}[{number}]", shown)
                 new.append(block)
-        for block in _as_blocks(value) if method != "allocate_many" else []:
-            if method == "share_many":
+            return new
+        if method == "allocate":
+            self._take(answer, variable, shown)
+            return [answer]
+        for block in _as_blocks(value):
+            if method in ("share", "share_many"):
                 self._fork(block)
-            else:
+            elif method in ("free", "free_many"):
                 self._end(block)
-        if new := [block for block in new if block not in looks]:
-            state = [*state, *self._ask(self._looks(new)[1:])]
-        self._check_state(state, [*looks, *new], shown, refused=False)
+        if method != "copy_on_write":
+            return []
+        assert isinstance(value, int)
+        holders = self._counts()[value]
+        if holders == 1 and (answer != value or isinstance(answer, bool)):
+            self._fail(
+                Invariant.EXCLUSIVE_WRITE,
+                f"{shown} {said(answer)}; block {value} has one holder, which may write to it as it is",
+                f'assert {variable} == {name}, f"got block {{{variable}}}"',
+            )
+        if holders > 1 and answer == value:
+            self._fail(
+                Invariant.EXCLUSIVE_WRITE,
+                f"{shown} returned block {value} itself, but {holders} hold it: a write would change what the others "
+                "read",
+                f'assert {variable} != {name}, f"got block {{{variable}}} again"',
+            )
+        if holders > 1:
+            self._check_new_block(answer, variable, shown)
+        self._variables.append((variable, answer))
+        self._write(value, answer)
+        return [answer]
 
-    def _as_many(
-        self, n: int, answer: Outcome, variable: str, shown: str, state: list[Any], looks: Sequence[int]
-    ) -> list[Any]:
+    def _as_many(self, n: int, answer: Outcome, variable: str, shown: str) -> list[Any]:
         """What `allocate_many(n)` returned, as a list; an array is welcome."""
         blocks = answer.tolist() if hasattr(answer, "tolist") else answer
         if not isinstance(blocks, list | tuple) or len(blocks) != n:
-            self._lines.append(f'assert len({variable}) == {n}, f"got {{{variable}}}"')
-            self._observe(state, looks)
-            self._fail(Invariant.CONSERVATION, f"{shown} {said(answer)}; it has to return a list of {n} blocks")
+            self._fail(
+                Invariant.CONSERVATION,
+                f"{shown} {said(answer)}; it has to return a list of {n} blocks",
+                f'assert len({variable}) == {n}, f"got {{{variable}}}"',
+            )
         return list(blocks)
 
     def _add_line(self, shown: str, *, returns: bool) -> str:
@@ -312,38 +260,42 @@ class Session:
         self._lines.append(f"{variable} = {shown}" if returns else shown)
         return variable
 
-    def _wrongly_raised(
-        self, method: str, block: int | None, shown: str, answer: Raised, state: list[Any], looks: Sequence[int]
-    ) -> NoReturn:
+    def _wrongly_raised(self, method: str, value: int | list[int] | None, shown: str, answer: Raised) -> NoReturn:
         if isinstance(answer.error, OutOfBlocks):
-            free = self.num_blocks - len(self._counts())
-            self._observe(state, looks)
-            if method == "copy_on_write" and block is not None and self._counts()[block] == 1:
+            if method == "copy_on_write" and isinstance(value, int) and self._counts()[value] == 1:
                 self._fail(
                     Invariant.EXCLUSIVE_WRITE,
-                    f"{shown} raised OutOfBlocks, but block {block} has one holder, which needs no copy",
+                    f"{shown} raised OutOfBlocks, but block {value} has one holder, which needs no copy",
                 )
             takes = method.startswith("allocate") or method == "copy_on_write"
-            why = f"{free} blocks are free" if takes else "needs no block"
+            why = f"{self.num_blocks - len(self._counts())} blocks are free" if takes else "needs no block"
             self._fail(Invariant.CONSERVATION, f"{shown} raised OutOfBlocks, but {why}")
         self._raised(method, answer.error, shown)
 
-    def _check_new_block(
-        self, answer: Outcome, variable: str, shown: str, state: list[Any], looks: Sequence[int]
-    ) -> None:
+    def _take(self, answer: Outcome, variable: str, shown: str) -> None:
+        """A block that was free has a holder now."""
+        self._check_new_block(answer, variable, shown)
+        self._variables.append((variable, answer))
+        self._add_table(answer)
+
+    def _check_new_block(self, answer: Outcome, variable: str, shown: str) -> None:
         if isinstance(answer, bool) or not isinstance(answer, int) or not 0 <= answer < self.num_blocks:
-            self._lines.append(f'assert {variable} in range({self.num_blocks}), f"got block {{{variable}}}"')
-            self._observe(state, looks)
-            self._fail(Invariant.CONSERVATION, f"{shown} {said(answer)}; blocks are 0 to {self.num_blocks - 1}")
-        if held := [table.name for table in self._tables if table.block == answer]:
-            others = [one for one, value in self._variables if value == answer]
-            self._lines.append(
-                f'assert {variable} != {others[-1] if others else answer}, f"got block {{{variable}}}, which is held"'
-            )
-            self._observe(state, looks)
             self._fail(
-                Invariant.EXCLUSIVE_WRITE, f"{shown} returned block {answer}, which {', '.join(held)} still hold"
+                Invariant.CONSERVATION,
+                f"{shown} {said(answer)}; blocks are 0 to {self.num_blocks - 1}",
+                f'assert {variable} in range({self.num_blocks}), f"got block {{{variable}}}"',
             )
+        if held := [table.name for table in self._tables if table.block == answer]:
+            other = self._name_of(answer)
+            self._fail(
+                Invariant.EXCLUSIVE_WRITE,
+                f"{shown} returned block {answer}, which {', '.join(held)} still hold",
+                f'assert {variable} != {other}, f"got block {{{variable}}}, which is held"',
+            )
+
+    def _name_of(self, block: int) -> str:
+        """As a script calls it: by the variable that held it last."""
+        return next((name for name, value in reversed(self._variables) if value == block), str(block))
 
     # --- What is right ----------------------------------------------------------------------------
 
@@ -411,7 +363,7 @@ class Session:
                 if not held:
                     return "", None
                 block = held[pick % len(held)]
-                return next((name for name, value in reversed(self._variables) if value == block), str(block)), block
+                return self._name_of(block), block
 
     # --- Looking at the state ---------------------------------------------------------------------
 
@@ -428,36 +380,31 @@ class Session:
         self._observed_free = state[0]
         self._observed.update(zip(blocks, state[1:], strict=True))
 
-    def _check_state(self, state: Sequence[Any], blocks: Sequence[int], shown: str, *, refused: bool) -> None:
-        self._observe(state, blocks)
+    def _check_state(self, blocks: Sequence[int], shown: str, *, refused: bool) -> None:
+        """What was observed last, of these blocks, with what is right."""
         counts = self._counts()
-        num_free = self.num_blocks - len(counts)
-        says, number = "was refused, but changed something" if refused else "", state[0]
+        says = f"{shown} was refused, but changed something:" if refused else f"after {shown}"
+        number, num_free = self._observed_free, self.num_blocks - len(counts)
         if isinstance(number, Raised):
             self._lines.append("allocator.num_free")
             self._raised("num_free", number.error, f"after {shown}, num_free")
         if number != num_free or isinstance(number, bool):
-            self._lines.append(f'assert allocator.num_free == {num_free}, f"num_free is {{allocator.num_free}}"')
             self._fail(
                 Invariant.ATOMIC_FAILURE if refused else Invariant.CONSERVATION,
-                f"{shown} {says}: num_free is {number!r}; it should be {num_free}"
-                if refused
-                else f"after {shown} num_free is {number!r}; it should be {num_free}",
+                f"{says} num_free is {number!r}; it should be {num_free}",
+                f'assert allocator.num_free == {num_free}, f"num_free is {{allocator.num_free}}"',
             )
-        for block, count in zip(blocks, state[1:], strict=True):
-            right = counts.get(block, 0)
-            name = next((name for name, value in reversed(self._variables) if value == block), str(block))
+        for block in blocks:
+            count, right, name = self._observed[block], counts.get(block, 0), self._name_of(block)
             if isinstance(count, Raised):
                 self._lines.append(f"allocator.ref_count({name})")
                 self._raised("ref_count", count.error, f"after {shown}, ref_count({block})", f"; it is {right}")
             if count != right or isinstance(count, bool):
                 shown_count = f"ref_count({name}) is {{allocator.ref_count({name})}}"
-                self._lines.append(f'assert allocator.ref_count({name}) == {right}, f"{shown_count}"')
                 self._fail(
                     Invariant.ATOMIC_FAILURE if refused else Invariant.EXACT_REFERENCES,
-                    f"{shown} {says}: ref_count({block}) is {count!r}; it should be {right}"
-                    if refused
-                    else f"after {shown} ref_count({block}) is {count!r}; it should be {right}",
+                    f"{says} ref_count({block}) is {count!r}; it should be {right}",
+                    f'assert allocator.ref_count({name}) == {right}, f"{shown_count}"',
                 )
 
     # --- The diary --------------------------------------------------------------------------------
@@ -505,36 +452,19 @@ class Session:
 
     # --- Failing ----------------------------------------------------------------------------------
 
-    def _ask(self, calls: list[Any], shown: str = "", seed: int | None = None) -> list[Outcome]:
-        try:
-            return self._bench.process.batch(calls, seed=seed)
-        except Misbehaviour as misbehaviour:
-            if shown or not self._lines:
-                self._lines.append(shown or f"allocator = {self._made}")
-            message = f"{shown or self._made}: {misbehaviour.message}"
-            misbehaviour.failure = replace(self._failure(None, message), verdict=misbehaviour.verdict)
-            raise
+    def _interrupted(self, shown: str) -> str:
+        if shown and shown != self._made:
+            self._lines.append(shown)
+        return shown or self._made
 
-    def _raised(self, method: str, error: Exception, shown: str, instead: str = "") -> NoReturn:
-        told = raised_message(method or "__init__", error, shown)
-        failure = self._failure(None, told if is_unwritten(error) else told + instead)
-        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
-
-    def _fail(self, invariant: Invariant | None, message: str) -> NoReturn:
-        raise Failed(self._failure(invariant, message))
-
-    def _failure(self, invariant: Invariant | None, message: str) -> Failure:
+    def _story(self, message: str) -> tuple[Event, ...]:
         children = [event.request for event in self._events if isinstance(event, SequenceForked)]
-        events = [
+        return tuple(
             replace(event, num_sequences=1 + children.count(event.request))
             if isinstance(event, RequestArrived)
             else event
-            for event in self._events
-        ]
-        broken = f"invariant '{invariant}' broken: {message}" if invariant else message
-        events.append(StepFailed(self._step, broken, ()))
-        script = make_script(self._bench.submission, self._name, invariant, message, [], self._lines, self._seed)
-        return Failure(message, invariant, self._draw(), script, tuple(events))
+            for event in (*self._events, StepFailed(self._step, message, ()))
+        )
 
     def _draw(self) -> tuple[str, ...]:
         counts = self._counts()

@@ -21,19 +21,19 @@ from minipaged.contracts import BlockAllocator, Tier
 from minipaged.course.assignments.block_allocator.checks import PROMPTS, RemoteAllocator
 from minipaged.course.assignments.block_table.session import OfferedAllocator, Op, TableSession
 from minipaged.course.grader.assignment import (
-    Assignment,
     Bench,
+    Check,
     Failed,
     Failure,
     Performance,
     Submission,
-    Test,
     fastest,
 )
 from minipaged.course.grader.counterexample import make_script, must_raise, raised_message
+from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import Handle, Raised, StudentError
-from minipaged.errors import Invariant, InvariantViolation
+from minipaged.errors import InvariantViolation
 from minipaged.events import Event, StepFailed
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.steps import CopyPair
@@ -291,118 +291,36 @@ def measure(bench: Bench) -> Performance:
 SHARED = (Op("append_that_fits", 0, 3), Op("fork"))
 """Two tables with the same blocks, the last partly filled where that can be."""
 
-ASSIGNMENT = Assignment(
-    name="block-table",
-    title="Block table and slot mapping",
+CHECKS: dict[str, Check] = {
+    "a new table": check_new_table,
+    "append and slots": property_of("append_that_fits", "slot_range", "hold", slots=True),
+    "blocks_needed is what append takes": property_of("needed_then_append", "append_that_fits", "fork"),
+    "copy-on-write": property_of("append_that_fits", "fork", beginning=SHARED),
+    "fork, adopt and replace share": property_of(
+        "fork", "hold", "adopt", "replace", "append_that_fits", beginning=(Op("hold"),)
+    ),
+    "trim gives back, last first": property_of(
+        *("append_that_fits", "trim", "trim", "trim_all", "fork"), beginning=(Op("append_that_fits", 0, 7),)
+    ),
+    "relocate": property_of("append_that_fits", "relocate", "relocate", "trim_in_any_order", "fork", slots=True),
+    "an append that raises changes nothing": property_of(
+        "append_too_many", "append", "fork", "trim_in_any_order", beginning=SHARED
+    ),
+    "calls that make no sense are refused": property_of(
+        *("append_that_fits", "hold", "new"),
+        *("bad_trim", "bad_slots", "bad_adopt", "bad_replace", "bad_append"),
+        beginning=(Op("hold"), Op("append_that_fits", 0, 3)),
+    ),
+    "the engine, on a small model": check_engine,
+    "SmolLM2": check_model,
+}
+
+ASSIGNMENT = described(
+    "block-table",
+    CHECKS,
     part="BlockTable",
     members=("blocks_needed", "append", "adopt", "fork", "trim", "replace", "relocate", "slot_mapping"),
-    cap=70,
     builds_on=("block-allocator",),
     modules=("minipaged.reference.block_allocator", "minipaged.course.assignments.block_table.worker"),
     measure=measure,
-    tests=(
-        Test(
-            name="a new table",
-            points=5,
-            invariant=Invariant.CONSERVATION,
-            meaning="A new table holds nothing: blocks are taken when there are tokens to keep, not before.",
-            hint="What are blocks and num_tokens before the first append? And what block size is too small?",
-            check=check_new_table,
-        ),
-        Test(
-            name="append and slots",
-            points=15,
-            invariant=Invariant.CONTENT,
-            meaning="Position p is in logical block p // block_size at offset p % block_size, and stays there.",
-            hint="How many blocks do n tokens take, and does that hold when the last block is just full? A slot's "
-            "number counts the slots of all blocks before it in the pool.",
-            check=property_of("append_that_fits", "slot_range", "hold", slots=True),
-        ),
-        Test(
-            name="blocks_needed is what append takes",
-            points=10,
-            invariant=Invariant.CONSERVATION,
-            meaning="The scheduler asks before it appends: blocks_needed(n) is exactly how many blocks are then taken.",
-            hint="Try 0 tokens, the last free slot of a block, and a table that was forked: is a copy to be made?",
-            check=property_of("needed_then_append", "append_that_fits", "fork"),
-        ),
-        Test(
-            name="copy-on-write",
-            points=15,
-            invariant=Invariant.EXCLUSIVE_WRITE,
-            meaning="A slot is written only in a block that nobody else holds; append returns which block to copy.",
-            hint="Only one block of a table can be partly filled. When is it written to, and who else may hold it?",
-            check=property_of("append_that_fits", "fork", beginning=SHARED),
-        ),
-        Test(
-            name="fork, adopt and replace share",
-            points=10,
-            invariant=Invariant.EXACT_REFERENCES,
-            meaning="The reference count of a block is the number of table entries, and others, that hold it.",
-            hint="A table holds one reference on each of its blocks: who takes it, and who gives back the one on a "
-            "block that is replaced? Do two tables have two lists?",
-            check=property_of("fork", "hold", "adopt", "replace", "append_that_fits", beginning=(Op("hold"),)),
-        ),
-        Test(
-            name="trim gives back, last first",
-            points=10,
-            invariant=Invariant.EXACT_REFERENCES,
-            meaning="trim keeps the blocks of the first positions and gives back one reference on each of the others.",
-            hint="Is the block in which the last kept position lies kept? Blocks at the end are of least use to "
-            "others, so they are the first to go.",
-            check=property_of(
-                *("append_that_fits", "trim", "trim", "trim_all", "fork"), beginning=(Op("append_that_fits", 0, 7),)
-            ),
-        ),
-        Test(
-            name="relocate",
-            points=5,
-            invariant=Invariant.EXACT_REFERENCES,
-            meaning="After swapping the table lives in another pool: it gives back its old blocks there, and takes "
-            "new ones here.",
-            hint="Whose allocator gets the old blocks, and whose is asked at the next append? Who has taken the "
-            "references on the new blocks?",
-            check=property_of("append_that_fits", "relocate", "relocate", "trim_in_any_order", "fork", slots=True),
-        ),
-        Test(
-            name="an append that raises changes nothing",
-            points=10,
-            invariant=Invariant.ATOMIC_FAILURE,
-            meaning="When there are too few blocks, append raises OutOfBlocks and has taken none.",
-            hint="A table may need several blocks, and a copy as well. What has been taken when the last of them "
-            "cannot be had?",
-            check=property_of("append_too_many", "append", "fork", "trim_in_any_order", beginning=SHARED),
-        ),
-        Test(
-            name="calls that make no sense are refused",
-            points=5,
-            invariant=Invariant.ATOMIC_FAILURE,
-            meaning="A call that raises leaves the table and the reference counts as they were.",
-            hint="Which positions exist? What does a slice do with numbers past the end, and an index with -1? And if "
-            "the second of two blocks cannot be shared, what becomes of the first?",
-            check=property_of(
-                *("append_that_fits", "hold", "new"),
-                *("bad_trim", "bad_slots", "bad_adopt", "bad_replace", "bad_append"),
-                beginning=(Op("hold"), Op("append_that_fits", 0, 3)),
-            ),
-        ),
-        Test(
-            name="the engine, on a small model",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="Each sequence finds its own keys and values in its blocks, whoever else is served meanwhile.",
-            hint="The message says what the engine met. Which of the properties is it about?",
-            check=check_engine,
-            stage="engine",
-        ),
-        Test(
-            name="SmolLM2",
-            points=5,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="Which blocks a text is kept in has no influence on the text.",
-            hint="Compare with what the engine's test says; the model is larger, the table's work is the same.",
-            check=check_model,
-            stage="model",
-        ),
-    ),
 )

@@ -22,20 +22,19 @@ from minipaged.course.assignments.block_allocator.checks import PROMPTS
 from minipaged.course.assignments.block_table.checks import in_engine
 from minipaged.course.assignments.paged_attention.cases import Case
 from minipaged.course.grader.assignment import (
-    Assignment,
     Bench,
+    Check,
     Failed,
     Failure,
     Performance,
     Submission,
-    Test,
     fastest,
 )
 from minipaged.course.grader.counterexample import make_script
+from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import Handle, Raised
 from minipaged.engine.engine import Engine
-from minipaged.errors import Invariant
 from minipaged.events import Event
 from minipaged.llm import LoadedModel
 from minipaged.models.config import ModelConfig
@@ -331,101 +330,26 @@ def measure(bench: Bench) -> Performance:
 
 # --- The assignment -------------------------------------------------------------------------------
 
-ASSIGNMENT = Assignment(
-    name="paged-attention",
-    title="Paged attention with an online softmax",
+CHECKS: dict[str, Check] = {
+    "one query, one block": property_of(cases(most_blocks=1)),
+    "contexts over several blocks": property_of(cases()),
+    "several new tokens: causal": property_of(cases(block_sizes=st.integers(1, 8), causal=True)),
+    "grouped-query heads": property_of(cases(block_sizes=st.integers(1, 8), causal=True, grouped=True)),
+    "mixed batches": property_of(cases(block_sizes=st.integers(1, 8), most_sequences=4, causal=True, grouped=True)),
+    "large scores": property_of(cases(block_sizes=st.integers(1, 8), most_sequences=3, causal=True, size=100.0)),
+    "what nobody filled is not seen": property_of(
+        cases(block_sizes=st.integers(1, 8), most_sequences=3, causal=True, empty=float("nan"))
+    ),
+    "memory stays small": check_memory,
+    "a small Llama": check_engine,
+    "SmolLM2": check_model,
+}
+
+ASSIGNMENT = described(
+    "paged-attention",
+    CHECKS,
     part="paged_attention",
     members=(),
-    cap=70,
     modules=("minipaged.reference.kv_cache", "minipaged.course.assignments.paged_attention.worker"),
     measure=measure,
-    tests=(
-        Test(
-            name="one query, one block",
-            points=15,
-            invariant=Invariant.CONTENT,
-            meaning="A query's output is the mean of the values at the positions that it sees, weighted by softmax.",
-            hint="Compute it by hand for one key, then for two. Which slots of the block hold a token at all?",
-            check=property_of(cases(most_blocks=1)),
-        ),
-        Test(
-            name="contexts over several blocks",
-            points=15,
-            invariant=Invariant.CONTENT,
-            meaning="Position p is in logical block p // block_size; the table says which block of the pool that is.",
-            hint="When a later block has a larger score than all before it, what are the sums so far worth? And what "
-            "if the last block holds a single token?",
-            check=property_of(cases()),
-        ),
-        Test(
-            name="several new tokens: causal",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="Each query sees the positions up to its own, and none after it.",
-            hint="The new tokens are the last of the context. What is the position of the first of them?",
-            check=property_of(cases(block_sizes=st.integers(1, 8), causal=True)),
-        ),
-        Test(
-            name="grouped-query heads",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="Query head h reads key/value head h // (heads / kv_heads).",
-            hint="With 4 query heads and 2 key/value heads, who are the neighbours that share one?",
-            check=property_of(cases(block_sizes=st.integers(1, 8), causal=True, grouped=True)),
-        ),
-        Test(
-            name="mixed batches",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="Prompts and single tokens, long and short contexts go together, and none hears of the others.",
-            hint="Which rows of the query belong to sequence s? Tables are padded with -1, and -1 is an index in "
-            "NumPy.",
-            check=property_of(cases(block_sizes=st.integers(1, 8), most_sequences=4, causal=True, grouped=True)),
-        ),
-        Test(
-            name="large scores",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="Softmax depends on differences of scores alone: scores of ten thousand, or of minus ten thousand, "
-            "are no reason to overflow.",
-            hint="What is the largest number that may be given to exp? What do you begin with, before any score is "
-            "known?",
-            check=property_of(cases(block_sizes=st.integers(1, 8), most_sequences=3, causal=True, size=100.0)),
-        ),
-        Test(
-            name="what nobody filled is not seen",
-            points=5,
-            invariant=Invariant.CONTENT,
-            meaning="Free blocks, and the free slots of a last block, hold what was left there; here it is NaN.",
-            hint="A weight of 0 is not enough: what is 0 times NaN?",
-            check=property_of(cases(block_sizes=st.integers(1, 8), most_sequences=3, causal=True, empty=float("nan"))),
-        ),
-        Test(
-            name="memory stays small",
-            points=5,
-            invariant=None,
-            meaning="Keys and values are read where they are, a few blocks at a time; nothing is kept of a block but "
-            "three running values for each query.",
-            hint="Which of your arrays are as long as the context?",
-            check=check_memory,
-        ),
-        Test(
-            name="a small Llama",
-            points=10,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="A real engine shares, copies and swaps the blocks; the tokens stay the same.",
-            hint="If all properties hold, look for what you keep between two calls.",
-            check=check_engine,
-            stage="engine",
-        ),
-        Test(
-            name="SmolLM2",
-            points=10,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="A language model writes with your attention what it writes with the reference's.",
-            hint="Small errors add up over 30 layers: in which type do you compute?",
-            check=check_model,
-            stage="model",
-        ),
-    ),
 )

@@ -29,7 +29,8 @@ from minipaged.course.assignments.quantize.cases import (
     upper_root_of_inverse,
     wrong_array,
 )
-from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Test
+from minipaged.course.grader.assignment import Bench, Check, Failed, Failure
+from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import Handle, Limits
 from minipaged.errors import ModelError
@@ -308,104 +309,24 @@ def check_model(bench: Bench) -> None:
 
 # --- The assignment -------------------------------------------------------------------------------
 
-ASSIGNMENT = Assignment(
-    name="quantize",
-    title="Four bits: pack, round, make up for it",
+CHECKS: dict[str, Check] = {
+    "pack": property_of(packings()),
+    "unpack": property_of(packings(Unpacking)),
+    "round to nearest, symmetric": property_of(roundings(symmetric=True)),
+    "round to nearest, asymmetric": property_of(roundings(symmetric=False)),
+    "0 has a code": property_of(roundings(symmetric=False, kind=ONE_SIDED)),
+    "groups of zeros": property_of(roundings(symmetric=None, kind=SMALL_OR_NONE), CUT_OFF),
+    "one column of GPTQ": property_of(columns()),
+    "a whole matrix": check_matrix,
+    "a small Llama": check_small,
+    "SmolLM2": check_model,
+}
+
+ASSIGNMENT = described(
+    "quantize",
+    CHECKS,
     part="Quantizer",
     members=("pack", "unpack", "round_to_nearest", "round_column"),
-    cap=70,
     limits=Limits(call_seconds=60),
     modules=("minipaged.course.assignments.quantize.worker",),
-    tests=(
-        Test(
-            name="pack",
-            points=15,
-            invariant=None,
-            meaning="The codes of a row are one stream of bits: the code of input i has the bits from i × bits on, its "
-            "lowest one first, and bit k of the stream is bit k % 8 of byte k // 8. Bits that are left over are 0.",
-            hint="Write down the bits of two codes of 3, and of three: which of them go into the second byte? In what "
-            "type do you shift?",
-            check=property_of(packings()),
-        ),
-        Test(
-            name="unpack",
-            points=10,
-            invariant=None,
-            meaning="What was packed comes out again, and no more codes than were packed.",
-            hint="A code may begin in one byte and end in the next. What is in the last byte beside the last code?",
-            check=property_of(packings(Unpacking)),
-        ),
-        Test(
-            name="round to nearest, symmetric",
-            points=10,
-            invariant=None,
-            meaning="The grid reaches as far to both sides as the largest weight, its middle code means 0, and each "
-            "weight takes the code that stands for the nearest value.",
-            hint="Of 4 bits there are 16 codes: how many steps is it from the first to the last, and which is the "
-            "middle? For whom do you round: with the scale that you found, or with the one that is stored?",
-            check=property_of(roundings(symmetric=True)),
-        ),
-        Test(
-            name="round to nearest, asymmetric",
-            points=15,
-            invariant=None,
-            meaning="The grid reaches from the smallest weight to the largest, a whole number says which code means 0, "
-            "and no weight is more than half a step away from what its code stands for.",
-            hint="Go through it by hand: weights -1 and 2, 2 bits. What is 3 - 5 if both are bytes?",
-            check=property_of(roundings(symmetric=False)),
-        ),
-        Test(
-            name="0 has a code",
-            points=5,
-            invariant=None,
-            meaning="Where all weights lie on one side, the grid reaches to 0 all the same, so that 0 stays exactly 0.",
-            hint="What is the zero of a group whose smallest weight is 4? It has to be one of the codes.",
-            check=property_of(roundings(symmetric=False, kind=ONE_SIDED)),
-        ),
-        Test(
-            name="groups of zeros",
-            points=5,
-            invariant=None,
-            meaning="A scale is at least 2**-24, the smallest number of float16 above 0: so nothing is divided by 0.",
-            hint="Which scale does a group have whose weights are all 0, or 1e-9? What becomes of 1e-9 in float16, "
-            "and how many steps is 1e-6 then?",
-            check=property_of(roundings(symmetric=None, kind=SMALL_OR_NONE), CUT_OFF),
-        ),
-        Test(
-            name="one column of GPTQ",
-            points=15,
-            invariant=None,
-            meaning="What rounding the first column spoils in the outputs, the columns after it make up for, as well "
-            "as they can.",
-            hint="The error is the weight less what its code stands for, divided by U[0, 0]. Which numbers of U say "
-            "what the others take of it, and with which sign?",
-            check=property_of(columns()),
-        ),
-        Test(
-            name="a whole matrix",
-            points=5,
-            invariant=None,
-            meaning="Column after column, group after group, with one quantizer: the outputs err little.",
-            hint="If all of the above holds, look for what you keep between two calls.",
-            check=check_matrix,
-        ),
-        Test(
-            name="a small Llama",
-            points=10,
-            invariant=None,
-            meaning="A model made of your packed bytes, scales and zeros knows a text as well as with ours.",
-            hint="If all properties hold, look for what is different in large matrices.",
-            check=check_small,
-            stage="engine",
-        ),
-        Test(
-            name="SmolLM2",
-            points=10,
-            invariant=None,
-            meaning="A language model with its last layer in 2 bits is as good as with our codes.",
-            hint="Errors add up over a thousand columns: in which type do you compute?",
-            check=check_model,
-            stage="model",
-        ),
-    ),
 )

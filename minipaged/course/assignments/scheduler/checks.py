@@ -30,12 +30,13 @@ from minipaged.course.assignments.scheduler.session import (
     StudentPolicy,
     counted,
 )
-from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Performance, Test
+from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance
+from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import StudentError
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import RequestState
-from minipaged.errors import Invariant, InvariantViolation
+from minipaged.errors import InvariantViolation
 from minipaged.events import EngineStarted, Event, RequestArrived, StepFailed, StepStarted
 from minipaged.params import SamplingParams
 from minipaged.scheduling import MakePolicy, RequestView
@@ -292,138 +293,45 @@ def measure(bench: Bench) -> Performance:
 
 # --- The assignment -------------------------------------------------------------------------------
 
-ASSIGNMENT = Assignment(
-    name="scheduler",
-    title="Scheduler: admission and preemption",
+CHECKS: dict[str, Check] = {
+    "what can never fit": check_fits,
+    "the token budget": check_share_tokens,
+    "first come, first served": property_of(
+        ask_admit("order"), num_requests=(2, 5), pool=(-9, -1), beyond_most=True, room=(3, 8)
+    ),
+    "room in the batch": property_of(
+        ask_admit("batch"),
+        states=("running", "swapped", "swapped", "new"),
+        num_sequences=(1, 2, 3),
+        pool=(30, 60),
+        room=(3, 6),
+        tokens=(3, 9),
+    ),
+    "room in the pool": property_of(ask_admit("blocks"), pool=(3, 12), room=(4, 8)),
+    "nobody waits for nothing": property_of(
+        ask_admit("no idling"),
+        states=("running", "swapped", "dropped", "new", "running", "new"),
+        num_requests=(1, 3),
+        pool=(-1, 0),
+        beyond_most=True,
+        room=(6, 12),
+        tokens=(12, 30),
+    ),
+    "who is preempted": property_of(ask_victims, states=("running",), num_requests=(2, 5), pool=(10, 40), room=(2, 8)),
+    "the way back": property_of(
+        ask_way_back, states=("running",), num_requests=(2, 5), pool=(12, 40), room=(4, 8), with_costs=True
+    ),
+    "a question changes nothing": check_nothing_changes,
+    "the engine, on a small model": check_engine,
+    "SmolLM2": check_model,
+}
+
+ASSIGNMENT = described(
+    "scheduler",
+    CHECKS,
     part="Scheduler",
     members=("fits", "share_tokens", "victim", "way_back", "admit"),
-    cap=70,
     modules=("copy", "minipaged.scheduling"),
     builds_on=("block-allocator",),
     measure=measure,
-    tests=(
-        Test(
-            name="what can never fit",
-            points=10,
-            invariant=Invariant.LIVENESS,
-            meaning="A request that the whole pool could not hold, or the largest batch, is refused at once; if it "
-            "waited, it would wait for ever, and all that came after it too.",
-            hint="Draw the block tables of a request with two sequences when they are longest. Which blocks do both "
-            "have in common for sure, and which token never gets a slot?",
-            check=check_fits,
-        ),
-        Test(
-            name="the token budget",
-            points=10,
-            invariant=Invariant.LIVENESS,
-            meaning="Those that decode get their tokens first, or a long prompt would hold them up; what is left of "
-            "the batch goes to the prompts, in order of arrival, and a prompt that is longer runs in chunks.",
-            hint="Do it by hand for a batch of 8 tokens, with two requests that decode and two prompts of 5.",
-            check=check_share_tokens,
-        ),
-        Test(
-            name="first come, first served",
-            points=10,
-            invariant=Invariant.LIVENESS,
-            meaning="Nobody overtakes: if somebody has to wait, so do all that arrived later, even if they would fit. "
-            "A large request would otherwise see small ones go past it for ever.",
-            hint="What does your loop do after the first request for which there is no room? And which request is the "
-            "first: is the list in order of arrival?",
-            check=property_of(ask_admit("order"), num_requests=(2, 5), pool=(-9, -1), beyond_most=True, room=(3, 8)),
-        ),
-        Test(
-            name="room in the batch",
-            points=10,
-            invariant=None,
-            meaning="A request comes in with all of its sequences or not at all. The batch has room for max_num_seqs "
-            "sequences and max_num_batched_tokens tokens, and each that runs takes at least one token.",
-            hint="What do those that you admitted a moment ago take away from those that come after them? And how many "
-            "tokens does a request need that decodes with three sequences?",
-            check=property_of(
-                ask_admit("batch"),
-                states=("running", "swapped", "swapped", "new"),
-                num_sequences=(1, 2, 3),
-                pool=(30, 60),
-                room=(3, 6),
-                tokens=(3, 9),
-            ),
-        ),
-        Test(
-            name="room in the pool",
-            points=10,
-            invariant=Invariant.CONSERVATION,
-            meaning="Nobody is admitted whose blocks are not there: the blocks of all that come in together have to be "
-            "free.",
-            hint="Two requests that need three blocks each, and five are free: who comes in?",
-            check=property_of(ask_admit("blocks"), pool=(3, 12), room=(4, 8)),
-        ),
-        Test(
-            name="nobody waits for nothing",
-            points=10,
-            invariant=Invariant.LIVENESS,
-            meaning="You may hold back blocks for those that run. But when nothing runs, the first comes in, or nobody "
-            "ever would; and so does everybody for whom there is room whatever the others come to need.",
-            hint="What does your admit return when nothing runs at all? Can those that run still come to need all "
-            "that you hold back for them? And is a prompt that is longer than the tokens left a reason to wait?",
-            check=property_of(
-                ask_admit("no idling"),
-                states=("running", "swapped", "dropped", "new", "running", "new"),
-                num_requests=(1, 3),
-                pool=(-1, 0),
-                beyond_most=True,
-                room=(6, 12),
-                tokens=(12, 30),
-            ),
-        ),
-        Test(
-            name="who is preempted",
-            points=10,
-            invariant=Invariant.LIVENESS,
-            meaning="When blocks are short, the latest arrival makes room. So the oldest always gets on, it ends some "
-            "day, and preempting comes to an end.",
-            hint="If victims are chosen by anything else, can two requests take turns in preempting each other?",
-            check=property_of(ask_victims, states=("running",), num_requests=(2, 5), pool=(10, 40), room=(2, 8)),
-        ),
-        Test(
-            name="the way back",
-            points=10,
-            invariant=None,
-            meaning="Swapping pays for bytes and for each copy that is started, on the way out and on the way in; "
-            "recomputing pays for tokens. Whichever costs less is right, if the host has room for the blocks.",
-            hint="Work out both by hand for one block. Which of the costs do not depend on how large a block is, and "
-            "how often is each of them paid?",
-            check=property_of(
-                ask_way_back, states=("running",), num_requests=(2, 5), pool=(12, 40), room=(4, 8), with_costs=True
-            ),
-        ),
-        Test(
-            name="a question changes nothing",
-            points=5,
-            invariant=Invariant.ATOMIC_FAILURE,
-            meaning="The engine may ask the same again, or ask and then decide otherwise. The answer depends on what "
-            "is asked and on what the scheduler was made with, and nothing that it was given is changed.",
-            hint="What do you keep in self after __init__, or in the class? And do you take anything out of a list "
-            "that you were given?",
-            check=check_nothing_changes,
-        ),
-        Test(
-            name="the engine, on a small model",
-            points=10,
-            invariant=Invariant.LIVENESS,
-            meaning="Every request that is admitted ends, whoever was preempted on the way, and with the same tokens "
-            "as alone.",
-            hint="The engine asks as the tests above do, with more requests, beam searches and a prefix cache.",
-            check=check_engine,
-            stage="engine",
-        ),
-        Test(
-            name="SmolLM2",
-            points=5,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="Who runs when has no influence on the text.",
-            hint="Compare with what the engine's test says; the model is larger, the questions are the same.",
-            check=check_model,
-            stage="model",
-        ),
-    ),
 )

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from minipaged.course.assignments.block_allocator.checks import PROMPTS
 from minipaged.course.assignments.paged_attention.checks import SMALL, compare, random_weights
 from minipaged.course.assignments.triton_decode.cases import Case
-from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Performance, Test, fastest
+from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance, fastest
+from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import Limits
 from minipaged.errors import Invariant, InvariantViolation
@@ -209,115 +210,42 @@ def measure(bench: Bench) -> Performance:
 
 # --- The assignment -------------------------------------------------------------------------------
 
-ASSIGNMENT = Assignment(
-    name="triton-decode",
-    title="A Triton kernel for decoding",
+CHECKS: dict[str, Check] = {
+    "one full block": property_of(cases(contexts=WHOLE, most_blocks=1)),
+    "several blocks, through the table": property_of(cases(contexts=WHOLE), Case(16, (192,), head_dim=16)),
+    "a last block that is not full": property_of(cases(block_sizes=st.sampled_from([2, 4, 8, 16])), Case(16, (150,))),
+    "grouped-query heads": property_of(cases(most_blocks=2, grouped=True)),
+    "batches of different lengths": property_of(cases(most_blocks=2, most_sequences=3, grouped=True)),
+    "any block size, any head dimension": property_of(
+        cases(
+            block_sizes=st.sampled_from([1, 3, 5, 7, 12, 24]),
+            head_dims=st.sampled_from([1, 3, 5, 12, 48, 80]),
+            most_sequences=2,
+            grouped=True,
+        )
+    ),
+    "long contexts, large scores, float16": property_of(
+        cases(
+            block_sizes=st.sampled_from([4, 16, 32]),
+            head_dims=st.sampled_from([4, 16, 64]),
+            dtypes=st.sampled_from(["float32", "float16"]),
+            most_sequences=2,
+            size=60.0,
+        ),
+        Case(32, (320, 3), head_dim=64, size=60.0),
+        Case(32, (320, 3), head_dim=64, size=60.0, dtype="float16"),
+    ),
+    "a small Llama": check_engine,
+    "SmolLM2": check_model,
+}
+
+ASSIGNMENT = described(
+    "triton-decode",
+    CHECKS,
     part="paged_decode",
     members=(),
-    cap=70,
     limits=LIMITS,
     modules=(WORKER,),
     needs=("torch", "triton", "numba"),
     measure=measure,
-    tests=(
-        Test(
-            name="one full block",
-            points=15,
-            invariant=Invariant.CONTENT,
-            meaning="The output is the mean of the values in the block that the table names, weighted by the softmax "
-            "of query times key times scale.",
-            hint="Where do the keys of block b begin? keys.stride(0) knows: keys and values lie in the same cache, and "
-            "a block has both.",
-            check=property_of(cases(contexts=WHOLE, most_blocks=1)),
-        ),
-        Test(
-            name="several blocks, through the table",
-            points=15,
-            invariant=Invariant.CONTENT,
-            meaning="Position p is in logical block p // block_size; the table says which block of the cache that is.",
-            hint="When a later block has a larger score than all before it, what are the sums so far worth?",
-            check=property_of(cases(contexts=WHOLE), Case(16, (192,), head_dim=16)),
-        ),
-        Test(
-            name="a last block that is not full",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="A sequence sees context_lens positions. Slots after them, and table entries after its last block, "
-            "hold anything; here NaN and -1.",
-            hint="A weight of 0 is not enough: what is 0 times NaN? A load has a mask, and says with `other` what "
-            "stands where it does not load. And what does a slot score that was not loaded?",
-            check=property_of(cases(block_sizes=st.sampled_from([2, 4, 8, 16])), Case(16, (150,))),
-        ),
-        Test(
-            name="grouped-query heads",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="Query head h reads key/value head h // (heads / kv_heads).",
-            hint="With 4 query heads and 2 key/value heads, who are the neighbours that share one?",
-            check=property_of(cases(most_blocks=2, grouped=True)),
-        ),
-        Test(
-            name="batches of different lengths",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="Each sequence has its own table, length and output, and none hears of the others.",
-            hint="How far is it from one sequence's table to the next? Not always as far as the table is long: "
-            "block_tables.stride(0).",
-            check=property_of(cases(most_blocks=2, most_sequences=3, grouped=True)),
-        ),
-        Test(
-            name="any block size, any head dimension",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="The numbers of slots in a block and of dimensions in a head need not be powers of two, which "
-            "tl.arange can only count to.",
-            hint="Count further than there is, and mask. A store without a mask writes over what lies behind.",
-            check=property_of(
-                cases(
-                    block_sizes=st.sampled_from([1, 3, 5, 7, 12, 24]),
-                    head_dims=st.sampled_from([1, 3, 5, 12, 48, 80]),
-                    most_sequences=2,
-                    grouped=True,
-                )
-            ),
-        ),
-        Test(
-            name="long contexts, large scores, float16",
-            points=10,
-            invariant=Invariant.CONTENT,
-            meaning="Softmax depends on differences of scores alone: scores of some thousands, or of minus some "
-            "thousands, are no reason to overflow; sums are kept in float32 whatever type the cache has.",
-            hint="What is the largest number that may be given to exp, and that float16 can hold? What do you begin "
-            "with, before any score is known?",
-            check=property_of(
-                cases(
-                    block_sizes=st.sampled_from([4, 16, 32]),
-                    head_dims=st.sampled_from([4, 16, 64]),
-                    dtypes=st.sampled_from(["float32", "float16"]),
-                    most_sequences=2,
-                    size=60.0,
-                ),
-                Case(32, (320, 3), head_dim=64, size=60.0),
-                Case(32, (320, 3), head_dim=64, size=60.0, dtype="float16"),
-            ),
-        ),
-        Test(
-            name="a small Llama",
-            points=10,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="A real engine shares, copies and swaps the blocks; the tokens stay the same.",
-            hint="If all properties hold, look for what you keep between two calls.",
-            check=check_engine,
-            stage="engine",
-        ),
-        Test(
-            name="SmolLM2",
-            points=10,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="A language model writes with your kernel what it writes with the fast tier's.",
-            hint="Small errors add up over 30 layers: in which type do you compute?",
-            check=check_model,
-            stage="model",
-        ),
-    ),
 )

@@ -19,14 +19,15 @@ from typing import Any
 from hypothesis import strategies as st
 
 from minipaged.course.assignments.scheduler.checks import CROWDED, crowded_workloads, in_engine, texts
-from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Performance, Test
+from minipaged.course.assignments.under_load.ours import Ours
+from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance
 from minipaged.course.grader.counterexample import aligned, make_script, raised_message
+from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.sandbox.contract import Handle, Limits, Raised, StudentError
 from minipaged.engine.policies.in_turn import InTurn
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.views import plain
-from minipaged.errors import Invariant
 from minipaged.events import Event
 from minipaged.llm import LLM, LoadedModel
 from minipaged.scheduling import Objectives, RequestView
@@ -58,21 +59,6 @@ class Load:
 LIGHT = Load("a light load", ((60, 1.5),))
 OVERLOAD = Load("an overload", ((60, 4.5),))
 BURSTS = Load("bursts", ((20, 7.0), (40, 1.5), (20, 7.0), (40, 1.5)))
-
-
-class Ours:
-    """The yardstick. Who has begun to answer goes on; then who can still be in time, the shortest first; then who
-    cannot. Whoever has waited for most of what is allowed goes before all of them."""
-
-    def __init__(self, objectives: Objectives, longest_wait: float) -> None:
-        self.in_time = objectives.first_token
-        self.urgent = 0.6 * longest_wait
-
-    def turn(self, request: RequestView, now: float) -> tuple[float, ...]:
-        waited, has_begun = now - request.arrival_time, request.num_tokens >= request.prompt_tokens
-        if not has_begun and waited > self.urgent:
-            return (0,)
-        return 1 if has_begun or waited <= self.in_time else 2, request.prompt_tokens + request.max_output_tokens
 
 
 # --- A student's policy -----------------------------------------------------------------------------
@@ -417,82 +403,22 @@ def measure(bench: Bench) -> Performance:
 
 # --- The assignment -------------------------------------------------------------------------------
 
-ASSIGNMENT = Assignment(
-    name="under-load",
-    title="Scheduling under load: goodput and fairness",
+CHECKS: dict[str, Check] = {
+    "an order": check_order,
+    "a light load": check_light,
+    "the engine, on a small model": check_engine,
+    "an overload": check_loads(0.5, OVERLOAD),
+    "bursts": check_loads(0.5, BURSTS),
+    "nearly as good as ours": check_loads(0.85, OVERLOAD, BURSTS),
+    "SmolLM2": check_model,
+}
+
+ASSIGNMENT = described(
+    "under-load",
+    CHECKS,
     part="UnderLoad",
     members=("turn",),
-    cap=70,
     limits=Limits(test_seconds=300),
     modules=("minipaged.course.assignments.under_load.worker",),
     measure=measure,
-    tests=(
-        Test(
-            name="an order",
-            points=10,
-            invariant=None,
-            meaning="turn answers with a number or a tuple of numbers, and to the same question the same.",
-            hint="What does your turn return for a request that has been waiting for a long time? And what does it "
-            "remember from one question to the next?",
-            check=check_order,
-        ),
-        Test(
-            name="a light load",
-            points=15,
-            invariant=Invariant.LIVENESS,
-            meaning="While the machine keeps up, the order hardly matters, and must not do harm.",
-            hint="Who is passed, and by whom, when only two or three wait?",
-            check=check_light,
-        ),
-        Test(
-            name="the engine, on a small model",
-            points=10,
-            invariant=Invariant.LIVENESS,
-            meaning="Every request ends, whoever makes room on the way, and with the same tokens as alone.",
-            hint="Whose turn is last also makes room. Can two requests take turns in preempting each other?",
-            check=check_engine,
-            stage="engine",
-        ),
-        Test(
-            name="an overload",
-            points=25,
-            invariant=None,
-            meaning="When more comes than can be served, somebody is late whatever you do. In order of arrival nearly "
-            "everybody is.",
-            hint="Of those that wait, whom does it still help to be served now? And of two such, which one keeps the "
-            "others waiting less?",
-            check=check_loads(0.5, OVERLOAD),
-            stage="engine",
-        ),
-        Test(
-            name="bursts",
-            points=25,
-            invariant=None,
-            meaning="Who cannot be in time any more can be served when the burst is over; but not after everybody else "
-            "who comes until then.",
-            hint="What do you do with somebody who has waited for nearly as long as is allowed? How long does it take "
-            "from his turn to his first token?",
-            check=check_loads(0.5, BURSTS),
-            stage="engine",
-        ),
-        Test(
-            name="nearly as good as ours",
-            points=10,
-            invariant=None,
-            meaning="Most of what there is to gain.",
-            hint="Take three kinds apart: who has begun to answer, who can be in time, who cannot. Within each, who is "
-            "first?",
-            check=check_loads(0.85, OVERLOAD, BURSTS),
-            stage="engine",
-        ),
-        Test(
-            name="SmolLM2",
-            points=5,
-            invariant=Invariant.SCHEDULING_INVARIANCE,
-            meaning="Who runs when has no influence on the text.",
-            hint="Compare with what the engine's test says; the model is larger, the questions are the same.",
-            check=check_model,
-            stage="model",
-        ),
-    ),
 )

@@ -1,6 +1,8 @@
-"""A plain paged attention, one query and one head at a time, and bugs on purpose: one piece of it replaced each."""
+"""Paged attention: a plain one, one query and one head at a time; the reference's; and bugs on purpose."""
 
 from __future__ import annotations
+
+from minipaged.course.grader.mutants import seeded, source_of
 
 PLAIN = """
 import numpy as np
@@ -36,7 +38,7 @@ ONE_BLOCK, BLOCKS, CAUSAL = "one query, one block", "contexts over several block
 HEADS, MIXED, LARGE = "grouped-query heads", "mixed batches", "large scores"
 UNFILLED, MEMORY, LLAMA = "what nobody filled is not seen", "memory stays small", "a small Llama"
 
-MUTANTS = {
+BUGS = {
     "no scale": (ONE_BLOCK, " * scale", ""),
     "not divided": (ONE_BLOCK, "output[t] = o / l[:, None]", "output[t] = o"),
     "values from the keys": (ONE_BLOCK, "p @ values[:", "p @ keys[:"),
@@ -63,6 +65,8 @@ MUTANTS = {
         UNFILLED,
         "keys, values = keys[0, :seen], values[0, :seen]",
         "keys, values = np.nan_to_num(keys[0]), values[0]",
+        "p = np.exp(scores - m_new)",
+        "p = np.exp(scores - m_new) * (np.arange(size) < seen)",
     ),
     "gathers the whole context": (
         MEMORY,
@@ -74,6 +78,8 @@ MUTANTS = {
         MEMORY,
         "                    m_new = max",
         "                    kept.append(scores)\n                    m_new = max",
+        "    size = kv_cache",
+        "    kept = []\n    size = kv_cache",
     ),
     "writes to the cache": (
         ONE_BLOCK,
@@ -85,18 +91,9 @@ MUTANTS = {
         LLAMA,
         "    size = kv_cache",
         "    block_tables = OLD.setdefault(len(query) * 1000 + len(block_tables), block_tables)\n    size = kv_cache",
+        "\n\ndef",
+        "\nOLD = {}\n\n\ndef",
     ),
 }
-"""By name: the test that is to find it, a piece of the source that occurs once, and what stands there instead."""
 
-
-def mutant(name: str) -> str:
-    """The whole file, with the bug."""
-    _, right, wrong = MUTANTS[name]
-    assert PLAIN.count(right) == 1, f"{name}: the piece occurs {PLAIN.count(right)} times"
-    source = PLAIN.replace(right, wrong)
-    if name == "weighs what is empty by 0":
-        source = source.replace("p = np.exp(scores - m_new)", "p = np.exp(scores - m_new) * (np.arange(size) < seen)")
-    if name == "keeps all scores":
-        source = source.replace("    size = kv_cache", "    kept = []\n    size = kv_cache")
-    return source.replace("\n\n\ndef", "\n\nOLD = {}\n\n\ndef")
+SEEDED = seeded({"loops": PLAIN, "the reference": source_of("reference/attention")}, BUGS)

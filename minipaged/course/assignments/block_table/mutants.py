@@ -1,19 +1,17 @@
-"""Bugs on purpose: the reference's block table with one piece replaced each."""
+"""Block tables: the reference's, a right one of another kind, and bugs on purpose."""
 
 from __future__ import annotations
 
-import inspect
+from minipaged.course.grader.mutants import seeded, source_of
 
-from minipaged.tiers import reference_tier
-
-REFERENCE_SOURCE = inspect.getsource(inspect.getmodule(reference_tier().block_table))  # type: ignore[arg-type]
+REFERENCE = source_of("reference/block_table")
 
 NEW, APPEND, NEEDED = "a new table", "append and slots", "blocks_needed is what append takes"
 COPY, SHARE, TRIM = "copy-on-write", "fork, adopt and replace share", "trim gives back, last first"
 RELOCATE, ATOMIC = "relocate", "an append that raises changes nothing"
 REFUSED = "calls that make no sense are refused"
 
-MUTANTS = {
+BUGS = {
     "a block of 0 slots": (NEW, "if block_size < 1:", "if block_size < 0:"),
     "takes a block before it is needed": (
         APPEND,
@@ -83,15 +81,6 @@ MUTANTS = {
     "slots past the end": (REFUSED, "if not 0 <= start <= stop <= self._num_tokens:", "if not 0 <= start <= stop:"),
     "fewer tokens than none": (REFUSED, "if num_new_tokens < 0:", "if False:"),
 }
-"""By name: the test that is to find it, a piece of the source that occurs once, and what stands there instead."""
-
-
-def mutant(name: str) -> str:
-    """The whole file, with the bug."""
-    _, right, wrong = MUTANTS[name]
-    assert REFERENCE_SOURCE.count(right) == 1, f"{name}: the piece occurs {REFERENCE_SOURCE.count(right)} times"
-    return REFERENCE_SOURCE.replace(right, wrong)
-
 
 UNUSUAL = '''
 import numpy as np
@@ -99,7 +88,7 @@ import numpy as np
 from minipaged import OutOfBlocks
 
 
-class Row:
+class BlockTable:
     """A NumPy row of -1s for a table, blocks taken one at a time, the highest logical block first."""
 
     def __init__(self, block_size, allocator):
@@ -144,7 +133,7 @@ class Row:
         self.num_tokens = len(blocks) * self.size
 
     def fork(self):
-        child = Row(self.size, self.pool)
+        child = BlockTable(self.size, self.pool)
         for block in self.blocks:
             self.pool.share(block)
         child.row, child.num_tokens = self.row.copy(), self.num_tokens
@@ -175,3 +164,5 @@ class Row:
         at = np.arange(start, stop)
         return self.row[at // self.size] * self.size + at % self.size
 '''
+
+SEEDED = seeded({"the reference": REFERENCE, "a NumPy row for a table": UNUSUAL}, BUGS)

@@ -1,6 +1,8 @@
-"""A plain decode kernel, one program for each sequence and head, and bugs on purpose: one piece of it replaced each."""
+"""Decode kernels: one program for each sequence and head; one with matrix products; and bugs on purpose."""
 
 from __future__ import annotations
+
+from minipaged.course.grader.mutants import seeded
 
 PLAIN = """
 import triton
@@ -116,7 +118,7 @@ ONE_BLOCK, BLOCKS, TAIL = "one full block", "several blocks, through the table",
 HEADS, BATCH, SIZES = "grouped-query heads", "batches of different lengths", "any block size, any head dimension"
 LARGE, LLAMA = "long contexts, large scores, float16", "a small Llama"
 
-MUTANTS = {
+BUGS = {
     "no scale": (ONE_BLOCK, "* k, 1) * scale", "* k, 1)"),
     "not divided": (ONE_BLOCK, "o / l, mask", "o, mask"),
     "blocks without a gap between them": (ONE_BLOCK, "        keys.stride(0),", "        keys.stride(0) // 2,"),
@@ -157,13 +159,9 @@ MUTANTS = {
         LLAMA,
         "    seqs, heads, head_dim",
         "    block_tables = OLD.setdefault(tuple(block_tables.shape), block_tables.clone())\n    seqs, heads, head_dim",
+        "\n\n@triton",
+        "\nOLD = {}\n\n\n@triton",
     ),
 }
-"""By name: the test that is to find it, a piece of the source that occurs once, and what stands there instead."""
 
-
-def mutant(name: str) -> str:
-    """The whole file, with the bug."""
-    _, right, wrong = MUTANTS[name]
-    assert PLAIN.count(right) == 1, f"{name}: the piece occurs {PLAIN.count(right)} times"
-    return PLAIN.replace(right, wrong).replace("\n\n\n@triton", "\n\nOLD = {}\n\n\n@triton")
+SEEDED = seeded({"a program for each head": PLAIN, "matrix products": MATRICES}, BUGS)

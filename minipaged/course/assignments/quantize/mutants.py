@@ -1,6 +1,8 @@
-"""A plain quantizer, and bugs on purpose: one piece of it replaced each."""
+"""Quantizers: a plain one, a right one of another kind, and bugs on purpose."""
 
 from __future__ import annotations
+
+from minipaged.course.grader.mutants import seeded
 
 PLAIN = '''
 import numpy as np
@@ -45,6 +47,57 @@ class Quantizer:
         return codes, weights[:, 1:] - error[:, None] * U[0, 1:]
 '''
 
+OTHER_WAYS = '''
+import numpy as np
+from fractions import Fraction
+
+
+class Quantizer:
+    """One number at a time, bits as whole numbers, GPTQ by its least squares."""
+
+    def __init__(self, bits, symmetric):
+        self.bits, self.symmetric, self.top = bits, symmetric, 2**bits - 1
+
+    def pack(self, codes):
+        rows = []
+        for row in codes.tolist():
+            number = 0
+            for code in reversed(row):
+                number = number << self.bits | code
+            rows.append(list(number.to_bytes((len(row) * self.bits + 7) // 8, "little")))
+        return np.array(rows, np.uint8)
+
+    def unpack(self, packed, count):
+        rows = []
+        for row in packed:
+            number = int.from_bytes(row.tobytes(), "little")
+            rows.append([number >> i * self.bits & self.top for i in range(count)])
+        return np.array(rows, np.uint8)
+
+    def code(self, weight, scale, zero):
+        return min(max(round(Fraction(float(weight)) / Fraction(float(scale))) + int(zero), 0), self.top)
+
+    def round_to_nearest(self, groups):
+        codes, grids = np.empty(groups.shape, np.uint8), np.empty((2, *groups.shape[:2]))
+        for at in np.ndindex(groups.shape[:2]):
+            low, high = min(0, *groups[at].tolist(), 0), max(0, *groups[at].tolist(), 0)
+            if self.symmetric:
+                low, high = -max(high, -low), max(high, -low)
+            scale = float(np.float16(max((high - low) / self.top, 2**-24)))
+            zero = 2 ** (self.bits - 1) if self.symmetric else min(round(-low / scale), self.top)
+            codes[at] = [self.code(weight, scale, zero) for weight in groups[at]]
+            grids[:, *at] = scale, zero
+        return [codes, grids[0].astype(np.float16), grids[1].astype(np.uint8)]
+
+    def round_column(self, weights, U, scales, zeros):
+        each = zip(weights[:, 0], scales, zeros, strict=True)
+        codes = np.array([self.code(*one) for one in each], np.uint8)
+        H = np.linalg.inv(np.float64(U).T @ U)
+        d0 = (np.float64(codes) - zeros) * np.float64(scales) - weights[:, 0]
+        rest = weights[:, 1:] - np.outer(d0, np.linalg.solve(H[1:, 1:], H[1:, 0]))
+        return [codes, np.float32(rest)]
+'''
+
 PACK, UNPACK, SYMMETRIC, ASYMMETRIC = "pack", "unpack", "round to nearest, symmetric", "round to nearest, asymmetric"
 ZERO, NONE, COLUMN, MATRIX, LLAMA = (
     "0 has a code",
@@ -63,7 +116,7 @@ FORGETS = """\
             codes[40:] = zeros[40:]
         return codes, weights"""
 
-MUTANTS = {
+BUGS = {
     "the first code in the highest bits": (
         PACK,
         'reshape(len(codes), -1), axis=1, bitorder="little"',
@@ -136,11 +189,5 @@ MUTANTS = {
     "keeps the first grid": (MATRIX, "        return self.nearest(groups,", KEEPS),
     "the last row is forgotten where there are many": (LLAMA, "        return codes, weights", FORGETS),
 }
-"""By name: the test that is to find it, a piece of the source that occurs once, and what stands there instead."""
 
-
-def mutant(name: str) -> str:
-    """The whole file, with the bug."""
-    _, right, wrong = MUTANTS[name]
-    assert PLAIN.count(right) == 1, f"{name}: the piece occurs {PLAIN.count(right)} times"
-    return PLAIN.replace(right, wrong)
+SEEDED = seeded({"bits as arrays": PLAIN, "one number at a time": OTHER_WAYS}, BUGS)

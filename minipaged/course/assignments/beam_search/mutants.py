@@ -1,13 +1,10 @@
-"""Beam searches that students hand in, as sources: right ones, however unusual, and one wrong one for each rule."""
+"""Beam searches: the reference's, a right one of another kind, and wrong ones for each rule."""
 
 from __future__ import annotations
 
-import inspect
-from dataclasses import dataclass
+from minipaged.course.grader.mutants import seeded, source_of
 
-from minipaged.tiers import reference_tier
-
-REFERENCE_SOURCE = inspect.getsource(inspect.getmodule(reference_tier().beam_search))  # type: ignore[arg-type]
+REFERENCE = source_of("reference/beam_search")
 
 PLAIN = '''
 """Plain Python in float64: every candidate there is, a heap, no class of ours. Finished ones come worst first."""
@@ -21,7 +18,7 @@ from minipaged.errors import BadLogits
 Candidate = namedtuple("Candidate", "cost parent token")
 
 
-class Mine:
+class BeamSearch:
     def __init__(self, params, prompt_length, max_length, eos_token_ids):
         self.p, self.left, self.done = params, max_length - prompt_length, 0
         self.ends = set() if params.ignore_eos else set(eos_token_ids)
@@ -70,20 +67,6 @@ class Mine:
 '''
 
 
-@dataclass(frozen=True, slots=True)
-class Wrong:
-    """The reference's search with one piece replaced, and the test that is to find it."""
-
-    name: str
-    test: str
-    right: str
-    wrong: str
-
-    def source(self) -> str:
-        assert REFERENCE_SOURCE.count(self.right) == 1, self.name
-        return REFERENCE_SOURCE.replace(self.right, self.wrong)
-
-
 FIRST, TOGETHER, TIES = "the first step", "beams are ranked together", "ties"
 EOS, SCORES, LENGTH = "sequences that end in EOS", "scores and the length penalty", "the maximum length"
 OVER, NEVER = "early_stopping True and False", 'early_stopping "never"'
@@ -95,73 +78,58 @@ PATIENT = 'self._params.early_stopping == "never" and self._params.length_penalt
 ENOUGH = "if len(self._finished_scores) < self._params.beam_width:"
 KEPT = "return [ended[index - known] for index in sorted(ranking) if index >= known]"
 
-WRONG = (
-    Wrong("logits taken for log-probabilities", FIRST, SUM, "sums[:, None] + logits[list(rows)]"),
-    Wrong("the likeliest comes last", FIRST, SURVIVORS, f"{SURVIVORS}[::-1]"),
-    Wrong("one survivor too few", FIRST, SURVIVORS, SURVIVORS.replace(":width", ":max(1, width - 1)")),
-    Wrong("the sums so far are forgotten", TOGETHER, SUM, "0 * sums[:, None] + log_softmax(logits, rows)"),
-    Wrong("row i is taken for beam i's", TOGETHER, SUM, "sums[:, None] + log_softmax(logits, range(len(rows)))"),
-    Wrong("all stem from the first beam", TOGETHER, "BeamMove(parent, token_id,", "BeamMove(0, token_id,"),
-    Wrong(
-        "of equals the last comes first", TIES, "largest(flat, count)", "np.argsort(flat, kind='stable')[::-1][:count]"
-    ),
-    Wrong("as many candidates as beams", EOS, "count = max(2, 1 + len(self._eos_token_ids)) *", "count ="),
-    Wrong(
-        "an EOS takes a place",
+BUGS = {
+    "logits taken for log-probabilities": (FIRST, SUM, "sums[:, None] + logits[list(rows)]"),
+    "the likeliest comes last": (FIRST, SURVIVORS, f"{SURVIVORS}[::-1]"),
+    "one survivor too few": (FIRST, SURVIVORS, SURVIVORS.replace(":width", ":max(1, width - 1)")),
+    "the sums so far are forgotten": (TOGETHER, SUM, "0 * sums[:, None] + log_softmax(logits, rows)"),
+    "row i is taken for beam i's": (TOGETHER, SUM, "sums[:, None] + log_softmax(logits, range(len(rows)))"),
+    "all stem from the first beam": (TOGETHER, "BeamMove(parent, token_id,", "BeamMove(0, token_id,"),
+    "of equals the last comes first": (TIES, "largest(flat, count)", "np.argsort(flat, kind='stable')[::-1][:count]"),
+    "as many candidates as beams": (EOS, "count = max(2, 1 + len(self._eos_token_ids)) *", "count ="),
+    "an EOS takes a place": (
         EOS,
         SURVIVORS,
         SURVIVORS.replace("candidates, ends, strict=True", "candidates[:width], ends"),
     ),
-    Wrong("an EOS further down finishes", EOS, "zip(candidates[:width], ends, strict=False)", "zip(candidates, ends)"),
-    Wrong(
-        "ignore_eos is ignored",
-        EOS,
-        "= final_token_ids(params, eos_token_ids)",
-        "= frozenset(eos_token_ids)",
-    ),
-    Wrong(
-        "only the first EOS token counts",
+    "an EOS further down finishes": (EOS, "zip(candidates[:width], ends, strict=False)", "zip(candidates, ends)"),
+    "ignore_eos is ignored": (EOS, "= final_token_ids(params, eos_token_ids)", "= frozenset(eos_token_ids)"),
+    "only the first EOS token counts": (
         EOS,
         "final_token_ids(params, eos_token_ids)",
         "final_token_ids(params, eos_token_ids[:1])",
     ),
-    Wrong(
-        "the EOS is not counted",
+    "the EOS is not counted": (
         SCORES,
         "self._score(logits, move, self._generated))",
         "self._score(logits, move, max(1, self._generated - 1)))",
     ),
-    Wrong("no length penalty", SCORES, "penalty = length**self._params.length_penalty", "penalty = length"),
-    Wrong("the penalty's sign", SCORES, "length**self._params.length_penalty", "length**-self._params.length_penalty"),
-    Wrong("max_length without the prompt", LENGTH, "max_length - prompt_length  #", "max_length  #"),
-    Wrong("max_tokens, not max_length", LENGTH, "max_length - prompt_length  #", "params.max_tokens  #"),
-    Wrong("at the end only EOS finishes", LENGTH, "or self._generated == self._most_tokens", ""),
-    Wrong(
-        "at the end somebody goes on",
+    "no length penalty": (SCORES, "penalty = length**self._params.length_penalty", "penalty = length"),
+    "the penalty's sign": (SCORES, "length**self._params.length_penalty", "length**-self._params.length_penalty"),
+    "max_length without the prompt": (LENGTH, "max_length - prompt_length  #", "max_length  #"),
+    "max_tokens, not max_length": (LENGTH, "max_length - prompt_length  #", "params.max_tokens  #"),
+    "at the end only EOS finishes": (LENGTH, "or self._generated == self._most_tokens", ""),
+    "at the end somebody goes on": (
         LENGTH,
         SURVIVORS,
         SURVIVORS.replace("not ended", "move.token_id not in self._eos_token_ids"),
     ),
-    Wrong("it never stops early", OVER, ENOUGH, "if True:"),
-    Wrong("it stops at the first that finished", OVER, ENOUGH, "if not self._finished_scores:"),
-    Wrong("early_stopping True is taken for False", OVER, "self._params.early_stopping is True or ", ""),
-    Wrong('"never" is taken for False', NEVER, PATIENT, "False"),
-    Wrong(
-        '"never" whatever the penalty',
-        NEVER,
-        f"patient = {PATIENT}",
-        'patient = self._params.early_stopping == "never"',
-    ),
-    Wrong("the best is to be beaten", OVER, "<= self._finished_scores[-1]", "<= self._finished_scores[0]"),
-    Wrong("equals are given another chance", OVER, "<= self._finished_scores[-1]", "< self._finished_scores[-1]"),
-    Wrong("all that finished are reported", OVER, KEPT, "return ended"),
-    Wrong("NaN is let through", BAD, "likeliest_token(logits[row], row)", "int(np.argmax(logits[row]))"),
-    Wrong("tokens that are ruled out go on", BAD, "if move.cumulative_logprob > -np.inf]", "if True]"),
-    Wrong(
-        "a copy is no copy",
+    "it never stops early": (OVER, ENOUGH, "if True:"),
+    "it stops at the first that finished": (OVER, ENOUGH, "if not self._finished_scores:"),
+    "early_stopping True is taken for False": (OVER, "self._params.early_stopping is True or ", ""),
+    '"never" is taken for False': (NEVER, PATIENT, "False"),
+    '"never" whatever the penalty': (NEVER, f"patient = {PATIENT}", 'patient = self._params.early_stopping == "never"'),
+    "the best is to be beaten": (OVER, "<= self._finished_scores[-1]", "<= self._finished_scores[0]"),
+    "equals are given another chance": (OVER, "<= self._finished_scores[-1]", "< self._finished_scores[-1]"),
+    "all that finished are reported": (OVER, KEPT, "return ended"),
+    "NaN is let through": (BAD, "likeliest_token(logits[row], row)", "int(np.argmax(logits[row]))"),
+    "tokens that are ruled out go on": (BAD, "if move.cumulative_logprob > -np.inf]", "if True]"),
+    "a copy is no copy": (
         COPIES,
         "    def _best_length(self)",
         "    def __deepcopy__(self, memo: Any) -> Any:\n        return self\n\n    def _best_length(self)",
     ),
-    Wrong("the settings are everybody's", COPIES, "self._most_tokens = max", "BeamSearch._most_tokens = max"),
-)
+    "the settings are everybody's": (COPIES, "self._most_tokens = max", "BeamSearch._most_tokens = max"),
+}
+
+SEEDED = seeded({"the reference": REFERENCE, "plain Python and a heap": PLAIN}, BUGS)

@@ -18,6 +18,8 @@
 summary,.test{display:flex;gap:4px 12px;align-items:baseline;flex-wrap:wrap;padding:8px 12px;min-height:40px}
 summary{cursor:pointer;list-style:none}
 summary::-webkit-details-marker{display:none}
+summary::after{content:"▸"}
+[open]>summary::after{content:"▾"}
 .points{flex:none;min-width:6ch;font-variant-numeric:tabular-nums}
 .invariant{color:var(--dim);margin-left:auto}
 .failed .points{color:var(--bad);font-weight:600}
@@ -93,7 +95,7 @@ summary::-webkit-details-marker{display:none}
     }
     /** One test, as a line; and for a failed one what there is to learn from it. */
     test({name, score, max_score: most, status, invariant, message, run, ...more}) {
-      const said = status === "skipped" ? "not run" : status === "not-graded" ? "left out" : `${score}/${most}`;
+      const said = {skipped: "not run", "not-graded": "not here"}[status] ?? `${score}/${most}`;
       const parts = [make("span", {class: "points"}, said), make("span", {}, name),
         make("span", {class: "invariant"}, invariant ?? "")];
       if (status !== "failed") {
@@ -115,8 +117,10 @@ summary::-webkit-details-marker{display:none}
     found({message, invariant, meaning, hint, same, counterexample, run, output}) {
       const found = make("div", {class: "found"});
       const text = (title, body) => found.append(make("p", {}, make("b", {}, title), body));
-      const block = (label, body) =>
-        found.append(make("p", {}, label), make("pre", {tabindex: "0", role: "region", "aria-label": label}, body));
+      const block = (label, body) => {
+        if (label) found.append(make("p", {}, label));
+        found.append(make("pre", {tabindex: "0", role: "region", "aria-label": label || message}, body));
+      };
       found.append(make("p", {}, message));
       if (same) {
         found.append(make("p", {}, `It fails like “${same}”.`));
@@ -125,11 +129,12 @@ summary::-webkit-details-marker{display:none}
       if (meaning) text(invariant ? `${invariant}: ` : "", meaning);
       if (hint) text("Hint: ", hint);
       if (run) {
-        const stepper = make("paged-stepper", {start: run.events.length},
-          make("script", {type: "application/json"}, JSON.stringify(run)));
-        found.append(make("p", {}, "The run that shows it, at its last step:"), stepper);
+        const data = make("script", {type: "application/json"}, JSON.stringify(run));
+        const last = run.events.length + Boolean(run.broken); // where it broke is a step of its own
+        found.append(make("p", {}, "The run that shows it, at its last step:"), make("paged-stepper", {start: last}, data));
       }
-      if (counterexample?.drawing?.length) block("Blocks and tables where it went wrong", counterexample.drawing.join("\n"));
+      const drawing = counterexample?.drawing ?? [];
+      if (drawing.length) block(counterexample.script ? "What there was where it went wrong" : "", drawing.join("\n"));
       if (counterexample?.script) block("counterexample.py, with your file beside it", counterexample.script);
       if (output) block("Printed", output);
       return found;

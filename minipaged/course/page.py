@@ -14,8 +14,8 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import replace
-from os import chdir
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -30,6 +30,8 @@ from minipaged.errors import InvalidRequest
 from minipaged.stepper.page import as_data, failure_of
 from minipaged.stepper.recording import function_of
 
+CALL_SECONDS = 2.0
+"""Of a call that does not return; a process may take longer, because others may keep it waiting."""
 LOOKED_AT = ("__init__", "ref_count", "num_free", "num_blocks", "num_tokens", "blocks")
 """Members that are asked for the sake of checks: what they say was decided elsewhere."""
 MOST_LINES = 20_000
@@ -39,10 +41,10 @@ MOST_LINES = 20_000
 def run(name: str, text: str, tell: Callable[[str], object]) -> str:
     """Grade a student's text. `tell` is given each test as JSON when it is done; the whole grade comes back, or with
     `error`, and perhaps `line`, why there is none."""
-    sys.dont_write_bytecode = True
-    assignment = replace(find_assignment(name), measure=None)
-    with tempfile.TemporaryDirectory() as folder:
-        chdir(folder)  # so that counterexamples say that the student's file lies beside them
+    assignment = find_assignment(name)
+    assignment = replace(assignment, measure=None, limits=replace(assignment.limits, call_seconds=CALL_SECONDS))
+    # In a folder of its own: counterexamples then say that the student's file lies beside them.
+    with tempfile.TemporaryDirectory() as folder, chdir(folder):
         submission = Submission(Path(f"{name.replace('-', '_')}.py"))
         submission.path.write_text(text)
 
@@ -55,8 +57,6 @@ def run(name: str, text: str, tell: Callable[[str], object]) -> str:
         except CannotBeGraded as error:
             place = re.search(rf"\\b{re.escape(submission.path.name)}:(\\d+)", str(error))
             return json.dumps({"error": str(error), "line": place and int(place[1])})
-        finally:
-            chdir("/")
     return as_json(graded)
 
 

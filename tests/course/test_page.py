@@ -1,0 +1,162 @@
+"""Grading in a page: the grader and a student's part in one interpreter come to what they come to in processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minipaged.course import page
+from minipaged.course.assignments.block_allocator import checks as block_allocator
+from minipaged.course.assignments.block_table import checks as block_table
+from minipaged.course.assignments.scheduler import checks as scheduler
+from minipaged.course.grader import search
+from minipaged.course.grader.assignment import Submission, find_assignment
+from minipaged.course.grader.formats import as_json
+from minipaged.course.grader.grading import grade
+from minipaged.course.grader.handouts import files_of
+from minipaged.course.grader.mutants import find_seeded
+from tests.course.submissions import hostile
+from tests.effort import quick_cases
+
+NAMES = ("block-allocator", "block-table", "scheduler")
+REFERENCE = find_seeded("block-allocator").right["the reference"]
+
+
+@pytest.fixture(autouse=True)
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "EXAMPLES", 20)
+    monkeypatch.setattr(block_allocator, "LARGE_POOLS", (8, 33))
+    for assignment in (block_allocator, block_table, scheduler):
+        monkeypatch.setattr(assignment, "ENGINE_WORKLOADS", 2)
+
+
+def in_a_page(name: str, source: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The grade, and what was told of each test on the way."""
+    told: list[dict[str, Any]] = []
+    return json.loads(page.run(name, source, lambda text: told.append(json.loads(text)))), told
+
+
+def in_processes(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the command line says with --no-model, but for the speed."""
+    monkeypatch.chdir(folder)  # so that counterexamples name the same place
+    submission = Submission(Path(f"{name.replace('-', '_')}.py"))
+    submission.path.write_text(source)
+    graded = grade(replace(find_assignment(name), measure=None), submission, model=None)
+    return {**json.loads(as_json(graded)), "isolation": {}}
+
+
+def without_clock(graded: dict[str, Any]) -> dict[str, Any]:
+    for test in graded["tests"]:
+        for event in (test["counterexample"] or {}).get("events", ()):
+            event.pop("seconds", None)
+    return graded
+
+
+BUGS = [(name, bug) for name in NAMES for bug in find_seeded(name).mutants]
+
+
+@quick_cases(3)
+@pytest.mark.parametrize(("name", "bug"), BUGS, ids=[f"{name}: {bug}" for name, bug in BUGS])
+def test_a_seeded_bug_gets_the_points_and_counterexamples_that_it_gets_in_processes(
+    name: str, bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = find_seeded(name).mutants[bug].source
+    here, told = in_a_page(name, source)
+    assert without_clock(here) == without_clock(in_processes(name, source, tmp_path, monkeypatch))
+    assert [test["name"] for test in told] == [test["name"] for test in here["tests"]]
+    for test in told:
+        if test["run"]:  # what is stepped through can be followed to its end, where the code pane has a line
+            broken = test["run"]["broken"]
+            assert len(test["run"]["current"]) == len(test["run"]["events"]) + 1 or broken["line"] is None
+            assert broken["line"] is None or source.splitlines()[broken["line"] - 1].strip()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_right_part_passes_all_that_there_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = next(iter(find_seeded(name).right.values()))
+    here, _ = in_a_page(name, source)
+    assert here["score"] == here["max_score"] == find_assignment(name).max_score - here["tests"][-1]["max_score"]
+    assert here == in_processes(name, source, tmp_path, monkeypatch)
+
+
+def test_a_starter_is_told_what_is_still_to_be_written() -> None:
+    graded, told = in_a_page("block-allocator", files_of("block-allocator")["block_allocator.py"])
+    assert graded["score"] == 0
+    assert told[0]["counterexample"]["drawing"][:2] == ["still to be written:", "line 18   __init__(num_blocks)"]
+    assert told[1]["same"] == "a new pool"
+
+
+def test_the_line_in_which_it_went_wrong_is_marked() -> None:
+    """Where it raised; or else the last one that ran of a method, not counting those by which it is looked at."""
+    for piece, wrong, line in (
+        ("self._ref_counts[block] += 1", "self._ref_counts[block] += 2", "self._ref_counts[block] += 2"),
+        ("self._ref_counts[block] += 1", "self._ref_counts[block] /= 0", "self._ref_counts[block] /= 0"),
+        ("if self._ref_counts[block] == 1:", "if True:", "return block  # nobody else reads it"),
+        ("block = self._free.pop()", "while True: block = 0", "while True: block = 0"),
+    ):
+        source = REFERENCE.replace(piece, wrong)
+        _, told = in_a_page("block-allocator", source)
+        broken = next(test["run"]["broken"] for test in told if test["status"] == "failed")
+        assert source.splitlines()[broken["line"] - 1].strip() == line
+
+
+@pytest.mark.parametrize(
+    ("in_allocate", "verdict", "message"),
+    [
+        ("while True: block = 0", "timed-out", "a call did not end within 5 seconds"),
+        ("print('x' * 100_000)", "flooded-output", "more than a megabyte"),
+        ("import random; random.random = lambda: 4", "tampered", "it replaced random.random"),
+        ("from minipaged.reference import block_allocator", "forbidden", "read minipaged.reference"),
+        ("import minipaged.course.grader.search", "forbidden", "which belongs to the grader"),
+    ],
+)
+def test_what_a_part_does_to_the_page_fails_the_test_in_which_it_does_it(
+    in_allocate: str, verdict: str, message: str
+) -> None:
+    import random
+
+    before = random.random
+    try:
+        _, told = in_a_page("block-allocator", hostile(in_allocate=in_allocate))
+    finally:
+        random.random = before
+    failed = next(test for test in told if test["status"] == "failed")
+    assert failed["counterexample"]["verdict"] == verdict
+    assert message in failed["message"] or verdict == "timed-out"
+    assert failed["hint"]
+
+
+def test_what_it_prints_is_told_the_beginning_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    _, told = in_a_page("block-allocator", hostile(in_allocate="print('here I am')"))
+    assert told[1]["output"].startswith("here I am\nhere I am\n")
+    assert len(told[1]["output"]) <= 4000
+    assert capsys.readouterr().out == ""
+
+
+def test_what_cannot_be_graded_is_told_with_its_line() -> None:
+    graded, told = in_a_page("block-allocator", "import random\n\ndef broken(:\n")
+    assert graded == {
+        "error": "block_allocator.py does not load: SyntaxError: invalid syntax (block_allocator.py:3)",
+        "line": 3,
+    }
+    assert not told
+    assert in_a_page("block-allocator", "x = 1\n")[0]["line"] is None
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = (Path.cwd(), list(sys.path), sys.gettrace(), sys.stdout, sys.unraisablehook)
+    in_a_page("block-allocator", REFERENCE.replace("if self._ref_counts[block] == 1:", "if True:"))
+    assert before == (
+        Path.cwd(),
+        list(sys.path),
+        sys.gettrace(),
+        sys.stdout,
+        sys.unraisablehook,
+    )
+    assert "block_allocator" not in sys.modules

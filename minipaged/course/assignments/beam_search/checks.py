@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from minipaged import contracts
 from minipaged.contracts import BeamStep
-from minipaged.course.assignments.beam_search.session import ALL, Look, Session, Settings
+from minipaged.course.assignments.beam_search.session import ALL, BeamSession, Look, Settings
 from minipaged.course.grader.assignment import Bench, Check, Failed, Failure
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
@@ -95,7 +95,7 @@ def scenarios(
     return Scenario(settings, tuple(logits), turned and draw(st.booleans()))
 
 
-def follow(session: Session, scenario: Scenario, look: Look, *, to_the_end: bool) -> None:
+def follow(session: BeamSession, scenario: Scenario, look: Look, *, to_the_end: bool) -> None:
     """Step through the tables, as long as the steps are clear.
 
     Unless `to_the_end`, only until the search may be over: who goes on then is another test's business.
@@ -124,7 +124,7 @@ def property_of(look: Look = ALL, *, to_the_end: bool = False, **kinds: Any) -> 
     def check(bench: Bench) -> None:
         def run(scenario: Scenario) -> None:
             bench.process.forget()
-            follow(Session(bench, scenario.settings), scenario, look, to_the_end=to_the_end)
+            follow(BeamSession(bench, scenario.settings), scenario, look, to_the_end=to_the_end)
 
         search(bench, scenarios(**kinds), run)
 
@@ -158,7 +158,7 @@ def check_bad_logits(bench: Bench) -> None:
     def refused(drawn: tuple[Scenario, tuple[Any, int | None, str], tuple[int, int]]) -> None:
         scenario, (value, how_many, why), (beam, token) = drawn
         bench.process.forget()
-        session = Session(bench, scenario.settings)
+        session = BeamSession(bench, scenario.settings)
         logits, rows = scenario.step_inputs(0, 1)
         if not session.is_clear(logits, rows, [0.0]):
             return
@@ -175,7 +175,7 @@ def check_bad_logits(bench: Bench) -> None:
         logits = logits.copy()
         logits[rows[0], [token % logits.shape[1] for token in tokens]] = -np.inf
         if np.isfinite(logits[rows[0]]).any():
-            session = Session(bench, scenario.settings)
+            session = BeamSession(bench, scenario.settings)
             if session.is_clear(logits, rows, [0.0]):
                 session.step(logits, rows, [0.0])
 
@@ -189,11 +189,11 @@ def check_copies(bench: Bench) -> None:
     def run(drawn: tuple[Scenario, Scenario]) -> None:
         one, two = drawn
         bench.process.forget()
-        session = Session(bench, one.settings)
-        other = Session(bench, two.settings, beside=session)
+        session = BeamSession(bench, one.settings)
+        other = BeamSession(bench, two.settings, beside=session)
         sums, other_sums = [0.0], [0.0]
 
-        def step(search: Session, scenario: Scenario, number: int, sums: list[float]) -> list[float]:
+        def step(search: BeamSession, scenario: Scenario, number: int, sums: list[float]) -> list[float]:
             logits, rows = scenario.step_inputs(number, len(sums))
             return rounded_sums(search.step(logits, rows, sums)) if search.is_clear(logits, rows, sums) else []
 
@@ -217,7 +217,7 @@ def remote_search(bench: Bench) -> type[contracts.BeamSearch]:
         def __init__(
             self, params: BeamSearchParams, prompt_length: int, max_length: int, eos_token_ids: Sequence[int]
         ) -> None:
-            self._session = Session(bench, Settings(params, prompt_length, max_length, tuple(eos_token_ids)))
+            self._session = BeamSession(bench, Settings(params, prompt_length, max_length, tuple(eos_token_ids)))
 
         def step(self, logits: Any, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
             return self._session.step(logits[list(rows)], range(len(rows)), cumulative_logprobs)

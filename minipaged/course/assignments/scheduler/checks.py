@@ -25,7 +25,7 @@ from minipaged.course.assignments.scheduler.session import (
     METHODS,
     Rule,
     Scenery,
-    Session,
+    SchedulerSession,
     Settings,
     StudentPolicy,
     counted,
@@ -63,7 +63,7 @@ def check_fits(bench: Bench) -> None:
         most = request.prompt_tokens // settings.block_size
         each = -(-(request.prompt_tokens + request.max_output_tokens - 1) // settings.block_size)
         settings = replace(settings, num_blocks=max(1, most + request.num_sequences * (each - most) + more))
-        Session(bench, settings, partial(arrival, settings, request)).fits(request)
+        SchedulerSession(bench, settings, partial(arrival, settings, request)).fits(request)
 
     room = st.sampled_from([4, 4, 4, 3, 2, 1])
     settings = st.builds(Settings, st.just(1), st.sampled_from([2, 3, 4, 1]), room, room, st.just(PRICES))
@@ -96,20 +96,20 @@ def arrival(settings: Settings, request: RequestView, message: str) -> Scenery:
     return Scenery(drawing, events)
 
 
-def property_of(ask: Callable[[Session, Scene], object], **kinds: Any) -> Callable[[Bench], None]:
+def property_of(ask: Callable[[SchedulerSession, Scene], object], **kinds: Any) -> Callable[[Bench], None]:
     """A check that asks about such scenes."""
 
     def check(bench: Bench) -> None:
         def run(scene: Scene) -> None:
             bench.process.forget()
-            ask(Session(bench, scene.settings, scene.scenery), scene)
+            ask(SchedulerSession(bench, scene.settings, scene.scenery), scene)
 
         search(bench, scenes(**kinds), run)
 
     return check
 
 
-def ask_share_tokens(session: Session, scene: Scene) -> None:
+def ask_share_tokens(session: SchedulerSession, scene: Scene) -> None:
     if running := scene.views(RUNNING):
         session.share_tokens(running)
 
@@ -119,7 +119,7 @@ check_share_tokens = property_of(
 )
 
 
-def ask_victims(session: Session, scene: Scene) -> None:
+def ask_victims(session: SchedulerSession, scene: Scene) -> None:
     """Until one is left, as when ever more blocks are short."""
     running = scene.views(RUNNING)
     while len(running) > 1:
@@ -127,15 +127,15 @@ def ask_victims(session: Session, scene: Scene) -> None:
         running = [view for view in running if view.request_id != name]
 
 
-def ask_way_back(session: Session, scene: Scene) -> None:
+def ask_way_back(session: SchedulerSession, scene: Scene) -> None:
     host = scene.blocks.host_allocator
     for view in scene.views(RUNNING):
         if view.num_blocks:
             session.way_back(view, host.num_free if host else 0)
 
 
-def ask_admit(*rules: Rule) -> Callable[[Session, Scene], None]:
-    def ask(session: Session, scene: Scene) -> None:
+def ask_admit(*rules: Rule) -> Callable[[SchedulerSession, Scene], None]:
+    def ask(session: SchedulerSession, scene: Scene) -> None:
         running, waiting = scene.views(RUNNING), scene.views(WAITING, SWAPPED)
         taken = sum(session.right.share_tokens(running).values())
         left = max(1, scene.settings.max_num_batched_tokens - taken - scene.tokens_gone)
@@ -157,9 +157,9 @@ def check_nothing_changes(bench: Bench) -> None:
     def run(drawn: tuple[Scene, Scene | None, set[str]]) -> None:
         scene, another, methods = drawn
         bench.process.forget()
-        session = Session(bench, scene.settings, scene.scenery)
+        session = SchedulerSession(bench, scene.settings, scene.scenery)
         if another:
-            Session(bench, another.settings, scene.scenery, beside=session)
+            SchedulerSession(bench, another.settings, scene.scenery, beside=session)
         running, waiting = scene.views(RUNNING), scene.views(WAITING, SWAPPED)
         if running and "share_tokens" in methods:
             session.unchanged("share_tokens", running)

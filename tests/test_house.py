@@ -126,11 +126,12 @@ HOUSE = {
     "testing": Room("contracts engine errors events mirror outputs params scheduling steps tiers", "numpy"),
     "course": Room(
         "contracts engine errors events llm minipaged models.config models.quantized.stored params perplexity "
-        "scheduling steps testing texts tiers traces",
+        "scheduling simulated steps testing texts tiers traces",
         "hypothesis numpy pytest torch triton",
         late={
             "where student code runs, there is no more than it needs": "fast numpy",
             "not everything that student code runs in is a process": "course.sandbox.process",
+            "properties are graded in a page too, where no part is served": "course.grader.serving testing",
             "one assignment needs torch": "course.assignments.triton_decode.worker torch",
             "one command needs pytest": "course.grader.student_tests",
         },

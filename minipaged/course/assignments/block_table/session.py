@@ -40,7 +40,7 @@ from minipaged.events import (
     SwappedOut,
     TokensComputed,
 )
-from minipaged.tiers import reference_tier
+from minipaged.tiers import plain_parts
 
 T = TypeVar("T")
 
@@ -135,7 +135,7 @@ class TableSession(Session):
         super().__init__(bench)
         self._slots = slots
         self.block_size, self.num_blocks = block_size, num_blocks
-        self._pools = {name: OfferedAllocator(reference_tier().block_allocator(num_blocks)) for name in POOLS}
+        self._pools = {name: OfferedAllocator(plain_parts()[0](num_blocks)) for name in POOLS}
         self._tables: list[_Table] = []
         self._cached: list[int] = []
         """Blocks of the first pool that somebody else holds."""

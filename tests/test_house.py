@@ -130,7 +130,7 @@ HOUSE = {
     ),
     "course": Room(
         "contracts engine errors events llm minipaged models.config models.quantized.stored params perplexity "
-        "scheduling stepper steps testing texts tiers traces",
+        "scheduling simulated stepper steps testing texts tiers traces",
         "hypothesis numpy pytest torch triton",
         late={
             "where student code runs, there is no more than it needs": "fast numpy",

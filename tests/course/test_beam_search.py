@@ -11,7 +11,7 @@ from minipaged.course.assignments.beam_search import checks as beam_search
 from minipaged.course.assignments.beam_search.checks import ASSIGNMENT
 from minipaged.course.assignments.beam_search.mutants import FIRST, PLAIN, REFERENCE, SEEDED, TOGETHER
 from minipaged.course.grader import search
-from minipaged.course.grader.assignment import Status, Submission
+from minipaged.course.grader.assignment import Bench, Performance, Status, Submission
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
 from minipaged.course.grader.mutants import Mutant
@@ -109,6 +109,21 @@ def test_the_engine_alone_catches_a_bug_too_and_gives_a_script(tmp_path: Path) -
     assert result.failure is not None
     assert result.failure.script is not None
     assert run_script(result.failure.script, tmp_path).returncode == 1
+
+
+def test_speed_is_measured_beside_the_references(tmp_path: Path) -> None:
+    slow = REFERENCE.replace(
+        "        sums = ", "        for _ in range(20):\n            log_softmax(logits, rows)\n        sums = ", 1
+    )
+    assert slow != REFERENCE
+    own, slower = (measured(submit(source, tmp_path)) for source in (REFERENCE, slow))
+    assert own.operations == "steps"
+    assert slower.index < 0.8 * own.index
+
+
+def measured(submission: Submission) -> Performance:
+    with Bench(ASSIGNMENT, submission, 0) as bench:
+        return beam_search.measure(bench)
 
 
 def test_the_model_test_fails_for_a_wrong_search(

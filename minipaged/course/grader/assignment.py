@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
+import minipaged
 from minipaged.course.sandbox.contract import Handle, Limits, Loaded, Sandbox, StartSandbox, StudentError
 from minipaged.errors import Invariant, MinipagedError
 from minipaged.events import Event
@@ -66,6 +67,11 @@ class Submission:
         if colon and name and not name.isidentifier():
             raise CannotBeGraded(f"{name!r} is no name of a class; write FILE.py:Name")
         return cls(path.resolve(), name or None)
+
+    @classmethod
+    def of_reference(cls, module: str, name: str) -> Submission:
+        """A file of the reference's, as a student would hand it in."""
+        return cls(Path(minipaged.__file__).parent / "reference" / f"{module}.py", name)
 
 
 @dataclass(frozen=True, slots=True)

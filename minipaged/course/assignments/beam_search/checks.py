@@ -8,9 +8,9 @@ the beams left behind give theirs back. Then SmolLM2 has to come to the same bea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,17 +18,13 @@ from hypothesis import strategies as st
 
 from minipaged import contracts
 from minipaged.contracts import BeamStep
-from minipaged.course.assignments.beam_search.session import ALL, Look, Session, Settings
-from minipaged.course.grader.assignment import Bench, Check, Failed, Failure
+from minipaged.course.assignments.beam_search.session import ALL, BeamSession, Look, Settings
+from minipaged.course.grader.assignment import Bench, Check, Performance, Submission, fastest
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
-from minipaged.course.sandbox.contract import StudentError
-from minipaged.errors import InvariantViolation
-from minipaged.events import Event, StepFailed
-from minipaged.llm import LLM, LoadedModel
+from minipaged.course.grader.serving import Parts, check_texts, check_workloads, workloads_with_beams
 from minipaged.params import BeamSearchParams
-from minipaged.testing.workloads import Run, Workload, all_sound, random_workload
-from minipaged.tiers import reference_tier
+from minipaged.testing.content_runner import numpy_model
 
 ENGINE_WORKLOADS = 12
 UNREACHED = 50
@@ -95,7 +91,7 @@ def scenarios(
     return Scenario(settings, tuple(logits), turned and draw(st.booleans()))
 
 
-def follow(session: Session, scenario: Scenario, look: Look, *, to_the_end: bool) -> None:
+def follow(session: BeamSession, scenario: Scenario, look: Look, *, to_the_end: bool) -> None:
     """Step through the tables, as long as the steps are clear.
 
     Unless `to_the_end`, only until the search may be over: who goes on then is another test's business.
@@ -124,7 +120,7 @@ def property_of(look: Look = ALL, *, to_the_end: bool = False, **kinds: Any) -> 
     def check(bench: Bench) -> None:
         def run(scenario: Scenario) -> None:
             bench.process.forget()
-            follow(Session(bench, scenario.settings), scenario, look, to_the_end=to_the_end)
+            follow(BeamSession(bench, scenario.settings), scenario, look, to_the_end=to_the_end)
 
         search(bench, scenarios(**kinds), run)
 
@@ -158,7 +154,7 @@ def check_bad_logits(bench: Bench) -> None:
     def refused(drawn: tuple[Scenario, tuple[Any, int | None, str], tuple[int, int]]) -> None:
         scenario, (value, how_many, why), (beam, token) = drawn
         bench.process.forget()
-        session = Session(bench, scenario.settings)
+        session = BeamSession(bench, scenario.settings)
         logits, rows = scenario.step_inputs(0, 1)
         if not session.is_clear(logits, rows, [0.0]):
             return
@@ -175,7 +171,7 @@ def check_bad_logits(bench: Bench) -> None:
         logits = logits.copy()
         logits[rows[0], [token % logits.shape[1] for token in tokens]] = -np.inf
         if np.isfinite(logits[rows[0]]).any():
-            session = Session(bench, scenario.settings)
+            session = BeamSession(bench, scenario.settings)
             if session.is_clear(logits, rows, [0.0]):
                 session.step(logits, rows, [0.0])
 
@@ -189,11 +185,11 @@ def check_copies(bench: Bench) -> None:
     def run(drawn: tuple[Scenario, Scenario]) -> None:
         one, two = drawn
         bench.process.forget()
-        session = Session(bench, one.settings)
-        other = Session(bench, two.settings, beside=session)
+        session = BeamSession(bench, one.settings)
+        other = BeamSession(bench, two.settings, beside=session)
         sums, other_sums = [0.0], [0.0]
 
-        def step(search: Session, scenario: Scenario, number: int, sums: list[float]) -> list[float]:
+        def step(search: BeamSession, scenario: Scenario, number: int, sums: list[float]) -> list[float]:
             logits, rows = scenario.step_inputs(number, len(sums))
             return rounded_sums(search.step(logits, rows, sums)) if search.is_clear(logits, rows, sums) else []
 
@@ -217,7 +213,7 @@ def remote_search(bench: Bench) -> type[contracts.BeamSearch]:
         def __init__(
             self, params: BeamSearchParams, prompt_length: int, max_length: int, eos_token_ids: Sequence[int]
         ) -> None:
-            self._session = Session(bench, Settings(params, prompt_length, max_length, tuple(eos_token_ids)))
+            self._session = BeamSession(bench, Settings(params, prompt_length, max_length, tuple(eos_token_ids)))
 
         def step(self, logits: Any, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
             return self._session.step(logits[list(rows)], range(len(rows)), cumulative_logprobs)
@@ -230,64 +226,36 @@ def remote_search(bench: Bench) -> type[contracts.BeamSearch]:
     return Remote
 
 
-def workloads_with_beams(seed: int) -> Iterator[tuple[int, Workload]]:
-    """Random workloads in which some request searches with several beams."""
-    for number in count(1000 * seed):
-        workload = random_workload(number)
-        if any(isinstance(one.params, BeamSearchParams) and one.params.beam_width > 1 for one in workload.requests):
-            yield number, workload
-
-
 def check_engine(bench: Bench) -> None:
     """Forks, copy-on-write, beams left behind, preemption in the midst of a search: blocks are conserved."""
-    for number, workload in islice(workloads_with_beams(bench.seed), ENGINE_WORKLOADS):
-        bench.process.forget()
-        events: list[Event] = []
-        tier = replace(reference_tier(), beam_search=remote_search(bench))
-        try:
-            run = Run(workload, tier, listeners=[events.append])
-            run.to_the_end()
-            run.check_outputs()
-            run.check_nothing_leaked()
-        except Failed as failed:
-            message = f"in the engine, workload {number}: {failed.failure.message}"
-            raise Failed(replace(failed.failure, message=message)) from None
-        except (InvariantViolation, StudentError, AssertionError, ValueError, TypeError, IndexError) as error:
-            invariant = error.invariant if isinstance(error, InvariantViolation) else None
-            if not isinstance(events[-1] if events else None, StepFailed):
-                events.append(StepFailed(0, repr(error), ()))
-            message = f"in the engine, workload {number}: {error}"
-            raise Failed(Failure(message, invariant, events=tuple(events))) from None
-
-
-# --- SmolLM2 --------------------------------------------------------------------------------------
-
-PROMPTS = ("Paging is a way to", "The capital of France is")
+    workloads = islice(workloads_with_beams(bench.seed), ENGINE_WORKLOADS)
+    check_workloads(bench, workloads, lambda: Parts({"beam_search": remote_search(bench)}), model=numpy_model())
 
 
 def check_model(bench: Bench) -> None:
     """Beam search on SmolLM2, some of it preempted: the same beams as with the reference's search."""
-    loaded = LoadedModel.load(bench.model, "reference")
-    params = BeamSearchParams(beam_width=3, max_tokens=5)
+    check_texts(bench, lambda: Parts({"beam_search": remote_search(bench)}))
 
-    def beams(model: LoadedModel) -> list[list[tuple[int, ...]]]:
-        llm = LLM(model, block_size=4, num_blocks=10, num_swap_blocks=10, max_model_len=64)  # too few for both at once
-        return [
-            [tuple(one.token_ids) for one in output.outputs]
-            for output in all_sound(llm.beam_search(list(PROMPTS), params))
-        ]
 
-    expected = beams(loaded)
-    tier = replace(loaded.tier, beam_search=remote_search(bench))
-    try:
-        found = beams(replace(loaded, tier=tier))
-    except Failed as failed:
-        raise Failed(replace(failed.failure, message=f"with SmolLM2: {failed.failure.message}")) from None
-    except (InvariantViolation, StudentError, ValueError, TypeError, IndexError) as error:
-        invariant = error.invariant if isinstance(error, InvariantViolation) else None
-        raise Failed(Failure(f"with SmolLM2: {error}", invariant)) from None
-    if found != expected:
-        raise Failed(Failure(f"SmolLM2's beams are {found!r}; they should be {expected!r}"))
+# --- Speed ----------------------------------------------------------------------------------------
+
+TIMED_WIDTH, TIMED_VOCABULARY, TIMED_STEPS = 4, 4096, 32
+ROUNDS = 5
+"""Measurements of speed, of which the fastest counts."""
+
+
+def measure(bench: Bench) -> Performance:
+    """Steps a second of one search, in turns with the reference's."""
+    params = BeamSearchParams(beam_width=TIMED_WIDTH, max_tokens=TIMED_STEPS)
+    shape = (TIMED_WIDTH, TIMED_VOCABULARY)
+    logits = np.random.default_rng(bench.seed).standard_normal(shape).astype(np.float32)
+    with bench.beside(Submission.of_reference("beam_search", "BeamSearch")) as theirs:
+
+        def seconds(one: Bench) -> float:
+            return float(one.process.modules[-1].call("seconds", *one.part, params, 1, 1 + TIMED_STEPS, logits))
+
+        best = fastest(ROUNDS, lambda: seconds(bench), lambda: seconds(theirs))
+    return Performance(TIMED_STEPS / best[0], TIMED_STEPS / best[1], "steps")
 
 
 # --- The assignment -------------------------------------------------------------------------------
@@ -338,5 +306,7 @@ ASSIGNMENT = described(
     CHECKS,
     part="BeamSearch",
     members=("step",),
-    modules=("copy", "numpy", "minipaged.reference.sampling"),  # the last one for parts that rank as the reference does
+    # Sampling is for parts that rank as the reference does.
+    modules=("copy", "numpy", "minipaged.reference.sampling", "minipaged.course.assignments.beam_search.worker"),
+    measure=measure,
 )

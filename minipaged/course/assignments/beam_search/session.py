@@ -1,9 +1,8 @@
 """A student's beam search, step by step, beside the reference's.
 
-A `Session` makes one search in the worker. Each step is given to both, and what they decide is compared. The lines of
-Python that were carried out make a script that fails by itself; the candidates of the step that went wrong are drawn as
-a table; and the real engine, told the right decisions so far, gives the events: how tables forked, which blocks were
-shared, copied and given back.
+A `BeamSession` makes one search in the worker. Each step is given to both, and what they decide is compared. The
+candidates of the step that went wrong are drawn as a table; and the real engine, told the right decisions so far, gives
+the events: how tables forked, which blocks were shared, copied and given back.
 
 Where two candidates (or two scores) are nearly equal, a rounding decides which comes first, and nobody is wrong. Such a
 step is not compared, unless they tie exactly whatever way they are computed: then the rule for ties decides.
@@ -15,16 +14,18 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from minipaged import contracts
 from minipaged.contracts import BeamMove, BeamStep
-from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import is_unwritten, make_script, raised_message
-from minipaged.course.sandbox.contract import Handle, Misbehaviour, Outcome, Raised, StudentError
+from minipaged.course.grader.assignment import Bench, Failure
+from minipaged.course.grader.counterexample import aligned
+from minipaged.course.grader.session import Session
+from minipaged.course.sandbox.contract import Handle, Outcome, Raised
 from minipaged.engine.engine import Engine
+from minipaged.errors import Invariant
 from minipaged.events import Event, StepFailed
 from minipaged.params import BeamSearchParams, EngineConfig
 from minipaged.testing.content_runner import ContentRunner
@@ -75,40 +76,35 @@ class Look:
 ALL = Look(ties=True)
 
 
-class Session:
-    """One search of the student's and the right one. Its methods raise Failed and Misbehaviour."""
+class BeamSession(Session):
+    """One search of the student's and the right one."""
 
-    def __init__(self, bench: Bench, settings: Settings, *, beside: Session | None = None) -> None:
-        """`beside`: another session whose script this one is to be part of."""
-        self._bench = bench
-        self._module, self._name = bench.part
+    KIND = "search"
+
+    def __init__(self, bench: Bench, settings: Settings, *, beside: BeamSession | None = None) -> None:
+        super().__init__(bench, beside=beside)
         self.settings = settings
-        self._reference = reference_tier().beam_search(
-            settings.params, settings.prompt_length, settings.max_length, settings.eos_token_ids
-        )
-        self._lines: list[str] = beside._lines if beside else []
+        given = (settings.params, settings.prompt_length, settings.max_length, settings.eos_token_ids)
+        self._reference = reference_tier().beam_search(*given)
         self._variable = "other" if beside else "search"
         self._right: list[BeamStep] = []
         """What was decided so far."""
         self._kept: list[float] = []
         """The scores of the best finished sequences so far, best first."""
-        arguments = settings.as_arguments()
-        self._lines.append(f"{self._variable} = {self._name}({arguments})")
-        given = (settings.params, settings.prompt_length, settings.max_length, settings.eos_token_ids)
-        made = self._ask([(self._module, self._name, given)])
-        if isinstance(made, Raised):
-            self._raised("__init__", made.error, f"{self._name}({arguments})")
-        if not isinstance(made, Handle):
-            self._fail(f"{self._name}({arguments}) gave {made!r}, no search")
-        self._search = made
+        self._judgement: _Judgement | None = None
+        """Of the step that is being compared."""
+        shown = f"{self._name}({settings.as_arguments()})"
+        self._lines.append(f"{self._variable} = {shown}")
+        self._search = self._make(shown, *given)
 
-    def copied(self, variable: str = "search") -> Session:
+    def copied(self, variable: str = "search") -> BeamSession:
         """A deep copy, of the student's search too: as the engine makes one before each step."""
+        self._judgement = None
         twin = copy.copy(self)
         twin._reference, twin._right, twin._kept = copy.deepcopy(self._reference), list(self._right), list(self._kept)
         twin._variable = variable
         self._lines.append(f"{variable} = copy.deepcopy({self._variable})")
-        made = self._ask([(self._bench.process.modules[0], "deepcopy", (self._search,))])
+        [made] = self._ask([(self._bench.process.modules[0], "deepcopy", (self._search,))], seed=self._bench.seed)
         if isinstance(made, Raised):
             self._raised("__deepcopy__", made.error, f"copy.deepcopy({self._variable})")
         twin._search = made
@@ -128,18 +124,23 @@ class Session:
         self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float], look: Look = ALL
     ) -> BeamStep:
         """One step of both, compared; returns the right one, with the student's own sums."""
-        judgement = _Judgement(self, logits, rows, cumulative_logprobs, look.ties)
+        judgement = self._judgement = _Judgement(self, logits, rows, cumulative_logprobs, look.ties)
         arguments = f"{_written(logits)}, {list(rows)}, {list(cumulative_logprobs)}"
         call = f"{self._variable}.step({arguments})"
         self._lines.append(f"step = {call}")
-        answer = self._ask([(self._search, "step", (logits, list(rows), list(cumulative_logprobs)))])
+        given = (logits, list(rows), list(cumulative_logprobs))
+        [answer] = self._ask([(self._search, "step", given)], seed=self._bench.seed)
         right = self._reference.step(logits, rows, cumulative_logprobs)
         which = f"step {len(self._right) + 1}"
         if isinstance(answer, Raised):
-            self._raised("step", answer.error, which, judgement=judgement)
-        found = self._understand(answer, which, judgement)
+            self._raised("step", answer.error, which)
+        found = self._understand(answer, which)
         if judgement.clear:
-            self._compare(found, right, which, judgement, look)
+            judgement.note(found, right)
+            if look.survivors:
+                self._compare_survivors(found.survivors, right.survivors, which)
+            if look.finished:
+                self._compare_finished(found.finished, right.finished, which, look.scores)
             own = {(move.parent, move.token_id): move for move in found.survivors}
             moves = [own.get((move.parent, move.token_id), move) for move in right.survivors]
         else:
@@ -151,6 +152,7 @@ class Session:
     def refuse(self, logits: np.ndarray, rows: Sequence[int], cumulative_logprobs: Sequence[float], why: str) -> None:
         """A step that has to raise a ValueError."""
         call = f"{self._variable}.step({_written(logits)}, {list(rows)}, {list(cumulative_logprobs)})"
+        self._judgement = None
         self._lines += [
             "try:",
             f"    {call}",
@@ -159,16 +161,17 @@ class Session:
             "else:",
             f'    raise AssertionError("step has to raise BadLogits: {why}")',
         ]
-        answer = self._ask([(self._search, "step", (logits, list(rows), list(cumulative_logprobs)))])
+        given = (logits, list(rows), list(cumulative_logprobs))
+        [answer] = self._ask([(self._search, "step", given)], seed=self._bench.seed)
         if isinstance(answer, Raised) and isinstance(answer.error, ValueError):
             return
         if isinstance(answer, Raised):
             self._raised("step", answer.error, "step", f"; it has to raise BadLogits: {why}")
-        self._fail(f"step returned {_shown(answer)}; it has to raise BadLogits: {why}")
+        self._fail(None, f"step returned {_shown(answer)}; it has to raise BadLogits: {why}")
 
     # --- Comparing --------------------------------------------------------------------------------
 
-    def _understand(self, answer: Outcome, which: str, judgement: _Judgement) -> BeamStep:
+    def _understand(self, answer: Outcome, which: str) -> BeamStep:
         """The answer as a BeamStep of plain numbers."""
         try:
             survivors = [_move(move) for move in answer.survivors]
@@ -178,37 +181,28 @@ class Session:
             self._lines.append('assert all(isinstance(m.token_id, int) for m in step.survivors), f"step is {step}"')
             self._lines.append('assert all(isinstance(m.token_id, int) for m, score in step.finished), f"it is {step}"')
             self._fail(
+                None,
                 f"{which} returned {_shown(answer)}; it has to return a BeamStep: a list of BeamMoves, and a list of "
                 "pairs (BeamMove, score)",
-                judgement,
             )
 
-    def _compare(self, found: BeamStep, right: BeamStep, which: str, judgement: _Judgement, look: Look) -> None:
-        judgement.note(found, right)
-        if look.survivors:
-            self._compare_survivors(found.survivors, right.survivors, which, judgement)
-        if look.finished:
-            self._compare_finished(found.finished, right.finished, which, judgement, look.scores)
-
-    def _compare_survivors(
-        self, found: list[BeamMove], right: list[BeamMove], which: str, judgement: _Judgement
-    ) -> None:
+    def _compare_survivors(self, found: list[BeamMove], right: list[BeamMove], which: str) -> None:
         theirs, ours = ([(move.parent, move.token_id) for move in moves] for moves in (found, right))
         if theirs != ours:
             self._lines += [
                 "survivors = [(move.parent, move.token_id) for move in step.survivors]",
                 f'assert survivors == {ours}, f"survivors (beam, token): {{survivors}}"',
             ]
-            self._fail(f"{which}: the survivors are {_pairs(theirs)}; they should be {_pairs(ours)}", judgement)
+            self._fail(None, f"{which}: the survivors are {_pairs(theirs)}; they should be {_pairs(ours)}")
         for place, (own, move) in enumerate(zip(found, right, strict=True)):
             if not _is_close(own.cumulative_logprob, move.cumulative_logprob):
                 self._expect_close(
                     f"step.survivors[{place}].cumulative_logprob", move.cumulative_logprob, own.cumulative_logprob
                 )
                 self._fail(
+                    None,
                     f"{which}: cumulative_logprob of survivor {place} (beam {move.parent} + token {move.token_id}) is "
                     f"{own.cumulative_logprob:.4f}; it should be {move.cumulative_logprob:.4f}",
-                    judgement,
                 )
 
     def _compare_finished(
@@ -216,7 +210,6 @@ class Session:
         found: list[tuple[BeamMove, float]],
         right: list[tuple[BeamMove, float]],
         which: str,
-        judgement: _Judgement,
         scores: bool,
     ) -> None:
         """In any order: the score tells the rank."""
@@ -226,7 +219,7 @@ class Session:
                 "finished = sorted((move.parent, move.token_id) for move, score in step.finished)",
                 f'assert finished == {ours}, f"finished (beam, token): {{finished}}"',
             ]
-            self._fail(f"{which}: finished are {_pairs(theirs)}; they should be {_pairs(ours)}", judgement)
+            self._fail(None, f"{which}: finished are {_pairs(theirs)}; they should be {_pairs(ours)}")
         own = {(move.parent, move.token_id): (move, score) for move, score in found}
         for move, score in right:
             key = (move.parent, move.token_id)
@@ -235,13 +228,13 @@ class Session:
             found_in = f"next(one for one in step.finished if (one[0].parent, one[0].token_id) == {key})"
             if scores and not _is_close(their_score, score):
                 self._expect_close(f"{found_in}[1]", score, their_score)
-                self._fail(f"{which}: the score of {what} is {their_score:.4f}; it should be {score:.4f}", judgement)
+                self._fail(None, f"{which}: the score of {what} is {their_score:.4f}; it should be {score:.4f}")
             if not _is_close(their_move.cumulative_logprob, move.cumulative_logprob):
                 theirs_sum, ours_sum = their_move.cumulative_logprob, move.cumulative_logprob
                 self._expect_close(f"{found_in}[0].cumulative_logprob", ours_sum, theirs_sum)
                 self._fail(
+                    None,
                     f"{which}: cumulative_logprob of {what} is {theirs_sum:.4f}; it should be {ours_sum:.4f}",
-                    judgement,
                 )
 
     def _expect_close(self, expression: str, right: float, found: float) -> None:
@@ -252,34 +245,17 @@ class Session:
 
     # --- Failing ----------------------------------------------------------------------------------
 
-    def _ask(self, calls: list[Any]) -> Outcome:
-        try:
-            [answer] = self._bench.process.batch(calls, seed=self._bench.seed)
-            return answer
-        except Misbehaviour as misbehaviour:
-            failure = self._failure(f"{self._lines[-1].strip()[:80]}: {misbehaviour.message}")
-            misbehaviour.failure = replace(failure, verdict=misbehaviour.verdict)
-            raise
+    def _imports(self) -> list[str]:
+        imports = ["import numpy as np"] if any("np." in line for line in self._lines) else []
+        return [*imports, "from minipaged import BeamSearchParams"]
 
-    def _raised(
-        self, method: str, error: Exception, shown: str, instead: str = "", judgement: _Judgement | None = None
-    ) -> NoReturn:
-        told = raised_message(method, error, shown)
-        failure = self._failure(told if is_unwritten(error) else told + instead, judgement)
-        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
-
-    def _fail(self, message: str, judgement: _Judgement | None = None) -> NoReturn:
-        raise Failed(self._failure(message, judgement))
-
-    def _failure(self, message: str, judgement: _Judgement | None = None) -> Failure:
+    def _failure(self, invariant: Invariant | None, message: str) -> Failure:
+        judgement = self._judgement
         if judgement and judgement.vocab_size > LARGEST_VOCABULARY:
             return Failure(message)
         events, tables = carry_out(self.settings, self._right, message)
         drawing = (*(judgement.drawing() if judgement else ()), *tables)
-        imports = ["import numpy as np"] if any("np." in line for line in self._lines) else []
-        imports.append("from minipaged import BeamSearchParams")
-        script = make_script(self._bench.submission, self._name, None, message, imports, self._lines)
-        return Failure(message, None, drawing, script, tuple(events))
+        return replace(super()._failure(invariant, message), drawing=drawing, events=tuple(events))
 
 
 # --- What is right, and how sure that is ----------------------------------------------------------
@@ -290,7 +266,7 @@ class _Judgement:
 
     def __init__(
         self,
-        session: Session,
+        session: BeamSession,
         logits: np.ndarray,
         rows: Sequence[int],
         cumulative_logprobs: Sequence[float],
@@ -356,10 +332,7 @@ class _Judgement:
             end = " (EOS)" if token in self._ends else ""
             wrong = " <--" if expected != found and self._expected | self._found else ""
             rows.append([str(rank), str(beam), f"{token}{end}", total, expected, found + wrong])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return tuple(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        return tuple(aligned(rows))
 
 
 def _fates(step: BeamStep) -> dict[tuple[int, int], str]:

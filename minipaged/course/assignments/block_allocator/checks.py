@@ -8,12 +8,11 @@ write the same texts as with the reference's.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 from hypothesis import strategies as st
@@ -40,13 +39,11 @@ from minipaged.course.grader.assignment import (
 )
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
-from minipaged.course.sandbox.contract import Handle, Misbehaviour, Raised, StudentError
+from minipaged.course.grader.serving import Parts, check_texts, check_workloads, numbered_workloads
+from minipaged.course.sandbox.contract import Handle, Misbehaviour, Raised
 from minipaged.engine.checked_allocator import MEMBERS
-from minipaged.errors import BlockNotAllocated, InvariantViolation
-from minipaged.events import Event, StepFailed
-from minipaged.params import BeamSearchParams, SamplingParams
-from minipaged.testing.plain_model import PlainModel
-from minipaged.testing.workloads import Run, all_sound, random_workload
+from minipaged.errors import BlockNotAllocated
+from minipaged.testing.workloads import Run, random_workload
 from minipaged.tiers import plain_parts
 
 LARGEST_POOL = 4
@@ -318,86 +315,49 @@ class RemoteAllocator(BlockAllocator):
         return program
 
 
+CARRIED = type("the allocator that you brought along", (RemoteAllocator,), {})
+"""Its name is in messages: what it breaks is no fault of the part that is graded."""
+
+
+def carried_allocator(bench: Bench) -> Callable[[int], BlockAllocator] | None:
+    """The student's own under a later part, if one was brought along."""
+    carried = bench.carried_part("block-allocator")
+    return partial(CARRIED, bench, part=carried) if carried else None
+
+
+class Pools:
+    """The student's allocator for both pools of an engine."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._pools: list[RemoteAllocator] = []
+
+    def make_parts(self) -> Parts:
+        self._pools.clear()
+        return Parts(allocator=self._make)
+
+    def _make(self, num_blocks: int) -> RemoteAllocator:
+        self._pools.append(RemoteAllocator(self._bench, num_blocks))
+        return self._pools[-1]
+
+    def explain(self, error: Exception) -> Exception:
+        """The shortest program of calls that shows it, if they do so without the engine."""
+        for pool in self._pools:
+            fail_shortest(self._bench, pool.num_blocks, pool.as_program())
+        return error
+
+
 def check_engine(bench: Bench) -> None:
     """Random workloads: sharing, copy-on-write, prefix caching, both ways of preempting, cancelled requests."""
-    for number in range(ENGINE_WORKLOADS):
-        serve(bench, bench.seed * 1000 + number)
-
-
-def serve(bench: Bench, workload_seed: int) -> None:
-    """One workload. Raises Failed."""
-    events: list[Event] = []
-    pools: list[RemoteAllocator] = []
-    bench.process.forget()
-
-    def make(num_blocks: int) -> RemoteAllocator:
-        pools.append(RemoteAllocator(bench, num_blocks))
-        return pools[-1]
-
-    run: Run | None = None
-    try:
-        run = Run(random_workload(workload_seed), allocator=make, listeners=[events.append], model=PlainModel())
-        run.to_the_end()
-        run.check_outputs()
-        run.check_nothing_leaked()
-    except (InvariantViolation, StudentError, AssertionError, ValueError, TypeError) as error:
-        for pool in pools:  # the shortest program of calls that shows it, if they do so without the engine
-            fail_shortest(bench, pool.num_blocks, pool.as_program())
-        invariant = error.invariant if isinstance(error, InvariantViolation) else None
-        if not isinstance(events[-1] if events else None, StepFailed):
-            events.append(StepFailed(0, repr(error), ()))
-        raise Failed(
-            Failure(f"in the engine, workload {workload_seed}: {error}", invariant, events=tuple(events))
-        ) from None
-
-
-# --- SmolLM2 --------------------------------------------------------------------------------------
-
-PROMPTS = (
-    "Paging is a way to",
-    "Four score and seven years ago our fathers brought forth on this continent",
-    "The capital of France is",
-)
+    pools = Pools(bench)
+    workloads = islice(numbered_workloads(bench.seed), ENGINE_WORKLOADS)
+    check_workloads(bench, workloads, pools.make_parts, explain=pools.explain)
 
 
 def check_model(bench: Bench) -> None:
     """Parallel sampling, beam search and preemption on SmolLM2: the same texts as with the reference's allocator."""
-    from minipaged.llm import LLM, LoadedModel
-
-    loaded = LoadedModel.load(bench.model, "reference")
-    events: list[Event] = []
-    pools: list[RemoteAllocator] = []
-
-    def make(num_blocks: int) -> RemoteAllocator:
-        pools.append(RemoteAllocator(bench, num_blocks))
-        return pools[-1]
-
-    def texts(allocator: Callable[[int], BlockAllocator] | None) -> list[list[str]]:
-        llm = LLM(
-            loaded,
-            block_size=4,
-            num_blocks=12,  # too few for all at once, so that some are preempted
-            num_swap_blocks=12,
-            max_model_len=64,
-            allocator=allocator,
-            listeners=[events.append] if allocator else (),
-        )
-        assert llm.tokenizer
-        prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
-        sampled = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=bench.seed, max_tokens=8))
-        beams = llm.beam_search(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=5))
-        return [[one.text for one in output.outputs] for output in all_sound([*sampled, *beams])]
-
-    expected = texts(None)
-    try:
-        found = texts(make)
-    except (InvariantViolation, StudentError, ValueError, TypeError) as error:
-        for pool in pools:
-            fail_shortest(bench, pool.num_blocks, pool.as_program())
-        invariant = error.invariant if isinstance(error, InvariantViolation) else None
-        raise Failed(Failure(f"with SmolLM2: {error}", invariant, events=tuple(events))) from None
-    if found != expected:
-        raise Failed(Failure(f"SmolLM2 wrote {found!r} instead of {expected!r}", events=tuple(events)))
+    pools = Pools(bench)
+    check_texts(bench, pools.make_parts, explain=pools.explain)
 
 
 # --- Operations per second ------------------------------------------------------------------------
@@ -449,7 +409,7 @@ def measure(bench: Bench) -> Performance:
 
         Run(random_workload(number), allocator=make).to_the_end()
         runs += [(pool.num_blocks, pool.calls) for pool in pools if pool.calls]
-    with bench.beside(reference_submission()) as theirs:
+    with bench.beside(Submission.of_reference("block_allocator", "BlockAllocator")) as theirs:
 
         def seconds(one: Bench, num_blocks: int, calls: list[tuple[str, int | None, int | None]]) -> float:
             allocator = one.make(num_blocks)
@@ -464,12 +424,6 @@ def measure(bench: Bench) -> Performance:
             theirs.process.forget()
     num_calls = sum(len(calls) for _, calls in runs)
     return Performance(num_calls / total[0], num_calls / total[1])
-
-
-def reference_submission() -> Submission:
-    """The reference's own file, as a student would hand it in."""
-    kind = plain_parts()[0]
-    return Submission(Path(inspect.getfile(kind)), kind.__name__)
 
 
 # --- The assignment -------------------------------------------------------------------------------

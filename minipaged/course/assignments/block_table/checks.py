@@ -9,16 +9,15 @@ as with the reference's. In these two a student's own allocator may lie under th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from hypothesis import strategies as st
 
-import minipaged
 from minipaged import contracts
-from minipaged.contracts import BlockAllocator, Tier
-from minipaged.course.assignments.block_allocator.checks import PROMPTS, RemoteAllocator
+from minipaged.contracts import BlockAllocator
+from minipaged.course.assignments.block_allocator.checks import carried_allocator
 from minipaged.course.assignments.block_table.session import OfferedAllocator, Op, TableSession
 from minipaged.course.grader.assignment import (
     Bench,
@@ -32,13 +31,9 @@ from minipaged.course.grader.assignment import (
 from minipaged.course.grader.counterexample import make_script, must_raise, raised_message
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
-from minipaged.course.sandbox.contract import Handle, Raised, StudentError
-from minipaged.errors import InvariantViolation
-from minipaged.events import Event, StepFailed
-from minipaged.params import BeamSearchParams, SamplingParams
+from minipaged.course.grader.serving import Parts, check_texts, check_workloads, numbered_workloads
+from minipaged.course.sandbox.contract import Handle, Raised
 from minipaged.steps import CopyPair
-from minipaged.testing.plain_model import PLAIN_TIER, PlainModel
-from minipaged.testing.workloads import Run, all_sound, random_workload
 from minipaged.tiers import plain_parts
 
 ENGINE_WORKLOADS = 20
@@ -202,78 +197,25 @@ class RemoteTable(contracts.BlockTable):
         return self._call(method, *args)
 
 
-def tier_of(bench: Bench) -> tuple[Tier, Callable[[int], BlockAllocator] | None]:
-    """The plain parts with the student's table, and the student's allocator if one was brought along."""
-    carried = bench.carried_part("block-allocator")
-    tier = replace(PLAIN_TIER, block_table=RemoteTables(bench))  # type: ignore[arg-type]
-    return tier, (lambda num_blocks: RemoteAllocator(bench, num_blocks, carried)) if carried else None
+def parts_of(bench: Bench) -> Parts:
+    """The student's table, and the student's allocator under it if one was brought along."""
+    return Parts({"block_table": RemoteTables(bench)}, carried_allocator(bench))
 
 
 def check_engine(bench: Bench) -> None:
     """Random workloads: sharing, copy-on-write, prefix caching, both ways of preempting, cancelled requests."""
-    for number in range(ENGINE_WORKLOADS):
-        workload_seed = bench.seed * 1000 + number
-        events: list[Event] = []
-        bench.process.forget()
-        tier, allocator = tier_of(bench)
-        try:
-            workload, plain = random_workload(workload_seed), PlainModel()
-            run = Run(workload, tier, allocator=allocator, listeners=[events.append], model=plain)
-            run.to_the_end()
-            run.check_outputs()
-            run.check_nothing_leaked()
-        except Exception as error:
-            raise Failed(in_engine(error, f"in the engine, workload {workload_seed}", events)) from None
-
-
-def in_engine(error: Exception, where: str, events: list[Event]) -> Failure:
-    """What went wrong while the engine used the part."""
-    invariant = error.invariant if isinstance(error, InvariantViolation) else None
-    if not isinstance(events[-1] if events else None, StepFailed):
-        events.append(StepFailed(0, repr(error), ()))
-    said = str(error) if isinstance(error, InvariantViolation | StudentError) else f"{type(error).__name__}: {error}"
-    said = said.replace(RemoteAllocator.__name__, "the allocator that you brought along")  # and no fault of the table's
-    return Failure(f"{where}: {said}", invariant, events=tuple(events))
+    check_workloads(bench, islice(numbered_workloads(bench.seed), ENGINE_WORKLOADS), partial(parts_of, bench))
 
 
 def check_model(bench: Bench) -> None:
     """Parallel sampling, beam search and preemption on SmolLM2: the same texts as with the reference's table."""
-    from minipaged.llm import LLM, LoadedModel
-
-    loaded = LoadedModel.load(bench.model, "reference")
-    events: list[Event] = []
-
-    def texts(tier: Tier, allocator: Callable[[int], BlockAllocator] | None = None) -> list[list[str]]:
-        llm = LLM(
-            replace(loaded, tier=replace(loaded.tier, block_table=tier.block_table)),
-            block_size=4,
-            num_blocks=12,  # too few for all at once, so that some are preempted
-            num_swap_blocks=12,
-            max_model_len=64,
-            allocator=allocator,
-            listeners=[events.append],
-        )
-        assert llm.tokenizer
-        prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
-        sampled = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=bench.seed, max_tokens=8))
-        beams = llm.beam_search(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=5))
-        return [[one.text for one in output.outputs] for output in all_sound([*sampled, *beams])]
-
-    expected = texts(PLAIN_TIER)
-    events.clear()
-    try:
-        found = texts(*tier_of(bench))
-    except Exception as error:
-        raise Failed(in_engine(error, "with SmolLM2", events)) from None
-    if found != expected:
-        raise Failed(Failure(f"SmolLM2 wrote {found!r} instead of {expected!r}", events=tuple(events)))
+    check_texts(bench, partial(parts_of, bench))
 
 
 def measure(bench: Bench) -> Performance:
     """Calls a second of tables that grow as in an engine, in turns with the reference's."""
-    reference = Submission(Path(minipaged.__file__).parent / "reference" / "block_table.py", "BlockTable")
     num_blocks = 2 * sum(-(-(prompt + TIMED_TOKENS) // TIMED_BLOCK_SIZE) for prompt in TIMED_PROMPTS)
-    with bench.beside(reference) as theirs:
+    with bench.beside(Submission.of_reference("block_table", "BlockTable")) as theirs:
 
         def seconds(one: Bench) -> float:
             allocators, worker = one.process.modules

@@ -6,20 +6,21 @@ and the reference count of every block with a model: for each table a list of bl
 
 The tables are named a, b, c, ... There are two pools, `allocator` and `other` (where `relocate` leads, as swapping
 does), and blocks that somebody else holds, as the prefix cache would: `cached0`, `cached1`, ... The session keeps a
-diary: lines of Python that fail by themselves, a drawing, and events in which each table is a sequence.
+diary; in its events each table is a sequence.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NoReturn, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from minipaged.contracts import BlockAllocator
-from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import aligned, letter, make_script, must_raise, raised_message, said
-from minipaged.course.sandbox.contract import Handle, Misbehaviour, Outcome, Raised, StudentError
+from minipaged.course.grader.assignment import Bench
+from minipaged.course.grader.counterexample import aligned, letter, must_raise, said
+from minipaged.course.grader.session import Session
+from minipaged.course.sandbox.contract import Handle, Raised
 from minipaged.engine.checked_allocator import MEMBERS
 from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
 from minipaged.events import (
@@ -124,27 +125,24 @@ class _Table:
     seen_tokens: Any = None
 
 
-class TableSession:
-    """Some tables of the student's and what they ought to say. Every method raises Failed and Misbehaviour."""
+class TableSession(Session):
+    """Some tables of the student's and what they ought to say."""
+
+    KIND = "table"
 
     def __init__(self, bench: Bench, block_size: int, num_blocks: int, *, slots: bool = False) -> None:
         """`slots`: compare all slots after each call too."""
-        self._bench, self._slots = bench, slots
-        self._module, self._name = bench.part
+        super().__init__(bench)
+        self._slots = slots
         self.block_size, self.num_blocks = block_size, num_blocks
         self._pools = {name: OfferedAllocator(plain_parts()[0](num_blocks)) for name in POOLS}
         self._tables: list[_Table] = []
         self._cached: list[int] = []
         """Blocks of the first pool that somebody else holds."""
-        self._lines: list[str] = []
         self._events: list[Event] = [EngineStarted(num_blocks, num_blocks, block_size, block_size * num_blocks)]
         self._step = 0
         bench.process.forget()
-        self._seed = bench.seed if "random" in bench.submission.path.read_text(errors="replace") else None
-        if self._seed is not None:
-            bench.process.batch([], seed=self._seed)
-        for name in POOLS:
-            self._lines.append(f"{name} = BlockAllocator({num_blocks})")
+        self._lines += [f"{name} = BlockAllocator({num_blocks})" for name in POOLS]
         self._new()
 
     def run(self, ops: Sequence[Op]) -> None:
@@ -161,12 +159,7 @@ class TableSession:
         name = letter(len(self._tables))
         shown = f"{self._name}({self.block_size}, allocator)"
         self._lines.append(f"{name} = {shown}")
-        [made] = self._ask([(self._module, self._name, (self.block_size, self._pools["allocator"]))], shown)
-        if isinstance(made, Raised):
-            self._raised("__init__", made.error, shown)
-        if not isinstance(made, Handle):
-            self._fail(None, f"{shown} gave {made!r}, no table", f"assert hasattr({name}, 'blocks')")
-        self._add(name, made, "allocator")
+        self._add(name, self._make(shown, self.block_size, self._pools["allocator"]), "allocator")
         self._compare(shown)
 
     def _append(self, op: Op) -> None:
@@ -575,29 +568,14 @@ class TableSession:
             self._raised(method, answer.error, shown, known)
         return answer
 
-    def _ask(self, calls: list[Any], shown: str) -> list[Outcome]:
-        try:
-            return self._bench.process.batch(calls)
-        except Misbehaviour as misbehaviour:
-            message = f"{shown}: {misbehaviour.message}"
-            misbehaviour.failure = replace(self._failure(None, message), verdict=misbehaviour.verdict)
-            raise
+    def _imports(self) -> list[str]:
+        return ["from minipaged.reference.block_allocator import BlockAllocator"]
 
-    def _raised(self, method: str, error: Exception, shown: str, more: str = "") -> NoReturn:
-        failure = self._failure(None, raised_message(method, error, shown) + more)
-        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
+    def _body(self) -> list[str]:
+        return _without_idle("\n".join(self._lines).splitlines())
 
-    def _fail(self, invariant: Invariant | None, message: str, assertion: str = "") -> NoReturn:
-        if assertion:
-            self._lines.append(assertion)
-        raise Failed(self._failure(invariant, message))
-
-    def _failure(self, invariant: Invariant | None, message: str) -> Failure:
-        broken = f"invariant '{invariant}' broken: {message}" if invariant else message
-        lines = _without_idle("\n".join(self._lines).splitlines())
-        imports = ["from minipaged.reference.block_allocator import BlockAllocator"]
-        script = make_script(self._bench.submission, self._name, invariant, message, imports, lines, self._seed)
-        return Failure(message, invariant, self._draw(), script, (*self._events, StepFailed(self._step, broken, ())))
+    def _story(self, message: str) -> tuple[Event, ...]:
+        return (*self._events, StepFailed(self._step, message, ()))
 
     def _draw(self) -> tuple[str, ...]:
         rows = [["table", "tokens", "blocks", "your table says"]]

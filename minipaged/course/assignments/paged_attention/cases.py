@@ -9,14 +9,16 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import aligned, make_script, raised_message
-from minipaged.course.sandbox.contract import Handle, Misbehaviour, Raised
+from minipaged.course.grader.counterexample import aligned, make_script
+from minipaged.course.grader.session import telling
+from minipaged.course.sandbox.contract import Handle, Raised
 from minipaged.errors import Invariant
 from minipaged.events import EngineStarted, Event, RequestAdmitted, RequestArrived, StepFailed, TokensComputed
 
@@ -109,31 +111,19 @@ class Case:
         worker = bench.process.modules[1]
         bench.process.forget()
         arguments = self.arguments(bench)
-        try:
+        tell = partial(self._failure, bench, tables)
+        with telling(name, tell):
             answer, changed = bench.process.batch(
                 [(worker, "attend", (module, name, *arguments)), (worker, "changed", (arguments[1], blocks))]
             )
-        except Misbehaviour as misbehaviour:
-            failure = self._failure(bench, tables, misbehaviour.message, None)
-            misbehaviour.failure = Failure(
-                misbehaviour.message,
-                None,
-                failure.drawing,
-                failure.script,
-                failure.events,
-                verdict=misbehaviour.verdict,
-            )
-            raise
-        if isinstance(answer, Raised):
-            failure = self._failure(bench, tables, raised_message(name, answer.error, name), None)
-            raise Failed(replace(failure, crashed=True))
+            if isinstance(answer, Raised):
+                raise answer.error
         output, touched = answer
         if message := self._wrong(output, right, query.dtype):
-            raise Failed(self._failure(bench, tables, message, output))
+            raise Failed(tell(message))
         if changed or touched:
             what = "the KV cache" if changed else touched[0]
-            message = f"{name} changed {what}: attention reads, and leaves everything as it was"
-            raise Failed(self._failure(bench, tables, message, None, what))
+            raise Failed(tell(f"{name} changed {what}: attention reads, and leaves everything as it was", changed=True))
 
     def _wrong(self, output: Any, right: Any, dtype: Any) -> str:
         """What is wrong with the output, in a sentence; empty when it is right."""
@@ -157,7 +147,7 @@ class Case:
         more = "of 3 dimensions " if self.head_dim > 3 else ""
         return f"{where}: the output {more}is {found}; it should be {should}"
 
-    def _failure(self, bench: Bench, tables: Any, message: str, output: Any, changed: str = "") -> Failure:
+    def _failure(self, bench: Bench, tables: Any, message: str, *, changed: bool = False, **more: Any) -> Failure:
         name = bench.part[1]
         sources = [without_types(inspect.getsource(one)) for one in (make_inputs, softmax_attention)]
         body = [
@@ -190,9 +180,8 @@ class Case:
             ]
         imports = ["import numpy as np", "from minipaged.reference.kv_cache import KVCache"]
         script = make_script(bench.submission, name, Invariant.CONTENT, message, imports, body)
-        return Failure(
-            message, None, self._draw(tables), script, events_of(self.block_size, self.contexts, tables, message)
-        )
+        events = events_of(self.block_size, self.contexts, tables, message)
+        return Failure(message, None, self._draw(tables), script, events, **more)
 
     def _draw(self, tables: Any) -> tuple[str, ...]:
         rows = [["sequence", "context", "new", "block table"]]

@@ -11,15 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-import minipaged
-from minipaged.course.assignments.block_allocator.checks import PROMPTS
-from minipaged.course.assignments.block_table.checks import in_engine
 from minipaged.course.assignments.paged_attention.cases import Case
 from minipaged.course.grader.assignment import (
     Bench,
@@ -33,6 +29,7 @@ from minipaged.course.grader.assignment import (
 from minipaged.course.grader.counterexample import make_script
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
+from minipaged.course.grader.serving import PROMPTS, in_engine
 from minipaged.course.sandbox.contract import Handle, Raised
 from minipaged.engine.engine import Engine
 from minipaged.events import Event
@@ -216,7 +213,7 @@ def compare(bench: Bench, put: Callable[[Bench, Any], None], where: str, *what: 
     try:
         found = tokens_of(lambda runner: put(bench, runner), events, *what)
     except Exception as error:
-        raise Failed(in_engine(error, where, events)) from None
+        raise in_engine(error, where, events) from None
     for number, (tokens, right) in enumerate(zip(found, expected, strict=True)):
         if tokens != right:
             first = next((i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), 0)
@@ -310,8 +307,7 @@ TIMED = (
 
 def measure(bench: Bench) -> Performance:
     """Scores a second (one query, one key, one head), in turns with the reference's loop."""
-    reference = Path(minipaged.__file__).parent / "reference" / "attention.py"
-    with bench.beside(Submission(reference)) as theirs:
+    with bench.beside(Submission.of_reference("attention", "paged_attention")) as theirs:
         benches = (bench, theirs)
         total = [0.0, 0.0]
         for case in TIMED:

@@ -10,14 +10,16 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from minipaged.course.assignments.paged_attention.cases import without_types
 from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import aligned, make_script, raised_message
-from minipaged.course.sandbox.contract import Handle, Misbehaviour
+from minipaged.course.grader.counterexample import aligned, make_script
+from minipaged.course.grader.session import telling
+from minipaged.course.sandbox.contract import Handle
 from minipaged.models.quantized.stored import pack
 
 # --- What is right ----------------------------------------------------------------------------------
@@ -185,21 +187,15 @@ class Case(ABC):
         """Raises Failed when the student's method gives something else than is right."""
         arguments = self.arguments()  # before it can be changed
         bench.process.forget()
-        try:
+        with telling(self.METHOD, partial(self._failure, bench)):
             quantizer = bench.make(self.bits, self.symmetric)
             assert isinstance(quantizer, Handle)
             answer = quantizer.call(self.METHOD, *arguments)
-        except Misbehaviour as misbehaviour:
-            misbehaviour.failure = self._failure(bench, misbehaviour.message, (), verdict=misbehaviour.verdict)
-            raise
-        except Exception as error:
-            message = raised_message(self.METHOD, error, self.METHOD)
-            raise Failed(self._failure(bench, message, (), crashed=True)) from None
         if wrong := self.wrong(answer):
             drawing = () if " return" in wrong else self.drawing(answer)  # of arrays as they should be
             raise Failed(self._failure(bench, wrong, drawing))
 
-    def _failure(self, bench: Bench, message: str, drawing: tuple[str, ...], **more: Any) -> Failure:
+    def _failure(self, bench: Bench, message: str, drawing: tuple[str, ...] = (), **more: Any) -> Failure:
         name = bench.part[1]
         sources = [without_types(inspect.getsource(one)).strip() + "\n" for one in self.SHARED]
         body = [

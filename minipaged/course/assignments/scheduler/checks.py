@@ -10,42 +10,35 @@ newcomers.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import Any
 
 from hypothesis import strategies as st
 
-from minipaged.contracts import BlockAllocator
-from minipaged.course.assignments.block_allocator.checks import PROMPTS, RemoteAllocator
+from minipaged.course.assignments.block_allocator.checks import carried_allocator
 from minipaged.course.assignments.scheduler.scenes import MAX_MODEL_LEN, PRICES, Scene, scenes
 from minipaged.course.assignments.scheduler.session import (
     METHODS,
     Rule,
     Scenery,
-    Session,
+    SchedulerSession,
     Settings,
     StudentPolicy,
     counted,
 )
-from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance
+from minipaged.course.grader.assignment import Bench, Check, Failed, Performance
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
-from minipaged.course.sandbox.contract import StudentError
+from minipaged.course.grader.serving import Parts, check_texts, check_workloads, crowded_workloads
+from minipaged.engine.engine import Engine
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import RequestState
-from minipaged.errors import InvariantViolation
-from minipaged.events import EngineStarted, Event, RequestArrived, StepFailed, StepStarted
-from minipaged.params import SamplingParams
+from minipaged.events import EngineStarted, RequestArrived, StepFailed, StepStarted
 from minipaged.scheduling import MakePolicy, RequestView
-from minipaged.testing.plain_model import PlainModel
-from minipaged.testing.workloads import Run, Workload, random_workload
 from minipaged.traces import TraceReplay, TraceRequest
-
-if TYPE_CHECKING:
-    from minipaged.llm import LLM
 
 ENGINE_WORKLOADS = 16
 TRACED_REQUESTS = 80
@@ -66,7 +59,7 @@ def check_fits(bench: Bench) -> None:
         most = request.prompt_tokens // settings.block_size
         each = -(-(request.prompt_tokens + request.max_output_tokens - 1) // settings.block_size)
         settings = replace(settings, num_blocks=max(1, most + request.num_sequences * (each - most) + more))
-        Session(bench, settings, partial(arrival, settings, request)).fits(request)
+        SchedulerSession(bench, settings, partial(arrival, settings, request)).fits(request)
 
     room = st.sampled_from([4, 4, 4, 3, 2, 1])
     settings = st.builds(Settings, st.just(1), st.sampled_from([2, 3, 4, 1]), room, room, st.just(PRICES))
@@ -99,20 +92,20 @@ def arrival(settings: Settings, request: RequestView, message: str) -> Scenery:
     return Scenery(drawing, events)
 
 
-def property_of(ask: Callable[[Session, Scene], object], **kinds: Any) -> Callable[[Bench], None]:
+def property_of(ask: Callable[[SchedulerSession, Scene], object], **kinds: Any) -> Callable[[Bench], None]:
     """A check that asks about such scenes."""
 
     def check(bench: Bench) -> None:
         def run(scene: Scene) -> None:
             bench.process.forget()
-            ask(Session(bench, scene.settings, scene.scenery), scene)
+            ask(SchedulerSession(bench, scene.settings, scene.scenery), scene)
 
         search(bench, scenes(**kinds), run)
 
     return check
 
 
-def ask_share_tokens(session: Session, scene: Scene) -> None:
+def ask_share_tokens(session: SchedulerSession, scene: Scene) -> None:
     if running := scene.views(RUNNING):
         session.share_tokens(running)
 
@@ -122,7 +115,7 @@ check_share_tokens = property_of(
 )
 
 
-def ask_victims(session: Session, scene: Scene) -> None:
+def ask_victims(session: SchedulerSession, scene: Scene) -> None:
     """Until one is left, as when ever more blocks are short."""
     running = scene.views(RUNNING)
     while len(running) > 1:
@@ -130,15 +123,15 @@ def ask_victims(session: Session, scene: Scene) -> None:
         running = [view for view in running if view.request_id != name]
 
 
-def ask_way_back(session: Session, scene: Scene) -> None:
+def ask_way_back(session: SchedulerSession, scene: Scene) -> None:
     host = scene.blocks.host_allocator
     for view in scene.views(RUNNING):
         if view.num_blocks:
             session.way_back(view, host.num_free if host else 0)
 
 
-def ask_admit(*rules: Rule) -> Callable[[Session, Scene], None]:
-    def ask(session: Session, scene: Scene) -> None:
+def ask_admit(*rules: Rule) -> Callable[[SchedulerSession, Scene], None]:
+    def ask(session: SchedulerSession, scene: Scene) -> None:
         running, waiting = scene.views(RUNNING), scene.views(WAITING, SWAPPED)
         taken = sum(session.right.share_tokens(running).values())
         left = max(1, scene.settings.max_num_batched_tokens - taken - scene.tokens_gone)
@@ -160,9 +153,9 @@ def check_nothing_changes(bench: Bench) -> None:
     def run(drawn: tuple[Scene, Scene | None, set[str]]) -> None:
         scene, another, methods = drawn
         bench.process.forget()
-        session = Session(bench, scene.settings, scene.scenery)
+        session = SchedulerSession(bench, scene.settings, scene.scenery)
         if another:
-            Session(bench, another.settings, scene.scenery, beside=session)
+            SchedulerSession(bench, another.settings, scene.scenery, beside=session)
         running, waiting = scene.views(RUNNING), scene.views(WAITING, SWAPPED)
         if running and "share_tokens" in methods:
             session.unchanged("share_tokens", running)
@@ -186,88 +179,35 @@ def check_nothing_changes(bench: Bench) -> None:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-def crowded_workloads(seed: int) -> Iterator[tuple[int, Workload]]:
-    """Random workloads in which the engine's own scheduler preempts; how they come back is the scheduler's choice."""
-    for number in count(1000 * seed):
-        workload = random_workload(number)
-        workload = replace(workload, config=replace(workload.config, preemption="auto"))
-        run = Run(workload, model=PlainModel())
-        run.to_the_end()
-        if run.happened["preempted by swap"] + run.happened["preempted by recompute"]:
-            yield number, workload
+class Asked:
+    """The student's scheduler as an engine's, and the student's allocator if one was brought along."""
 
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._policy: StudentPolicy | None = None
 
-def allocator_of(bench: Bench) -> Callable[[int], BlockAllocator] | None:
-    """The student's own, if one was brought along."""
-    carried = bench.carried_part("block-allocator")
-    return (lambda num_blocks: RemoteAllocator(bench, num_blocks, carried)) if carried else None
+    def make_parts(self) -> Parts:
+        self._policy = None
+        return Parts(allocator=carried_allocator(self._bench), policy=partial(StudentPolicy, self._bench))
+
+    def attach(self, engine: Engine) -> None:
+        self._policy = StudentPolicy.of(engine)
+
+    def explain(self, error: Exception) -> Exception:
+        """As a script of one question, if that fails by itself."""
+        return self._policy.shorter(error) if self._policy and isinstance(error, Failed) else error
 
 
 def check_engine(bench: Bench) -> None:
     """Prefix caching, forks, beam search, chunks of prompts, cancelled requests: all that waits and runs, ends."""
-    for number, workload in islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS):
-        bench.process.forget()
-        events: list[Event] = []
-        policy = None
-        try:
-            allocator, own = allocator_of(bench), partial(StudentPolicy, bench)
-            run = Run(workload, allocator=allocator, policy=own, listeners=[events.append], model=PlainModel())
-            policy = StudentPolicy.of(run.engine)
-            run.to_the_end()
-            run.check_outputs()
-            run.check_nothing_leaked()
-        except Exception as error:
-            raise in_engine(error, policy, f"in the engine, workload {number}", events) from None
-
-
-def in_engine(error: Exception, policy: StudentPolicy | None, where: str, events: list[Event]) -> Failed:
-    """What went wrong while an engine used the part, with the engine's events up to there."""
-    if isinstance(error, Failed):
-        failure = policy.shorter(error).failure if policy else error.failure
-    else:
-        invariant = error.invariant if isinstance(error, InvariantViolation) else None
-        known = isinstance(error, InvariantViolation | StudentError)
-        failure = Failure(str(error) if known else f"{type(error).__name__}: {error}", invariant)
-    message = f"{where}: {failure.message}"
-    if events and isinstance(events[-1], StepFailed):
-        events[-1] = replace(events[-1], error=message)
-    else:
-        events.append(StepFailed(0, message, ()))
-    return Failed(replace(failure, message=message, events=tuple(events)))
-
-
-# --- SmolLM2 --------------------------------------------------------------------------------------
-
-
-CROWDED: dict[str, Any] = {"block_size": 4, "num_blocks": 12, "num_swap_blocks": 12, "max_model_len": 64}
-"""Of an LLM: a pool that is too small for all of `texts` at once."""
-
-
-def texts(llm: LLM, seed: int) -> list[list[tuple[int, ...]]]:
-    """The tokens of a few samples."""
-    assert llm.tokenizer
-    prompts = [llm.tokenizer.encode(prompt)[:15] for prompt in PROMPTS]
-    outputs = llm.generate(prompts, SamplingParams(n=2, temperature=0.8, seed=seed, max_tokens=8))
-    return [[tuple(one.token_ids) for one in output.outputs] for output in outputs]
+    asked, workloads = Asked(bench), islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS)
+    check_workloads(bench, workloads, asked.make_parts, asked.attach, asked.explain)
 
 
 def check_model(bench: Bench) -> None:
     """The same texts as with the engine's own scheduler."""
-    from minipaged.llm import LLM, LoadedModel
-
-    loaded = LoadedModel.load(bench.model, "reference")
-    events: list[Event] = []
-    expected = texts(LLM(loaded, **CROWDED), bench.seed)
-    policy = None
-    try:
-        allocator, own = allocator_of(bench), partial(StudentPolicy, bench)
-        llm = LLM(loaded, allocator=allocator, scheduling_policy=own, listeners=[events.append], **CROWDED)
-        policy = StudentPolicy.of(llm.engine)
-        found = texts(llm, bench.seed)
-    except Exception as error:
-        raise in_engine(error, policy, "with SmolLM2", events) from None
-    if found != expected:
-        raise Failed(Failure(f"SmolLM2's tokens are {found!r}; they should be {expected!r}", events=tuple(events)))
+    asked = Asked(bench)
+    check_texts(bench, asked.make_parts, asked.attach, asked.explain)
 
 
 # --- How well it serves ---------------------------------------------------------------------------

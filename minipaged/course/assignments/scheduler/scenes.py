@@ -32,8 +32,8 @@ from minipaged.events import (
 )
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, RequestView
+from minipaged.simulated import simulated_tier
 from minipaged.steps import Sampling
-from minipaged.testing.plain_model import PLAIN_TIER
 
 NAMES = "ABCDEF"
 MAX_MODEL_LEN = 64
@@ -91,7 +91,7 @@ class Scene:
             num_swap_blocks=self.num_swap_blocks,
             enable_prefix_caching=False,
         )
-        self.blocks = BlockManager(config, PLAIN_TIER, None, StepWriters(), Kept(self.events))
+        self.blocks = BlockManager(config, simulated_tier(), None, StepWriters(), Kept(self.events))
         self.events += [
             EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, MAX_MODEL_LEN),
             StepStarted(1),

@@ -1,8 +1,8 @@
 """A student's scheduler, question by question, beside the rules.
 
-A `Session` has one scheduler in the worker. Each of its methods asks one question and holds the answer against the
-rules of the handout; those about admission leave some freedom, so there they are bounds. The lines of Python that were
-carried out make a script that fails by itself. `StudentPolicy` is a session as the policy of an engine: the queues, the
+A `SchedulerSession` has one scheduler in the worker. Each of its methods asks one question and holds the answer
+against the rules of the handout; those about admission leave some freedom, so there they are bounds. `StudentPolicy` is
+a session as the policy of an engine: the queues, the
 blocks and the moves stay the engine's, the decisions are the student's.
 """
 
@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import aligned, make_script, raised_message
-from minipaged.course.sandbox.contract import Handle, Misbehaviour, Outcome, Raised, Result, StudentError
+from minipaged.course.grader.counterexample import aligned
+from minipaged.course.grader.session import Session
+from minipaged.course.sandbox.contract import Handle, Outcome, Raised, Result
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import Memory
 from minipaged.engine.policy import FirstComeFirstServed, recompute_seconds
 from minipaged.engine.sequence import Request, RequestState
 from minipaged.engine.views import plain, view_of
+from minipaged.errors import Invariant
 from minipaged.events import Event
 from minipaged.scheduling import Costs, RequestView, Way
 
@@ -56,8 +58,10 @@ class Scenery:
     events: tuple[Event, ...] = ()
 
 
-class Session:
-    """One scheduler of the student's. Its methods raise Failed and Misbehaviour."""
+class SchedulerSession(Session):
+    """One scheduler of the student's."""
+
+    KIND = "scheduler"
 
     def __init__(
         self,
@@ -65,27 +69,20 @@ class Session:
         settings: Settings,
         scenery: Callable[[str], Scenery] = lambda message: Scenery(),
         *,
-        beside: Session | None = None,
+        beside: SchedulerSession | None = None,
     ) -> None:
-        """`scenery`: gives drawing and events for a message. `beside`: another session in whose script this one is."""
-        self._bench = bench
-        self._module, self._name = bench.part
+        """`scenery`: gives drawing and events for a message."""
+        super().__init__(bench, beside=beside)
         self.settings = settings
         self._scenery = scenery
         self.right = FirstComeFirstServed(*settings.as_arguments())
-        self._lines: list[str] = beside._lines if beside else []
         self._variable = "other" if beside else "scheduler"
         self.latest: tuple[str, tuple[Any, ...]] = ("", ())
         """The latest question: method and arguments."""
         sizes = ", ".join(f"{f.name}={getattr(settings, f.name)}" for f in fields(settings) if f.name != "costs")
         self._lines.append(f"costs = {_literal(settings.costs)}")
         self._lines.append(f"{self._variable} = {self._name}({sizes}, costs=costs)")
-        made = self._ask([(self._module, self._name, settings.as_arguments())])[0]
-        if isinstance(made, Raised):
-            self._raised("__init__", made.error)
-        if not isinstance(made, Handle):
-            self._fail(f"{self._name}(...) gave {made!r}, no scheduler")
-        self._scheduler = made
+        self._scheduler = self._make(f"{self._name}(...)", *settings.as_arguments())
 
     # --- The questions ----------------------------------------------------------------------------
 
@@ -95,15 +92,16 @@ class Session:
         right = self.right.fits(request)
         if not isinstance(answer, bool):
             self._lines.append('assert isinstance(answer, bool), f"fits returned {answer!r}"')
-            self._fail(f"fits returned {_shown(answer)}; it has to return True or False")
+            self._fail(None, f"fits returned {_shown(answer)}; it has to return True or False")
         if answer is not right:
             self._lines.append(f'assert answer is {right}, f"fits returned {{answer}}"')
             most, total = self.right.most_blocks(request), self.settings.num_blocks
             room = self.right.max_sequences
             self._fail(
+                None,
                 f"fits({request.request_id}) is {answer}; it should be {right}: it can come to hold "
                 f"{counted(most, 'block')}, the pool has {total}; it has {counted(request.num_sequences, 'sequence')}, "
-                f"a batch has room for {room}"
+                f"a batch has room for {room}",
             )
         return right
 
@@ -116,7 +114,9 @@ class Session:
                 'assert isinstance(answer, dict), f"share_tokens returned {answer!r}"',
                 "assert all(type(number) is int and number >= 0 for number in answer.values()), answer",
             ]
-            self._fail(f"share_tokens returned {_shown(answer)}; it has to return a dict: request_id -> tokens, from 0")
+            self._fail(
+                None, f"share_tokens returned {_shown(answer)}; it has to return a dict: request_id -> tokens, from 0"
+            )
         answer = {name: number for name, number in answer.items() if number}
         if answer != right:
             self._lines += [
@@ -124,8 +124,9 @@ class Session:
                 f'assert given == {right!r}, f"share_tokens returned {{answer}}"',
             ]
             self._fail(
+                None,
                 f"share_tokens gives {answer}; it should give {right}: there are "
-                f"{self.settings.max_num_batched_tokens} tokens in all"
+                f"{self.settings.max_num_batched_tokens} tokens in all",
             )
         return right
 
@@ -137,10 +138,11 @@ class Session:
             self._lines.append(f'assert answer == {right!r}, f"the victim is {{answer!r}}"')
             known = isinstance(answer, str) and any(answer == r.request_id for r in running)
             self._fail(
+                None,
                 f"the victim is {answer}; it should be {right}"
                 if known
                 else f"the victim is {_shown(answer)}; it has to be the request_id of one that runs: "
-                f"{', '.join(sorted(r.request_id for r in running))}"
+                f"{', '.join(sorted(r.request_id for r in running))}",
             )
         return right
 
@@ -150,17 +152,18 @@ class Session:
         right = self.right.way_back(request, host_free)
         if not isinstance(answer, str) or answer not in ("swap", "recompute"):
             self._lines.append('assert answer in ("swap", "recompute"), f"way_back returned {answer!r}"')
-            self._fail(f'way_back returned {_shown(answer)}; it has to return "swap" or "recompute"')
+            self._fail(None, f'way_back returned {_shown(answer)}; it has to return "swap" or "recompute"')
         recompute = recompute_seconds(self.settings.costs, request.num_tokens)
         difference = self.right.price(request)
         has_room = request.num_blocks <= host_free
         if answer != right and not (has_room and abs(difference) <= CLOSE * recompute):
             self._lines.append(f'assert answer == {right!r}, f"way_back returned {{answer!r}}"')
             self._fail(
+                None,
                 f"the way back of {request.request_id} is {answer!r}; it should be {right!r}: swapping its "
                 f"{counted(request.num_blocks, 'block')} costs {_seconds(recompute + difference)}, computing its "
                 f"{counted(request.num_tokens, 'token')} {_seconds(recompute)}, and the host has "
-                f"{counted(host_free, 'block')} free"
+                f"{counted(host_free, 'block')} free",
             )
         way: Way = "swap" if answer == "swap" else "recompute"
         return way
@@ -181,7 +184,7 @@ class Session:
         if not isinstance(answer, list) or not all(isinstance(name, str) for name in answer):
             self._lines.append('assert isinstance(answer, list | tuple), f"admit returned {answer!r}"')
             self._lines.append('assert all(isinstance(name, str) for name in answer), f"admit returned {answer!r}"')
-            self._fail(f"admit returned {_shown(answer)}; it has to return a list of request_ids")
+            self._fail(None, f"admit returned {_shown(answer)}; it has to return a list of request_ids")
         wrong = [name for name in answer if name not in names] or [
             n for n, times in Counter(answer).items() if times > 1
         ]
@@ -191,14 +194,14 @@ class Session:
                 'assert len(answer) == len(set(answer)), f"admit returned {answer}"',
             ]
             why = "is there twice" if wrong[0] in names else f"does not wait; those that do: {', '.join(names)}"
-            self._fail(f"admit returned {_shown(answer)}: {wrong[0]!r} {why}")
+            self._fail(None, f"admit returned {_shown(answer)}: {wrong[0]!r} {why}")
         admitted = [r for r in sorted(waiting, key=lambda r: r.arrival) if r.request_id in answer]
         if "order" in rules and (overtaken := [name for name in names[: len(answer)] if name not in answer]):
             first = next(name for name in names if name in answer and names.index(name) > names.index(overtaken[0]))
             self._lines.append(
                 f'assert {overtaken[0]!r} in answer or {first!r} not in answer, f"{first} overtakes {overtaken[0]}"'
             )
-            self._fail(f"admit returned {answer}: {first} overtakes {overtaken[0]}, which arrived before it")
+            self._fail(None, f"admit returned {answer}: {first} overtakes {overtaken[0]}, which arrived before it")
         if "batch" in rules:
             self._check_batch(admitted, running, tokens_left)
         if "blocks" in rules and (needed := sum(r.blocks_needed for r in admitted)) > num_free:
@@ -207,7 +210,7 @@ class Session:
                 f'assert needed <= {num_free}, f"{{answer}} need {{needed}} blocks, {num_free} are free"',
             ]
             self._fail(
-                f"admit returned {answer}: together they need {counted(needed, 'block')}, and {num_free} are free"
+                None, f"admit returned {answer}: together they need {counted(needed, 'block')}, and {num_free} are free"
             )
         if "no idling" in rules:
             self._check_idling(admitted, waiting, running, num_free, tokens_left)
@@ -222,15 +225,16 @@ class Session:
                 "total = sum(r.num_sequences for r in running + admitted)",
                 f'assert total <= {most}, f"with {{answer}} {{total}} sequences run, there is room for {most}"',
             ]
-            self._fail(f"admit returned {answer}: then {total} sequences run, and the batch has room for {most}")
+            self._fail(None, f"admit returned {answer}: then {total} sequences run, and the batch has room for {most}")
         left = tokens_left
         for request in admitted:
             if (least := _least(request)) > left:
                 name = request.request_id
                 self._lines.append(f'assert {name!r} not in answer, f"admit returned {{answer}}: {name} has no tokens"')
                 self._fail(
+                    None,
                     f"admit returned {answer}: of the {tokens_left} tokens left, {max(0, left)} remain for {name}, "
-                    f"which needs {least} at least"
+                    f"which needs {least} at least",
                 )
             left -= request.tokens_to_run
 
@@ -265,8 +269,9 @@ class Session:
             if name not in answer:
                 self._lines.append(f'assert {name!r} in answer, f"admit returned {{answer}}: {name} waits for nothing"')
                 self._fail(
+                    None,
                     f"admit returned {answer}: {name} has to come in; it needs {counted(_least(request), 'token')} at "
-                    f"least, of the {tokens_left} left for it, and {why}"
+                    f"least, of the {tokens_left} left for it, and {why}",
                 )
             tokens_left -= request.tokens_to_run
 
@@ -282,19 +287,21 @@ class Session:
         given = tuple(Result(i) for i in range(len(arguments)))
         asked = [(self._scheduler, method, given)] * 2
         looks = [(self._bench.process.modules[0], "copy", (one,)) for one in given]
-        outcomes = self._ask([*copies, *asked, *looks])
+        outcomes = self._ask([*copies, *asked, *looks], seed=self._bench.seed)
         first, second = outcomes[len(arguments) :][:2]
         for answer in (first, second):
             if isinstance(answer, Raised):
-                self._raised(method, answer.error)
+                self._raised(method, answer.error, method)
         for i, (value, after) in enumerate(zip(arguments, outcomes[len(arguments) + 2 :], strict=True)):
             if after != value:
                 name = _name(method, i)
                 self._lines.append(f'assert {name} == before[{i}], f"{method} changed {name}: {{{name}}}"')
-                self._fail(f"{method} changed {name}, which it was given")
+                self._fail(None, f"{method} changed {name}, which it was given")
         if first != second:
             self._lines.append('assert answers[0] == answers[1], f"twice the same question: {answers}"')
-            self._fail(f"{method} was asked the same twice, and returned first {_shown(first)}, then {_shown(second)}")
+            self._fail(
+                None, f"{method} was asked the same twice, and returned first {_shown(first)}, then {_shown(second)}"
+            )
 
     # --- Asking and failing -----------------------------------------------------------------------
 
@@ -303,32 +310,18 @@ class Session:
         self._lines += [f"{_name(method, i)} = {_literal(value)}" for i, value in enumerate(arguments)]
         names = ", ".join(_name(method, i) for i in range(len(arguments)))
         self._lines.append(f"answer = {self._variable}.{method}({names})")
-        [answer] = self._ask([(self._scheduler, method, arguments)])
+        [answer] = self._ask([(self._scheduler, method, arguments)], seed=self._bench.seed)
         if isinstance(answer, Raised):
-            self._raised(method, answer.error)
+            self._raised(method, answer.error, method)
         return answer
 
-    def _ask(self, calls: list[Any]) -> list[Outcome]:
-        try:
-            return self._bench.process.batch(calls, seed=self._bench.seed)
-        except Misbehaviour as misbehaviour:
-            failure = self._failure(f"{self._lines[-1].strip()[:80]}: {misbehaviour.message}")
-            misbehaviour.failure = replace(failure, verdict=misbehaviour.verdict)
-            raise
-
-    def _raised(self, method: str, error: Exception) -> NoReturn:
-        failure = self._failure(raised_message(method, error, method))
-        raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
-
-    def _fail(self, message: str) -> NoReturn:
-        raise Failed(self._failure(message))
-
-    def _failure(self, message: str) -> Failure:
-        scenery = self._scenery(message)
+    def _imports(self) -> list[str]:
         views = [view for view in ("Costs", "RequestView") if any(f"{view}(" in line for line in self._lines)]
-        imports = [f"from minipaged.scheduling import {', '.join(views)}"]
-        script = make_script(self._bench.submission, self._name, None, message, imports, self._lines)
-        return Failure(message, None, scenery.drawing, script, scenery.events)
+        return [f"from minipaged.scheduling import {', '.join(views)}"]
+
+    def _failure(self, invariant: Invariant | None, message: str) -> Failure:
+        scenery = self._scenery(message)
+        return replace(super()._failure(invariant, message), drawing=scenery.drawing, events=scenery.events)
 
 
 # --- In the engine --------------------------------------------------------------------------------
@@ -348,7 +341,7 @@ class StudentPolicy:
     ) -> None:
         self._bench = bench
         self.settings = Settings(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, plain(costs))
-        self.session = Session(bench, self.settings, lambda message: Scenery(self.drawing()))
+        self.session = SchedulerSession(bench, self.settings, lambda message: Scenery(self.drawing()))
         self._engine: Engine | None = None
 
     @classmethod
@@ -389,7 +382,7 @@ class StudentPolicy:
         if not method:
             return failed
         try:
-            getattr(Session(self._bench, self.settings), method)(*arguments)
+            getattr(SchedulerSession(self._bench, self.settings), method)(*arguments)
         except Failed as again:
             if again.failure.message == failed.failure.message:
                 return Failed(replace(failed.failure, script=again.failure.script))

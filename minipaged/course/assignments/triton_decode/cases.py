@@ -7,17 +7,17 @@ cache every sequence's blocks are at random places, laid out as the fast tier ha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from minipaged.course.assignments.paged_attention.cases import events_of, softmax_attention, without_types
 from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import aligned, make_script, raised_message
-from minipaged.course.sandbox.contract import Misbehaviour, Verdict
+from minipaged.course.grader.counterexample import aligned, make_script
+from minipaged.course.grader.session import telling
+from minipaged.course.sandbox.contract import Verdict
 from minipaged.errors import Invariant
 
 UNTOUCHED = -4096
@@ -82,16 +82,14 @@ class Case:
         right = softmax_attention(query, keys, values, [1] * len(query), self.scale)
         arguments = (*bench.part, query, cache, tables, np.array(self.contexts, np.int32), self.scale)
         name = bench.part[1]
-        with self._told(bench, tables):
-            try:
-                output, written = bench.process.modules[0].call("decode", *arguments)
-            except Exception as error:
-                raise Failed(Failure(raised_message(name, error, name), crashed=True)) from None
-            if message := self._wrong(output, right):
-                raise Failed(Failure(message))
-            if written:
-                message = f"{name} wrote to {written[0]}: its kernel is what writes, and to `out` alone"
-                raise Failed(Failure(message, Invariant.EXCLUSIVE_WRITE))
+        tell = partial(self._failure, bench, tables)
+        with telling(name, tell):
+            output, written = bench.process.modules[0].call("decode", *arguments)
+        if message := self._wrong(output, right):
+            raise Failed(tell(message))
+        if written:
+            message = f"{name} wrote to {written[0]}: its kernel is what writes, and to `out` alone"
+            raise Failed(tell(message, Invariant.EXCLUSIVE_WRITE))
 
     def _wrong(self, output: Any, right: Any) -> str:
         """What is wrong with the output, in a sentence; empty when it is right."""
@@ -111,27 +109,13 @@ class Case:
             message += " (NaN lies where no token is; 0 / 0 and inf - inf give it too)"
         return message
 
-    @contextmanager
-    def _told(self, bench: Bench, tables: Any) -> Iterator[None]:
-        """Add to a failure what there is to learn from it: the drawing, a script, a run."""
-        try:
-            yield
-        except Failed as failed:
-            found = failed.failure
-            failure = self._failure(bench, tables, found.message, found.invariant)
-            raise Failed(replace(failure, crashed=found.crashed)) from None
-        except Misbehaviour as misbehaviour:
-            message = misbehaviour.message
-            if misbehaviour.verdict is Verdict.ENDED:
-                message += " (a kernel that reads or writes far outside its tensors can do that)"
-            misbehaviour.failure = self._failure(bench, tables, message, None, misbehaviour.verdict)
-            raise
-
     def _failure(
-        self, bench: Bench, tables: Any, message: str, invariant: Invariant | None, verdict: str | None = None
+        self, bench: Bench, tables: Any, message: str, invariant: Invariant | None = None, **more: Any
     ) -> Failure:
         from minipaged.course.assignments.triton_decode.worker import call
 
+        if more.get("verdict") is Verdict.ENDED:
+            message += " (a kernel that reads or writes far outside its tensors can do that)"
         name = bench.part[1]
         sources = [without_types(inspect.getsource(one)) for one in (make_inputs, softmax_attention, call)]
         body = [
@@ -161,15 +145,8 @@ class Case:
             "import torch",
         ]
         script = make_script(bench.submission, name, invariant or Invariant.CONTENT, message, imports, body)
-        drawing = self._draw(tables)
-        return Failure(
-            message,
-            invariant,
-            drawing,
-            script,
-            events_of(self.block_size, self.contexts, tables, message),
-            verdict=verdict,
-        )
+        events = events_of(self.block_size, self.contexts, tables, message)
+        return Failure(message, invariant, self._draw(tables), script, events, **more)
 
     def _draw(self, tables: Any) -> tuple[str, ...]:
         rows = [["sequence", "context", "in the last block", "block table"]]

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from minipaged.course.assignments.block_allocator.checks import PROMPTS
 from minipaged.course.assignments.paged_attention.checks import SMALL, compare, random_weights
 from minipaged.course.assignments.triton_decode.cases import Case
 from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance, fastest
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
+from minipaged.course.grader.serving import PROMPTS
 from minipaged.course.sandbox.contract import Limits
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.llm import LoadedModel

@@ -18,20 +18,17 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from minipaged.course.assignments.scheduler.checks import CROWDED, crowded_workloads, in_engine, texts
 from minipaged.course.assignments.under_load.ours import Ours
 from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance
 from minipaged.course.grader.counterexample import aligned, make_script, raised_message
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
+from minipaged.course.grader.serving import Parts, check_texts, check_workloads, crowded_workloads
 from minipaged.course.sandbox.contract import Handle, Limits, Raised, StudentError
 from minipaged.engine.policies.in_turn import InTurn
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.views import plain
-from minipaged.events import Event
-from minipaged.llm import LLM, LoadedModel
 from minipaged.scheduling import Objectives, RequestView
-from minipaged.testing.workloads import Run
 from minipaged.traces import Served, TraceReplay, TraceRequest, attainment, poisson_trace
 
 OBJECTIVES = Objectives(first_token=3.0, between_tokens=0.12)
@@ -365,32 +362,18 @@ def check_loads(share: float, *loads: Load) -> Callable[[Bench], None]:
     return check
 
 
+def parts_of(bench: Bench) -> Parts:
+    return Parts(policy=partial(StudentTurns, Part(bench, 20.0)))
+
+
 def check_engine(bench: Bench) -> None:
     """Crowded pools, beams, prefix caching: everybody ends, with the tokens as alone."""
-    for number, workload in islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS):
-        bench.process.forget()
-        events: list[Event] = []
-        try:
-            run = Run(workload, policy=partial(StudentTurns, Part(bench, 20.0)), listeners=[events.append])
-            run.to_the_end()
-            run.check_outputs()
-            run.check_nothing_leaked()
-        except Exception as error:
-            raise in_engine(error, None, f"in the engine, workload {number}", events) from None
+    check_workloads(bench, islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS), partial(parts_of, bench))
 
 
 def check_model(bench: Bench) -> None:
     """The same texts as in order of arrival."""
-    loaded = LoadedModel.load(bench.model, "reference")
-    events: list[Event] = []
-    expected = texts(LLM(loaded, **CROWDED), bench.seed)
-    try:
-        own = partial(StudentTurns, Part(bench, 20.0))
-        found = texts(LLM(loaded, scheduling_policy=own, listeners=[events.append], **CROWDED), bench.seed)
-    except Exception as error:
-        raise in_engine(error, None, "with SmolLM2", events) from None
-    if found != expected:
-        raise Failed(Failure(f"SmolLM2's tokens are {found!r}; they should be {expected!r}", events=tuple(events)))
+    check_texts(bench, partial(parts_of, bench))
 
 
 def measure(bench: Bench) -> Performance:

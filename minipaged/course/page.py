@@ -55,7 +55,7 @@ def run(name: str, text: str, tell: Callable[[str], object]) -> str:
         try:
             graded = grade(assignment, submission, model=None, report=report, start=PageProcess)
         except CannotBeGraded as error:
-            place = re.search(rf"\\b{re.escape(submission.path.name)}:(\\d+)", str(error))
+            place = re.search(rf"\b{re.escape(submission.path.name)}:(\d+)", str(error))
             return json.dumps({"error": str(error), "line": place and int(place[1])})
     return as_json(graded)
 

@@ -95,6 +95,7 @@ class Worker(ABC):
         sys.unraisablehook = self._note_unraisable
         self._hooks = (sys.unraisablehook, sys.stdout, sys.stderr)
         self._take_snapshot()
+        self._own_threads = self._count_threads()  # not the student's
 
     def _do_load(self, request: dict[str, Any]) -> dict[str, Any]:
         """Import a file of the student's from the working directory; tell what is in it."""
@@ -168,7 +169,7 @@ class Worker(ABC):
             }
         if replaced := self._replaced():
             return {"ok": {"verdict": "tampered", "message": f"it replaced {replaced}"}}
-        if threads := self._count_threads():
+        if (threads := self._count_threads() - self._own_threads) > 0:
             return {"ok": {"verdict": "left-threads", "message": f"{threads} threads of its own are still running"}}
         return {"ok": {"verdict": None}}
 

@@ -290,4 +290,5 @@ def test_what_bugs_are_called_and_found_by_fits_the_assignment() -> None:
         assert len(seeded.right) >= 2
         assert len(seeded.mutants) >= 12
         assert {mutant.test for mutant in seeded.mutants.values()} <= tests
+        assert f"then {len(seeded.mutants)} with one bug each" in (folder_of(name) / "handout.md").read_text()
         assert len({mutant.source for mutant in seeded.mutants.values()}) == len(seeded.mutants)

@@ -137,8 +137,8 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
     assert messages["num-free-never-changes"] == "found by test_allocate"
     assert grade.lead == (
         "the simplest bugs that no test finds:",
-        "a shared block is written to as it is",
-        "a free block can be freed again",
+        "- a shared block is written to as it is",
+        "- a free block can be freed again",
     )
     assert "\n".join(grade.lead) in text(grade)
 

@@ -11,6 +11,7 @@
   file, run now, calls `run`.
 - In place of a line `<!-- code FILE.py NAME ... -->` the source of these functions, methods or classes, as it is now. A
   name that the file does not have ends the build.
+- In place of the line `<!-- tests -->` of a handout the table of its tests, from `tests.toml` beside it.
 - The figures of the paper, from the results in docs/runs/paper/: a picture and a page each, and in place of a line
   `<!-- verdicts -->` all verdicts in one table. A figure without a result gets no page, and the table says so.
 - The picture that the home page opens with, in place of the line `<!-- opening -->`, and its tutorials as cards.
@@ -31,6 +32,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,7 @@ RUN = re.compile(r"^<!-- run (?P<file>\S+\.py) -->$", re.MULTILINE)
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 VERDICTS = "<!-- verdicts -->"
 OPENING = "<!-- opening -->"
+TESTS = "<!-- tests -->"
 WIDE = "---\nhide: [toc]\n---"
 """At the head of a page: steppers want the room."""
 HEADING = re.compile(r"^## (?P<text>.+)$", re.MULTILINE)
@@ -82,6 +85,8 @@ def main() -> None:
         text = RUN.sub(lambda run, folder=source.parent: recorded((folder / run["file"]).resolve()), text)
         text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
         text = GRADE.sub(lambda found: in_the_page(found["assignment"]) if can_edit else "", text)
+        if TESTS in text:
+            text = text.replace(TESTS, table_of_tests(source.parent / "tests.toml"))
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
     paper_figures()
@@ -98,6 +103,13 @@ def main() -> None:
     home = STAGE / "index.md"
     text = home.read_text().replace(OPENING, opening.opening())
     home.write_text(cards.with_cards(text, STAGE / "tutorials"))
+
+
+def table_of_tests(file: Path) -> str:
+    """What an assignment's tests are worth, and what they are about."""
+    tests = tomllib.loads(file.read_text())["test"]
+    rows = [f"| {one['name']} | {one['points']} | {' '.join(one['meaning'].split())} |" for one in tests]
+    return "\n".join(["| test | points | |", "|---|---|---|", *rows])
 
 
 def brings_python(folder: Path) -> bool:

@@ -134,6 +134,16 @@ def test_a_concept_is_shown_with_the_test_that_holds_it(page: Path) -> None:
     assert any(file.startswith("minipaged/") for file, _ in shown)
 
 
+def test_every_handout_has_a_place_for_the_table_of_its_tests() -> None:
+    handouts = sorted((ROOT / "assignments").glob("*/handout.md"))
+    assert handouts
+    for handout in handouts:
+        assert handout.read_text().count(f"\n{build.TESTS}\n") == 1
+    table = build.table_of_tests(handouts[0].parent / "tests.toml").splitlines()
+    assert table[2].startswith("| a new pool | 5 | Every block is free or held, at any moment;")
+    assert len(table) == 2 + 9
+
+
 # --- The API --------------------------------------------------------------------------------------
 
 NOT_IN_THE_API = {
@@ -148,7 +158,7 @@ NOT_IN_THE_API = {
         "course.sandbox.worker",
     ),  # the other end of the grader's process
 }
-PARTS_OF_AN_ASSIGNMENT = (".cases", ".mutants", ".scenes", ".session", ".worker")
+PARTS_OF_AN_ASSIGNMENT = (".cases", ".mutants", ".ours", ".scenes", ".session", ".worker")
 """Files of an assignment's folder; its checks are in the API."""
 
 

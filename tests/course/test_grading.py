@@ -73,13 +73,16 @@ def test_less_is_exit_status_1_and_the_counterexamples_are_kept(capsys: pytest.C
     assert run("grade", "block-allocator", "mine.py:BlockAllocator", "--no-model") == 1
     printed = capsys.readouterr().out
     assert "has to raise BlockNotAllocated" in printed
-    script = Path("counterexamples/calls-that-make-no-sense-are-refused.py")
+    script = Path("counterexamples/mine/calls-that-make-no-sense-are-refused.py")
     assert script.read_text() in printed.replace("\n              ", "\n")
     ran = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert "has to raise BlockNotAllocated" in ran.stderr
     events = [json.loads(line) for line in script.with_suffix(".jsonl").read_text().splitlines()]
     assert (events[0]["event"], events[-1]["event"]) == ("engine_started", "step_failed")
     Path("mine.py").write_text(REFERENCE)
+    Path("other.py").write_text(REFERENCE)
+    assert run("grade", "block-allocator", "other.py", "--no-model") == 0
+    assert script.exists(), "of another submission"
     assert run("grade", "block-allocator", "mine.py", "--no-model") == 0
     assert not script.exists(), "of the run before"
 

@@ -137,8 +137,8 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
     assert messages["num-free-never-changes"] == "found by test_allocate"
     assert grade.lead == (
         "the simplest bugs that no test finds:",
-        "a shared block is written to as it is",
-        "a free block can be freed again",
+        "- a shared block is written to as it is",
+        "- a free block can be freed again",
     )
     assert "\n".join(grade.lead) in text(grade)
 
@@ -290,4 +290,5 @@ def test_what_bugs_are_called_and_found_by_fits_the_assignment() -> None:
         assert len(seeded.right) >= 2
         assert len(seeded.mutants) >= 12
         assert {mutant.test for mutant in seeded.mutants.values()} <= tests
+        assert f"then {len(seeded.mutants)} with one bug each" in (folder_of(name) / "handout.md").read_text()
         assert len({mutant.source for mutant in seeded.mutants.values()}) == len(seeded.mutants)

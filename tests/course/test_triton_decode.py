@@ -141,6 +141,15 @@ def test_a_failure_says_where_and_its_events_can_be_folded(bench: Bench, folder:
     assert isinstance(failure.events[-1], StepFailed)
 
 
+def test_what_only_a_long_context_shows_is_told_of_the_shortest_that_does(bench: Bench, folder: Path) -> None:
+    path = folder / "long.py"
+    path.write_text(PLAIN.replace("range(0, length, TILE)", "range(0, tl.minimum(length, 100), TILE)"))
+    failure = failure_of(TESTS["several blocks, through the table"], path, bench)
+    assert failure is not None
+    assert failure.message.startswith("sequence 0 (context 128), query head 0: ")
+    assert failure.drawing[-1] == "block_size 16, 1 query heads, 1 key/value heads, head_dim 1, float32"
+
+
 def test_what_is_written_elsewhere_is_named(bench: Bench, folder: Path) -> None:
     for name, where in (("writes to the cache", "the cache"), ("stores the dimensions that do not exist", "memory")):
         path = folder / "writes.py"

@@ -27,7 +27,7 @@ class Report:
     form: str = "terminal"
     output: Path | None = None
     counterexamples: Path | None = None
-    """A folder for the failures' scripts and recorded runs."""
+    """A folder for the failures' scripts and recorded runs; each submission has one of its name in it."""
 
     def __post_init__(self) -> None:
         if self.form not in FORMATS:
@@ -48,7 +48,8 @@ class Report:
         elif grade.finished:
             print(FORMATS[self.form](grade), end="", flush=True)
         if self.counterexamples and not grade.finished:
-            self._keep_counterexample(grade.results[-1], grade.results[:-1])
+            folder = self.counterexamples / grade.submission.path.stem
+            self._keep_counterexample(folder, grade.results[-1], grade.results[:-1])
 
     def refused(self, assignment: str, submission: Submission | None, message: str) -> None:
         """It cannot be graded: whoever waits for a file gets one."""
@@ -59,8 +60,7 @@ class Report:
         elif self.form != "terminal":
             print(not_graded(self.form, assignment, submission, message), end="")
 
-    def _keep_counterexample(self, result: TestResult, earlier: Sequence[TestResult]) -> None:
-        assert self.counterexamples is not None
+    def _keep_counterexample(self, folder: Path, result: TestResult, earlier: Sequence[TestResult]) -> None:
         stem = re.sub(r"\W+", "-", result.test.name.lower()).strip("-")
         failure = None if result.test.hidden else result.failure
         contents = {
@@ -68,9 +68,9 @@ class Report:
             ".jsonl": failure and "".join(f"{event.to_json()}\n" for event in failure.events),
         }
         for suffix, content in contents.items():
-            file = self.counterexamples / f"{stem}{suffix}"
+            file = folder / f"{stem}{suffix}"
             if content:
-                self.counterexamples.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
                 write_whole(file, content)
                 if self.form == "terminal" and not self.output and fails_like(result, earlier) is None:
                     print(f"          {'saved as' if suffix == '.py' else 'as a run'}: {file}", flush=True)

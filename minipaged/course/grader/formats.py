@@ -80,7 +80,8 @@ def explanation(result: TestResult) -> list[str]:
 
 def closing(grade: Grade) -> list[str]:
     """The score, and the speed where it was measured."""
-    lines = [*grade.lead, "", f"score: {grade.score} of {grade.max_score}"]
+    lead = ["", *grade.lead] if grade.lead else []
+    lines = [*lead, "", f"score: {grade.score} of {grade.max_score}"]
     if grade.capped:
         lines[-1] += f" (with a failed test, {grade.assignment.cap} at most)"
     if grade.also_checked:

@@ -33,7 +33,7 @@ def files_of(assignment: str) -> dict[str, str]:
     starter = contents[f"{part}.py"].replace("starter.py", f"{part}.py")
     # What the handout links to lies in the repository, not beside it.
     handout = re.sub(r"\[([^\]]+)\]\(\.\./\.\./([^)]+)\)", r"\1 (`\2` of the repository)", contents["handout.md"])
-    return {**contents, f"{part}.py": starter, "handout.md": handout}
+    return {**contents, f"{part}.py": starter, "handout.md": handout.replace("\n<!-- tests -->\n", "")}  # of the site
 
 
 def title_of(assignment: str) -> str:

@@ -83,13 +83,13 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
                 grade.results.append(_kills(test, outcome))
                 report(grade)
         missed = [one.test.meaning for one in grade.results if one.message.startswith(NOT_FOUND)]
-        grade.lead = ("the simplest bugs that no test finds:", *missed[:LEAD]) if missed else ()
+        grade.lead = ("the simplest bugs that no test finds:", *(f"- {one}" for one in missed[:LEAD])) if missed else ()
     grade.finished = True
     report(grade)
     return grade
 
 
-NOT_FOUND = "not found: "
+NOT_FOUND = "not found"
 
 
 def _passes(test: Test, outcome: Outcome) -> TestResult:
@@ -111,7 +111,8 @@ def _kills(test: Test, outcome: Outcome) -> TestResult:
         return TestResult(test, Status.FAILED, outcome.message, failure, outcome.output)
     if outcome.failed:
         return TestResult(test, Status.PASSED, f"found by {outcome.failed[0][0]}")
-    return TestResult(test, Status.FAILED, f"{NOT_FOUND}{test.meaning}")
+    said = NOT_FOUND if test.meaning == test.name else f"{NOT_FOUND}: {test.meaning}"
+    return TestResult(test, Status.FAILED, said)
 
 
 def run_tests(part: Assignment, tests: Submission, source: str) -> Outcome:

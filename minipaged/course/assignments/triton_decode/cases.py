@@ -7,7 +7,8 @@ cache every sequence's blocks are at random places, laid out as the fast tier ha
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,17 @@ class Case:
     @property
     def tolerance(self) -> float:
         return 1e-2 if self.size > 1 or self.dtype == "float16" else 1e-4
+
+    def smaller(self) -> Iterator[Case]:
+        """Cases with less in them, the smallest first."""
+        if len(self.contexts) > 1:
+            yield from (replace(self, contexts=(n,)) for n in self.contexts)
+        for s, n in enumerate(self.contexts):
+            for fewer in (n // 2, n - self.block_size):
+                if fewer > 0:
+                    yield replace(self, contexts=(*self.contexts[:s], fewer, *self.contexts[s + 1 :]))
+        if self.head_dim > 1:
+            yield replace(self, head_dim=self.head_dim // 2)
 
     def check(self, bench: Bench) -> None:
         """Raises Failed when the student's function gives something else than is right."""

@@ -85,13 +85,23 @@ def property_of(inputs: st.SearchStrategy[Case], *always: Case) -> Callable[[Ben
     def check(bench: Bench) -> None:
         search(bench, inputs, lambda case: case.check(bench), EXAMPLES)
         for case in always:
-            case.check(bench)
+            check_and_shrink(bench, case)
         if not bench.process.modules[0].call("has_kernel", bench.part[0]):
             raise Failed(
                 Failure("what it computes is right; but the file has no Triton kernel of its own (@triton.jit)")
             )
 
     return check
+
+
+def check_and_shrink(bench: Bench, case: Case) -> None:
+    """Raises Failed with the smallest case that still fails."""
+    try:
+        case.check(bench)
+    except Failed:
+        for smaller in case.smaller():
+            check_and_shrink(bench, smaller)
+        raise
 
 
 # --- A Llama that decodes with the student's kernel -----------------------------------------------

@@ -144,7 +144,7 @@
    * Kinds: waiting, running, swapped, recomputing (running again, until what was dropped is computed). */
   const survey = (events) => {
     const state = empty();
-    const rows = new Map(); // request -> {sequence, spans: [{kind, from, to}], marks: [{kind, at}]}, numbers of steps
+    const rows = new Map(); // request -> {sequences, spans: [{kind, from, to}], marks: [{kind, at}]}, numbers of steps
     const again = new Set();
     const used = []; // of the device: at step n, blocks that tables hold, and those that only the prefix cache holds
     const sizes = []; // about how much there is to say of the sequences
@@ -158,7 +158,8 @@
       const n = i + 1;
       const of = e.request ?? state.sequences.get(e.sequence)?.request;
       advance(state, e);
-      if (e.event === "request_arrived") rows.set(of, {sequence: e.sequence, spans: [], marks: []});
+      if (e.event === "request_arrived") rows.set(of, {sequences: [e.sequence], spans: [], marks: []});
+      if (e.event === "sequence_forked") rows.get(of)?.sequences.push(e.child);
       if (e.event === "request_preempted" && e.mode === "recompute") again.add(of);
       if (e.event === "token_generated") again.delete(of);
       for (const r of e.event === "step_failed" ? e.requests : []) again.add(r);
@@ -204,8 +205,7 @@
 
   // --- Drawing ------------------------------------------------------------------------------------
 
-  const request = (s) => (s.request.startsWith("request") ? s.request : `request ${s.request}`);
-const make = (tag, attributes = {}, ...children) => {
+  const make = (tag, attributes = {}, ...children) => {
     const node = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) if (value !== false) node.setAttribute(name, value);
     node.append(...children.filter((child) => child !== null));
@@ -236,7 +236,13 @@ const make = (tag, attributes = {}, ...children) => {
   const hueOf = (id) => `--hue:${HUES[id % HUES.length]};--ink:${INKS[id % HUES.length]}`;
   /** What a sequence is called: A to Z, AA, AB ... */
   const letterOf = (id) => (id >= 26 ? letterOf(Math.floor(id / 26) - 1) : "") + String.fromCharCode(65 + id % 26);
-  const chip = (id) => make("b", {class: "chip", style: hueOf(id), title: `sequence ${id}`}, letterOf(id));
+  const numberOf = (letters) => [...letters].reduce((n, sign) => 26 * n + sign.charCodeAt(0) - 64, 0) - 1;
+  const chip = (id) => make("b", {class: "chip", style: hueOf(id), title: `sequence ${letterOf(id)}`}, letterOf(id));
+  /** A request, with the letters of its sequences where its name is another: "3 (D, E)". */
+  const called = (state, name) => {
+    const letters = ofRequest(state, name).map((s) => letterOf(s.id)).join(", ");
+    return letters && letters !== name ? `${name} (${letters})` : name;
+  };
 
   const MOST_TOKENS = 60; // of a sequence; of a longer one its end is shown
   const SPEEDS = [["½×", 0.5], ["1×", 1], ["2×", 2], ["4×", 4]];
@@ -593,9 +599,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     /** The sentence of a step, with the letters of the sequences it names, and what else there is to say. */
     told(n) {
-      const parts = this.data.sentences[n - 1].split(/(\bsequences? \d+)/i);
+      const parts = this.data.sentences[n - 1].split(/(?<=\b[Ss]equence )([A-Z]+)\b/);
       const note = this.data.notes?.[n - 1];
-      return [...parts.flatMap((part, i) => i % 2 ? [`${part} `, chip(Number(part.match(/\d+/)[0]))] : part),
+      return [...parts.map((part, i) => i % 2 ? chip(numberOf(part)) : part),
         ...(note ? [make("b", {}, ` ${note}`)] : [])];
     }
 
@@ -661,7 +667,10 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     drawTimeline() {
       const {rows, used} = this.whole;
       const [first, size] = [this.events[0], this.events.length];
-      const names = [...rows.keys()];
+      const names = [...rows].map(([name, {sequences}]) => {
+        const both = `${name}: ${sequences.map(letterOf).join(" ")}`;
+        return sequences.length === 1 && name === letterOf(sequences[0]) || both.length > 12 ? name : both;
+      });
       const longest = Math.max(4, ...names.map((name) => Math.min(12, name.length)));
       const gutter = 10 + 7 * longest;
       const width = this.time.clientWidth - gutter - 8;
@@ -688,7 +697,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
           const label = make("text", {x: gutter - 4, y: y + tall / 2 + 4, "text-anchor": "end"}, name);
           drawn.push(label.outerHTML);
         }
-        drawn.push(`<g style="${hueOf(row.sequence)}">`,
+        drawn.push(`<g style="${hueOf(row.sequences[0])}">`,
           ...row.spans.map(({kind, from, to}) => this.drawSpan(kind, x(from), x(to), y + tall * 0.15, tall * 0.7)), "</g>");
         for (const {kind, at} of row.marks) {
           const d = `d="${SHAPES[kind]}" transform="translate(${x(at)} ${y + tall / 2}) scale(${Math.min(1, tall / 14)})"`;
@@ -780,7 +789,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     // --- Queues and sequences ---------------------------------------------------------------------
 
     drawSequences(before, after) {
-      const parts = [[["queues", after.running, after.waiting, ...[...after.sequences.values()].filter((s) => s.swapped).map((s) => s.request)],
+      const parts = [[["queues", after.running, after.waiting, ...[...after.sequences.values()].map((s) => [s.request, s.id, s.swapped, s.done])],
         () => this.drawQueues(after)]];
       for (const s of after.sequences.values()) {
         const old = before.sequences.get(s.id);
@@ -791,7 +800,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       if (done.length) parts.push(["finished", () => make("p", {class: "title"}, "Finished")]);
       for (const s of done) {
         parts.push([["finished", s], () => make("div", {class: "seq", style: hueOf(s.id)},
-          make("p", {}, chip(s.id), ` sequence ${s.id} of ${request(s)}`),
+          make("p", {}, "sequence ", chip(s.id), ` of request ${s.request}`),
           make("p", {class: "tokens"}, ...this.drawTokens(s, 0, s.tokens.length, s.tokens.length)))]);
       }
       return parts;
@@ -799,7 +808,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     drawQueues(state) {
       const swapped = (r) => ofRequest(state, r).some((s) => s.swapped);
-      const row = (name, requests) => [make("dt", {}, name), make("dd", {}, requests.join(", ") || "nobody")];
+      const row = (name, requests) => [make("dt", {}, name), make("dd", {}, requests.map((r) => called(state, r)).join(", ") || "nobody")];
       const out = state.waiting.filter(swapped);
       return make("dl", {}, ...row("running", state.running), ...row("waiting", state.waiting.filter((r) => !swapped(r))),
         ...(out.length ? row("swapped out", out) : []));
@@ -820,9 +829,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       });
       const rest = this.drawTokens(s, Math.min(s.filled, s.table.length * size), s.tokens.length, s.filled);
       const claim = this.believed.tables?.[s.id];
-      const label = `Block table of sequence ${s.id}: logical block, physical block, filled slots`;
+      const label = `Block table of sequence ${letterOf(s.id)}: logical block, physical block, filled slots`;
       return make("div", {class: "seq", style: hueOf(s.id)},
-        make("p", {}, chip(s.id), make("b", {}, ` sequence ${s.id}`), ` of ${request(s)}, ${where}`,
+        make("p", {}, make("b", {}, "sequence "), chip(s.id), s.request === letterOf(s.id) ? `, ${where}` : ` of request ${s.request}, ${where}`,
           entries.length ? "" : "; its block table is empty"),
         claim ? make("p", {class: "claim"}, `events lead to blocks ${s.table.join(", ") || "none"} · the table says ${claim.join(", ") || "none"}`) : null,
         make("div", {class: "strip tokens"}, entries.length ? make("ol", {class: "table", "aria-label": label}, ...entries) : null,

@@ -158,6 +158,8 @@ def test_blocks_say_number_count_and_owners_in_words(opened: Any) -> None:
     assert opened.locator(".pool .free").count() == 7
     assert opened.locator(".say").get_attribute("aria-live") == "polite"
     assert "forked" in opened.locator(".say").text_content()
+    assert opened.locator(".say .chip").all_text_contents() == ["B", "A"]
+    assert re.sub(r"\s+", " ", opened.locator("dl").inner_text()).startswith("running 0 (A, B) waiting nobody")
 
 
 def test_a_token_that_is_only_a_line_break_can_be_seen(opened: Any) -> None:

@@ -30,6 +30,7 @@ import shutil
 import sys
 import tempfile
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +79,28 @@ def main() -> None:
         text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
-    paper_figures()
     demo = (STAGE / "assets" / "demo.svg").read_text()
     (STAGE / "assets" / "demo-still.svg").write_text(REDUCED.sub(r"\g<rules>", demo))
     for script in (STEPPER, attention.SCRIPT):
         shutil.copy(script, STAGE / "assets")
     can_edit = brings_python(STAGE / "assets" / "python.js")
     (STAGE / "tutorials").mkdir()
-    for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
-        print(f"running tutorials/{script.name}", flush=True)
-        notebook, page = run_tutorial(script, can_edit=can_edit)
-        (STAGE / "tutorials" / f"{script.stem}.ipynb").write_text(notebook)
-        (STAGE / "tutorials" / f"{script.stem}.md").write_text(page)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each has a process of its own; the latest ones take longest
+        scripts = sorted((ROOT / "tutorials").glob("[0-9]*.py"), reverse=True)
+        written = [pool.submit(write_tutorial, script, can_edit) for script in scripts]
+        paper_figures()
+        for tutorial in written:
+            tutorial.result()
     home = STAGE / "index.md"
     text = home.read_text().replace(OPENING, opening.opening())
     home.write_text(cards.with_cards(text, STAGE / "tutorials"))
+
+
+def write_tutorial(script: Path, can_edit: bool) -> None:
+    print(f"running tutorials/{script.name}", flush=True)
+    notebook, page = run_tutorial(script, can_edit=can_edit)
+    (STAGE / "tutorials" / f"{script.stem}.ipynb").write_text(notebook)
+    (STAGE / "tutorials" / f"{script.stem}.md").write_text(page)
 
 
 def brings_python(script: Path) -> bool:

@@ -206,7 +206,7 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       this.area.addEventListener("scroll", () => { this.paint.style.left = `${-this.area.scrollLeft}px`; });
       this.paint = make("pre", {class: "paint", "aria-hidden": "true"});
       this.said = make("p", {class: "said", role: "status"});
-      this.printed = make("pre", {class: "printed", tabindex: "0", role: "region", "aria-label": "Printed"});
+      this.printed = make("pre", {class: "printed", tabindex: "0", role: "group", "aria-label": "Printed"});
       this.printed.hidden = true;
       this.sliders = sliders.map((slider) => this.slider(slider));
       this.follow();

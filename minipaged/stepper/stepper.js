@@ -180,7 +180,7 @@
         used.push([n, held.size, [...state.cached.keys()].filter((block) => !held.has(block)).length]);
       }
       sizes.push([...state.sequences.values()].reduce((sum, s) => sum + 20 + Math.min(60, s.tokens.length) + 4 * s.table.length,
-        state.finished.reduce((sum, s) => sum + 15 + Math.min(60, s.tokens.length), 0)));
+        state.finished.slice(-MOST_FINISHED).reduce((sum, s) => sum + 15 + Math.min(60, s.tokens.length), 0)));
     });
     for (const row of rows.values()) for (const span of row.spans) span.to ??= events.length;
     return {rows, used, sizes};
@@ -245,6 +245,7 @@
   };
 
   const MOST_TOKENS = 60; // of a sequence; of a longer one its end is shown
+  const MOST_FINISHED = 12; // sequences
   const SPEEDS = [["½×", 0.5], ["1×", 1], ["2×", 2], ["4×", 4]];
   const FLIGHT = 500; // milliseconds
   /** What an event moves: [from, to] as cells of the pools are called, with nowhere to go for what is dropped; and a word. */
@@ -459,10 +460,10 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.number = make("span", {class: "n"});
       this.link = make("a", {href: "?step=1"}, "link");
       this.say = make("p", {class: "say", "aria-live": "polite", "aria-atomic": "true"});
-      const region = (name, label) => make("div", {class: name, role: "region", "aria-label": label, tabindex: 0});
+      const pane = (name, label) => make("div", {class: name, role: "group", "aria-label": label, tabindex: 0});
       this.memory = make("div", {class: "memory"}, make("div", {class: "pools"}));
       this.pools = {};
-      this.seqs = region("seqs", "Queues, sequences and their block tables"); // it scrolls, and so does the code
+      this.seqs = pane("seqs", "Queues, sequences and their block tables"); // it scrolls, and so does the code
       this.seqs.addEventListener("scroll", () => this.drawArrows());
       this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
       this.arrows.classList.add("arrows");
@@ -476,7 +477,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.state.addEventListener("pointerleave", () => this.light(null));
       this.state.addEventListener("focusin", (e) => this.light(e.target));
       this.state.addEventListener("focusout", () => this.light(null));
-      this.code = region("code", "Source lines that ran in this step");
+      this.code = pane("code", "Source lines that ran in this step");
       this.more = button("Everything that ran", "Everything that ran", () => {
         this.more.setAttribute("aria-pressed", this.more.getAttribute("aria-pressed") !== "true");
         this.go(this.n);
@@ -675,24 +676,32 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const gutter = 10 + 7 * longest;
       const width = this.time.clientWidth - gutter - 8;
       const x = this.x = (n) => gutter + 6 + (n - 1) / Math.max(1, size - 1) * (width - 12);
-      const tall = Math.max(3, Math.min(16, Math.floor(150 / Math.max(1, names.length))));
-      const [top, under] = [16, 16 + names.length * tall + 4];
+      const lanes = []; // a request each; of very many, those that follow one another
+      for (const row of rows.values()) {
+        const free = rows.size > 50 && lanes.find((lane) => lane.at(-1).spans.at(-1).to <= row.spans[0].from);
+        if (free) free.push(row);
+        else lanes.push([row]);
+      }
+      const tall = Math.max(3, Math.min(16, Math.floor(150 / Math.max(1, lanes.length))));
+      const [top, under] = [16, 16 + lanes.length * tall + 4];
       const low = under + 26;
       const drawn = [`<defs><pattern id="stripes" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
         <path d="M1 0V5" stroke="var(--bg)" stroke-width="2"/></pattern></defs>`];
       let free = -Infinity; // from where on there is room for a number
+      let last = -Infinity; // tick
       this.events.forEach((e, i) => {
-        if (e.event !== "step_started") return;
         const at = x(i + 1);
+        if (e.event !== "step_started" || at < last + 3) return;
+        last = at;
         drawn.push(`<path class="tick" d="M${at} ${top - 3}V${low}"/>`);
-        if (at < free || at > gutter + width - (this.data.broken ? 58 : 14)) return;
+        if (at < free || at > gutter + width - (this.data.broken ? 58 : 7 * String(e.step).length + 7)) return;
         drawn.push(`<text x="${at + 2}" y="11">${e.step}</text>`);
         free = at + 10 + 7 * String(e.step).length;
       });
       drawn.push(`<text x="${gutter - 4}" y="11" text-anchor="end">step</text>`);
-      [...rows.values()].forEach((row, i) => {
+      lanes.forEach((lane, i) => lane.forEach((row) => {
         const y = top + i * tall;
-        if (tall >= 11) {
+        if (tall >= 11 && lane.length === 1) {
           const name = names[i].length > 12 ? `…${names[i].slice(-11)}` : names[i];
           const label = make("text", {x: gutter - 4, y: y + tall / 2 + 4, "text-anchor": "end"}, name);
           drawn.push(label.outerHTML);
@@ -703,7 +712,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
           const d = `d="${SHAPES[kind]}" transform="translate(${x(at)} ${y + tall / 2}) scale(${Math.min(1, tall / 14)})"`;
           drawn.push(`<path class="halo" ${d}/><path class="sign" ${d}/>`);
         }
-      });
+      }));
       if (this.data.broken) {
         drawn.push(`<path class="bad" d="M${x(size)} ${top - 3}V${low}"/><text class="badly" x="${x(size)}" y="11" text-anchor="end">broken</text>`);
       }
@@ -797,8 +806,11 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
           () => this.drawSequence(before, after, s)]);
       }
       const done = after.finished.filter((s) => s.reason !== "dropped");
-      if (done.length) parts.push(["finished", () => make("p", {class: "title"}, "Finished")]);
-      for (const s of done) {
+      if (done.length) {
+        const most = done.length > MOST_FINISHED ? `, the last ${MOST_FINISHED} of ${done.length}` : "";
+        parts.push([["finished", most], () => make("p", {class: "title"}, `Finished${most}`)]);
+      }
+      for (const s of done.slice(-MOST_FINISHED)) {
         parts.push([["finished", s], () => make("div", {class: "seq", style: hueOf(s.id)},
           make("p", {}, "sequence ", chip(s.id), ` of request ${s.request}`),
           make("p", {class: "tokens"}, ...this.drawTokens(s, 0, s.tokens.length, s.tokens.length)))]);

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: what axe-core finds wrong in pages as Markdown and the theme make them. (The rest: assets/site.js.)"""
+"""A hook of mkdocs: mends what axe-core finds wrong in pages as Markdown and the theme make them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Browsers for the tests: Chromium and Firefox without a window, driven by Playwright. Nothing they ask for leaves the
 machine.
 
-Where there is no such browser (or no npm, for axe-core) its tests are skipped, with the reason; MINIPAGED_NEEDS_BROWSER=1
-makes that a failure instead.
+Where there is no such browser (or no npm, for axe-core) its tests are skipped, with the reason;
+MINIPAGED_NEEDS_BROWSER=1 makes that a failure instead.
 """
 
 from __future__ import annotations

@@ -306,8 +306,8 @@ def explain(state: State, event: Event, words: Words | None = None) -> str:
             return _explain_computed(state.sequences[event.sequence], event)
         case BlockCopied():
             return (
-                f"Copy-on-write: sequence {letter(event.sequence)} is about to write into block {event.source}, which has "
-                f"{event.holders} holders. It gets a copy, block {event.destination}, and lets go of block "
+                f"Copy-on-write: sequence {letter(event.sequence)} is about to write into block {event.source}, which "
+                f"has {event.holders} holders. It gets a copy, block {event.destination}, and lets go of block "
                 f"{event.source}."
             )
         case PrefixReused():
@@ -319,16 +319,16 @@ def explain(state: State, event: Event, words: Words | None = None) -> str:
             return f"Block {event.block} is full, so the prefix cache holds it too: a later prompt may begin with it."
         case BlockDeduplicated():
             return (
-                f"Sequence {letter(event.sequence)} computed what the prefix cache has already: it takes block {event.cached} "
-                f"and gives back its own, {event.own}."
+                f"Sequence {letter(event.sequence)} computed what the prefix cache has already: it takes block "
+                f"{event.cached} and gives back its own, {event.own}."
             )
         case BlockEvicted():
             return f"The prefix cache lets go of block {event.block}, to make room."
         case BlocksLoaded():
             are = "is" if len(event.blocks) == 1 else "are"
             return (
-                f"Another engine has computed more of sequence {letter(event.sequence)}: {_blocks(event.blocks)} {are} taken "
-                "from the free ones, and written with what it has left."
+                f"Another engine has computed more of sequence {letter(event.sequence)}: {_blocks(event.blocks)} {are} "
+                "taken from the free ones, and written with what it has left."
             )
         case BlocksStored():
             return f"What is in {_blocks(event.blocks)} of sequence {letter(event.sequence)} is left for other engines."
@@ -340,21 +340,21 @@ def _explain_sequence(state: State, event: Event, words: Words | None) -> str:
         case SequenceForked():
             shared = _count(len(state.sequences[event.parent].table), "block")
             return (
-                f"Sequence {letter(event.child)} is forked from sequence {letter(event.parent)}: it shares {shared}, and nothing is "
-                "copied."
+                f"Sequence {letter(event.child)} is forked from sequence {letter(event.parent)}: it shares {shared}, "
+                "and nothing is copied."
             )
         case TokenGenerated():
             token = _quoted(event.token_id, words)
             return (
-                f"The next token of sequence {letter(event.sequence)} is {token}. It is known, but its keys and values are not "
-                "in the cache yet."
+                f"The next token of sequence {letter(event.sequence)} is {token}. It is known, but its keys and values "
+                "are not in the cache yet."
             )
         case SequenceFinished():
             return f"Sequence {letter(event.sequence)} ends: {_WHY_IT_ENDS[event.reason]}."
         case BeamFinished():
             return (
-                f"Sequence {letter(event.sequence)} followed by {_quoted(event.token_id, words)} is kept as a finished beam, "
-                f"with score {event.score:.3f}."
+                f"Sequence {letter(event.sequence)} followed by {_quoted(event.token_id, words)} is kept as a finished "
+                f"beam, with score {event.score:.3f}."
             )
     return _explain_request(event)
 
@@ -407,7 +407,9 @@ def _explain_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]
     kept = [block for block in blocks if _others_hold(state, sequence, block)]
     verbs = ("has", "stays") if len(kept) == 1 else ("have", "stay")
     after = f"; {_list(kept)} {verbs[0]} other holders and {verbs[1]}." if kept else ", free again from now on."
-    return f"Sequence {letter(sequence.number)} lets go of {'host ' if sequence.swapped else ''}{_blocks(blocks)}{after}"
+    return (
+        f"Sequence {letter(sequence.number)} lets go of {'host ' if sequence.swapped else ''}{_blocks(blocks)}{after}"
+    )
 
 
 def _others_hold(state: State, sequence: LiveSequence, block: int) -> bool:

@@ -199,7 +199,7 @@ ONCE = """() => {
     }
     document.body.normalize();
 }"""
-"""Of each kind of word in code one is left in its colour: axe would look at fifty thousand more of them, all made alike."""
+"""Of each kind of word in code one is left in its colour: axe would look at fifty thousand more, all alike."""
 AXE = "(only) => axe.run(document, {resultTypes: ['violations'], preload: false, ...only})"
 COLOURS = {"runOnly": ["color-contrast", "link-in-text-block"]}
 

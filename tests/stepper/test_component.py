@@ -491,7 +491,9 @@ def test_the_rows_of_the_timeline_say_who_waits_runs_and_is_swapped_out(preempte
             assert said == drawn, request
 
 
-def test_a_long_run_has_a_timeline_that_is_not_higher_than_what_runs_at_a_time(browser: Browser, tmp_path: Path) -> None:
+def test_a_long_run_has_a_timeline_that_is_not_higher_than_what_runs_at_a_time(
+    browser: Browser, tmp_path: Path
+) -> None:
     """And tells of the last sequences that have ended, with their number."""
     heard: list[Event] = []
     model = Storyteller(["one two three four five six seven eight nine ten"])
@@ -506,7 +508,9 @@ def test_a_long_run_has_a_timeline_that_is_not_higher_than_what_runs_at_a_time(b
     with watching(browser) as watched:
         watched.page.goto(f"file://{tmp_path}/run.html?step=99999")
         assert watched.page.locator(".time svg").first.bounding_box()["height"] < 130
-        tops = watched.page.locator(".time > div rect.running").evaluate_all("rows => rows.map((row) => row.getAttribute('y'))")
+        tops = watched.page.locator(".time > div rect.running").evaluate_all(
+            "rows => rows.map((row) => row.getAttribute('y'))"
+        )
         assert (len(tops), len(set(tops))) == (120, 4)
         assert watched.page.get_by_text("Finished, the last 12 of 120").count() == 1
         assert watched.page.locator(".seq").count() == 12

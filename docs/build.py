@@ -33,6 +33,7 @@ import sys
 import tempfile
 import textwrap
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +90,17 @@ def main() -> None:
             text = text.replace(TESTS, table_of_tests(source.parent / "tests.toml"))
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
-    paper_figures()
     demo = (STAGE / "assets" / "demo.svg").read_text()
     (STAGE / "assets" / "demo-still.svg").write_text(REDUCED.sub(r"\g<rules>", demo))
     for script in (STEPPER, attention.SCRIPT):
         shutil.copy(script, STAGE / "assets")
     (STAGE / "tutorials").mkdir()
-    for script in sorted((ROOT / "tutorials").glob("[0-9]*.py")):
-        print(f"running tutorials/{script.name}", flush=True)
-        notebook, page = run_tutorial(script, can_edit=can_edit)
-        (STAGE / "tutorials" / f"{script.stem}.ipynb").write_text(notebook)
-        (STAGE / "tutorials" / f"{script.stem}.md").write_text(page)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each has a process of its own; the latest ones take longest
+        scripts = sorted((ROOT / "tutorials").glob("[0-9]*.py"), reverse=True)
+        written = [pool.submit(write_tutorial, script, can_edit) for script in scripts]
+        paper_figures()
+        for tutorial in written:
+            tutorial.result()
     home = STAGE / "index.md"
     text = home.read_text().replace(OPENING, opening.opening())
     home.write_text(cards.with_cards(text, STAGE / "tutorials"))
@@ -110,6 +111,13 @@ def table_of_tests(file: Path) -> str:
     tests = tomllib.loads(file.read_text())["test"]
     rows = [f"| {one['name']} | {one['points']} | {' '.join(one['meaning'].split())} |" for one in tests]
     return "\n".join(["| test | points | |", "|---|---|---|", *rows])
+
+
+def write_tutorial(script: Path, can_edit: bool) -> None:
+    print(f"running tutorials/{script.name}", flush=True)
+    notebook, page = run_tutorial(script, can_edit=can_edit)
+    (STAGE / "tutorials" / f"{script.stem}.ipynb").write_text(notebook)
+    (STAGE / "tutorials" / f"{script.stem}.md").write_text(page)
 
 
 def brings_python(folder: Path) -> bool:

@@ -1,7 +1,8 @@
-"""A browser for the tests: Chromium without a window, driven by Playwright. Nothing it asks for leaves the machine.
+"""Browsers for the tests: Chromium and Firefox without a window, driven by Playwright. Nothing they ask for leaves the
+machine.
 
-Where there is no Chromium (or no npm, for axe-core) its tests are skipped, with the reason; MINIPAGED_NEEDS_BROWSER=1
-makes that a failure instead.
+Where there is no such browser (or no npm, for axe-core) its tests are skipped, with the reason;
+MINIPAGED_NEEDS_BROWSER=1 makes that a failure instead.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright
 
 from docs import npm
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 NO_CHROMIUM = "there is no Chromium here; on Debian: apt-get install chromium npm"
+FIREFOX = ("firefox-esr", "firefox")
+NO_FIREFOX = "there is no Firefox here; on Debian: apt-get install firefox-esr"
 AXE = "axe-core@4.14.1"
 AXE_SHA512 = "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
 
@@ -32,19 +35,43 @@ def missing(message: str) -> Any:
     pytest.skip(message)
 
 
-@contextmanager
-def chromium() -> Iterator[Browser]:
-    path = next(filter(None, map(shutil.which, NAMES)), None) or missing(NO_CHROMIUM)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # it opens our pages alone
-        yield browser
-        browser.close()
+def chromium(playwright: Playwright) -> Browser:
+    path = next(filter(None, map(shutil.which, CHROMIUM)), None) or missing(NO_CHROMIUM)
+    return playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])  # it opens our pages alone
+
+
+class Firefox:
+    """The Firefox that is installed, by WebDriver BiDi: makes pages, as a `Browser` does.
+
+    What its reader prefers Firefox is told when it starts, so there is one for each preference that a test asks for.
+    """
+
+    def __init__(self, playwright: Playwright) -> None:
+        self._path = next(filter(None, map(shutil.which, FIREFOX)), None) or missing(NO_FIREFOX)
+        self._launch = playwright.firefox.launch
+        self._started: dict[tuple[str, str], Browser] = {}
+
+    def new_page(self, *, color_scheme: str = "light", reduced_motion: str = "no-preference", **settings: Any) -> Page:
+        prefers = (color_scheme, reduced_motion)
+        if prefers not in self._started:
+            preferences: dict[str, str | float | bool] = {
+                "layout.css.prefers-color-scheme.content-override": ("dark", "light").index(color_scheme),
+                "ui.prefersReducedMotion": int(reduced_motion == "reduce"),
+            }
+            self._started[prefers] = self._launch(
+                channel="moz-firefox", executable_path=self._path, firefox_user_prefs=preferences
+            )
+        return self._started[prefers].new_page(**settings)
+
+    def close(self) -> None:
+        for browser in self._started.values():
+            browser.close()
 
 
 class Watched:
     """A page, with what it complained of and what it asked for."""
 
-    def __init__(self, browser: Browser, **settings: Any) -> None:
+    def __init__(self, browser: Browser | Firefox, **settings: Any) -> None:
         self.complaints: list[str] = []
         self.asked: list[str] = []
         self.page: Page = browser.new_page(**settings)
@@ -60,7 +87,7 @@ class Watched:
 
 
 @contextmanager
-def watching(browser: Browser, **settings: Any) -> Iterator[Watched]:
+def watching(browser: Browser | Firefox, **settings: Any) -> Iterator[Watched]:
     """A page that is checked in the end, and closed whatever happens."""
     watched = Watched(browser, **settings)
     try:

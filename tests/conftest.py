@@ -11,6 +11,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -31,7 +32,7 @@ from tests.tiny_model import make_tiny_model
 from tests.triton_interpreter import skip_idle_work
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Playwright
 
     from tests.browser import Watched
 
@@ -158,12 +159,25 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    """Chromium, or a skipped test."""
-    from tests.browser import chromium  # Playwright is not everywhere where tests run
+def playwright() -> Iterator[Playwright]:
+    from playwright.sync_api import sync_playwright  # it is not everywhere where tests run
 
-    with chromium() as found:
-        yield found
+    with sync_playwright() as playwright:
+        yield playwright
+
+
+@pytest.fixture(scope="session")
+def chromium(playwright: Playwright) -> Iterator[Browser]:
+    from tests.browser import chromium
+
+    with closing(chromium(playwright)) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(chromium: Browser) -> Browser:
+    """Chromium, or a skipped test."""
+    return chromium
 
 
 @pytest.fixture

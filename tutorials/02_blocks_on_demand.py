@@ -78,9 +78,10 @@ assert held == [2, 2, 3]
 # from the code that ran for this page.** On one side are the source lines that ran, with the one that did it lit; on
 # the other the pool of blocks, the block tables and the tokens.
 #
-# A request can have several sequences (that is [tutorial 6](06_copy_on_write.py)); here each has one: sequence A is
-# that of request A, B that of B, and ×1 says that one sequence holds a block. A request that waits has no block yet;
-# the scheduler, which decides who runs, is the subject of [tutorial 5](05_continuous_batching.py).
+# A request can have several sequences (that is [tutorial 6](06_copy_on_write.py)); here each has one. A letter is a
+# sequence, on all of these pages as in `make demo`: here A is that of request A, and B that of B. ×1 says that one
+# sequence holds a block. A request that waits has no block yet; the scheduler, which decides who runs, is the subject
+# of [tutorial 5](05_continuous_batching.py).
 #
 # Watch two things. A block of a request need not lie beside its others: both requests take from one pool, whenever they
 # need to. And a sequence that ends gives all its blocks back at once, for whoever comes next.
@@ -178,7 +179,7 @@ Bars(
 # them writes (`copy_on_write`). On this page the code can be changed: press the button, change something, run it, and
 # step through what *your* version did. (In the notebook: run the cell again.) Try, one at a time:
 #
-# - `pop(0)` in place of `pop()`. Which block does request B get after A is finished?
+# - `pop(0)` in place of `pop()`. Which block does the second request get after the first one is finished?
 # - A `copy_on_write` that forgets `self.holders[block] -= 1`. Which invariant is broken, and at which step is it seen?
 # - A `free` that hands a block back while somebody still holds it.
 
@@ -241,9 +242,9 @@ model = Reciter(  # a Storyteller that checks every read
 with record("An allocator at work", model.decode, watch=[Allocator]) as run:
     engine = model.engine(num_blocks=8, block_size=4, allocator=Allocator)
     prompt = model.encode("Four score and seven years ago our")
-    engine.add_request(prompt, SamplingParams(n=2, max_tokens=3), request_id="A")
+    engine.add_request(prompt, SamplingParams(n=2, max_tokens=3))
     engine.step()
-    engine.add_request(prompt[:3], SamplingParams(max_tokens=6), request_id="B")
+    engine.add_request(prompt[:3], SamplingParams(max_tokens=6))
     while engine.has_unfinished_requests():
         engine.step()
 run

@@ -207,7 +207,7 @@ model = Storyteller(
 with record("Three samples of one prompt", model.decode) as run:
     engine = model.engine(num_blocks=12, block_size=4)
     prompt_tokens = model.encode("Four score and seven years ago our")
-    engine.add_request(prompt_tokens, SamplingParams(n=3, max_tokens=6, seed=1), request_id="A")
+    engine.add_request(prompt_tokens, SamplingParams(n=3, max_tokens=6, seed=1))
     while engine.has_unfinished_requests():
         updates = engine.step()  # what is new of each request; of one that has ended, the whole output too
 for completion in updates[0].output.outputs:

@@ -230,7 +230,7 @@ tale = Teller(
 tables = []  # after each step, the block table of each beam: sequence -> its blocks
 with record("Four beams", tale.decode) as run:
     engine = tale.engine(num_blocks=18, block_size=2)
-    engine.add_request(tale.encode("It was"), BeamSearchParams(beam_width=4, max_tokens=8), request_id="A")
+    engine.add_request(tale.encode("It was"), BeamSearchParams(beam_width=4, max_tokens=8))
     while engine.has_unfinished_requests():
         engine.step()
         beams = [beam for request in engine.scheduler.running for beam in request.sequences]

@@ -170,9 +170,9 @@ model = Storyteller(
 with record("Two samples are preempted together", model.decode) as siblings:
     engine = model.engine(num_blocks=7, num_swap_blocks=4, block_size=4, preemption="swap")
     single, double = SamplingParams(max_tokens=6, temperature=0), SamplingParams(n=2, max_tokens=4, seed=0)
-    engine.add_request(model.encode("It was the best of times"), single, request_id="A")
+    engine.add_request(model.encode("It was the best of times"), single)
     updates = engine.step()
-    engine.add_request(model.encode("Four score and seven years ago our"), double, request_id="B")
+    engine.add_request(model.encode("Four score and seven years ago our"), double)
     while engine.has_unfinished_requests():
         updates += engine.step()
 for output in [update.output for update in updates if update.output]:
@@ -180,8 +180,8 @@ for output in [update.output for update in updates if update.output]:
 
 [out] = [event for event in siblings.events if isinstance(event, SwappedOut)]
 [back] = [event for event in siblings.events if isinstance(event, SwappedIn)]
-print(f"{len(out.pairs)} blocks of {out.request} go to the host, {len(back.pairs)} come back")
-assert out.request == back.request == "B"
+print(f"{len(out.pairs)} blocks of request {out.request} go to the host, {len(back.pairs)} come back")
+assert out.request == back.request == "1"
 assert len(out.pairs) == len(back.pairs) == 3
 
 # %% [markdown]

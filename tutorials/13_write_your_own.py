@@ -150,7 +150,7 @@ two_samples = SamplingParams(n=2, max_tokens=5, seed=1)
 def run_on(allocator: type) -> int:
     """How many blocks are free when all is over."""
     engine = model.engine(num_blocks=8, block_size=4, allocator=allocator)
-    engine.add_request(prompt, two_samples, request_id="A")
+    engine.add_request(prompt, two_samples)
     while engine.has_unfinished_requests():
         engine.step()
     return engine.blocks.allocator.num_free
@@ -342,8 +342,8 @@ model = Reciter(  # a Storyteller that checks every read, without NumPy
 with record("An allocator of your own", model.decode, watch=[Mine]) as run:
     engine = model.engine(num_blocks=6, block_size=4, allocator=Mine, preemption="recompute")
     prompt = model.encode("Four score and seven years ago")
-    engine.add_request(prompt, SamplingParams(n=2, max_tokens=6), request_id="A")
-    engine.add_request(prompt[:3], SamplingParams(max_tokens=8), request_id="B")
+    engine.add_request(prompt, SamplingParams(n=2, max_tokens=6))
+    engine.add_request(prompt[:3], SamplingParams(max_tokens=8))
     while engine.has_unfinished_requests():
         engine.step()
 run

@@ -357,7 +357,7 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       this.below = this.recorded.matches(".picture") ? "the picture below" : "the run below";
       const kept = this.kept(); // its result is not there, so that the sliders do not begin with it
       const opener = button(kept === null ? "Edit and run this code" : "Go on with your version", () => this.open(kept));
-      this.printed = make("pre", {class: "printed", tabindex: "0", role: "region", "aria-label": "Printed"});
+      this.printed = make("pre", {class: "printed", tabindex: "0", role: "group", "aria-label": "Printed"});
       this.printed.hidden = true;
       this.sliders = sliders.map((slider) => this.slider(slider));
       this.follow();

@@ -119,7 +119,7 @@ summary::after{content:"▸"}
       const text = (title, body) => found.append(make("p", {}, make("b", {}, title), body));
       const block = (label, body) => {
         if (label) found.append(make("p", {}, label));
-        found.append(make("pre", {tabindex: "0", role: "region", "aria-label": label || message}, body));
+        found.append(make("pre", {tabindex: "0", role: "group", "aria-label": label || message}, body));
       };
       found.append(make("p", {}, message));
       if (same) {

@@ -13,7 +13,7 @@ model = Storyteller(
 with record("Two samples of one prompt", model.decode) as run:
     engine = model.engine(num_blocks=7, block_size=2)
     two = SamplingParams(n=2, max_tokens=4, seed=0)
-    engine.add_request(model.encode("Four score and seven years ago our"), two, request_id="A")
+    engine.add_request(model.encode("Four score and seven years ago our"), two)
     while engine.has_unfinished_requests():
         updates = engine.step()  # what is new of each request; of one that has ended, the whole output too
 start = "block_copied"  # where the stepper begins

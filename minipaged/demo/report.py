@@ -51,6 +51,9 @@ def heading(number: int, total: int, scene: Scene) -> list[str]:
 def outcome_lines(outcome: Outcome) -> list[str]:
     """Printed after a scene was played."""
     lines = [*_text_lines(outcome.texts), ""]
+    if outcome.tree:
+        tree = [line if len(line) <= WIDTH - 4 else line[: WIDTH - 8] + " ..." for line in outcome.tree]
+        lines += [f"{INDENT}where the beams part, and their scores", *(INDENT + line for line in tree), ""]
     lines += [wrapped for line in outcome.story for wrapped in _wrap(line, hang=10)]
     lines += [*_table_lines(outcome.block_table), *_pool_lines(outcome.rank_pools), ""]
     fullest = max(outcome.runs, key=lambda run: run.peak_blocks_used / run.num_blocks)

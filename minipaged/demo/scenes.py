@@ -7,14 +7,15 @@ that it is always a little too small. Prefix caching is off except in the scene 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from minipaged.demo.measures import Measures
 from minipaged.demo.stage import Arrival, Run, Stage
+from minipaged.engine.detokenizer import Decode
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
 from minipaged.models.shards import Shard, shard_of
@@ -104,6 +105,8 @@ class Outcome:
     """Of the first sequence, as it was at its end; only where the scene is about it."""
     rank_pools: tuple[RankPool, ...] = ()
     """Only where the model was in parts."""
+    tree: tuple[str, ...] = ()
+    """How the beams that were kept part, in lines; only where the scene is about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +235,35 @@ def beam_search(stage: Stage) -> Outcome:
         enable_prefix_caching=False,
     )
     finding = saved(run.measures, "37.6 % to 55.2 % for Alpaca, 44.3 % to 66.3 % for ShareGPT")
-    return outcome_of(arrivals, run, [finding])
+    outcome = outcome_of(arrivals, run, [finding])
+    beams = [
+        (token_ids, score)
+        for text in outcome.texts
+        for token_ids, score in zip(text.token_ids, text.scores, strict=True)
+        if score is not None
+    ]
+    if not beams:  # cut short before any was kept
+        return outcome
+    winner = f"The winner, score {beams[0][1]:.2f}: “{' '.join(outcome.texts[0].outputs[0].split())}”"
+    return replace(outcome, tree=tuple(beam_tree(stage.tokenizer.decode, beams)), findings=[finding, winner])
+
+
+def beam_tree(decode: Decode, beams: Sequence[tuple[Sequence[int], float]], start: int = 0) -> Iterator[str]:
+    """The beams, best first, as a tree: what several have in common is written once, and a score where one ends."""
+    groups: dict[int, list[tuple[Sequence[int], float]]] = {}
+    for i, (tokens, score) in enumerate(beams):
+        goes_on = tokens[start] if start < len(tokens) else -1 - i  # one that ends here is a branch of its own
+        groups.setdefault(goes_on, []).append((tokens, score))
+    for i, same in enumerate(groups.values()):
+        end, shortest = start, min(len(tokens) for tokens, _ in same)
+        while end < shortest and len({tokens[end] for tokens, _ in same}) == 1:
+            end += 1
+        last = i == len(groups) - 1
+        words = " ".join(decode(list(same[0][0][start:end])).split())
+        scored = f"  ({same[0][1]:.2f})" if len(same) == 1 else ""
+        yield f"{'└' if last else '├'}─ {words}{scored}"
+        if len(same) > 1:
+            yield from (f"{' ' if last else '│'}  {line}" for line in beam_tree(decode, same, end))
 
 
 # --- A shared system prompt -----------------------------------------------------------------------

@@ -93,7 +93,7 @@ def run_demo(
             try:
                 outcomes[each.name] = each.play(stage)
                 if one:
-                    one.close(tuple(outcomes[each.name].findings))
+                    one.close((*outcomes[each.name].tree, *outcomes[each.name].findings))
             except NextScene:
                 continue
             except Quit:

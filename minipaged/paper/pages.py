@@ -52,7 +52,7 @@ def text(words: str) -> str:
 def table(head: Iterable[str], rows: Iterable[tuple[str, Sequence[str]]]) -> str:
     """A table that scrolls by itself, by keys too, where it is too wide. Each row: the class of its last cell, and HTML
     of all."""
-    lines = ['<div class="scrolls" tabindex="0" role="region" aria-label="Table"><table class="figures">']
+    lines = ['<div class="scrolls" tabindex="0" role="group" aria-label="Table"><table class="figures">']
     lines.append("<thead><tr>" + "".join(f"<th>{one}</th>" for one in head) + "</tr></thead><tbody>")
     for name, row in rows:
         *others, last = (f"<td>{cell}</td>" for cell in row)

@@ -4,7 +4,8 @@
 draws them. Some things take many events: which beams of a search go on is known only when its step has finished, so
 `StepFinished` tells it for all of them.
 
-`explain` is for who steps through a run, event by event, and reads: whole sentences, a sequence by its number.
+`explain` is for who steps through a run, event by event, and reads: whole sentences. Its letters go by the sequences'
+numbers, as a page keeps all of them in sight; the demo's are given again when a sequence has gone.
 """
 
 from __future__ import annotations
@@ -305,32 +306,32 @@ def explain(state: State, event: Event, words: Words | None = None) -> str:
             return _explain_computed(state.sequences[event.sequence], event)
         case BlockCopied():
             return (
-                f"Copy-on-write: sequence {event.sequence} is about to write into block {event.source}, which has "
-                f"{event.holders} holders. It gets a copy, block {event.destination}, and lets go of block "
+                f"Copy-on-write: sequence {letter(event.sequence)} is about to write into block {event.source}, which "
+                f"has {event.holders} holders. It gets a copy, block {event.destination}, and lets go of block "
                 f"{event.source}."
             )
         case PrefixReused():
             where = "prefix cache" if event.source == "cache" else "by a sibling"
-            return f"Sequence {event.sequence} begins with {_blocks(event.blocks)}, already computed ({where})."
+            return f"Sequence {letter(event.sequence)} begins with {_blocks(event.blocks)}, already computed ({where})."
         case BlocksFreed():
             return _explain_freed(state, state.sequences[event.sequence], event.blocks)
         case BlockCached():
             return f"Block {event.block} is full, so the prefix cache holds it too: a later prompt may begin with it."
         case BlockDeduplicated():
             return (
-                f"Sequence {event.sequence} computed what the prefix cache has already: it takes block {event.cached} "
-                f"and gives back its own, {event.own}."
+                f"Sequence {letter(event.sequence)} computed what the prefix cache has already: it takes block "
+                f"{event.cached} and gives back its own, {event.own}."
             )
         case BlockEvicted():
             return f"The prefix cache lets go of block {event.block}, to make room."
         case BlocksLoaded():
             are = "is" if len(event.blocks) == 1 else "are"
             return (
-                f"Another engine has computed more of sequence {event.sequence}: {_blocks(event.blocks)} {are} taken "
-                "from the free ones, and written with what it has left."
+                f"Another engine has computed more of sequence {letter(event.sequence)}: {_blocks(event.blocks)} {are} "
+                "taken from the free ones, and written with what it has left."
             )
         case BlocksStored():
-            return f"What is in {_blocks(event.blocks)} of sequence {event.sequence} is left for other engines."
+            return f"What is in {_blocks(event.blocks)} of sequence {letter(event.sequence)} is left for other engines."
     return _explain_sequence(state, event, words)
 
 
@@ -339,21 +340,21 @@ def _explain_sequence(state: State, event: Event, words: Words | None) -> str:
         case SequenceForked():
             shared = _count(len(state.sequences[event.parent].table), "block")
             return (
-                f"Sequence {event.child} is forked from sequence {event.parent}: it shares {shared}, and nothing is "
-                "copied."
+                f"Sequence {letter(event.child)} is forked from sequence {letter(event.parent)}: it shares {shared}, "
+                "and nothing is copied."
             )
         case TokenGenerated():
             token = _quoted(event.token_id, words)
             return (
-                f"The next token of sequence {event.sequence} is {token}. It is known, but its keys and values are not "
-                "in the cache yet."
+                f"The next token of sequence {letter(event.sequence)} is {token}. It is known, but its keys and values "
+                "are not in the cache yet."
             )
         case SequenceFinished():
-            return f"Sequence {event.sequence} ends: {_WHY_IT_ENDS[event.reason]}."
+            return f"Sequence {letter(event.sequence)} ends: {_WHY_IT_ENDS[event.reason]}."
         case BeamFinished():
             return (
-                f"Sequence {event.sequence} followed by {_quoted(event.token_id, words)} is kept as a finished beam, "
-                f"with score {event.score:.3f}."
+                f"Sequence {letter(event.sequence)} followed by {_quoted(event.token_id, words)} is kept as a finished "
+                f"beam, with score {event.score:.3f}."
             )
     return _explain_request(event)
 
@@ -394,7 +395,7 @@ _WHY_IT_ENDS = {
 
 
 def _explain_computed(sequence: LiveSequence, event: TokensComputed) -> str:
-    needs = f"Sequence {event.sequence} needs {_count(event.num_tokens - sequence.num_computed, 'more slot')}"
+    needs = f"Sequence {letter(event.sequence)} needs {_count(event.num_tokens - sequence.num_computed, 'more slot')}"
     again = f" {_count(event.recomputed, 'token')} had been computed before." if event.recomputed else ""
     if event.new_blocks:
         are = "is" if len(event.new_blocks) == 1 else "are"
@@ -406,7 +407,9 @@ def _explain_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]
     kept = [block for block in blocks if _others_hold(state, sequence, block)]
     verbs = ("has", "stays") if len(kept) == 1 else ("have", "stay")
     after = f"; {_list(kept)} {verbs[0]} other holders and {verbs[1]}." if kept else ", free again from now on."
-    return f"Sequence {sequence.number} lets go of {'host ' if sequence.swapped else ''}{_blocks(blocks)}{after}"
+    return (
+        f"Sequence {letter(sequence.number)} lets go of {'host ' if sequence.swapped else ''}{_blocks(blocks)}{after}"
+    )
 
 
 def _others_hold(state: State, sequence: LiveSequence, block: int) -> bool:
@@ -420,6 +423,11 @@ def _others_hold(state: State, sequence: LiveSequence, block: int) -> bool:
 
 MOST_RUNS = 6
 """Of neighbouring blocks, that a sentence names."""
+
+
+def letter(number: int) -> str:
+    """What a sequence is called on a page, by its number: A to Z, AA, AB ..."""
+    return (letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
 def name(sequence: LiveSequence) -> str:

@@ -168,6 +168,7 @@ def page_around(title: str, how: str, shown: str) -> str:
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; }}
+html {{ background: Canvas; color: CanvasText; }}
 body {{ max-width: 80rem; margin: 0 auto; padding: 1rem; font-family: system-ui, sans-serif; }}
 h1 {{ font-size: 1.4rem; }}
 </style>

@@ -1,8 +1,7 @@
 """Bars cut into parts, rows of cells, and curves, as SVG: for the tutorials.
 
-A part is told from others by its pattern and by the words beside it, not only by its colour, and it takes the colour of
-the text around it, so that it can be seen on light and on dark. A curve has a colour of its own, its dashes, and its
-name beside its end.
+A part is told from others by the pattern at its foot and by the words beside it, not only by its colour, which can be
+seen on light and on dark. A curve has a colour of its own, its dashes, and its name beside its end.
 """
 
 from __future__ import annotations
@@ -13,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 FILLS = {
-    "full": "",
-    "lines": '<path d="M0 8L8 0M-2 2L2 -2M6 10L10 6" stroke="currentColor"/>',
-    "dots": '<circle cx="4" cy="4" r="1.3" fill="currentColor"/>',
-    "grid": '<path d="M0 4H8M4 0V8" stroke="currentColor" stroke-width=".8"/>',
-    "empty": "",
+    "full": ("#0072b2", "#fff", ""),
+    "lines": ("#e69f00", "#000", '<path d="M0 8L8 0M-2 2L2 -2M6 10L10 6" stroke="#000"/>'),
+    "dots": ("#009e73", "#000", '<circle cx="4" cy="4" r="1.3" fill="#000"/>'),
+    "grid": ("#cc79a7", "#000", '<path d="M0 4H8M4 0V8" stroke="#000" stroke-width=".8"/>'),
+    "empty": ("none", "currentColor", ""),
 }
-WIDTH, ROW = 480, 52
+"""A colour (after Okabe and Ito, who chose them for colour-blind readers), what is written on it, and its pattern."""
+STRIP = 7
+"""The pattern's height, at the foot of a box: nothing is written on it."""
+WIDTH, ROW = 480, 56
 CURVES = (("#0072b2", ""), ("#c4461f", "7 4"), ("#0a7f5c", "2 4"), ("#9c4f8c", "9 3 2 3"))
 """Colours that are told apart by colour-blind readers (after Okabe and Ito), on white and on dark grey; and dashes."""
 
@@ -46,7 +48,22 @@ class Bars:
                 drawn.append(_box(x, y + 18, size * scale, self.fills[kind], self._amount(size, whole)))
                 x += size * scale
             y += ROW
-        return _picture(drawn, y, self.fills, self.as_text())
+        axis = self._axis(y, longest, scale)
+        return _picture([*drawn, *axis], y + 40 * bool(axis), self.fills, self.as_text())
+
+    def _axis(self, y: float, longest: float, scale: float) -> list[str]:
+        """Below the bars, unless they are shares of different wholes."""
+        wholes = [sum(size for _, size in parts) for _, parts in self.rows]
+        if self.percent and min(wholes) < 0.999 * longest:
+            return []
+        each, name = (longest / 100, "per cent") if self.percent else (1.0, self.unit.strip())
+        drawn = [f'<path d="M1 {y}H{WIDTH - 1}" stroke="currentColor"/>']
+        for tick in _ticks(longest / each * (1 + 1e-9)):
+            x = 1 + tick * each * scale
+            anchor = "start" if tick == 0 else "end" if x > WIDTH - 16 else "middle"
+            drawn.append(f'<path d="M{x:.1f} {y}v5" stroke="currentColor"/>')
+            drawn.append(f'<text x="{x:.1f}" y="{y + 18}" text-anchor="{anchor}">{tick:g}</text>')
+        return [*drawn, f'<text x="{WIDTH / 2}" y="{y + 35}" text-anchor="middle">{html.escape(name)}</text>']
 
     def as_text(self) -> str:
         """The same in words."""
@@ -73,10 +90,10 @@ class Cells:
         width = min(80.0, (WIDTH - 1 - left) / max(len(cells) for _, cells in self.rows))
         drawn, y = [], 4
         for name, cells in self.rows:
-            drawn.append(f'<text x="1" y="{y + 18}">{html.escape(name)}</text>')
+            drawn.append(f'<text x="1" y="{y + 19}">{html.escape(name)}</text>')
             for i, (text, kind) in enumerate(cells):
                 drawn.append(_box(left + i * width, y, width, self.fills[kind], text))
-            y += 32
+            y += 36
         return _picture(drawn, y, self.fills, self.as_text())
 
     def as_text(self) -> str:
@@ -160,17 +177,18 @@ def _ticks(most: float) -> list[float]:
     return [round(i * step, 10) for i in range(int(most / step + 1e-9) + 1)]
 
 
-def _box(x: float, y: float, width: float, fill: str, text: str, height: int = 26) -> str:
+def _box(x: float, y: float, width: float, fill: str, text: str, height: int = 30) -> str:
     """A box, with its text where there is room for it."""
-    paint = {"full": 'fill="currentColor"', "empty": 'fill="none"'}.get(fill, f'fill="url(#fill-{fill})"')
-    box = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" {paint} stroke="currentColor"/>'
+    colour, ink, pattern = FILLS[fill]
+    size = f'x="{x:.1f}" width="{width:.1f}"'
+    box = f'<rect {size} y="{y}" height="{height}" fill="{colour}" stroke="currentColor"/>'
+    if pattern:
+        box += f'<rect {size} y="{y + height - STRIP}" height="{STRIP}" fill="url(#fill-{fill})"/>'
     if width < 10 * len(text) + 4 or not text:
         return box
-    label = f'<text x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle"'
-    if fill == "full":  # letters in the colour of the page, whatever that is
-        return f'{box}{label} style="fill:var(--md-default-bg-color,Canvas)">{html.escape(text)}</text>'
-    outline = "stroke:var(--md-default-bg-color,Canvas);stroke-width:7px;stroke-linejoin:round;paint-order:stroke"
-    return f'{box}{label} style="{outline}">{html.escape(text)}</text>'
+    middle = y + (height - STRIP * (fill != "empty")) / 2 + 5
+    label = f'<text x="{x + width / 2:.1f}" y="{middle:g}" text-anchor="middle" fill="{ink}">'
+    return f"{box}{label}{html.escape(text)}</text>"
 
 
 def _picture(drawn: list[str], y: float, fills: Mapping[str, str], words: str) -> str:
@@ -182,7 +200,7 @@ def _picture(drawn: list[str], y: float, fills: Mapping[str, str], words: str) -
         y += 24 if i % 2 or i == len(fills) - 1 else 0  # two to a line
     patterns = "".join(
         f'<pattern id="fill-{name}" width="8" height="8" patternUnits="userSpaceOnUse">{lines}</pattern>'
-        for name, lines in FILLS.items()
+        for name, (_, _, lines) in FILLS.items()
         if lines
     )
     return (

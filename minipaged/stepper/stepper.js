@@ -144,7 +144,7 @@
    * Kinds: waiting, running, swapped, recomputing (running again, until what was dropped is computed). */
   const survey = (events) => {
     const state = empty();
-    const rows = new Map(); // request -> {sequence, spans: [{kind, from, to}], marks: [{kind, at}]}, numbers of steps
+    const rows = new Map(); // request -> {sequences, spans: [{kind, from, to}], marks: [{kind, at}]}, numbers of steps
     const again = new Set();
     const used = []; // of the device: at step n, blocks that tables hold, and those that only the prefix cache holds
     const sizes = []; // about how much there is to say of the sequences
@@ -158,7 +158,8 @@
       const n = i + 1;
       const of = e.request ?? state.sequences.get(e.sequence)?.request;
       advance(state, e);
-      if (e.event === "request_arrived") rows.set(of, {sequence: e.sequence, spans: [], marks: []});
+      if (e.event === "request_arrived") rows.set(of, {sequences: [e.sequence], spans: [], marks: []});
+      if (e.event === "sequence_forked") rows.get(of)?.sequences.push(e.child);
       if (e.event === "request_preempted" && e.mode === "recompute") again.add(of);
       if (e.event === "token_generated") again.delete(of);
       for (const r of e.event === "step_failed" ? e.requests : []) again.add(r);
@@ -179,7 +180,7 @@
         used.push([n, held.size, [...state.cached.keys()].filter((block) => !held.has(block)).length]);
       }
       sizes.push([...state.sequences.values()].reduce((sum, s) => sum + 20 + Math.min(60, s.tokens.length) + 4 * s.table.length,
-        state.finished.reduce((sum, s) => sum + 15 + Math.min(60, s.tokens.length), 0)));
+        state.finished.slice(-MOST_FINISHED).reduce((sum, s) => sum + 15 + Math.min(60, s.tokens.length), 0)));
     });
     for (const row of rows.values()) for (const span of row.spans) span.to ??= events.length;
     return {rows, used, sizes};
@@ -204,8 +205,7 @@
 
   // --- Drawing ------------------------------------------------------------------------------------
 
-  const request = (s) => (s.request.startsWith("request") ? s.request : `request ${s.request}`);
-const make = (tag, attributes = {}, ...children) => {
+  const make = (tag, attributes = {}, ...children) => {
     const node = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) if (value !== false) node.setAttribute(name, value);
     node.append(...children.filter((child) => child !== null));
@@ -236,9 +236,16 @@ const make = (tag, attributes = {}, ...children) => {
   const hueOf = (id) => `--hue:${HUES[id % HUES.length]};--ink:${INKS[id % HUES.length]}`;
   /** What a sequence is called: A to Z, AA, AB ... */
   const letterOf = (id) => (id >= 26 ? letterOf(Math.floor(id / 26) - 1) : "") + String.fromCharCode(65 + id % 26);
-  const chip = (id) => make("b", {class: "chip", style: hueOf(id), title: `sequence ${id}`}, letterOf(id));
+  const numberOf = (letters) => [...letters].reduce((n, sign) => 26 * n + sign.charCodeAt(0) - 64, 0) - 1;
+  const chip = (id) => make("b", {class: "chip", style: hueOf(id), title: `sequence ${letterOf(id)}`}, letterOf(id));
+  /** A request, with the letters of its sequences where its name is another: "3 (D, E)". */
+  const called = (state, name) => {
+    const letters = ofRequest(state, name).map((s) => letterOf(s.id)).join(", ");
+    return letters && letters !== name ? `${name} (${letters})` : name;
+  };
 
   const MOST_TOKENS = 60; // of a sequence; of a longer one its end is shown
+  const MOST_FINISHED = 12; // sequences
   const SPEEDS = [["½×", 0.5], ["1×", 1], ["2×", 2], ["4×", 4]];
   const FLIGHT = 500; // milliseconds
   /** What an event moves: [from, to] as cells of the pools are called, with nowhere to go for what is dropped; and a word. */
@@ -453,10 +460,10 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.number = make("span", {class: "n"});
       this.link = make("a", {href: "?step=1"}, "link");
       this.say = make("p", {class: "say", "aria-live": "polite", "aria-atomic": "true"});
-      const region = (name, label) => make("div", {class: name, role: "region", "aria-label": label, tabindex: 0});
+      const pane = (name, label) => make("div", {class: name, role: "group", "aria-label": label, tabindex: 0});
       this.memory = make("div", {class: "memory"}, make("div", {class: "pools"}));
       this.pools = {};
-      this.seqs = region("seqs", "Queues, sequences and their block tables"); // it scrolls, and so does the code
+      this.seqs = pane("seqs", "Queues, sequences and their block tables"); // it scrolls, and so does the code
       this.seqs.addEventListener("scroll", () => this.drawArrows());
       this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
       this.arrows.classList.add("arrows");
@@ -470,7 +477,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.state.addEventListener("pointerleave", () => this.light(null));
       this.state.addEventListener("focusin", (e) => this.light(e.target));
       this.state.addEventListener("focusout", () => this.light(null));
-      this.code = region("code", "Source lines that ran in this step");
+      this.code = pane("code", "Source lines that ran in this step");
       this.more = button("Everything that ran", "Everything that ran", () => {
         this.more.setAttribute("aria-pressed", this.more.getAttribute("aria-pressed") !== "true");
         this.go(this.n);
@@ -593,9 +600,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     /** The sentence of a step, with the letters of the sequences it names, and what else there is to say. */
     told(n) {
-      const parts = this.data.sentences[n - 1].split(/(\bsequences? \d+)/i);
+      const parts = this.data.sentences[n - 1].split(/(?<=\b[Ss]equence )([A-Z]+)\b/);
       const note = this.data.notes?.[n - 1];
-      return [...parts.flatMap((part, i) => i % 2 ? [`${part} `, chip(Number(part.match(/\d+/)[0]))] : part),
+      return [...parts.map((part, i) => i % 2 ? chip(numberOf(part)) : part),
         ...(note ? [make("b", {}, ` ${note}`)] : [])];
     }
 
@@ -661,40 +668,51 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     drawTimeline() {
       const {rows, used} = this.whole;
       const [first, size] = [this.events[0], this.events.length];
-      const names = [...rows.keys()];
+      const names = [...rows].map(([name, {sequences}]) => {
+        const both = `${name}: ${sequences.map(letterOf).join(" ")}`;
+        return sequences.length === 1 && name === letterOf(sequences[0]) || both.length > 12 ? name : both;
+      });
       const longest = Math.max(4, ...names.map((name) => Math.min(12, name.length)));
       const gutter = 10 + 7 * longest;
       const width = this.time.clientWidth - gutter - 8;
       const x = this.x = (n) => gutter + 6 + (n - 1) / Math.max(1, size - 1) * (width - 12);
-      const tall = Math.max(3, Math.min(16, Math.floor(150 / Math.max(1, names.length))));
-      const [top, under] = [16, 16 + names.length * tall + 4];
+      const lanes = []; // a request each; of very many, those that follow one another
+      for (const row of rows.values()) {
+        const free = rows.size > 50 && lanes.find((lane) => lane.at(-1).spans.at(-1).to <= row.spans[0].from);
+        if (free) free.push(row);
+        else lanes.push([row]);
+      }
+      const tall = Math.max(3, Math.min(16, Math.floor(150 / Math.max(1, lanes.length))));
+      const [top, under] = [16, 16 + lanes.length * tall + 4];
       const low = under + 26;
       const drawn = [`<defs><pattern id="stripes" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">
         <path d="M1 0V5" stroke="var(--bg)" stroke-width="2"/></pattern></defs>`];
       let free = -Infinity; // from where on there is room for a number
+      let last = -Infinity; // tick
       this.events.forEach((e, i) => {
-        if (e.event !== "step_started") return;
         const at = x(i + 1);
+        if (e.event !== "step_started" || at < last + 3) return;
+        last = at;
         drawn.push(`<path class="tick" d="M${at} ${top - 3}V${low}"/>`);
-        if (at < free || at > gutter + width - (this.data.broken ? 58 : 14)) return;
+        if (at < free || at > gutter + width - (this.data.broken ? 58 : 7 * String(e.step).length + 7)) return;
         drawn.push(`<text x="${at + 2}" y="11">${e.step}</text>`);
         free = at + 10 + 7 * String(e.step).length;
       });
       drawn.push(`<text x="${gutter - 4}" y="11" text-anchor="end">step</text>`);
-      [...rows.values()].forEach((row, i) => {
+      lanes.forEach((lane, i) => lane.forEach((row) => {
         const y = top + i * tall;
-        if (tall >= 11) {
+        if (tall >= 11 && lane.length === 1) {
           const name = names[i].length > 12 ? `…${names[i].slice(-11)}` : names[i];
           const label = make("text", {x: gutter - 4, y: y + tall / 2 + 4, "text-anchor": "end"}, name);
           drawn.push(label.outerHTML);
         }
-        drawn.push(`<g style="${hueOf(row.sequence)}">`,
+        drawn.push(`<g style="${hueOf(row.sequences[0])}">`,
           ...row.spans.map(({kind, from, to}) => this.drawSpan(kind, x(from), x(to), y + tall * 0.15, tall * 0.7)), "</g>");
         for (const {kind, at} of row.marks) {
           const d = `d="${SHAPES[kind]}" transform="translate(${x(at)} ${y + tall / 2}) scale(${Math.min(1, tall / 14)})"`;
           drawn.push(`<path class="halo" ${d}/><path class="sign" ${d}/>`);
         }
-      });
+      }));
       if (this.data.broken) {
         drawn.push(`<path class="bad" d="M${x(size)} ${top - 3}V${low}"/><text class="badly" x="${x(size)}" y="11" text-anchor="end">broken</text>`);
       }
@@ -780,7 +798,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     // --- Queues and sequences ---------------------------------------------------------------------
 
     drawSequences(before, after) {
-      const parts = [[["queues", after.running, after.waiting, ...[...after.sequences.values()].filter((s) => s.swapped).map((s) => s.request)],
+      const parts = [[["queues", after.running, after.waiting, ...[...after.sequences.values()].map((s) => [s.request, s.id, s.swapped, s.done])],
         () => this.drawQueues(after)]];
       for (const s of after.sequences.values()) {
         const old = before.sequences.get(s.id);
@@ -788,10 +806,13 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
           () => this.drawSequence(before, after, s)]);
       }
       const done = after.finished.filter((s) => s.reason !== "dropped");
-      if (done.length) parts.push(["finished", () => make("p", {class: "title"}, "Finished")]);
-      for (const s of done) {
+      if (done.length) {
+        const most = done.length > MOST_FINISHED ? `, the last ${MOST_FINISHED} of ${done.length}` : "";
+        parts.push([["finished", most], () => make("p", {class: "title"}, `Finished${most}`)]);
+      }
+      for (const s of done.slice(-MOST_FINISHED)) {
         parts.push([["finished", s], () => make("div", {class: "seq", style: hueOf(s.id)},
-          make("p", {}, chip(s.id), ` sequence ${s.id} of ${request(s)}`),
+          make("p", {}, "sequence ", chip(s.id), ` of request ${s.request}`),
           make("p", {class: "tokens"}, ...this.drawTokens(s, 0, s.tokens.length, s.tokens.length)))]);
       }
       return parts;
@@ -799,7 +820,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 
     drawQueues(state) {
       const swapped = (r) => ofRequest(state, r).some((s) => s.swapped);
-      const row = (name, requests) => [make("dt", {}, name), make("dd", {}, requests.join(", ") || "nobody")];
+      const row = (name, requests) => [make("dt", {}, name), make("dd", {}, requests.map((r) => called(state, r)).join(", ") || "nobody")];
       const out = state.waiting.filter(swapped);
       return make("dl", {}, ...row("running", state.running), ...row("waiting", state.waiting.filter((r) => !swapped(r))),
         ...(out.length ? row("swapped out", out) : []));
@@ -820,9 +841,9 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       });
       const rest = this.drawTokens(s, Math.min(s.filled, s.table.length * size), s.tokens.length, s.filled);
       const claim = this.believed.tables?.[s.id];
-      const label = `Block table of sequence ${s.id}: logical block, physical block, filled slots`;
+      const label = `Block table of sequence ${letterOf(s.id)}: logical block, physical block, filled slots`;
       return make("div", {class: "seq", style: hueOf(s.id)},
-        make("p", {}, chip(s.id), make("b", {}, ` sequence ${s.id}`), ` of ${request(s)}, ${where}`,
+        make("p", {}, make("b", {}, "sequence "), chip(s.id), s.request === letterOf(s.id) ? `, ${where}` : ` of request ${s.request}, ${where}`,
           entries.length ? "" : "; its block table is empty"),
         claim ? make("p", {class: "claim"}, `events lead to blocks ${s.table.join(", ") || "none"} · the table says ${claim.join(", ") || "none"}`) : null,
         make("div", {class: "strip tokens"}, entries.length ? make("ol", {class: "table", "aria-label": label}, ...entries) : null,

@@ -13,7 +13,7 @@ import pytest
 
 from minipaged import InvalidRequest, InvariantViolation, SamplingParams
 from minipaged.demo import replay, run_demo
-from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, compare
+from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, beam_tree, compare
 from minipaged.demo.stage import Stage
 from minipaged.events import (
     BlockCopied,
@@ -176,6 +176,22 @@ def test_beam_search_drops_beams_and_gives_their_blocks_back_in_the_same_step(pl
     assert outcome.runs[0].share_saved > 0.3
     scores = outcome.texts[0].scores
     assert sorted(scores, reverse=True) == list(scores)  # type: ignore[type-var]
+    assert sum(f"({score:.2f})" in line for line in outcome.tree for score in scores) >= len(scores) == 4
+    winner = " ".join(outcome.texts[0].outputs[0].split())
+    assert outcome.findings[-1] == f"The winner, score {scores[0]:.2f}: “{winner}”"
+
+
+def test_beams_are_a_tree_of_what_they_have_in_common() -> None:
+    words = ["the", "sea", "is", "calm", "wide", "sky"]
+    beams = [((0, 1, 2, 3), -0.1), ((0, 5), -0.2), ((0, 1, 2), -0.3), ((0, 1, 2, 4), -0.4)]
+    assert list(beam_tree(lambda tokens: " ".join(words[token] for token in tokens), beams)) == [
+        "└─ the",
+        "   ├─ sea is",
+        "   │  ├─ calm  (-0.10)",
+        "   │  ├─   (-0.30)",
+        "   │  └─ wide  (-0.40)",
+        "   └─ sky  (-0.20)",
+    ]
 
 
 def test_all_but_the_first_request_find_the_shared_prompt_in_the_cache(played: dict[str, Outcome]) -> None:

@@ -34,7 +34,7 @@ from minipaged.events import (
     TokensComputed,
 )
 from minipaged.replay.state import State
-from minipaged.replay.teller import explain, tell
+from minipaged.replay.teller import explain, letter, tell
 from minipaged.stepper.page import sentences_of
 
 RUN: list[tuple[Event, str]] = [
@@ -50,12 +50,12 @@ RUN: list[tuple[Event, str]] = [
     (RequestRefused("c", "it has 99 tokens"), "Request c is refused: it has 99 tokens."),
     (StepStarted(1), "Engine step 1 begins: the scheduler decides who runs."),
     (RequestAdmitted("a"), "Request a is admitted: there are blocks for it, so it moves to running."),
-    (TokensComputed(0, 3, (0, 1), 0), "Sequence 0 needs 3 more slots: blocks 0 and 1 are taken from the free ones."),
+    (TokensComputed(0, 3, (0, 1), 0), "Sequence A needs 3 more slots: blocks 0 and 1 are taken from the free ones."),
     (BlockCached(0, 0, 0), "Block 0 is full, so the prefix cache holds it too: a later prompt may begin with it."),
-    (SequenceForked("a", 0, 1), "Sequence 1 is forked from sequence 0: it shares 2 blocks, and nothing is copied."),
+    (SequenceForked("a", 0, 1), "Sequence B is forked from sequence A: it shares 2 blocks, and nothing is copied."),
     (
         TokenGenerated("a", 1, 5, -1.0),
-        "The next token of sequence 1 is five. It is known, but its keys and values are not in the cache yet.",
+        "The next token of sequence B is five. It is known, but its keys and values are not in the cache yet.",
     ),
     (
         StepScheduled(1, 1, 3, 2, 2, 0, 1),
@@ -64,48 +64,48 @@ RUN: list[tuple[Event, str]] = [
     (StepFinished(1, 1, 3, 0.5), "Engine step 1 is over: it ran 3 tokens of 1 sequence."),
     (
         BlockCopied(1, 1, 1, 2, 2),
-        "Copy-on-write: sequence 1 is about to write into block 1, which has 2 holders. It gets a copy, block 2, and "
+        "Copy-on-write: sequence B is about to write into block 1, which has 2 holders. It gets a copy, block 2, and "
         "lets go of block 1.",
     ),
     (
         TokensComputed(1, 4, (), 1),
-        "Sequence 1 needs 1 more slot. Its last block, 2, has room, so nothing is allocated. 1 token had been computed "
+        "Sequence B needs 1 more slot. Its last block, 2, has room, so nothing is allocated. 1 token had been computed "
         "before.",
     ),
-    (BeamFinished("a", 1, 6, -0.12345), "Sequence 1 followed by six is kept as a finished beam, with score -0.123."),
-    (SequenceFinished("a", 1, "dropped"), "Sequence 1 ends: its beam does not go on."),
-    (BlocksFreed(1, (0, 2)), "Sequence 1 lets go of blocks 0 and 2; 0 has other holders and stays."),
+    (BeamFinished("a", 1, 6, -0.12345), "Sequence B followed by six is kept as a finished beam, with score -0.123."),
+    (SequenceFinished("a", 1, "dropped"), "Sequence B ends: its beam does not go on."),
+    (BlocksFreed(1, (0, 2)), "Sequence B lets go of blocks 0 and 2; 0 has other holders and stays."),
     (
         RequestPreempted("a", "swap", 2, 3, 1),
         "The pool is 1 block short, so request a is preempted (swap): it gives up 2 blocks with 3 tokens.",
     ),
     (SwappedOut("a", ((0, 4), (1, 5))), "Request a is swapped out: 2 blocks copied to the host."),
     (RequestAdmitted("b"), "Request b is admitted: there are blocks for it, so it moves to running."),
-    (PrefixReused(9, (0,), "cache"), "Sequence 9 begins with block 0, already computed (prefix cache)."),
-    (TokensComputed(9, 3, (3,), 0), "Sequence 9 needs 1 more slot: block 3 is taken from the free ones."),
+    (PrefixReused(9, (0,), "cache"), "Sequence J begins with block 0, already computed (prefix cache)."),
+    (TokensComputed(9, 3, (3,), 0), "Sequence J needs 1 more slot: block 3 is taken from the free ones."),
     (SwappedIn("a", ((4, 6), (5, 7))), "Request a is swapped in: 2 blocks copied back, and it runs."),
     (
         BlockDeduplicated(0, 0, 6, 0),
-        "Sequence 0 computed what the prefix cache has already: it takes block 0 and gives back its own, 6.",
+        "Sequence A computed what the prefix cache has already: it takes block 0 and gives back its own, 6.",
     ),
-    (SequenceFinished("a", 0, "stop"), "Sequence 0 ends: it has come to its end."),
-    (BlocksFreed(0, (0, 7)), "Sequence 0 lets go of blocks 0 and 7; 0 has other holders and stays."),
+    (SequenceFinished("a", 0, "stop"), "Sequence A ends: it has come to its end."),
+    (BlocksFreed(0, (0, 7)), "Sequence A lets go of blocks 0 and 7; 0 has other holders and stays."),
     (RequestFinished("a", "finished"), "Request a is finished."),
-    (BlocksFreed(9, (0, 3)), "Sequence 9 lets go of blocks 0 and 3; 0 has other holders and stays."),
+    (BlocksFreed(9, (0, 3)), "Sequence J lets go of blocks 0 and 3; 0 has other holders and stays."),
     (BlockEvicted(0), "The prefix cache lets go of block 0, to make room."),
     (StepFailed(2, "OSError()", ("b",)), "Engine step 2 failed with OSError(); b will be recomputed."),
     (
         TokensComputed(9, 1, (3,), 1),
-        "Sequence 9 needs 1 more slot: block 3 is taken from the free ones. 1 token had been computed before.",
+        "Sequence J needs 1 more slot: block 3 is taken from the free ones. 1 token had been computed before.",
     ),
-    (BlocksFreed(9, (3,)), "Sequence 9 lets go of block 3, free again from now on."),
+    (BlocksFreed(9, (3,)), "Sequence J lets go of block 3, free again from now on."),
     (
         BlocksLoaded(9, (3, 1)),
-        "Another engine has computed more of sequence 9: blocks 3 and 1 are taken from the free ones, and written with "
+        "Another engine has computed more of sequence J: blocks 3 and 1 are taken from the free ones, and written with "
         "what it has left.",
     ),
-    (BlocksStored(9, (1,)), "What is in block 1 of sequence 9 is left for other engines."),
-    (BlocksFreed(9, (3, 1)), "Sequence 9 lets go of blocks 3 and 1, free again from now on."),
+    (BlocksStored(9, (1,)), "What is in block 1 of sequence J is left for other engines."),
+    (BlocksFreed(9, (3, 1)), "Sequence J lets go of blocks 3 and 1, free again from now on."),
     (RequestFinished("b", "failed"), "Request b has failed."),
 ]
 
@@ -129,7 +129,11 @@ def test_a_page_quotes_words_so_that_they_can_be_seen() -> None:
         "“␣␣”",
         "“4”",
     ]
-    assert "sequence 0 is 1." in sentences_of(events)[2]  # without words: the number of the token
+    assert "sequence A is 1." in sentences_of(events)[2]  # without words: the number of the token
+
+
+def test_letters_go_on_when_there_are_no_more() -> None:
+    assert [letter(number) for number in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
 
 
 def test_where_a_run_contradicts_itself_the_page_says_so_from_there_on() -> None:

@@ -158,6 +158,8 @@ def test_blocks_say_number_count_and_owners_in_words(opened: Any) -> None:
     assert opened.locator(".pool .free").count() == 7
     assert opened.locator(".say").get_attribute("aria-live") == "polite"
     assert "forked" in opened.locator(".say").text_content()
+    assert opened.locator(".say .chip").all_text_contents() == ["B", "A"]
+    assert re.sub(r"\s+", " ", opened.locator("dl").inner_text()).startswith("running 0 (A, B) waiting nobody")
 
 
 def test_a_token_that_is_only_a_line_break_can_be_seen(opened: Any) -> None:
@@ -487,6 +489,31 @@ def test_the_rows_of_the_timeline_say_who_waits_runs_and_is_swapped_out(preempte
     for of_requests in preempted.evaluate(EACH_STEP, look)[:-1]:
         for request, (said, drawn) in of_requests.items():
             assert said == drawn, request
+
+
+def test_a_long_run_has_a_timeline_that_is_not_higher_than_what_runs_at_a_time(
+    browser: Browser, tmp_path: Path
+) -> None:
+    """And tells of the last sequences that have ended, with their number."""
+    heard: list[Event] = []
+    model = Storyteller(["one two three four five six seven eight nine ten"])
+    engine = model.engine(num_blocks=16, block_size=4)
+    engine.listeners.append(heard.append)
+    for _ in range(30):
+        for _ in range(4):
+            engine.add_request(model.encode("one two three"), SamplingParams(max_tokens=6, temperature=0))
+        while engine.has_unfinished_requests():
+            engine.step()
+    (tmp_path / "run.html").write_text(page(as_data("", heard)))
+    with watching(browser) as watched:
+        watched.page.goto(f"file://{tmp_path}/run.html?step=99999")
+        assert watched.page.locator(".time svg").first.bounding_box()["height"] < 130
+        tops = watched.page.locator(".time > div rect.running").evaluate_all(
+            "rows => rows.map((row) => row.getAttribute('y'))"
+        )
+        assert (len(tops), len(set(tops))) == (120, 4)
+        assert watched.page.get_by_text("Finished, the last 12 of 120").count() == 1
+        assert watched.page.locator(".seq").count() == 12
 
 
 def test_what_is_computed_again_is_drawn_so_until_it_has_a_new_token(browser: Browser, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ BARS = Bars(
 
 def test_parts_are_as_wide_as_they_are_large_and_rows_have_one_scale() -> None:
     svg = ElementTree.fromstring(BARS._repr_html_())
-    widths = [float(rect.get("width", 0)) for rect in svg.iter("{http://www.w3.org/2000/svg}rect")][:3]
+    boxes = [rect for rect in svg.iter("{http://www.w3.org/2000/svg}rect") if "url" not in rect.get("fill", "")]
+    widths = [float(rect.get("width", 0)) for rect in boxes[:3]]
     assert [round(width / widths[1]) for width in widths] == [3, 1, 2]
 
 
@@ -30,6 +31,34 @@ def test_every_kind_has_a_pattern_and_is_named() -> None:
     text = BARS._repr_html_()
     assert 'fill="url(#fill-lines)"' in text
     assert {">used<", ">free<"} <= set(re.findall(r">\w+<", text))
+
+
+def test_nothing_is_written_on_a_pattern_and_letters_can_be_read_on_their_colour() -> None:
+    cells = Cells([("a", [(kind, kind) for kind in FILLS])], {kind: kind for kind in FILLS})
+    text = cells._repr_html_()
+    strips = [float(y) for y in re.findall(r'y="([\d.]+)" height="7" fill="url', text)][: len(FILLS) - 2]
+    written = [float(y) for y in re.findall(r'y="([\d.]+)" text-anchor="middle" fill="[^"]*">(?!empty)', text)]
+    assert (len(strips), len(written)) == (3, 4)
+    assert max(written) + 3 < min(strips)
+    for colour, ink, _ in FILLS.values():
+        if colour != "none":
+            dark, light = sorted(map(luminance, (colour, ink + ink[1:])))
+            assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def test_bars_have_an_axis_with_its_unit_unless_they_are_shares_of_different_wholes() -> None:
+    texts = re.findall(r">([^<]+)</text>", BARS._repr_html_())
+    assert {"0", "20", "40", "slots"} <= set(texts)
+    same = Bars([("a", [("x", 1), ("y", 3)]), ("b", [("x", 4)])], {"x": "full", "y": "dots"}, percent=True)
+    assert {"0", "100", "per cent"} <= set(re.findall(r">([^<]+)</text>", same._repr_html_()))
+    other = Bars([("a", [("x", 1)]), ("b", [("x", 4)])], {"x": "full"}, percent=True)
+    assert "per cent" not in other._repr_html_()
 
 
 def test_who_cannot_see_the_picture_is_told_what_is_in_it() -> None:
@@ -44,7 +73,8 @@ def test_cells_stand_in_columns_with_their_words_in_them() -> None:
     )
     text = cells._repr_html_()
     svg = ElementTree.fromstring(text)
-    boxes = [(rect.get("x"), rect.get("width")) for rect in svg.iter("{http://www.w3.org/2000/svg}rect")][:3]
+    rects = [rect for rect in svg.iter("{http://www.w3.org/2000/svg}rect") if "url" not in rect.get("fill", "")]
+    boxes = [(rect.get("x"), rect.get("width")) for rect in rects[:3]]
     assert boxes[0] == boxes[2] != boxes[1]
     assert {"&lt;a&gt;", "b", "c"} <= set(re.findall(r">([^<]+)</text>", text))
     assert cells.as_text() == "one & only: <a> used, b free; other: c free"

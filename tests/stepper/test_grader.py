@@ -1,0 +1,179 @@
+"""An assignment in a page: written and graded by Python in that page, opened from a file; failures are stepped through."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page
+
+from docs import build
+from minipaged.course.grader.assignment import Submission, find_assignment
+from minipaged.course.grader.formats import as_json
+from minipaged.course.grader.grading import grade
+from minipaged.course.grader.handouts import files_of
+from minipaged.course.grader.mutants import find_seeded
+from minipaged.stepper.page import STEPPER
+from tests.browser import Watched, axe_script
+
+ASSETS = build.ROOT / "docs" / "assets"
+SCRIPTS = ("iframe-worker", "stepper", "editor", "grader")
+HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>An assignment</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">
+<style>:root {color-scheme: light dark} body {background: Canvas} [hidden] {display: none}</style>
+""" + "".join(f'<script src="{name}.js" defer></script>' for name in SCRIPTS)
+NAMES = ("block-allocator", "block-table", "scheduler")
+LONG = 240_000
+"""Milliseconds: Python in a page is several times slower, and other tests run beside it."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, python_scripts: Path) -> Path:
+    """A page for each assignment that is graded in one, as the site has it."""
+    folder = tmp_path_factory.mktemp("grader")
+    for script in (STEPPER, *(ASSETS / f"{name}.js" for name in SCRIPTS if name != "stepper")):
+        shutil.copy(script, folder)
+    for script in ("python.js", "grading.js"):
+        shutil.copy(python_scripts / script, folder)
+    for name in NAMES:
+        [element] = re.findall(r"<div><paged-grader.*</div>", build.in_the_page(name))
+        (folder / f"{name}.html").write_text(f"{HEAD}<main><h1>An assignment</h1>{element}</main>")
+    return folder
+
+
+def opened(page: Page, folder: Path, name: str) -> Any:
+    """The text field, once Python is there."""
+    page.goto((folder / f"{name}.html").as_uri())
+    page.get_by_role("button", name="Write it here").click()
+    page.get_by_text("Python is here").wait_for(timeout=LONG)
+    return page.get_by_role("textbox", name="The code")
+
+
+def graded(page: Page, source: str) -> str:
+    """What is said once this has been graded."""
+    page.get_by_role("textbox", name="The code").fill(source)
+    page.get_by_role("button", name="Grade").click()
+    said = page.get_by_role("status").filter(has_not_text="…")
+    said.wait_for(timeout=LONG)
+    return said.text_content() or ""
+
+
+def on_the_command_line(name: str, source: str, folder: Path) -> list[dict[str, Any]]:
+    """Its tests, with --no-model."""
+    path = folder / f"{name.replace('-', '_')}.py"
+    path.write_text(source)
+    result = grade(replace(find_assignment(name), measure=None), Submission(path), model=None)
+    tests: list[dict[str, Any]] = json.loads(as_json(result))["tests"]
+    return tests
+
+
+def found_in(page: Page) -> list[list[str]]:
+    """Points and name of each test, as the page shows them."""
+    lines = page.locator("paged-grader li").filter(has=page.locator(".points"))
+    return lines.evaluate_all(
+        "lines => lines.map(l => [...l.querySelectorAll('span')].slice(0, 2).map(s => s.textContent))"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("block-allocator", "copy-keeps-the-reference"),
+        ("block-table", "trim gives nothing back"),
+        ("scheduler", "the largest makes room"),
+    ],
+)
+def test_a_seeded_bug_gets_the_points_and_the_counterexample_of_the_command_line(
+    watched: Watched, folder: Path, tmp_path: Path, name: str, bug: str
+) -> None:
+    page = watched.page
+    opened(page, folder, name)
+    source = find_seeded(name).mutants[bug].source
+    assert graded(page, source).startswith("Graded: ")
+    expected = on_the_command_line(name, source, tmp_path)
+    points = {"skipped": "not run", "not-graded": "not here"}
+    assert found_in(page) == [
+        [points.get(test["status"], f"{test['score']}/{test['max_score']}"), test["name"]] for test in expected
+    ]
+    score = sum(test["score"] for test in expected)
+    assert page.locator("paged-grader .score").text_content().startswith(f"{score} of ")
+    failed = next(test for test in expected if test["status"] == "failed")
+    place, here = json.dumps(str(tmp_path)), '"."'  # where the student's file lies
+    assert page.locator("paged-grader .found pre").all_text_contents()[:2] == [
+        "\n".join(failed["counterexample"]["drawing"]),
+        failed["counterexample"]["script"].replace(place, here),
+    ]
+    stepper = page.locator("paged-grader paged-stepper")
+    assert stepper.locator(".say").text_content().startswith("Broken here: ")
+    [marked] = re.findall(r"▶ (\d+)", page.locator("paged-grader .numbers").text_content())
+    assert source.splitlines()[int(marked) - 1].strip() in stepper.locator(".code").text_content()
+    watched.check()
+
+
+def test_a_right_part_gets_all_points_but_those_of_the_command_line(watched: Watched, folder: Path) -> None:
+    page = watched.page
+    opened(page, folder, "block-allocator")
+    assert graded(page, find_seeded("block-allocator").right["the reference"]) == "Graded: all passed."
+    assert page.locator("paged-grader .score").text_content() == "90 of 90 points."
+    assert page.locator("paged-grader .results > p").last.text_content() == (
+        "The command line adds SmolLM2 (10 points) and the speed: minipaged grade block-allocator block_allocator.py"
+    )
+    watched.check()
+
+
+def test_work_is_kept_saved_and_reset_and_what_is_wrong_with_it_is_told(watched: Watched, folder: Path) -> None:
+    page = watched.page
+    area = opened(page, folder, "block-allocator")
+    starter = files_of("block-allocator")["block_allocator.py"]
+    assert area.input_value() == starter
+    assert graded(page, f"{starter}# mine\n").startswith("Graded: 7 of 9 tests failed")
+    assert "still to be written:\nline 18" in page.locator("paged-grader .found").first.text_content()
+    assert graded(page, "def broken(:\n") == (
+        "block_allocator.py does not load: SyntaxError: invalid syntax (block_allocator.py:1)"
+    )
+    assert "▶ 1" in page.locator("paged-grader .numbers").text_content()
+    loop = "while True: pass"
+    assert graded(page, starter.replace("raise NotImplementedError", loop, 1)).startswith("Graded: ")
+    assert "a call did not end within" in page.locator("paged-grader .found").first.text_content()
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save block_allocator.py").click()
+    assert loop in saved.value.path().read_text()
+    page.reload()
+    page.get_by_role("button", name="Go on with your version").click()
+    assert loop in area.input_value()
+    page.get_by_role("button", name="Reset").click()
+    assert area.input_value() == starter
+    page.reload()
+    assert page.get_by_role("button", name="Write it here").is_visible()
+    watched.check()
+
+
+def test_a_page_that_hears_nothing_for_long_ends_the_grading(watched: Watched, folder: Path) -> None:
+    """A call that the grader cannot end itself, because no line of it is over."""
+    page = watched.page
+    page.clock.install()
+    opened(page, folder, "block-allocator")
+    endless = find_seeded("block-allocator").right["the reference"].replace("self._free.pop()", "sum(iter(int, 1))")
+    page.get_by_role("textbox", name="The code").fill(endless)
+    page.get_by_role("button", name="Grade").click()
+    page.get_by_text("Grading: test 2 of 9").wait_for(timeout=LONG)
+    page.clock.fast_forward(180_001)
+    page.get_by_text("Stopped after 180 seconds").wait_for(timeout=LONG)
+    watched.check()
+
+
+def test_results_fit_a_phone_and_axe_finds_nothing(watched: Watched, folder: Path) -> None:
+    page = watched.page
+    page.set_viewport_size({"width": 390, "height": 844})
+    opened(page, folder, "block-allocator")
+    source = find_seeded("block-allocator").mutants["share-not-counted"].source
+    graded(page, source)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.add_script_tag(content=axe_script())
+    violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    assert not violations, json.dumps(violations, indent=1)

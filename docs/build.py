@@ -348,11 +348,15 @@ def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
     ]
     steppers, folded = 0, ""  # what ends the fold of a question, into which code still comes
     for cell in rest:
+        source = cell.source
         if folded and (cell.cell_type == "markdown" or shows_a_run(cell)):
+            if cell.cell_type == "markdown":
+                says, source = what_it_says(source)
+                parts.append(with_links_into_the_site(says, script, Path("tutorials") / script.name))
             parts.append(folded)
             folded = ""
         if cell.cell_type == "markdown":
-            text, folded = predict.on_the_page(cell.source)
+            text, folded = predict.on_the_page(source)
             parts.append(with_links_into_the_site(text, script, Path("tutorials") / script.name))
             continue
         shown = [f"```python\n{cell.source}\n```"]
@@ -371,6 +375,16 @@ def as_markdown(cells: list[Any], script: Path, can_edit: bool) -> str:
             shown = [f'<details class="solution" markdown="1"><summary>A solution</summary>\n\n{inside}\n\n</details>']
         parts += shown
     return "\n\n".join([*parts, folded]) + "\n"
+
+
+def what_it_says(text: str) -> tuple[str, str]:
+    """The text behind a question and its code: what it says of the answer first, which is seen with it, and the rest.
+
+    That is its first paragraph, unless it leads to something else: a heading, a question, what follows a colon.
+    """
+    first, _, rest = text.partition("\n\n")
+    leads_on = first.startswith(("#", "-", "|", "<", "!", "$", "    ", "**Predict.**")) or first.rstrip().endswith(":")
+    return ("", text) if leads_on else (first, rest)
 
 
 def shows_a_run(cell: Any) -> bool:

@@ -260,8 +260,8 @@ def beam_tree(decode: Decode, beams: Sequence[tuple[Sequence[int], float]], star
             end += 1
         last = i == len(groups) - 1
         words = " ".join(decode(list(same[0][0][start:end])).split())
-        scored = f"  ({same[0][1]:.2f})" if len(same) == 1 else ""
-        yield f"{'└' if last else '├'}─ {words}{scored}"
+        scored = f"({same[0][1]:.2f}) " if len(same) == 1 else ""
+        yield f"{'└' if last else '├'}─ {scored}{words}".rstrip()
         if len(same) > 1:
             yield from (f"{' ' if last else '│'}  {line}" for line in beam_tree(decode, same, end))
 

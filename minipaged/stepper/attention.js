@@ -172,12 +172,12 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       this.arrows.setAttribute("aria-hidden", "true");
       const shuffle = button("Shuffle the blocks", () => // to another place than now
         this.arrange((this.table + 1 + Math.floor(Math.random() * (tables.length - 1))) % tables.length));
-      [this.vector, this.heading, this.same] = [make("p", {class: "vector"}), make("p", {class: "title"}), make("p", {role: "status"})];
+      [this.vector, this.heading, this.same] = [make("p", {class: "vector"}), make("p"), make("p", {role: "status"})];
       this.mask = queries.map(({position}, i) => button(`query at ${position}: sees keys 0 to ${this.seen(i) - 1}`,
         () => this.choose(i, this.long), ""));
       this.mask.forEach((row, i) => row.append(make("b", {}, `query at ${queries[i].position}`), ...Array.from({length: keys},
         (_, key) => make("span", {style: ofBlock(key), class: key >= this.seen(i) && "later"}))));
-      const memory = make("div", {}, this.heading, this.vector,
+      const memory = make("div", {}, this.rooms("title", this.heading, queries.map((_, i) => this.headed(i, 1))), this.vector,
         this.memory = make("div", {class: "memory"}, make("div", {class: "row"}, ...titled("Its block table", shuffle)), this.entries,
           ...titled("The pool", this.pool), this.arrows),
         this.rooms("same", this.same, queries.flatMap(({lengths}) => lengths.map((known) => this.compared(known, 0, tables.length)))),
@@ -206,6 +206,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       this.attachShadow({mode: "open"}).append(make("style", {}, STYLE), this.all);
       this.all.addEventListener("keydown", (key) => this.press(key)); // a key counts only when it is pressed inside
     }
+    headed(query, long) { return `The query, at position ${this.data.queries[query].position}${long ? ", 100 times as long" : ""}`; }
     /** A text, with room for all that it may be, so that nothing moves from step to step. */
     rooms(name, node, texts) {
       return make("div", {class: `rooms ${name}`}, ...[...new Set(texts)].map((text) => make("p", {class: "room", "aria-hidden": "true"}, text)), node);
@@ -225,7 +226,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       Object.assign(this, {query, long});
       this.mask.forEach((row, i) => row.setAttribute("aria-pressed", i === query));
       this.stretch.setAttribute("aria-pressed", long === 1);
-      this.heading.textContent = `The query, at position ${this.data.queries[query].position}${long ? ", 100 times as long" : ""}`;
+      this.heading.textContent = this.headed(query, long);
       this.drawVector(this.vector, this.known.query);
       this.slider.max = this.last;
       this.arrange(this.table);

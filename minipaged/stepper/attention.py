@@ -118,12 +118,17 @@ def watch_attention(
     query: [queries, head_dim] or [head_dim], the last positions of the context. keys, values: [context, head_dim].
     table: the block of each logical block, of a pool of `num_blocks`; `taken` are another sequence's. Its other
     arrangements are those of the same number of blocks that are not taken. Raises InvalidRequest where there are more
-    than MOST_TABLES.
+    than MOST_TABLES, and for a table that cannot hold the keys.
     """
     import numpy as np
 
     query = np.atleast_2d(query)  # [queries, head_dim]
     free = [block for block in range(num_blocks) if block not in taken]
+    if len(set(table)) < len(table) or not set(table) <= set(free) or len(table) != -(-len(keys) // block_size):
+        raise InvalidRequest(
+            f"a table of blocks {list(table)} cannot hold {len(keys)} keys: it takes {-(-len(keys) // block_size)} "
+            f"different ones of those that nobody has, {free}"
+        )
     if (ways := math.perm(len(free), len(table))) > MOST_TABLES:
         raise InvalidRequest(
             f"{len(table)} blocks may lie in {len(free)} places in {ways:,} ways, and attention runs in each; take a "

@@ -261,9 +261,15 @@
   };
   const KINDS = {running: "running", waiting: "waiting", swapped: "swapped out", recomputing: "recomputing"};
 
-  const SIGNS = "A letter and a colour: a sequence. ×2: two hold the block, which has a stripe for each. Thick frame, thick arrow:"
-    + " changed in this step. Dashed token: known, but not in the cache yet. 0 → 7 (3/4): logical block 0 is block 7, 3 of 4 slots"
-    + " filled. Point at a block, a table entry or a token, or tap it, to see what belongs to it.";
+  /** The legend, drawn: each sign with what it means. */
+  const legend = () => [
+    [chip(0), "a sequence"],
+    [make("b", {class: "who"}, chip(0), chip(1)), "×2: two hold the block"],
+    [make("b", {class: "tok"}, "prompt")], [make("b", {class: "tok out"}, "generated")],
+    [make("b", {class: "tok todo"}, "known"), "not in the cache yet"],
+    [make("b", {class: "entry new"}, "0 → 7 (3/4)"), "logical block 0 is block 7, 3 of 4 slots filled; thick: changed in this step"],
+  ].map((sign) => make("span", {}, ...sign.flatMap((part) => [part, " "])));
+  const POINT = "Point at a block, a table entry or a token, or tap it, to see what belongs to it.";
   const KEYS = "Keys: ← and → by steps of this page, with Shift by steps of the engine; n to the next event of interest; Home and End;"
     + " ↑ and ↓ within the pool, a block table, or the code.";
 
@@ -376,6 +382,7 @@ ul,ol{list-style:none;margin:0;padding:0}
 .tok.todo{border-style:dashed;border-color:var(--fg)}
 .key{padding:4px 12px;border-top:1px solid var(--line);font-size:12px;color:var(--dim)}
 .key summary{cursor:pointer;padding:6px 0}.key p{margin:0 0 8px}
+.legend{display:flex;flex-wrap:wrap;gap:6px 16px}.legend .who{display:inline-flex;width:56px;margin:0;vertical-align:bottom}.legend .entry{font-weight:400;margin:0 4px}
 dl{display:flex;flex-wrap:wrap;gap:2px 8px;margin:6px 0 0;font-size:13px}
 dt{color:var(--dim)}dd{margin:0 10px 0 0}
 .code .name{font:600 12px/1.4 ui-monospace,monospace;margin:8px 12px 2px;color:var(--dim);overflow-wrap:anywhere}
@@ -495,7 +502,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.all = make("div", {class: "all", role: "group", "data-tab": "memory",
         "aria-label": this.data.title || "A run of the engine, step by step"},
       this.time, make("div", {class: "head"}, bar, this.saying), this.buildTabs(withCode), this.cols,
-      make("details", {class: "key"}, make("summary", {}, "Signs and keys"), make("p", {}, SIGNS), make("p", {}, KEYS)));
+      make("details", {class: "key"}, make("summary", {}, "Signs and keys"), make("p", {class: "legend"}, ...legend()), make("p", {}, POINT), make("p", {}, KEYS)));
       root.append(make("style", {}, STYLE), this.all);
       root.addEventListener("keydown", (key) => this.press(key)); // a key counts only when it is pressed inside
     }

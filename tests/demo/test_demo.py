@@ -187,10 +187,10 @@ def test_beams_are_a_tree_of_what_they_have_in_common() -> None:
     assert list(beam_tree(lambda tokens: " ".join(words[token] for token in tokens), beams)) == [
         "└─ the",
         "   ├─ sea is",
-        "   │  ├─ calm  (-0.10)",
-        "   │  ├─   (-0.30)",
-        "   │  └─ wide  (-0.40)",
-        "   └─ sky  (-0.20)",
+        "   │  ├─ (-0.10) calm",
+        "   │  ├─ (-0.30)",
+        "   │  └─ (-0.40) wide",
+        "   └─ (-0.20) sky",
     ]
 
 

@@ -89,11 +89,28 @@ def test_a_question_without_an_answer_is_refused(text: str, wrong: str) -> None:
         predict.questions(text)
 
 
+def test_what_the_next_text_says_of_an_answer_is_seen_with_it() -> None:
+    question = NUMBER.format(answer="2", run=" (`x`)").replace("# ", "").replace("#", "").strip()
+    cells = [new_markdown_cell("# Made up"), new_markdown_cell(question), new_code_cell("x = 2")]
+    for text, told in {
+        "Two, of course.\n\nAnd so on.": "Two, of course.",
+        "One word.": "One word.",
+        "## Next": "",
+        "The events say it:": "",
+        f"{question}\n\nAnd so on.": "",
+    }.items():
+        page = build.as_markdown([*cells, new_markdown_cell(text)], Path("01_made_up.py"), True)
+        fold = page[page.index('<details class="see') : page.index("</details>")]
+        assert told in fold
+        assert "And so on." not in fold
+        assert page.count(told or text[:9]) >= 1
+
+
 def test_code_up_to_the_next_text_is_seen_with_the_answer_but_for_a_recording() -> None:
     question = NUMBER.format(answer="2", run=" (`x`)").replace("# ", "").replace("#", "").strip()
     run = new_output("execute_result", {build.RECORDING: {"title": "A run", "events": [], **NO_CODE}})
     cells = [new_markdown_cell("# Made up"), new_markdown_cell(question), new_code_cell("x = 2")]
-    for last, inside in ((new_markdown_cell("And so on."), False), (new_code_cell("run", outputs=[run]), False)):
+    for last, inside in ((new_markdown_cell("## And so on"), False), (new_code_cell("run", outputs=[run]), False)):
         page = build.as_markdown([*cells, new_code_cell("x + 0"), last], Path("01_made_up.py"), True)
         fold = page[page.index("<details") : page.index("</details>")]
         assert "x = 2" in fold

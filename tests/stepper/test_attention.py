@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from playwright.sync_api import Browser
 
+from minipaged.errors import InvalidRequest
 from minipaged.reference.attention import attend
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.stepper.attention import KIND, LENGTHS, SCRIPT, Walk, watch_attention
@@ -109,6 +110,13 @@ def test_the_lines_are_those_of_the_source(recorded: Walk) -> None:
     ]
     for kind, start in told:
         assert recorded.code[kind][-1].lstrip().startswith(start)
+
+
+@pytest.mark.parametrize("table", [[7, 1], [7, 1, 1], [7, 1, 8], [7, 1, 2], [7, 1, 3, 5]])
+def test_a_table_that_cannot_hold_the_keys_is_refused(table: list[int]) -> None:
+    q, K = np.zeros(4), np.zeros((10, 4))
+    with pytest.raises(InvalidRequest, match="cannot hold 10 keys: it takes 3 different ones of"):
+        watch_attention(attend, KVCache, q, K, K, table, num_blocks=8, block_size=4, taken=[2])
 
 
 def test_watching_leaves_no_trace() -> None:
@@ -312,19 +320,18 @@ def test_it_says_what_would_overflow_without_m(opened: Any) -> None:
     assert opened.evaluate(PLACES)[2] == pytest.approx(softmax_attention(3, 100, 11), abs=1e-4)
 
 
-def test_what_moves_flies_unless_somebody_wants_no_movement(opened: Any) -> None:
+def test_what_moves_flies_unless_somebody_wants_no_movement(browser: Browser, opened: Any) -> None:
     move = """() => {
       const walk = document.querySelector("paged-attention");
       walk.arrange(119);
       return [...walk.pool.children].flatMap((cell) => cell.getAnimations()).length;
     }"""
     assert opened.evaluate(move) == 3
-    opened.emulate_media(reduced_motion="reduce")
-    assert opened.evaluate(move.replace("119", "5")) == 0
-    assert (
-        opened.evaluate("getComputedStyle(document.querySelector('paged-attention').weights.bars[0]).transition")
-        == "none"
-    )
+    with watching(browser, reduced_motion="reduce") as watched:
+        watched.page.goto(opened.url)
+        assert watched.page.evaluate(move) == 0
+        bar = "getComputedStyle(document.querySelector('paged-attention').weights.bars[0]).transitionProperty"
+        assert watched.page.evaluate(bar) == "none"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -355,9 +362,9 @@ def test_axe_finds_nothing_and_no_letter_is_too_small(
     page.close()
 
 
-def test_without_scripts_there_is_a_text(browser: Browser, tmp_path: Path) -> None:
+def test_without_scripts_there_is_a_text(chromium: Browser, tmp_path: Path) -> None:
     (tmp_path / "walk.html").write_text(walk(title="</script><b>A walk").page())
-    page = browser.new_page(java_script_enabled=False)
+    page = chromium.new_page(java_script_enabled=False)
     page.goto(f"file://{tmp_path}/walk.html")
     assert "The same in each of 120 places" in page.locator("pre").inner_text()
     assert page.locator("b").count() == 0

@@ -207,7 +207,7 @@ def python_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def the_loop_of_the_browser_is_not_everybodys(request: pytest.FixtureRequest) -> Iterator[None]:
     """Once a test has asked for a browser, Playwright's loop counts as running in the main thread, and no other one
     could run there."""
-    loop = None if "browser" in request.fixturenames else asyncio._get_running_loop()
+    loop = None if {"browser", "chromium"} & {*request.fixturenames} else asyncio._get_running_loop()
     if loop is None:
         yield
         return

@@ -60,6 +60,6 @@ def choose(items: list[pytest.Item]) -> None:
         test = item.nodeid.partition("[")[0]
         cases[test] += 1
         quick = item.get_closest_marker("quick_cases")
-        in_browser = not {"browser", "site"}.isdisjoint(getattr(item, "fixturenames", ()))
+        in_browser = not {"browser", "chromium", "site"}.isdisjoint(getattr(item, "fixturenames", ()))
         if in_browser or (quick is not None and cases[test] > quick.args[0]):
             item.add_marker("thorough")

@@ -154,6 +154,7 @@ NOT_IN_THE_API = {
     ),
     *(
         "course.grader.test_runner",
+        "course.sandbox.answering",
         "course.sandbox.wire",
         "course.sandbox.worker",
     ),  # the other end of the grader's process

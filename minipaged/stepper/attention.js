@@ -170,7 +170,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
       this.arrows.classList.add("arrows");
       this.arrows.setAttribute("aria-hidden", "true");
-      const shuffle = button("Shuffle the blocks", () => // to another place than now
+      const shuffle = button("Shuffle the blocks", () => // elsewhere than now
         this.arrange((this.table + 1 + Math.floor(Math.random() * (tables.length - 1))) % tables.length));
       [this.vector, this.heading, this.same] = [make("p", {class: "vector"}), make("p"), make("p", {role: "status"})];
       this.mask = queries.map(({position}, i) => button(`query at ${position}: sees keys 0 to ${this.seen(i) - 1}`,
@@ -206,7 +206,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       this.attachShadow({mode: "open"}).append(make("style", {}, STYLE), this.all);
       this.all.addEventListener("keydown", (key) => this.press(key)); // a key counts only when it is pressed inside
     }
-    headed(query, long) { return `The query, at position ${this.data.queries[query].position}${long ? ", 100 times as long" : ""}`; }
+    headed(i, long) { return `The query, at position ${this.data.queries[i].position}${long ? ", 100 times as long" : ""}`; }
     /** A text, with room for all that it may be, so that nothing moves from step to step. */
     rooms(name, node, texts) {
       return make("div", {class: `rooms ${name}`}, ...[...new Set(texts)].map((text) => make("p", {class: "room", "aria-hidden": "true"}, text)), node);

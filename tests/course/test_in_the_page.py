@@ -63,13 +63,13 @@ def graded(page: Page, source: str) -> str:
     return said.text_content() or ""
 
 
-def on_the_command_line(name: str, source: str, folder: Path) -> list[dict[str, Any]]:
-    """Its tests, with --no-model."""
+def on_the_command_line(name: str, source: str, folder: Path) -> dict[str, Any]:
+    """What --format json says with --no-model."""
     path = folder / f"{name.replace('-', '_')}.py"
     path.write_text(source)
     result = grade(replace(find_assignment(name), measure=None), Submission(path), model=None)
-    tests: list[dict[str, Any]] = json.loads(as_json(result))["tests"]
-    return tests
+    graded: dict[str, Any] = json.loads(as_json(result))
+    return graded
 
 
 def found_in(page: Page) -> list[list[str]]:
@@ -95,13 +95,14 @@ def test_a_seeded_bug_gets_the_points_and_the_counterexample_of_the_command_line
     opened(page, folder, name)
     source = find_seeded(name).mutants[bug].source
     assert graded(page, source).startswith("Graded: ")
-    expected = on_the_command_line(name, source, tmp_path)
+    there = on_the_command_line(name, source, tmp_path)
+    expected = there["tests"]
     points = {"skipped": "not run", "not-graded": "not here"}
     assert found_in(page) == [
         [points.get(test["status"], f"{test['score']}/{test['max_score']}"), test["name"]] for test in expected
     ]
-    score = sum(test["score"] for test in expected)
-    assert page.locator("paged-grader .score").text_content().startswith(f"{score} of ")
+    score = f"{there['score']} of {there['max_score']} points."
+    assert page.locator("paged-grader .score").text_content().startswith(score)
     failed = next(test for test in expected if test["status"] == "failed")
     place, here = json.dumps(str(tmp_path)), '"."'  # where the student's file lies
     assert page.locator("paged-grader .found pre").all_text_contents()[:2] == [

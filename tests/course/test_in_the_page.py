@@ -1,4 +1,4 @@
-"""An assignment in a page: written and graded by Python in that page, opened from a file; failures are stepped through."""
+"""An assignment in a page: written, graded by Python in that page, and what failed stepped through there."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,9 +34,14 @@ def parts() -> list[Part]:
     """What compiles each, one kernel after the other; nothing has been done yet."""
     f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
     heads = (compiling.HEAD_DIM, 8)  # only the first can be multiplied in pairs
+
+    def attention(dtype: torch.dtype) -> Part:
+        return [part(dtype, d) for d in heads for part in (compiling.prompts, compiling.decoding)]
+
+    layers = {dtype: [compiling.layers(dtype)] for dtype in map(partial(getattr, torch), DTYPES)}
     return [
-        [*(compiling.attention(f32, d) for d in heads), *(compiling.layers(getattr(torch, each)) for each in DTYPES)],
-        [*(compiling.attention(bf16, d) for d in heads), compiling.sampling(f32), compiling.sampling(f64)],
+        [*attention(f32), *layers[f32], compiling.sampling(f32), compiling.sampling(f64)],
+        [*attention(bf16), *layers.get(bf16, [])],  # all layers in one take up the attention of decoding
     ]
 
 

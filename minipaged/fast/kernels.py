@@ -12,7 +12,8 @@ overwrites other memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -191,6 +192,19 @@ class Matrix(Linear, Protocol):
         """Rows `ids` [n], whole numbers: [n, in] of the model's type."""
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qk_norm: Tensor | None  # [2, head_dim]
+    o: Linear  # [hidden, heads * head_dim]
+    post_norm: Tensor  # [hidden]
+    gate_up: Linear  # [2 * intermediate, hidden]
+    down: Linear  # [hidden, intermediate]
+
+
 class LlamaKernels(Protocol):
     """What a Llama does beside attention; all tensors are of the model's type. Norms are rounded where transformers
     rounds: to the type before the weight, and after it."""
@@ -223,6 +237,14 @@ class LlamaKernels(Protocol):
 
         silu(z) = z / (1 + exp(-z)). Computed in float32, rounded once.
         """
+
+    def one_token(
+        self, layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int
+    ) -> Callable[..., Tensor] | None:
+        """What runs a batch of one token through all layers at once, where that gains something and these layers can be
+        run so. `views`: of each layer, keys and values. What is returned takes the residual [1, hidden], which it
+        changes, cos and sin, the token's position and slot [1], `tables`, `rows` and `context_lens` as `paged_decode`
+        does, the scale of scores, and the norms' epsilon; it returns what comes out of the last layer, [1, hidden]."""
 
 
 class SamplingKernels(Protocol):

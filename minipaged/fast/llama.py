@@ -45,7 +45,7 @@ from minipaged.fast.attention import attend
 from minipaged.fast.block_table import DeviceTables
 from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.handover import read_blocks
-from minipaged.fast.kernels import Linear, LlamaKernels, Matrix
+from minipaged.fast.kernels import Layer, Linear, LlamaKernels, Matrix
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.linear import joined_linear
 from minipaged.fast.preemption import carry, measure
@@ -69,19 +69,6 @@ PIECE = 2**22
 PROMPT_LENGTHS = [2, 4, 8, 16, 32, 64, 128]
 """On a GPU, a prompt between two of these takes the prefill tiles of the one or of the other, a longer one those of the
 last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer's weights."""
-
-    input_norm: Tensor  # [hidden]
-    qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden]
-    qk_norm: Tensor | None  # [2, head_dim]
-    o: Linear  # [hidden, heads * head_dim]
-    post_norm: Tensor  # [hidden]
-    gate_up: Linear  # [2 * intermediate, hidden]
-    down: Linear  # [hidden, intermediate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +189,8 @@ class Llama(Runner):
         self.kernels = kv_cache.kernels
         self.weights = weights if isinstance(weights, Weights) else Weights.of(config, weights, self.kernels)
         self.scale = 1 / math.sqrt(config.head_dim)  # of attention scores
+        views = [kv_cache.layer(i) for i in range(len(self.weights.layers))]
+        self._one_token = self.kernels.one_token(self.weights.layers, views, config.num_attention_heads)
         longest = config.context_length if max_model_len is None else max_model_len
         self.cos, self.sin = rotary_tables(config, longest, kv_cache.device)
         max_blocks = min(-(-longest // kv_cache.block_size), kv_cache.num_blocks)
@@ -332,6 +321,9 @@ class Llama(Runner):
             slots = kernels.slot_mapping(tokens.tables, tokens.token_rows, tokens.positions, block_size)
         assert weights.embed is not None
         residual = weights.embed(tokens.token_ids())  # [tokens, hidden]
+        if self._one_token is not None and len(residual) == 1:
+            where = tokens.positions, slots, tokens.tables, tokens.rows, tokens.context_lens
+            return self._leave(tokens, self._one_token(residual, self.cos, self.sin, *where, self.scale, eps), residual)
         x = kernels.rms_norm(residual, weights.layers[0].input_norm, eps)  # [tokens, hidden]
         for i, layer in enumerate(weights.layers):
             if i:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 from torch import Tensor
 
 from minipaged.fast.cpu import attention, prefill
@@ -242,6 +243,12 @@ def test_scores_of_any_size() -> None:
         check(way, (query * 1000, *others))
 
 
+@njit
+def attend_one(*arguments):  # type: ignore[no-untyped-def, untyped-decorator]
+    """Python cannot call it."""
+    prefill._attend(*arguments)
+
+
 @pytest.mark.parametrize("head_dim", [7, 20, 64, 256])
 @pytest.mark.parametrize("way", ["pairs", "floats", "widened floats"])
 def test_nothing_beside_scratch_memory_is_written(way: str, head_dim: int) -> None:
@@ -264,7 +271,7 @@ def test_nothing_beside_scratch_memory_is_written(way: str, head_dim: int) -> No
     scratch = [each[guard:-guard].reshape(shape) for each, shape in zip(memory, shapes, strict=True)]
     out = torch.empty_like(query)
     for first in range(0, query.shape[0] * query.shape[1], prefill.ITEM):
-        prefill._attend(
+        attend_one(
             *(as_array(query), pool, 0, tables[rows[0]].numpy(), first, prefill.ITEM, int(contexts[0])),
             *(np.float32(scale), number, *scratch, as_array(out)),
         )

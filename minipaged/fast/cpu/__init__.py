@@ -5,6 +5,7 @@ from minipaged.fast.cpu.block_table import advance_decode, edit_tables, fork_tab
 from minipaged.fast.cpu.kernel_cache import follow_sources
 from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
 from minipaged.fast.cpu.llama import add_rms_norm, linears, rms_norm, swiglu, use_threads
+from minipaged.fast.cpu.one_token import one_token
 from minipaged.fast.cpu.prefill import paged_prefill
 from minipaged.fast.cpu.sampling import argmax_logsumexp, draw, uniform
 
@@ -17,6 +18,7 @@ __all__ = [
     "edit_tables",
     "fork_tables",
     "linears",
+    "one_token",
     "paged_decode",
     "paged_prefill",
     "poison_blocks",

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, prefetch, widen
 from minipaged.fast.cpu.decode import TILE, add_values, score_tile
+from minipaged.fast.cpu.kernel_cache import inner
 from minipaged.fast.cpu.vectors import LANES, number_type
 
 STEP = 4
@@ -118,19 +119,20 @@ def paged_decode(
         (tables.numpy(), rows.numpy(), context_lens.numpy()),
         np.float32(scale),
         numba.get_num_threads(),
-        _number(query, kv_scales),
+        np.float32(0) if kv_scales is not None else pairs_or_floats(query.dtype, query.shape[2]),
         as_array(out),
     )
     return out
 
 
-def _number(query: Tensor, kv_scales: Tensor | None) -> Any:
-    """A number of the type to multiply in: pairs of bfloat16 (`decode.py`), or float32."""
-    number = number_type(query.dtype) if kv_scales is None and query.shape[2] % (2 * LANES) == 0 else None
+def pairs_or_floats(dtype: torch.dtype, head_dim: int) -> Any:
+    """A number of the type to multiply in, where keys and values have that of the model: pairs of bfloat16
+    (`decode.py`), or float32."""
+    number = number_type(dtype) if head_dim % (2 * LANES) == 0 else None
     return number if isinstance(number, np.uint16) else np.float32(0)
 
 
-@njit(inline="always")
+@inner(inline="always")
 def exponential(x):
     """exp(x) of a float32: 2**n times a polynomial, which vectorises (a call of the library's does not).
 
@@ -175,7 +177,7 @@ def _decode(query, pool, where, scale, num_threads, number, out):
     _merge(part_of, part_m_l, part_o, pool.kv_heads, out)
 
 
-@njit(cache=True)
+@inner()
 def _count_tiles(context_lens, kv_heads):
     """[pairs + 1]: the first tile of each pair (sequence, key/value head), counted through, and how many there are."""
     first_tile = np.empty(len(context_lens) * kv_heads + 1, np.int64)
@@ -187,7 +189,7 @@ def _count_tiles(context_lens, kv_heads):
     return first_tile
 
 
-@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
+@inner(fastmath=FASTMATH, error_model="numpy")
 def _attend_tiles(query, pool, where, scale, first_tile, begin, end, number, parts, out):
     """The tiles from `begin` on, before `end`: pairs that are whole go to `out`, the others to `parts`."""
     tables, rows, context_lens = where
@@ -271,7 +273,7 @@ def _attend_tile_as(queries, head, table, start, context_len, scale, scratch, nu
     return pairs if number == types.uint16 else floats
 
 
-@njit(cache=True)
+@inner()
 def _find_rows(pool, head, table, start, size, places):
     """The addresses of `size` keys (or values) from position `start` on; behind them, that of the last one."""
     block, offset = start // head.block_size, start % head.block_size
@@ -285,7 +287,7 @@ def _find_rows(pool, head, table, start, size, places):
             block, offset = block + 1, 0
 
 
-@njit(cache=True)
+@inner()
 def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes):
     """Ask for what `read_tile` will read next, while there is something to compute."""
     j, block, offset = 0, start // block_size, start % block_size
@@ -297,7 +299,7 @@ def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes
         j, block, offset = j + there, block + 1, 0
 
 
-@njit(cache=True)
+@inner()
 def read_tile(pool, scales, kind, block_stride, block_size, table, start, size, like, tile):
     """Widen `size` keys (or values) from position `start` on into `tile` [TILE, head_dim], block after block."""
     head_dim = tile.shape[1]
@@ -323,7 +325,7 @@ def read_tile(pool, scales, kind, block_stride, block_size, table, start, size, 
             tile[rest, d] = 0
 
 
-@njit(cache=True)
+@inner()
 def _read_codes(codes, scales, first, tile):
     """What the codes of some keys (or values) stand for, into the rows of `tile` from `first` on."""
     head_dim = tile.shape[1]
@@ -333,7 +335,7 @@ def _read_codes(codes, scales, first, tile):
             tile[first + i, d] = widen(codes[i * head_dim + d]) * factors[i]
 
 
-@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
+@inner(fastmath=FASTMATH, error_model="numpy")
 def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
     """The scores of `size` keys against the group's queries, into (m, l) and, as weights, into p [group, TILE]."""
     group, head_dim = q.shape
@@ -362,7 +364,7 @@ def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
             o[g, d] *= fade
 
 
-@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
+@inner(fastmath=FASTMATH, error_model="numpy")
 def _score_three(qa, qb, qc, tile, size, pa, pb, pc):
     """Three heads at once: each key is loaded once for them (a quarter less time than one after another)."""
     for j in range(size):
@@ -375,7 +377,7 @@ def _score_three(qa, qb, qc, tile, size, pa, pb, pc):
         pa[j], pb[j], pc[j] = a, b, c
 
 
-@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
+@inner(fastmath=FASTMATH, error_model="numpy")
 def _take_values(p, tile, size, o):
     """Add the weighted values to o [group, head_dim]: STEP keys for each time that the sums are loaded and stored."""
     group, head_dim = o.shape
@@ -389,7 +391,7 @@ def _take_values(p, tile, size, o):
                 o[g, d] += a0 * tile[j, d] + a1 * tile[j + 1, d] + a2 * tile[j + 2, d] + a3 * tile[j + 3, d]
 
 
-@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
+@inner(fastmath=FASTMATH, error_model="numpy")
 def _add_three(pa, pb, pc, tile, size, oa, ob, oc):
     """Three heads at once: each value is loaded once for them (a third less time than one after another)."""
     for j in range(0, size, STEP):
@@ -403,7 +405,7 @@ def _add_three(pa, pb, pc, tile, size, oa, ob, oc):
             oc[d] += c0 * v0 + c1 * v1 + c2 * v2 + c3 * v3
 
 
-@njit(cache=True, error_model="numpy")
+@inner(error_model="numpy")
 def _merge(part_of, part_m_l, part_o, kv_heads, out):
     """Put the stretches of each cut (sequence, head) together; they follow one another."""
     group, head_dim = part_o.shape[2], part_o.shape[3]

@@ -1,10 +1,10 @@
 """numba's kernels, compiled in processes side by side before a model needs them.
 
-    python -m minipaged.fast.cpu.compiling DTYPE PART
+    python -m minipaged.fast.cpu.compiling DTYPE PART [DTYPE PART ...]
 
-numba compiles on one core at a time, and a first start waits for little else. So each part of the kernels is compiled
-by a process of its own, while this one reads weights; they leave what they make where numba keeps it. Nothing depends
-on them: what is missing, because one of them failed, is compiled where it is called.
+numba compiles on one core at a time, and a first start waits for little else. So PROCESSES compile a share of the
+kernels' parts each, while this one reads weights; they leave what they make where numba keeps it. Nothing depends on
+them: what is missing, because one of them failed, is compiled where it is called.
 """
 
 from __future__ import annotations
@@ -27,22 +27,33 @@ from numba.core.registry import cpu_target
 from minipaged.fast import cpu
 from minipaged.fast.cpu.attention import _decode
 from minipaged.fast.cpu.bfloat16 import as_array
-from minipaged.fast.cpu.llama import _multiply
+from minipaged.fast.cpu.one_token import _run
+from minipaged.fast.cpu.prefill import _prefill
 from minipaged.fast.cpu.sampling import _draw
+from minipaged.fast.kernels import Layer
 
 ROOT = Path(__file__).parents[3]
 """Where minipaged lies."""
+PROCESSES = 2
+"""Each imports torch and numba anew: 1.3 s of a core. Two with half of the kernels each are done sooner than three on
+two cores, and reading weights leaves them time on a third."""
 HEAD_DIM = 32
 """The least that can be multiplied in pairs of bfloat16."""
 
 
-def attention(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
-    """Compile its kernels. These iterators yield after each kernel, the last of which is the part's sign: in PARTS."""
+def prompts(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
+    """Compile their attention. These iterators yield after each kernel; the last one is the part's sign, in PARTS."""
+    one = torch.zeros(1, dtype=torch.int32)
+    query, (keys, values) = torch.zeros(2, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
+    ends = torch.tensor([0, 2], dtype=torch.int32)
+    cpu.paged_prefill(query, keys, values, one[:, None], one, ends, one + 2, 1.0, max_query_len=2)
+    yield
+
+
+def decoding(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
+    """Its attention."""
     one = torch.zeros(1, dtype=torch.int32)
     query, (keys, values) = torch.zeros(1, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
-    ends, two = torch.tensor([0, 2], dtype=torch.int32), query.repeat(2, 1, 1)
-    cpu.paged_prefill(two, keys, values, one[:, None], one, ends, one + 2, 1.0, max_query_len=2)
-    yield
     cpu.paged_decode(query, keys, values, one[:, None], one, one + 1, 1.0)
     yield
 
@@ -60,7 +71,7 @@ def sampling(dtype: torch.dtype) -> Iterator[None]:
 
 
 def layers(dtype: torch.dtype) -> Iterator[None]:
-    """What is between."""
+    """What is between, and all layers for one token, which takes up what decoding has compiled."""
     one, angles = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4)
     x, weight, qkv = (torch.zeros(1, size, dtype=dtype) for size in (8, 8, 32))
     keys, values = torch.zeros(2, 1, 1, 4, 8, dtype=dtype)
@@ -72,13 +83,22 @@ def layers(dtype: torch.dtype) -> Iterator[None]:
     yield
     cpu.rope_and_write(qkv, angles, angles, one, one, keys, values, 2)
     yield
-    for linear in cpu.linears([(8, 8)], [torch.zeros(8, 8, dtype=dtype)], [None], x):
-        linear(x)
+    sizes = [(3 * HEAD_DIM, 8), (8, HEAD_DIM), (16, 8), (8, 8)]  # of a single head
+    matrices = cpu.linears(sizes, [torch.zeros(size, dtype=dtype) for size in sizes], [None] * len(sizes), x)
+    matrices[-1](x)
+    yield
+    keys, values = torch.zeros(2, 1, 1, 4, HEAD_DIM, dtype=dtype)
+    qkv_matrix, o, gate_up, down = matrices
+    layer = Layer(weight[0], qkv_matrix, None, o, weight[0], gate_up, down)
+    run = cpu.one_token([layer], [(keys, values)], 1)
+    assert run is not None
+    angles = torch.zeros(1, HEAD_DIM // 2)
+    run(x, angles, angles, one, one, one[:, None], one, one + 1, 1.0, 1e-5)
     yield
 
 
 class Part(NamedTuple):
-    """Kernels that one process compiles."""
+    """Kernels that are compiled one after another."""
 
     compile: Callable[[torch.dtype], Iterator[None]]
     last: Any
@@ -87,10 +107,12 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "attention": Part(attention, _decode, 2),
+    "prompts": Part(prompts, _prefill, 1),
+    "decoding": Part(decoding, _decode, 1),
     "sampling": Part(sampling, _draw, 3),
-    "layers": Part(layers, _multiply, 5),
+    "layers": Part(layers, _run, 6),
 }
+"""In this order, every second one is half of the work."""
 
 
 def is_compiled(part: str, dtype: torch.dtype) -> bool:
@@ -106,8 +128,8 @@ def is_compiled(part: str, dtype: torch.dtype) -> bool:
 
 def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
     """Of a model that computes in `dtype`: parts that are not compiled, and what for. (Logits are float32.)"""
-    wanted = {"attention": dtype, "sampling": torch.float32, "layers": dtype}
-    return [(part, of) for part, of in wanted.items() if not is_compiled(part, of)]
+    wanted = [(part, torch.float32 if part == "sampling" else dtype) for part in PARTS]
+    return [(part, of) for part, of in wanted if not is_compiled(part, of)]
 
 
 @contextmanager
@@ -137,9 +159,9 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
                 bars.advance(bar)
 
         followers = []
-        for part, of in missing:
+        for share in filter(None, (missing[i::PROCESSES] for i in range(PROCESSES))):
             try:
-                child = _start(part, of)
+                child = _start(share)
             except OSError:  # there is no room for it, or no Python to be started
                 break
             follower = Thread(target=follow, args=(child,), daemon=True)
@@ -153,11 +175,11 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
             follower.join()
 
 
-def _start(part: str, dtype: torch.dtype) -> subprocess.Popen[bytes]:
-    """A process that compiles, and sees the modules that this one does, and no others that lie where it was started."""
+def _start(parts: list[tuple[str, torch.dtype]]) -> subprocess.Popen[bytes]:
+    """A process that compiles them, and sees the modules that this one does, but none that lie where it was started."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, _name(dtype), part],
+        [sys.executable, "-P", "-m", __name__, *(word for part, dtype in parts for word in (_name(dtype), part))],
         env=os.environ | {"PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -182,4 +204,5 @@ def compile_part(part: str, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    compile_part(sys.argv[2], getattr(torch, sys.argv[1]))
+    for name, part in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        compile_part(part, getattr(torch, name))

@@ -14,8 +14,9 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from minipaged.fast.cpu.attention import AS_IT_IS, INT8, KINDS, SCALE_BYTES
+from minipaged.fast.cpu.attention import INT8, KINDS, SCALE_BYTES
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, bits_of_float, float_of_bits, narrow, widen
+from minipaged.fast.cpu.kernel_cache import inner
 from minipaged.fast.cpu.llama import FEW_ROWS, normalize
 
 SMALLEST_SCALE = np.finfo(np.float32).tiny
@@ -52,7 +53,7 @@ def rope_and_write(
         keys.stride(0) * keys.itemsize,
         keys.shape[1],
         keys.shape[2],
-        KINDS[keys.dtype],
+        None if kv_scales is None else KINDS[keys.dtype],
         0 if static_scales is None else static_scales.data_ptr(),
         0 if qk_norm is None else qk_norm.data_ptr(),
         eps,
@@ -122,22 +123,22 @@ def _rope_and_write(
     query,
 ):
     """`keys`, `values`, `scales`, `static` and `norms` are addresses (the last two may be 0: none), and `block_stride`
-    counts bytes. kind: one of KINDS; AS_IT_IS has no scales."""
-    where = keys, values, scales, block_stride, kv_heads, block_size, kind, static, norms, eps
+    counts bytes. kind: one of KINDS, or None: as it is. (What None does not need is not compiled for it.)"""
+    where = keys, values, scales, block_stride, kv_heads, block_size, static, norms, eps
     if len(qkv) <= FEW_ROWS:
         for t in range(len(qkv)):
             c, s = cos[positions[t]], sin[positions[t]]  # [head_dim / 2]
-            _one_token(qkv[t], c, s, slots[t], where, query[t])
+            write_token(qkv[t], c, s, slots[t], where, kind, query[t])
     else:
         for t in prange(len(qkv)):
             c, s = cos[positions[t]], sin[positions[t]]
-            _one_token(qkv[t], c, s, slots[t], where, query[t])
+            write_token(qkv[t], c, s, slots[t], where, kind, query[t])
 
 
-@njit(cache=True)
-def _one_token(qkv, cos, sin, slot, where, query):
+@inner()
+def write_token(qkv, cos, sin, slot, where, kind, query):
     """qkv: [(heads + 2 * kv_heads) * head_dim]; query: [heads, head_dim]."""
-    keys, values, scales, block_stride, kv_heads, block_size, kind, static, norms, eps = where
+    keys, values, scales, block_stride, kv_heads, block_size, static, norms, eps = where
     heads, head_dim = query.shape
     if norms:
         _normalize_heads(qkv, norms, np.float32(eps), heads, kv_heads, head_dim)
@@ -146,14 +147,13 @@ def _one_token(qkv, cos, sin, slot, where, query):
     if slot < 0:
         return
     start = np.int64(slot // block_size) * block_stride
-    wide = np.empty(head_dim, np.float32)
     for h in range(kv_heads):
         place = h * block_size + slot % block_size
         first = (heads + h) * head_dim
         key = qkv[first : first + head_dim]
         first += kv_heads * head_dim
         value = qkv[first : first + head_dim]
-        if kind == AS_IT_IS:
+        if kind is None:
             row = start + place * head_dim * qkv.itemsize
             _rotate(key, cos, sin, array_at(keys + row, head_dim, qkv[0]))
             to = array_at(values + row, head_dim, qkv[0])
@@ -161,19 +161,20 @@ def _one_token(qkv, cos, sin, slot, where, query):
                 to[i] = value[i]
         else:
             row, scale = start + place * head_dim, scales + start + place * SCALE_BYTES
+            wide = np.empty(head_dim, np.float32)
             _rotate(key, cos, sin, wide)
             _write_head(wide, keys + row, scale, kind, _given(static, h))
             value_scale = scale + kv_heads * block_size * SCALE_BYTES
             _write_head(value, values + row, value_scale, kind, _given(static, kv_heads + h))
 
 
-@njit(cache=True)
+@inner()
 def _given(static, i):
     """The static scale number i; 0 where there are none."""
     return array_at(static, i + 1, np.float32(0))[i] if static else np.float32(0)
 
 
-@njit(cache=True, error_model="numpy")
+@inner(error_model="numpy")
 def _write_head(x, codes, scale_address, kind, given):
     """One head [head_dim] as codes, and its scale, to these addresses. given: the scale, or 0: it is to be found."""
     bits = np.uint32(0)  # of the largest number: sizes are in the order of their bits, and NaN comes after all of them
@@ -191,7 +192,7 @@ def _write_head(x, codes, scale_address, kind, given):
         _round(x, scale, np.float32(-448), np.float32(448), array_at(codes, len(x), np.uint8(0)))
 
 
-@njit(cache=True, error_model="numpy")
+@inner(error_model="numpy")
 def _round(x, scale, least, most, codes):
     for i in range(len(x)):
         codes[i] = narrow(min(max(widen(x[i]) / scale, least), most), codes[0])
@@ -211,7 +212,7 @@ def _write_codes(slots, k, v, keys, values, scales, block_stride, block_size, ki
             _write_head(v[t, h], values + row, value_scale, kind, _given(static, kv_heads + h))
 
 
-@njit(cache=True)
+@inner()
 def _normalize_heads(qkv, norms, eps, heads, kv_heads, head_dim):
     """One token's queries and keys, in place."""
     for h in range(heads + kv_heads):
@@ -220,7 +221,7 @@ def _normalize_heads(qkv, norms, eps, heads, kv_heads, head_dim):
         normalize(head, weight, eps, head)
 
 
-@njit(cache=True)
+@inner()
 def _rotate(x, cos, sin, out):
     """One head [head_dim]: each pair (i, i + head_dim / 2) turned by its angle."""
     half = len(x) // 2

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
+from minipaged.fast.cpu.kernel_cache import inner
 from minipaged.fast.cpu.packed import PackedMatrix, Room
 from minipaged.fast.kernels import Matrix
 from minipaged.fast.linear import quantizing
@@ -89,8 +90,8 @@ class DenseMatrix(Matrix):
         """`weight`: [out, in], float32 or bfloat16."""
         self.weight = weight
         self.nbytes = weight.nbytes
-        self._bias = bias
-        self._rows = as_array(weight)
+        self.bias = bias
+        self._like = as_array(weight[:1, :1])[0, 0]
         mkldnn = torch.ops.mkldnn  # oneDNN: not in every build for ARM, and bfloat16 not on every processor
         can_pack = torch.backends.mkldnn.is_available()
         can_pack = can_pack and (weight.dtype == torch.float32 or mkldnn._is_mkldnn_bf16_supported())
@@ -102,12 +103,13 @@ class DenseMatrix(Matrix):
     def __call__(self, x: Tensor) -> Tensor:
         if len(x) > FEW:
             if self._packed is None:
-                return torch.nn.functional.linear(x, self.weight, self._bias)
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
+                return torch.nn.functional.linear(x, self.weight, self.bias)
+            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
             return product
         out = torch.empty(len(x), len(self.weight), dtype=x.dtype)
-        _multiply(x.data_ptr(), len(x), self._rows, numba.get_num_threads(), out.data_ptr())
-        return out if self._bias is None else out.add_(self._bias)
+        threads, address = numba.get_num_threads(), self.weight.data_ptr()
+        multiply(x.data_ptr(), len(x), address, *self.weight.shape, self._like, threads, out.data_ptr())
+        return out if self.bias is None else out.add_(self.bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -132,10 +134,11 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 @njit(parallel=True, nogil=True, cache=True, fastmath=FASTMATH)
-def _multiply(x_address, tokens, weight, num_threads, out_address):
-    """x [tokens, in] and out [tokens, out] are given by their addresses: to make arrays of them takes microseconds."""
-    rows, size = weight.shape
-    x, out = array_at(x_address, tokens * size, weight[0, 0]), array_at(out_address, tokens * rows, weight[0, 0])
+def multiply(x_address, tokens, weight_address, rows, size, like, num_threads, out_address):
+    """x [tokens, size], weight [rows, size] and out [tokens, rows], all of numbers like `like`, are given by their
+    addresses: to make arrays of them takes microseconds."""
+    x, out = array_at(x_address, tokens * size, like), array_at(out_address, tokens * rows, like)
+    weight = array_at(weight_address, rows * size, like).reshape(rows, size)
     wide = np.empty((tokens, size), np.float32)
     for t in range(tokens):
         for i in range(size):
@@ -146,10 +149,10 @@ def _multiply(x_address, tokens, weight, num_threads, out_address):
                 total = np.float32(0)
                 for i in range(size):
                     total += widen(weight[row, i]) * wide[t, i]
-                out[t * rows + row] = narrow(total, weight[0, 0])
+                out[t * rows + row] = narrow(total, like)
 
 
-@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
+@inner(fastmath=FASTMATH, error_model="numpy")
 def normalize(x, weight, eps, out):
     """One row x [hidden]. Rounded where transformers rounds: before the weight and after it."""
     total = np.float32(0)
@@ -174,16 +177,16 @@ def _rms_norm(x, weight, eps, out):
 def _add_rms_norm(x, residual, weight, eps, out):
     if len(x) <= FEW_ROWS:
         for token in range(len(x)):
-            _add(x[token], residual[token])
+            add(x[token], residual[token])
             normalize(residual[token], weight, eps, out[token])
     else:
         for token in prange(len(x)):
-            _add(x[token], residual[token])
+            add(x[token], residual[token])
             normalize(residual[token], weight, eps, out[token])
 
 
-@njit(cache=True)
-def _add(x, residual):
+@inner()
+def add(x, residual):
     for i in range(len(x)):
         residual[i] = narrow(widen(residual[i]) + widen(x[i]), residual[0])
 
@@ -193,14 +196,14 @@ def _swiglu(gate_up, out):
     size = out.shape[1]
     if len(out) <= FEW_ROWS:
         for token in range(len(out)):
-            _activate(gate_up[token, :size], gate_up[token, size:], out[token])
+            activate(gate_up[token, :size], gate_up[token, size:], out[token])
     else:
         for token in prange(len(out)):
-            _activate(gate_up[token, :size], gate_up[token, size:], out[token])
+            activate(gate_up[token, :size], gate_up[token, size:], out[token])
 
 
-@njit(cache=True, fastmath=FASTMATH, error_model="numpy")
-def _activate(gate, up, out):
+@inner(fastmath=FASTMATH, error_model="numpy")
+def activate(gate, up, out):
     for i in range(len(out)):
         z = widen(gate[i])
         out[i] = narrow(z / (np.float32(1) + exponential(-z)) * widen(up[i]), out[0])

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, Pool, paged_decode, read_tile
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
+from minipaged.fast.cpu.kernel_cache import inner
 from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, LANES, PAIRS, Vectors, number_type
 
 VECTORS = 3
@@ -202,7 +203,7 @@ def _prefill(query, pool, where, scale, num_threads, number, out):
         _work(query, pool, where, scale, first_item, item_rows, taken, number, out)
 
 
-@njit(cache=True, error_model="numpy")
+@inner(error_model="numpy")
 def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
     """Take items, of up to `item_rows` rows, until there are none left."""
     tables, rows, query_start, context_lens = where
@@ -242,7 +243,7 @@ def _work(query, pool, where, scale, first_item, item_rows, taken, number, out):
         )
 
 
-@njit(cache=True)
+@inner()
 def _aligned(size):
     """[size] float32, at the beginning of a line of the cache."""
     room = np.empty(size + LANES, np.float32)
@@ -250,7 +251,7 @@ def _aligned(size):
     return room[first : first + size]
 
 
-@njit(cache=True, error_model="numpy")
+@inner(error_model="numpy")
 def _attend(query, pool, h, table, first, most, context_len, scale, number, q, o, m_l, limits, k, v, scores, out):
     """Up to `most` rows from `first` on of key/value head h. query, out: [queries, heads, head_dim] of one sequence.
 
@@ -376,7 +377,7 @@ def _read_values_as(pool, h, table, start, size, like, v, room, number):
     return pairs if number == types.uint16 else floats
 
 
-@njit(cache=True)
+@inner()
 def _copy(pool, head, table, start, size, row_bytes, address):
     """Keys (or values) as they are, block after block, to an address. `head`: where the head's first one is."""
     j, block, offset = 0, start // pool.block_size, start % pool.block_size

@@ -21,6 +21,8 @@ from numba import njit, prange
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minipaged.fast.cpu.kernel_cache import inner
+
 REORDERED = {"reassoc", "contract", "nsz"}
 """The terms of a sum may be added in any order, and so in vectors; NaN and infinity stay what they are."""
 
@@ -118,7 +120,7 @@ def _uniform(seeds, streams, positions, numbers):
         numbers[i] = (np.float64(c0 >> np.uint64(5)) * 2**26 + np.float64(c1 >> np.uint64(6))) / 2**53
 
 
-@njit(fastmath={"contract"}, error_model="numpy")
+@inner(fastmath={"contract"}, error_model="numpy")
 def _exp(x):
     """exp(x) for x <= 0, within a bit or so of the last: 2**n * exp(r). A call into the C library is no vector code."""
     x = max(x, LOWEST)
@@ -130,7 +132,7 @@ def _exp(x):
     return power * np.int64((np.int64(n) + 1023) << 52).view(np.float64)
 
 
-@njit(fastmath={"contract"}, error_model="numpy")
+@inner(fastmath={"contract"}, error_model="numpy")
 def _exp_single(x):
     """exp(x) for a float32 x <= 0: twice as many to a vector as `_exp`, and fewer terms."""
     x = max(x, LOWEST_SINGLE)
@@ -152,7 +154,7 @@ def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):
         log_totals[row] = math.log(total)
 
 
-@njit(cache=True)
+@inner()
 def _argmax(row, bits, magnitude):
     """The first of the largest, or the first NaN. Loops without a branch are faster than one that has some.
 
@@ -181,7 +183,7 @@ def _argmax(row, bits, magnitude):
     return first
 
 
-@njit(fastmath=REORDERED, error_model="numpy")
+@inner(fastmath=REORDERED, error_model="numpy")
 def _total(row, peak):
     total = 0.0
     for token in range(len(row)):
@@ -189,7 +191,7 @@ def _total(row, peak):
     return total
 
 
-@njit(fastmath=REORDERED, error_model="numpy")
+@inner(fastmath=REORDERED, error_model="numpy")
 def _total_single(row, peak):
     """In float32, of which the softmax of float32 logits has no more digits; added up in float64."""
     total = 0.0
@@ -210,7 +212,7 @@ def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distr
             token_ids[j] = kept[min(fell_on, len(kept) - 1)]
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _first_beyond(rising, x):
     """How many of the values, which rise, are x or less."""
     first, last = 0, len(rising)
@@ -223,7 +225,7 @@ def _first_beyond(rising, x):
     return first
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _distribution(row, peak, temperature, threshold, top_k, share):
     """What to draw from: the tokens kept, by rising id, and the running sum of their weights."""
     scaled = np.empty(len(row))  # [vocab], the likeliest is 0
@@ -247,7 +249,7 @@ def _distribution(row, peak, temperature, threshold, top_k, share):
     return token_ids[:kept], weights
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _exps(scaled):
     """[n]: a loop of its own, because one that also adds up in order cannot be made of vectors."""
     weights = np.empty(len(scaled))
@@ -256,7 +258,7 @@ def _exps(scaled):
     return weights
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _keep(scaled, token_ids, count, threshold):
     """Move those at or above the threshold to the front, in order; return how many they are."""
     kept = 0
@@ -268,14 +270,14 @@ def _keep(scaled, token_ids, count, threshold):
     return kept
 
 
-@njit(inline="always", error_model="numpy")
+@inner(inline="always", error_model="numpy")
 def _drawer(scaled):
     """Which drawer a scaled logit is in: the lower the logit, the higher the number."""
     distance_bits = np.float64(0.0 - scaled).view(np.int64)
     return min(max((distance_bits >> DRAWER_SHIFT) - NEAREST, 0), DRAWERS - 1)
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _largest_but(top_k, scaled):
     """The `top_k`-th largest of `scaled` [vocab]."""
     tokens = np.zeros(DRAWERS, np.int64)
@@ -288,7 +290,7 @@ def _largest_but(top_k, scaled):
     return _sorted_drawer(scaled, drawer)[-top_k]
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _lightest_kept(scaled, share):
     """The least logit with which the tokens up to it have more than `share` of the probability."""
     weights = _exps(scaled)
@@ -312,7 +314,7 @@ def _lightest_kept(scaled, share):
     return 0.0  # a share of all: the likeliest stays
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _sorted_drawer(scaled, drawer):
     """What is in one drawer, in rising order."""
     inside = np.empty(len(scaled))

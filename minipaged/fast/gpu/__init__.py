@@ -6,7 +6,7 @@ What they do is described in `minipaged.fast.kernels`.
 from minipaged.fast.gpu.attention import paged_decode, paged_prefill
 from minipaged.fast.gpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
 from minipaged.fast.gpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
-from minipaged.fast.gpu.llama import add_rms_norm, linears, rms_norm, swiglu, use_threads
+from minipaged.fast.gpu.llama import add_rms_norm, linears, one_token, rms_norm, swiglu, use_threads
 from minipaged.fast.gpu.sampling import argmax_logsumexp, draw, uniform
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "edit_tables",
     "fork_tables",
     "linears",
+    "one_token",
     "paged_decode",
     "paged_prefill",
     "poison_blocks",

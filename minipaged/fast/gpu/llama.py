@@ -18,7 +18,7 @@ addition (`enable_fp_fusion`), which costs nothing where memory is what takes th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import triton
@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minipaged.fast.gpu.packed import packed
-from minipaged.fast.kernels import Matrix
+from minipaged.fast.kernels import Layer, Matrix
 from minipaged.fast.linear import expanded, quantizing
 from minipaged.models.quantized.stored import StoredMatrix
 
@@ -121,6 +121,13 @@ def _swiglu(gate_up, activated, gate_up_stride, INTERMEDIATE: tl.constexpr, TILE
 
 def use_threads() -> None:
     """Nothing to prepare: a GPU's threads are the kernels'."""
+
+
+def one_token(
+    layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int
+) -> Callable[..., Tensor] | None:
+    """None: a graph starts a step's kernels as one."""
+    return None
 
 
 def linears(

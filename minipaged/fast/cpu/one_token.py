@@ -1,0 +1,125 @@
+"""One token through all layers of a Llama in one compiled call, on a CPU.
+
+A request that decodes alone waits for the weights to be read, 4 or 5 matrices a layer, and each is read in 0.02 to 0.1
+ms. Calls from Python between them, eight a layer, cost as much as the reading of a whole one: making arrays of tensors,
+looking up types, and threads that go to sleep meanwhile. So here the layers are a loop that is compiled itself; what it
+calls is what Python calls elsewhere, in the same order, and the results are the same to the last bit.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call, call-arg"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, Pool, _decode, pairs_or_floats
+from minipaged.fast.cpu.bfloat16 import array_at, as_array
+from minipaged.fast.cpu.kernel_cache import inner
+from minipaged.fast.cpu.kv_cache import write_token
+from minipaged.fast.cpu.llama import DenseMatrix, activate, add, multiply, normalize
+from minipaged.fast.kernels import Layer
+
+
+class OneToken:
+    """See `minipaged.fast.kernels`, `one_token`."""
+
+    def __init__(self, layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> None:
+        """`layers`: their matrices are all `DenseMatrix`. `views`: of each, keys and values."""
+        self._layers = layers  # whose addresses are taken
+        self._pool = Pool.of(*views[0], None)
+        self._sizes = num_heads, layers[0].down.weight.shape[1]  # type: ignore[attr-defined]
+        self._addresses = np.array([_addresses(*each) for each in zip(layers, views, strict=True)])  # [layers, 9] int64
+
+    def __call__(
+        self,
+        residual: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        position: Tensor,
+        slot: Tensor,
+        tables: Tensor,
+        rows: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        eps: float,
+    ) -> Tensor:
+        x = torch.empty_like(residual)
+        at = int(position)
+        _run(
+            self._addresses,
+            self._sizes,
+            as_array(residual)[0],
+            (cos.numpy()[at], sin.numpy()[at]),
+            np.int32(int(slot)),
+            self._pool,
+            (tables.numpy(), rows.numpy(), context_lens.numpy()),
+            np.float32(scale),
+            eps,
+            numba.get_num_threads(),
+            pairs_or_floats(residual.dtype, cos.shape[1] * 2),
+            as_array(x)[0],
+        )
+        return x
+
+
+def one_token(
+    layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int
+) -> Callable[..., Tensor] | None:
+    """See `minipaged.fast.kernels`."""
+    matrices = [matrix for each in layers for matrix in (each.qkv, each.o, each.gate_up, each.down)]
+    plain = all(isinstance(matrix, DenseMatrix) and matrix.bias is None for matrix in matrices)
+    return OneToken(layers, views, num_heads) if plain and KINDS[views[0][0].dtype] == AS_IT_IS else None
+
+
+def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
+    """Where what a layer needs lies; 0 for norms of queries and keys that it has not."""
+    weights = (layer.qkv.weight, layer.o.weight, layer.gate_up.weight, layer.down.weight)
+    norms = layer.input_norm, layer.post_norm
+    between = 0 if layer.qk_norm is None else layer.qk_norm.data_ptr()
+    return [*(each.data_ptr() for each in (*norms, *weights, *view)), between]
+
+
+@njit(nogil=True, cache=True)
+def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_threads, number, x):
+    """residual [hidden] is changed, x [hidden] comes out of the last layer. angles: cos and sin [head_dim / 2]."""
+    cos, sin = angles
+    heads, inner = sizes
+    hidden, head_dim, kv_heads, like = len(residual), 2 * len(cos), pool.kv_heads, residual[0]
+    qkv_size, q_size = (heads + 2 * kv_heads) * head_dim, heads * head_dim
+    normed, qkv = np.empty_like(residual), np.empty(qkv_size, residual.dtype)
+    query = np.empty((1, heads, head_dim), residual.dtype)
+    attended = np.empty_like(query)
+    gate_up, activated = np.empty(2 * inner, residual.dtype), np.empty(inner, residual.dtype)
+    epsilon = np.float32(eps)
+    # Not as they are written: numba takes constants for types of their own, and would compile all callees once more.
+    one, none = np.int64(1), np.int64(0)
+    for i in range(len(layers)):
+        input_norm, post_norm, qkv_weight, o_weight = layers[i, 0], layers[i, 1], layers[i, 2], layers[i, 3]
+        gate_up_weight, down_weight, keys, values = layers[i, 4], layers[i, 5], layers[i, 6], layers[i, 7]
+        if i:
+            add(x, residual)
+        normalize(residual, array_at(input_norm, hidden, like), epsilon, normed)
+        multiply(_at(normed), one, qkv_weight, qkv_size, hidden, like, num_threads, _at(qkv))
+        to = keys, values, none, pool.block_stride, kv_heads, pool.block_size, none, layers[i, 8], eps
+        write_token(qkv, cos, sin, slot, to, None, query[0])
+        here = Pool(keys, values, 0, pool.block_stride, pool.head_stride, kv_heads, pool.block_size, pool.kind)
+        _decode(query, here, where, scale, num_threads, number, attended)
+        multiply(_at(attended), one, o_weight, hidden, q_size, like, num_threads, _at(x))
+        add(x, residual)
+        normalize(residual, array_at(post_norm, hidden, like), epsilon, normed)
+        multiply(_at(normed), one, gate_up_weight, 2 * inner, hidden, like, num_threads, _at(gate_up))
+        activate(gate_up[:inner], gate_up[inner:], activated)
+        multiply(_at(activated), one, down_weight, hidden, inner, like, num_threads, _at(x))
+
+
+@inner(inline="always")
+def _at(array):
+    """Its address, with a sign, as it is in calls from Python: what is compiled for those serves here too."""
+    return np.int64(array.ctypes.data)

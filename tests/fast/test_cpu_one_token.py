@@ -1,0 +1,69 @@
+"""One token through all layers in one call: to the last bit what it is layer by layer, and only where that is so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minipaged.contracts import BatchRow
+from minipaged.fast import preemption
+from minipaged.fast.kv_cache import KVCache
+from minipaged.fast.llama import Llama
+from minipaged.models.config import ModelConfig, weight_shapes
+
+SHAPES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+}
+
+
+def make(model_type: str, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> Llama:
+    config = ModelConfig.from_dict(SHAPES | {"model_type": model_type})
+    torch.manual_seed(0)
+    weights = {
+        name: torch.randn(shape).mul(shape[-1] ** -0.5).to(dtype) for name, shape in weight_shapes(config).items()
+    }
+    sizes = config.num_hidden_layers, 40, 4, config.num_key_value_heads, config.head_dim, 0
+    return Llama(config, weights, KVCache(*sizes, dtype, kv_cache_dtype))
+
+
+@pytest.fixture(autouse=True)
+def _short_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "PROBE_TOKENS", 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])  # the second normalises queries and keys
+@pytest.mark.parametrize("context", [1, 2, 63, 64, 150])
+def test_logits_and_what_is_cached_are_the_loops(dtype: torch.dtype, model_type: str, context: int) -> None:
+    llama = make(model_type, dtype)
+    blocks = [(7 * i + 3) % 40 for i in range(-(-context // 4))]
+    rows = [BatchRow([token % 64], token, blocks, wants_logits=True) for token in range(max(0, context - 3), context)]
+    if rows[0].first_position:
+        llama.forward([BatchRow([5] * rows[0].first_position, 0, blocks, wants_logits=False)])
+    before = llama.kv_cache.layer(0)[0].clone(), llama.kv_cache.layer(2)[1].clone()
+    found = [llama.forward([row]) for row in rows]
+    after = [torch.stack(llama.kv_cache.layer(i)) for i in range(3)]
+    assert llama._one_token is not None
+    llama._one_token = None
+    llama.kv_cache.layer(0)[0].copy_(before[0])
+    llama.kv_cache.layer(2)[1].copy_(before[1])
+    for logits, row in zip(found, rows, strict=True):
+        assert torch.equal(llama.forward([row]), logits)
+    assert all(torch.equal(torch.stack(llama.kv_cache.layer(i)), after[i]) for i in range(3))
+
+
+def test_what_cannot_be_run_so_is_run_layer_by_layer() -> None:
+    assert make("qwen2", torch.float32)._one_token is None  # its projections have a bias
+    assert make("llama", torch.float32, "int8")._one_token is None

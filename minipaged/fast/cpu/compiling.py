@@ -146,7 +146,7 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress
 
-    print(f"compiling the {_name(dtype)} kernels for this processor, once: about 25 seconds", file=sys.stderr)
+    print(f"compiling the {_name(dtype)} kernels for this processor, once: about 20 seconds", file=sys.stderr)
     bars = Progress(
         console=Console(stderr=True), transient=True, redirect_stdout=False, disable=not sys.stderr.isatty()
     )

@@ -61,7 +61,7 @@ RUN = re.compile(r"^<!-- run (?P<file>\S+\.py) -->$", re.MULTILINE)
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 VERDICTS = "<!-- verdicts -->"
 OPENING = "<!-- opening -->"
-TESTS = "<!-- tests -->"
+TESTS = re.compile(r"^<!-- tests -->$", re.MULTILINE)
 WIDE = "---\nhide: [toc]\n---"
 """At the head of a page: steppers want the room."""
 HEADING = re.compile(r"^## (?P<text>.+)$", re.MULTILINE)
@@ -86,8 +86,7 @@ def main() -> None:
         text = RUN.sub(lambda run, folder=source.parent: recorded((folder / run["file"]).resolve()), text)
         text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
         text = GRADE.sub(lambda found: in_the_page(found["assignment"]) if can_edit else "", text)
-        if TESTS in text:
-            text = text.replace(TESTS, table_of_tests(source.parent / "tests.toml"))
+        text = TESTS.sub(lambda _, folder=source.parent: table_of_tests(folder / "tests.toml"), text)
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
     demo = (STAGE / "assets" / "demo.svg").read_text()

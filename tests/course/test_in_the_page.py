@@ -138,7 +138,7 @@ def test_work_is_kept_saved_and_reset_and_what_is_wrong_with_it_is_told(watched:
         "block_allocator.py does not load: SyntaxError: invalid syntax (block_allocator.py:1)"
     )
     assert "▶ 1" in page.locator("paged-grader .numbers").text_content()
-    loop = "while True: pass"
+    loop = "while True: block = 0"
     assert graded(page, starter.replace("raise NotImplementedError", loop, 1)).startswith("Graded: ")
     assert "a call did not end within" in page.locator("paged-grader .found").first.text_content()
     with page.expect_download() as saved:

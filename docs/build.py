@@ -33,6 +33,7 @@ import sys
 import tempfile
 import textwrap
 import tomllib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*
 VERDICTS = "<!-- verdicts -->"
 OPENING = "<!-- opening -->"
 TESTS = re.compile(r"^<!-- tests -->$", re.MULTILINE)
+TOGETHER = 4
+"""Tutorials that run at the same time: each has a process of its own, of up to 2 GB."""
 WIDE = "---\nhide: [toc]\n---"
 """At the head of a page: steppers want the room."""
 HEADING = re.compile(r"^## (?P<text>.+)$", re.MULTILINE)
@@ -79,13 +82,14 @@ def main() -> None:
     check_anchors()
     shutil.rmtree(STAGE, ignore_errors=True)
     shutil.copytree(ROOT / "docs", STAGE, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    can_edit = brings_python(STAGE / "assets")
+    can_edit = brings("no code can be edited", python_in_page.write, STAGE / "assets")
+    can_grade = can_edit and brings("nothing is graded", python_in_page.write_grading, STAGE / "assets")
     for source in [*(ROOT / "docs").rglob("*.md"), *(ROOT / "assignments").rglob("*.md")]:
         place = place_of(source.relative_to(ROOT))
         text = with_links_into_the_site(source.read_text(), source, place)
         text = RUN.sub(lambda run, folder=source.parent: recorded((folder / run["file"]).resolve()), text)
         text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
-        text = GRADE.sub(lambda found: in_the_page(found["assignment"]) if can_edit else "", text)
+        text = GRADE.sub(lambda found: in_the_page(found["assignment"]) if can_grade else "", text)
         text = TESTS.sub(lambda _, folder=source.parent: table_of_tests(folder / "tests.toml"), text)
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
@@ -94,12 +98,16 @@ def main() -> None:
     for script in (STEPPER, attention.SCRIPT):
         shutil.copy(script, STAGE / "assets")
     (STAGE / "tutorials").mkdir()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each has a process of its own; the latest ones take longest
-        scripts = sorted((ROOT / "tutorials").glob("[0-9]*.py"), reverse=True)
+    with ThreadPoolExecutor(min(TOGETHER, os.cpu_count() or 1)) as pool:
+        scripts = sorted((ROOT / "tutorials").glob("[0-9]*.py"), reverse=True)  # the latest ones take longest
         written = [pool.submit(write_tutorial, script, can_edit) for script in scripts]
-        paper_figures()
-        for tutorial in written:
-            tutorial.result()
+        try:
+            paper_figures()
+            for tutorial in written:
+                tutorial.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
     home = STAGE / "index.md"
     text = home.read_text().replace(OPENING, opening.opening())
     home.write_text(cards.with_cards(text, STAGE / "tutorials"))
@@ -108,7 +116,8 @@ def main() -> None:
 def table_of_tests(file: Path) -> str:
     """What an assignment's tests are worth, and what they are about."""
     tests = tomllib.loads(file.read_text())["test"]
-    rows = [f"| {one['name']} | {one['points']} | {' '.join(one['meaning'].split())} |" for one in tests]
+    meanings = ["" if one.get("hidden") else " ".join(one["meaning"].split()) for one in tests]
+    rows = [f"| {one['name']} | {one['points']} | {said} |" for one, said in zip(tests, meanings, strict=True)]
     return "\n".join(["| test | points | |", "|---|---|---|", *rows])
 
 
@@ -119,14 +128,14 @@ def write_tutorial(script: Path, can_edit: bool) -> None:
     (STAGE / "tutorials" / f"{script.stem}.md").write_text(page)
 
 
-def brings_python(folder: Path) -> bool:
-    """Whether Python for the pages could be had. Raises NotFetched where it must be."""
+def brings(without: str, write: Callable[[Path], None], folder: Path) -> bool:
+    """Whether something for the pages could be had. Raises NotFetched where it must be."""
     try:
-        python_in_page.write(folder)
+        write(folder)
     except npm.NotFetched as error:
         if os.environ.get("MINIPAGED_NEEDS_BROWSER") == "1":
             raise
-        print(f"no code can be edited on the pages of this site: {error}", file=sys.stderr)
+        print(f"{without} on the pages of this site: {error}", file=sys.stderr)
         return False
     return True
 

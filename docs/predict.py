@@ -19,7 +19,8 @@ true, or the numbers in their order (a share, where the answer says %), which ar
 A reader is near enough within `, give or take 10` (units of the number) or `, give or take 20 %` (of it).
 
 In a notebook this is what it is here. On a page the code up to the next text goes into the fold, too, unless it makes a
-recording, and `assets/predict.js` makes a question of it; without JavaScript there are the choices and the fold.
+recording, and so does the first paragraph of that text, unless it ends in a colon; and `assets/predict.js` makes a
+question of it; without JavaScript there are the choices and the fold.
 """
 
 from __future__ import annotations

@@ -30,8 +30,13 @@ WHEELS = {
     "sortedcontainers==2.4.0": "a163dcaede0f1c021485e957a39245190e74249897e2ae4b2aa38595db237ee0",
 }
 """What the grader needs, with the digests of the package index."""
-GRADING = ("course/**/*.py", "testing/*.py")
-"""Of minipaged, besides; and what its assignments are in data."""
+GRADED = ("block_allocator", "block_table", "scheduler")
+"""Assignments that need no NumPy."""
+GRADING = (
+    *("course/*.py", "course/grader/*.py", "course/sandbox/*.py", "course/assignments/*.py", "testing/*.py"),
+    *(f"course/assignments/{name}/*.py" for name in GRADED),
+)
+"""Of minipaged, besides; and what these assignments are in data."""
 NOTICE = (
     f"/*! {PYODIDE}, https://pyodide.org, under the Mozilla Public License 2.0; its source: "
     "https://github.com/pyodide/pyodide. It holds CPython and its standard library, under the PSF License. */\n"
@@ -43,17 +48,21 @@ GRADING_NOTICE = (
 
 
 def write(folder: Path) -> None:
-    """Write `python.js` and `grading.js`. Raises npm.NotFetched."""
+    """Write `python.js`. Raises npm.NotFetched."""
     archive = npm.fetch(PYODIDE, PYODIDE_SHA512)
     files = {name: npm.read(archive, name) for name in FILES}
     # Of the packages that could be loaded from elsewhere, none.
     lock = {"info": json.loads(npm.read(archive, "pyodide-lock.json"))["info"], "packages": {}}
     files["lock.json"] = json.dumps(lock).encode()
     files["minipaged.sources.json"] = json.dumps(sources(PARTS)).encode()
+    _write(folder / "python.js", NOTICE, files)
+
+
+def write_grading(folder: Path) -> None:
+    """Write `grading.js`. Raises npm.NotFetched."""
     fetched = [wheels.fetch(package, sha256) for package, sha256 in WHEELS.items()]
     grading = {wheel.name: wheel.read_bytes() for wheel in fetched}
     grading["grading.sources.json"] = json.dumps({**sources(GRADING), **handed_out()}).encode()
-    _write(folder / "python.js", NOTICE, files)
     _write(folder / "grading.js", GRADING_NOTICE, grading)
 
 

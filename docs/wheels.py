@@ -30,8 +30,10 @@ def fetch(package: str, sha256: str) -> Path:
             command = [sys.executable, "-m", "pip", "download", *options, package]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip said nothing"]
-                raise NotFetched(f"pip could not fetch {package} for Pyodide: {said[-1]}")
+                said = [
+                    line for line in done.stderr.splitlines() if line.startswith("ERROR")
+                ] or done.stderr.splitlines()
+                raise NotFetched(f"pip could not fetch {package} for Pyodide: {[*said, 'it said nothing'][0]}")
         [wheel] = FOLDER.glob(pattern)
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != sha256:
         raise ValueError(f"{wheel} is not what it was when it was chosen; delete it, and it is fetched again")

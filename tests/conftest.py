@@ -198,6 +198,7 @@ def python_scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("python")
     try:
         python_in_page.write(folder)
+        python_in_page.write_grading(folder)
     except npm.NotFetched as error:
         missing(str(error))
     return folder

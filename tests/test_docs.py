@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import build
+from docs import build, python_in_page
 from minipaged.events import EVENT_TYPES
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import label
@@ -142,6 +142,12 @@ def test_every_handout_has_a_place_for_the_table_of_its_tests() -> None:
     table = build.table_of_tests(handouts[0].parent / "tests.toml").splitlines()
     assert table[2].startswith("| a new pool | 5 | Every block is free or held, at any moment;")
     assert len(table) == 2 + 9
+
+
+def test_a_page_looks_for_mistakes_with_the_hypothesis_of_the_command_line() -> None:
+    tested = (ROOT / "constraints.txt").read_text().split()
+    [used] = [wheel for wheel in python_in_page.WHEELS if wheel.startswith("hypothesis==")]
+    assert used in tested
 
 
 # --- The API --------------------------------------------------------------------------------------

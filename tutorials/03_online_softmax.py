@@ -149,6 +149,7 @@ assert math.exp(1 - 3) < 0.14  # what the first block is still worth
 Bars(
     [(name, [(b, round(s, 2)) for b, s in cut]) for name, cut in rows],
     {"block 0": "full", "block 1": "lines", "block 2": "dots"},
+    axis="l, the sum of the weights",
 )
 
 # %% [markdown]

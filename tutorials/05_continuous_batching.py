@@ -91,7 +91,7 @@ assert max(map(num_steps, ways["static"])) == 9 + 8 + 5
 assert max(map(num_steps, ways["continuous"])) == 14
 
 # %% [markdown]
-# Each bar below is a row of the batch, time goes to the right, and the number is how many steps a piece takes.
+# Each bar is a row of the batch, time goes to the right, and the number is how many steps a piece takes:
 
 # %%
 from minipaged.stepper.pictures import Bars
@@ -103,6 +103,7 @@ Bars(
         for row, pieces in enumerate(timeline)
     ],
     {"request": "lines", "nobody": "empty"},
+    axis="steps",
 )
 
 # %% [markdown]

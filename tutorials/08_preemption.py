@@ -185,7 +185,7 @@ assert out.request == back.request == "1"
 assert len(out.pairs) == len(back.pairs) == 3
 
 # %% [markdown]
-# In the stepper, ×2 stands at the shared block before, in the host pool, and after.
+# In the stepper, ×2 stands at the shared block before, in the host pool, and after:
 
 # %%
 siblings

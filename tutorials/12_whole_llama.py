@@ -53,7 +53,7 @@ assert sum(sizes.values()) == 134_515_008
 Bars(
     [("134.5 million weights", [(kind, round(sizes[kind] / 1e6, 1)) for kind in ("embedding", "attention", "MLP")])],
     {"embedding": "dots", "attention": "lines", "MLP": "full"},
-    unit="",
+    axis="millions of weights",
 )
 
 # %% [markdown]

@@ -300,6 +300,7 @@ Bars(
         for what, came in (("longest match", wrong), ("prefix-aware", right))
     ],
     {"at A": "full", "at B": "lines", "at C": "dots", "at D": "grid"},
+    axis="requests",
 )
 
 # %% [markdown]

@@ -145,7 +145,9 @@ Bars(
 )
 
 # %% [markdown]
-# (The paper's Figs. 2 and 13 are of traces of an hour: `minipaged paper run 2 13`.) And what does a step cost?
+# (The paper's Figs. 2 and 13 are of traces of an hour: `minipaged paper run 2 13`.)
+#
+# And what does a step cost?
 
 # %%
 few, many = (machine("OPT-13B").step_seconds(rows, rows, 435 * rows) for rows in (7, 30))

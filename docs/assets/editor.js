@@ -105,7 +105,7 @@
       return new Promise((done, failed) => {
         this.fail = failed;
         this.worker.onmessage = ({data}) => {
-          if (data.told) told(data.told);
+          if ("told" in data) told?.(data.told);
           else if (data.failed) failed(new Error(data.failed));
           else done(data.done);
         };
@@ -310,7 +310,7 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       const heard = told && ((what) => {
         clearTimeout(limit);
         limit = setTimeout(end, most);
-        told(what);
+        if (what) told(what); // null is a sign of life
       });
       this.busy(true);
       this.count();

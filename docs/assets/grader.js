@@ -1,13 +1,14 @@
 /* <paged-grader>: an assignment, written and graded in the page.
  *
  * It holds as JSON the `assignment`, the `file` that a student writes, its starter (`code`), the `tests` with their
- * points, and the `command` that grades the same file outside of a page. Until its button is pressed it is that button.
+ * points, the `command` that grades the same file outside of a page, and whether that measures its `speed`. Until its
+ * button is pressed it is that button.
  * The grader is minipaged's own (minipaged/course/page.py): it tells of each test when it is done, and of a
  * failed one with the run that shows it, which is stepped through here, beside the student's own lines.
  */
 (() => {
   "use strict";
-  const MOST_MS = 180_000; // of silence: a call that does not return is ended by the grader, long before
+  const MOST_MS = 30_000; // of silence: the grader ends a call that does not return, if it can; and tells that it goes on
   const {CodeEditor, STYLE, button, make} = globalThis.pagedCode;
 
   const RESULTS = `
@@ -71,7 +72,8 @@ summary::after{content:"▸"}
       const tests = make("ol", {class: "tests"});
       this.results.replaceChildren(tests);
       this.shown = false; // whether a failed test is open
-      const waits = () => this.say(`Grading: test ${tests.childElementCount + 1} of ${this.tests.length} …`);
+      const waits = () => tests.childElementCount < this.tests.length
+        && this.say(`Grading: test ${tests.childElementCount + 1} of ${this.tests.length} …`);
       waits();
       const graded = await this.ask([this.assignment, this.area.value], MOST_MS, (test) => {
         tests.append(this.test(test));

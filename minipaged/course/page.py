@@ -8,14 +8,17 @@ comes with its run as the stepper wants it, and with the line of the student's i
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import re
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
-from contextlib import chdir
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -24,6 +27,7 @@ from minipaged.course.grader.assignment import CannotBeGraded, Grade, Status, Su
 from minipaged.course.grader.counterexample import ALARM
 from minipaged.course.grader.formats import as_json, fails_like
 from minipaged.course.grader.grading import VERDICT_HINTS, grade
+from minipaged.course.sandbox.answering import Ended
 from minipaged.course.sandbox.contract import Verdict
 from minipaged.course.sandbox.page_process import PageProcess
 from minipaged.errors import InvalidRequest
@@ -32,6 +36,8 @@ from minipaged.stepper.recording import function_of
 
 CALL_SECONDS = 2.0
 """Of a call that does not return; a process may take longer, because others may keep it waiting."""
+PULSE_SECONDS = 1.0
+"""Between two signs of life."""
 LOOKED_AT = ("__init__", "ref_count", "num_free", "num_blocks", "num_tokens", "blocks")
 """Members that are asked for the sake of checks: what they say was decided elsewhere."""
 MOST_LINES = 20_000
@@ -39,8 +45,8 @@ MOST_LINES = 20_000
 
 
 def run(name: str, text: str, tell: Callable[[str], object]) -> str:
-    """Grade a student's text. `tell` is given each test as JSON when it is done; the whole grade comes back, or with
-    `error`, and perhaps `line`, why there is none."""
+    """Grade a student's text. `tell` is given each test as JSON when it is done, and null now and then: it goes on. The
+    whole grade comes back, or with `error`, and perhaps `line`, why there is none."""
     assignment = find_assignment(name)
     assignment = replace(assignment, measure=None, limits=replace(assignment.limits, call_seconds=CALL_SECONDS))
     # In a folder of its own: counterexamples then say that the student's file lies beside them.
@@ -53,17 +59,35 @@ def run(name: str, text: str, tell: Callable[[str], object]) -> str:
                 tell(json.dumps(_told(grade)))
 
         try:
-            graded = grade(assignment, submission, model=None, report=report, start=PageProcess)
+            start = partial(PageProcess, alive=Pulse(tell))
+            graded = grade(assignment, submission, model=None, report=report, start=start)
         except CannotBeGraded as error:
             place = re.search(rf"\b{re.escape(submission.path.name)}:(\d+)", str(error))
             return json.dumps({"error": str(error), "line": place and int(place[1])})
     return as_json(graded)
 
 
+class Pulse:
+    """Tells, once in a while, that there is nothing to tell. For a page that waits."""
+
+    def __init__(self, tell: Callable[[str], object]) -> None:
+        self._tell, self._last = tell, 0.0
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._last > PULSE_SECONDS:
+            self._last = now
+            self._tell("null")
+
+
 def _told(grade: Grade) -> dict[str, Any]:
     """The latest test, as `as_json` has it; and for the page more."""
     *earlier, result = grade.results
     told: dict[str, Any] = json.loads(as_json(grade))["tests"][-1]
+    if result.test.hidden:
+        nothing = dict.fromkeys(("message", "meaning", "hint", "output"), "")
+        message = "A hidden test; what it found is not shown."
+        return told | nothing | {"message": message, "counterexample": None, "same": None, "run": None}
     same = fails_like(result, earlier) if result.status is Status.FAILED else None
     failure = result.failure
     if failure and failure.verdict:
@@ -93,15 +117,18 @@ def last_line(script: str, path: Path) -> tuple[CodeType, int] | None:
     """The line of the student's where a counterexample went wrong: that which raised, or the last one that ran of a
     method that does something."""
     ran: list[tuple[CodeType, int]] = []
+    num_lines = 0
 
     def on_call(frame: FrameType, kind: str, argument: object) -> Any:
-        code = frame.f_code
-        return on_line if Path(code.co_filename).name == path.name and code.co_name not in LOOKED_AT else None
+        return on_line if Path(frame.f_code.co_filename).name == path.name else None
 
     def on_line(frame: FrameType, kind: str, argument: object) -> Any:
-        ran.append((frame.f_code, frame.f_lineno))
-        if len(ran) > MOST_LINES:
-            raise TimeoutError
+        nonlocal num_lines
+        num_lines += 1
+        if frame.f_code.co_name not in LOOKED_AT:
+            ran.append((frame.f_code, frame.f_lineno))
+        if num_lines > MOST_LINES:
+            raise Ended
         return on_line
 
     program = compile(script.replace("\n".join(ALARM), ""), "counterexample.py", "exec")
@@ -109,7 +136,8 @@ def last_line(script: str, path: Path) -> tuple[CodeType, int] | None:
     importlib.invalidate_caches()  # the student's file has just been written
     sys.settrace(on_call)
     try:
-        exec(program, {"__name__": "__main__"})
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            exec(program, {"__name__": "__main__"})
     except BaseException as error:
         sys.settrace(before)
         raised = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

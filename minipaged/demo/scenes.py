@@ -15,6 +15,7 @@ from typing import Any
 
 from minipaged.demo.measures import Measures
 from minipaged.demo.stage import Arrival, Run, Stage
+from minipaged.demo.ticker import printable
 from minipaged.engine.detokenizer import Decode
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
@@ -244,7 +245,7 @@ def beam_search(stage: Stage) -> Outcome:
     ]
     if not beams:  # cut short before any was kept
         return outcome
-    winner = f"The winner, score {beams[0][1]:.2f}: “{' '.join(outcome.texts[0].outputs[0].split())}”"
+    winner = f'The winner, score {beams[0][1]:.2f}: "{printable(" ".join(outcome.texts[0].outputs[0].split()))}"'
     return replace(outcome, tree=tuple(beam_tree(stage.tokenizer.decode, beams)), findings=[finding, winner])
 
 
@@ -261,9 +262,9 @@ def beam_tree(decode: Decode, beams: Sequence[tuple[Sequence[int], float]], star
         last = i == len(groups) - 1
         words = " ".join(decode(list(same[0][0][start:end])).split())
         scored = f"({same[0][1]:.2f}) " if len(same) == 1 else ""
-        yield f"{'└' if last else '├'}─ {scored}{words}".rstrip()
+        yield f"{'`' if last else '|'}- {scored}{printable(words)}".rstrip()
         if len(same) > 1:
-            yield from (f"{' ' if last else '│'}  {line}" for line in beam_tree(decode, same, end))
+            yield from (f"{' ' if last else '|'}  {line}" for line in beam_tree(decode, same, end))
 
 
 # --- A shared system prompt -----------------------------------------------------------------------

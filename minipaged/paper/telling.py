@@ -127,7 +127,7 @@ class Tale:
                 for i, asked in enumerate(self.requests):
                     if asked.after == step:
                         tokens = model.encode(asked.prompt)
-                        engine.add_request(tokens, self._params(asked), request_id=f"request {i}")
+                        engine.add_request(tokens, self._params(asked), request_id=str(i))
                 engine.step()
                 step += 1
         run.events = [replace(event, seconds=0.0) if isinstance(event, StepFinished) else event for event in run.events]

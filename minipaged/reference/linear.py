@@ -17,8 +17,8 @@ TILE = 2**18
 """Weights of a packed matrix that are taken out at a time: 1 MB, which stays in a processor's cache."""
 
 FEW = 64
-"""Tokens. With a prompt of 512, all that is added up and normalised between products is done along rows then, which
-takes an eighth off the processor's time."""
+"""Tokens, up to which a product is of columns. Of more, a result of rows is worth an eighth of the processor's time (a
+prompt of 512): all that is added up and normalised between products goes along rows then."""
 
 
 def linear(x: Array, weight: Weight) -> Array:

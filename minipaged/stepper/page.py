@@ -25,7 +25,7 @@ from minipaged.events import (
     TokenGenerated,
 )
 from minipaged.replay.state import State
-from minipaged.replay.teller import explain
+from minipaged.replay.teller import explain, letter
 
 STEPPER = Path(__file__).with_name("stepper.js")
 UNSEEN = (StepScheduled,)
@@ -74,7 +74,7 @@ def failure_of(events: Sequence[Event]) -> dict[str, Any]:
         return {}
     seen = sum(not isinstance(event, UNSEEN) for event in events)
     wrong = {int(block): (int(should), int(says)) for block, says, should in COUNT.findall(events[-1].error)}
-    broken = {"message": events[-1].error, "line": None, "should": False}
+    broken = {"message": lettered(events[-1].error), "line": None, "should": False}
     return {"beliefs": {seen - 1: {"blocks": wrong}, seen: {"blocks": wrong}} if wrong else {}, "broken": broken}
 
 
@@ -108,8 +108,13 @@ def sentences_of(events: Iterable[Event], words: Mapping[int, str] | None = None
             except (LookupError, ValueError) as error:
                 why = str(error) if isinstance(error, ValueError) else f"nobody knows of {error}"
                 contradiction = f"does not follow from what happened before: {why}."
-        said.append(f"This ({event.name}) {contradiction}" if contradiction else sentence)
+        said.append(lettered(f"This ({event.name}) {contradiction}" if contradiction else sentence))
     return said
+
+
+def lettered(text: str) -> str:
+    """With sequences that are named by their numbers, as errors do, called as on the page."""
+    return re.sub(r"\bsequence (\d+)\b", lambda found: f"sequence {letter(int(found[1]))}", text)
 
 
 def visible(word: str) -> str:

@@ -36,6 +36,8 @@ class Bars:
     unit: str = ""
     percent: bool = False
     """Write each part as its share of its row."""
+    axis: str = ""
+    """What is counted, where the numbers have no unit."""
 
     def _repr_html_(self) -> str:
         longest = max(sum(size for _, size in parts) for _, parts in self.rows)
@@ -56,7 +58,7 @@ class Bars:
         wholes = [sum(size for _, size in parts) for _, parts in self.rows]
         if self.percent and min(wholes) < 0.999 * longest:
             return []
-        each, name = (longest / 100, "per cent") if self.percent else (1.0, self.unit.strip())
+        each, name = (longest / 100, "per cent") if self.percent else (1.0, self.axis or self.unit.strip())
         drawn = [f'<path d="M1 {y}H{WIDTH - 1}" stroke="currentColor"/>']
         for tick in _ticks(longest / each * (1 + 1e-9)):
             x = 1 + tick * each * scale

@@ -180,11 +180,13 @@
         used.push([n, held.size, [...state.cached.keys()].filter((block) => !held.has(block)).length]);
       }
       sizes.push([...state.sequences.values()].reduce((sum, s) => sum + 20 + Math.min(60, s.tokens.length) + 4 * s.table.length,
-        state.finished.slice(-MOST_FINISHED).reduce((sum, s) => sum + 15 + Math.min(60, s.tokens.length), 0)));
+        shownOf(state.finished).reduce((sum, s) => sum + 15 + Math.min(60, s.tokens.length), 0)));
     });
     for (const row of rows.values()) for (const span of row.spans) span.to ??= events.length;
     return {rows, used, sizes};
   };
+  /** Those that are drawn. */
+  const shownOf = (finished) => finished.filter((s) => s.reason !== "dropped").slice(-MOST_FINISHED);
   const MARKS = {sequence_forked: "fork", block_copied: "copy", request_preempted: "preemption", request_finished: "end"};
   const OF_INTEREST = new Set(["sequence_forked", "block_copied", "request_preempted", "swapped_out", "swapped_in",
     "prefix_reused", "blocks_loaded", "block_deduplicated", "block_evicted", "request_refused", "request_finished", "step_failed",
@@ -675,11 +677,11 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
     drawTimeline() {
       const {rows, used} = this.whole;
       const [first, size] = [this.events[0], this.events.length];
-      const names = [...rows].map(([name, {sequences}]) => {
-        const both = `${name}: ${sequences.map(letterOf).join(" ")}`;
-        return sequences.length === 1 && name === letterOf(sequences[0]) || both.length > 12 ? name : both;
-      });
-      const longest = Math.max(4, ...names.map((name) => Math.min(12, name.length)));
+      const names = new Map([...rows].map(([name, row]) => {
+        const both = `${name}: ${row.sequences.map(letterOf).join(" ")}`;
+        return [row, row.sequences.length === 1 && name === letterOf(row.sequences[0]) || both.length > 12 ? name : both];
+      }));
+      const longest = Math.max(4, ...[...names.values()].map((name) => Math.min(12, name.length)));
       const gutter = 10 + 7 * longest;
       const width = this.time.clientWidth - gutter - 8;
       const x = this.x = (n) => gutter + 6 + (n - 1) / Math.max(1, size - 1) * (width - 12);
@@ -709,7 +711,8 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       lanes.forEach((lane, i) => lane.forEach((row) => {
         const y = top + i * tall;
         if (tall >= 11 && lane.length === 1) {
-          const name = names[i].length > 12 ? `…${names[i].slice(-11)}` : names[i];
+          const whole = names.get(row);
+          const name = whole.length > 12 ? `…${whole.slice(-11)}` : whole;
           const label = make("text", {x: gutter - 4, y: y + tall / 2 + 4, "text-anchor": "end"}, name);
           drawn.push(label.outerHTML);
         }
@@ -723,7 +726,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       if (this.data.broken) {
         drawn.push(`<path class="bad" d="M${x(size)} ${top - 3}V${low}"/><text class="badly" x="${x(size)}" y="11" text-anchor="end">broken</text>`);
       }
-      const high = (blocks) => low - blocks / first.num_blocks * 24;
+      const high = (blocks) => low - blocks / Math.max(1, first.num_blocks) * 24;
       const area = (name, value) => {
         const points = used.map((point, i) => `H${x(point[0])}V${high(value(point))}`);
         return `<path class="${name}" d="M${x(1)} ${low}${points.join("")}H${x(size)}V${low}Z"/>`;
@@ -817,7 +820,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const most = done.length > MOST_FINISHED ? `, the last ${MOST_FINISHED} of ${done.length}` : "";
         parts.push([["finished", most], () => make("p", {class: "title"}, `Finished${most}`)]);
       }
-      for (const s of done.slice(-MOST_FINISHED)) {
+      for (const s of shownOf(done)) {
         parts.push([["finished", s], () => make("div", {class: "seq", style: hueOf(s.id)},
           make("p", {}, "sequence ", chip(s.id), ` of request ${s.request}`),
           make("p", {class: "tokens"}, ...this.drawTokens(s, 0, s.tokens.length, s.tokens.length)))]);

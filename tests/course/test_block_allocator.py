@@ -1,4 +1,4 @@
-"""Assignment 1: the starter fails with a helpful message, right ones get full marks, every seeded bug is caught."""
+"""Assignment 1: right ones get full marks, however unusual; every seeded bug is caught, drawn and told."""
 
 from __future__ import annotations
 

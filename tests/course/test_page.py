@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -37,8 +39,10 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def in_a_page(name: str, source: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The grade, and what was told of each test on the way."""
-    told: list[dict[str, Any]] = []
-    return json.loads(page.run(name, source, lambda text: told.append(json.loads(text)))), told
+    told: list[Any] = []
+    graded = json.loads(page.run(name, source, lambda text: told.append(json.loads(text))))
+    assert None in told  # it goes on
+    return graded, [test for test in told if test]
 
 
 def in_processes(name: str, source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -101,7 +105,12 @@ def test_the_line_in_which_it_went_wrong_is_marked() -> None:
 @pytest.mark.parametrize(
     ("in_allocate", "verdict", "message"),
     [
-        ("while True: block = 0", "timed-out", "a call did not end within 5 seconds"),
+        ("while True: block = 0", "timed-out", "a call did not end within 1 seconds"),
+        (
+            "while True:\n    try: block = 0\n    except Exception: pass",
+            "timed-out",
+            "a call did not end within 1 seconds",
+        ),
         ("print('x' * 100_000)", "flooded-output", "more than a megabyte"),
         ("import random; random.random = lambda: 4", "tampered", "it replaced random.random"),
         ("from minipaged.reference import block_allocator", "forbidden", "read minipaged.reference"),
@@ -109,18 +118,13 @@ def test_the_line_in_which_it_went_wrong_is_marked() -> None:
     ],
 )
 def test_what_a_part_does_to_the_page_fails_the_test_in_which_it_does_it(
-    in_allocate: str, verdict: str, message: str
+    in_allocate: str, verdict: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import random
-
-    before = random.random
-    try:
-        _, told = in_a_page("block-allocator", hostile(in_allocate=in_allocate))
-    finally:
-        random.random = before
+    monkeypatch.setattr(page, "CALL_SECONDS", 1.0)
+    _, told = in_a_page("block-allocator", hostile(in_allocate=in_allocate))
     failed = next(test for test in told if test["status"] == "failed")
     assert failed["counterexample"]["verdict"] == verdict
-    assert message in failed["message"] or verdict == "timed-out"
+    assert message in failed["message"]
     assert failed["hint"]
 
 
@@ -128,6 +132,7 @@ def test_what_it_prints_is_told_the_beginning_of_it(capsys: pytest.CaptureFixtur
     _, told = in_a_page("block-allocator", hostile(in_allocate="print('here I am')"))
     assert told[1]["output"].startswith("here I am\nhere I am\n")
     assert len(told[1]["output"]) <= 4000
+    in_a_page("block-allocator", hostile(in_allocate="print('here I am'); return 99"))  # whose run is looked at again
     assert capsys.readouterr().out == ""
 
 
@@ -152,4 +157,51 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         sys.stdout,
         sys.unraisablehook,
     )
-    assert "block_allocator" not in sys.modules
+    assert not {"block_allocator", "block_allocator_submission"} & {*sys.modules}
+
+
+def test_what_was_replaced_is_put_back() -> None:
+    seeds, generator = random.random, vars(random.Random)
+    replaces = "import random; random.random = lambda: 4; random.Random.random = lambda self: 4"
+    in_a_page("block-allocator", hostile(in_allocate=replaces))
+    assert random.random is seeds
+    assert "random" not in generator
+
+
+def test_a_loop_while_it_is_made_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the run is looked at again: lines of such members are counted, though none of them is the one."""
+    monkeypatch.setattr(page, "CALL_SECONDS", 1.0)
+    source = files_of("block-allocator")["block_allocator.py"].replace(
+        "raise NotImplementedError", "while True: block = 0", 1
+    )
+    _, told = in_a_page("block-allocator", source)
+    assert "a call did not end within 1 seconds" in told[0]["message"]
+
+
+def test_after_a_call_that_was_ended_no_other_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even of the same message: those would not be ended any more."""
+    monkeypatch.setattr(page, "CALL_SECONDS", 1.0)
+    monkeypatch.setitem(sys.modules, "calls_of_this_test", calls := ModuleType("calls_of_this_test"))
+    calls.made = []  # type: ignore[attr-defined]
+    source = hostile(in_allocate="import calls_of_this_test as noted\nnoted.made.append(0)\nwhile True: block = 0")
+    for number, method in enumerate(
+        ("def num_free(self) -> int:\n", "def __init__(self, num_blocks: int) -> None:\n"), 1
+    ):
+        assert method in source
+        note = f"        import calls_of_this_test as noted; noted.made.append({number})\n"
+        source = source.replace(method, method + note)
+    _, told = in_a_page("block-allocator", source)
+    assert told[1]["counterexample"]["verdict"] == "timed-out"
+    made = calls.made  # type: ignore[attr-defined]
+    assert {made[i + 1] for i, call in enumerate(made[:-1]) if call == 0} == {2}  # of the next allocator, in all tests
+
+
+def test_of_a_hidden_test_a_page_tells_the_points_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assignment = find_assignment("block-allocator")
+    hidden = replace(assignment, tests=tuple(replace(test, hidden=True) for test in assignment.tests))
+    monkeypatch.setattr(page, "find_assignment", lambda name: hidden)
+    _, told = in_a_page("block-allocator", find_seeded("block-allocator").mutants["share-not-counted"].source)
+    failed = next(test for test in told if test["status"] == "failed")
+    assert failed["message"] == "A hidden test; what it found is not shown."
+    said = [failed[key] for key in ("meaning", "hint", "output", "counterexample", "run", "same")]
+    assert said == ["", "", "", None, None, None]

@@ -1,4 +1,5 @@
-"""Assignment 3: the starter is told where to begin, right functions get full marks, every seeded bug is caught."""
+"""Assignment 3: right ones get full marks, however unusual; failures are drawn and told. (Starter and seeded bugs are
+in `test_every_assignment.py`.)"""
 
 from __future__ import annotations
 

@@ -73,3 +73,16 @@ def test_a_check_without_an_entry_and_a_file_that_is_not_there_are_told(tmp_path
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_the_points_of_every_assignment_sum_to_100(name: str) -> None:
     assert find_assignment(name).max_score == 100
+
+
+@pytest.mark.parametrize(
+    ("contents", "told"),
+    [
+        (b'cap = 1\ntest = ["a"]\n', r"tests\.toml: test number 1 is 'a'; each begins with \[\[test\]\]"),
+        (b"cap = 1 # \xff\n", r"tests\.toml: .*codec can't decode"),
+    ],
+)
+def test_what_is_no_table_or_no_text_is_told(contents: bytes, told: str, tmp_path: Path) -> None:
+    (tmp_path / "tests.toml").write_bytes(contents)
+    with pytest.raises(CannotBeGraded, match=told):
+        read_tests(tmp_path / "tests.toml", CHECKS)

@@ -24,6 +24,7 @@ from minipaged.course.grader.assignment import Bench, CannotBeGraded, Submission
 from minipaged.course.grader.autograder import requirements
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
+from minipaged.course.grader.student_tests import grade_tests
 from minipaged.course.sandbox.contract import Misbehaviour
 from minipaged.errors import Invariant
 from minipaged.events import StepFailed, from_json
@@ -271,6 +272,8 @@ def test_without_triton_it_cannot_be_graded_and_the_message_says_what_to_install
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
     with pytest.raises(CannotBeGraded, match=r"triton-decode needs triton, not installed here; install .*course,fast"):
         grade(ASSIGNMENT, Submission(STARTER), model=None)
+    with pytest.raises(CannotBeGraded, match=r"triton-decode needs triton, not installed here"):
+        grade_tests("triton-decode", Submission(STARTER.with_name("first_test.py")))
 
 
 def test_the_autograder_installs_what_it_needs() -> None:

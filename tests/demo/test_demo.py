@@ -15,6 +15,7 @@ from minipaged import InvalidRequest, InvariantViolation, SamplingParams
 from minipaged.demo import replay, run_demo
 from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, beam_tree, compare
 from minipaged.demo.stage import Stage
+from minipaged.demo.ticker import printable
 from minipaged.events import (
     BlockCopied,
     BlocksLoaded,
@@ -178,19 +179,19 @@ def test_beam_search_drops_beams_and_gives_their_blocks_back_in_the_same_step(pl
     assert sorted(scores, reverse=True) == list(scores)  # type: ignore[type-var]
     assert sum(f"({score:.2f})" in line for line in outcome.tree for score in scores) >= len(scores) == 4
     winner = " ".join(outcome.texts[0].outputs[0].split())
-    assert outcome.findings[-1] == f"The winner, score {scores[0]:.2f}: “{winner}”"
+    assert outcome.findings[-1] == f'The winner, score {scores[0]:.2f}: "{printable(winner)}"'
 
 
 def test_beams_are_a_tree_of_what_they_have_in_common() -> None:
     words = ["the", "sea", "is", "calm", "wide", "sky"]
     beams = [((0, 1, 2, 3), -0.1), ((0, 5), -0.2), ((0, 1, 2), -0.3), ((0, 1, 2, 4), -0.4)]
     assert list(beam_tree(lambda tokens: " ".join(words[token] for token in tokens), beams)) == [
-        "└─ the",
-        "   ├─ sea is",
-        "   │  ├─ (-0.10) calm",
-        "   │  ├─ (-0.30)",
-        "   │  └─ (-0.40) wide",
-        "   └─ (-0.20) sky",
+        "`- the",
+        "   |- sea is",
+        "   |  |- (-0.10) calm",
+        "   |  |- (-0.30)",
+        "   |  `- (-0.40) wide",
+        "   `- (-0.20) sky",
     ]
 
 

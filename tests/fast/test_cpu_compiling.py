@@ -75,6 +75,17 @@ def test_a_compiler_that_fails_stops_nobody(uncompiled: Path, capsys: pytest.Cap
     assert "compiling the bfloat16 kernels for this processor, once" in capsys.readouterr().err
 
 
+def test_half_of_what_is_missing_is_half_of_the_work(uncompiled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a second type, when sampling is there: what calls kernels of another part is compiled where they are."""
+    assert sorted(part for share in compiling.SHARES for part in share) == sorted(compiling.PARTS)
+    monkeypatch.setattr(compiling, "is_compiled", lambda part, dtype: part == "sampling")
+    uncompiled.write_text("#!/bin/sh\necho $5 $7 $9 >> $0.asked\n")
+    uncompiled.chmod(0o755)
+    with compiling.compiled_meanwhile(torch.bfloat16):
+        pass
+    assert sorted(Path(f"{uncompiled}.asked").read_text().splitlines()) == ["decoding layers", "prompts"]
+
+
 def test_where_no_process_can_be_started_nobody_is_stopped(uncompiled: Path) -> None:
     assert not uncompiled.exists()
     before = psutil.Process().children()
@@ -104,7 +115,7 @@ def test_who_interrupts_does_not_wait_for_compilers(uncompiled: Path) -> None:
 
     def interrupted() -> None:
         with compiling.compiled_meanwhile(torch.float32):
-            assert len(set(psutil.Process().children()) - before) == compiling.PROCESSES
+            assert len(set(psutil.Process().children()) - before) == len(compiling.SHARES)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

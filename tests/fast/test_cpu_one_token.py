@@ -52,13 +52,14 @@ def test_logits_and_what_is_cached_are_the_loops(dtype: torch.dtype, model_type:
     rows = [BatchRow([token % 64], token, blocks, wants_logits=True) for token in range(max(0, context - 3), context)]
     if rows[0].first_position:
         llama.forward([BatchRow([5] * rows[0].first_position, 0, blocks, wants_logits=False)])
-    before = llama.kv_cache.layer(0)[0].clone(), llama.kv_cache.layer(2)[1].clone()
+    before = [torch.stack(llama.kv_cache.layer(i)) for i in range(3)]
     found = [llama.forward([row]) for row in rows]
     after = [torch.stack(llama.kv_cache.layer(i)) for i in range(3)]
     assert llama._one_token is not None
     llama._one_token = None
-    llama.kv_cache.layer(0)[0].copy_(before[0])
-    llama.kv_cache.layer(2)[1].copy_(before[1])
+    for i in range(3):
+        for kept, was in zip(llama.kv_cache.layer(i), before[i], strict=True):
+            kept.copy_(was)
     for logits, row in zip(found, rows, strict=True):
         assert torch.equal(llama.forward([row]), logits)
     assert all(torch.equal(torch.stack(llama.kv_cache.layer(i)), after[i]) for i in range(3))

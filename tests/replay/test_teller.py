@@ -142,7 +142,7 @@ def test_where_a_run_contradicts_itself_the_page_says_so_from_there_on() -> None
     wrong = [*events, BlocksFreed(0, (0, 3)), StepFinished(1, 1, 3, 0.5)]
     said = sentences_of(wrong)
     assert said[:8] == sentences_of(events)
-    contradiction = "does not follow from what happened before: sequence 0 holds blocks [0, 1], not [0, 3]."
+    contradiction = "does not follow from what happened before: sequence A holds blocks [0, 1], not [0, 3]."
     assert said[8:] == [f"This (blocks_freed) {contradiction}", f"This (step_finished) {contradiction}"]
 
 

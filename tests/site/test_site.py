@@ -20,7 +20,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 from playwright.sync_api import Browser
 
-from docs import build, cards, npm, opening
+from docs import build, cards, npm, opening, python_in_page
 from minipaged.events import (
     BlocksFreed,
     EngineStarted,
@@ -530,11 +530,11 @@ def test_without_npm_the_site_is_built_unless_it_must_be_whole(
     monkeypatch.setattr(npm, "FOLDER", tmp_path)
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("MINIPAGED_NEEDS_BROWSER", raising=False)
-    assert not build.brings_python(tmp_path / "python.js")
+    assert not build.brings("nothing", python_in_page.write, tmp_path)
     assert "there is no npm here" in capsys.readouterr().err
     monkeypatch.setenv("MINIPAGED_NEEDS_BROWSER", "1")
     with pytest.raises(npm.NotFetched, match="apt-get install npm"):
-        build.brings_python(tmp_path / "python.js")
+        build.brings("nothing", python_in_page.write, tmp_path)
 
 
 def test_why_npm_fetched_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,8 @@ def luminance(colour: str) -> float:
 def test_bars_have_an_axis_with_its_unit_unless_they_are_shares_of_different_wholes() -> None:
     texts = re.findall(r">([^<]+)</text>", BARS._repr_html_())
     assert {"0", "20", "40", "slots"} <= set(texts)
+    bare = Bars([("a", [("x", 1)])], {"x": "full"}, axis="millions")
+    assert {"0", "1", "millions"} <= set(re.findall(r">([^<]+)</text>", bare._repr_html_()))
     same = Bars([("a", [("x", 1), ("y", 3)]), ("b", [("x", 4)])], {"x": "full", "y": "dots"}, percent=True)
     assert {"0", "100", "per cent"} <= set(re.findall(r">([^<]+)</text>", same._repr_html_()))
     other = Bars([("a", [("x", 1)]), ("b", [("x", 4)])], {"x": "full"}, percent=True)

@@ -9,7 +9,7 @@ stage is run when all before it has passed. A test is a function that asks a `Be
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import runpy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -172,6 +172,15 @@ class Assignment:
     @property
     def max_score(self) -> int:
         return sum(test.points for test in self.tests)
+
+    def check_needs(self) -> None:
+        """Raises CannotBeGraded where a package is not there without which nothing can be."""
+        if missing := [package for package in self.needs if importlib.util.find_spec(package) is None]:
+            raise CannotBeGraded(
+                f"{self.name} needs {' and '.join(missing)}, not installed here; install minipaged with its extras "
+                "'course' and 'fast' (in a clone: pip install -e '.[course,fast]'), on Linux: there is no Triton "
+                "elsewhere"
+            )
 
     def choose(self, submission: Submission, loaded: Loaded) -> str:
         """The name of the part in a loaded file. Raises CannotBeGraded, and says what to do."""
@@ -381,14 +390,14 @@ class Grade:
 
 @contextlib.contextmanager
 def needs_hypothesis() -> Iterator[None]:
-    """Turn a missing hypothesis into a message that says how to get it."""
+    """Turn a missing hypothesis (or pytest, which runs students' tests) into a message that says how to get it."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != "hypothesis":
+        if error.name not in ("hypothesis", "pytest"):
             raise
         raise CannotBeGraded(
-            "the grader needs hypothesis, not installed here; install minipaged with its extra 'course' "
+            f"the grader needs {error.name}, not installed here; install minipaged with its extra 'course' "
             "(in a clone: pip install -e '.[course]')"
         ) from None
 

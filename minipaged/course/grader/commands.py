@@ -15,7 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from minipaged.course.grader.assignment import CannotBeGraded, Grade, Submission, TestResult, find_assignment
+from minipaged.course.grader.assignment import (
+    CannotBeGraded,
+    Grade,
+    Submission,
+    TestResult,
+    find_assignment,
+    needs_hypothesis,
+)
 from minipaged.course.grader.formats import FORMATS, closing, fails_like, heading, not_graded, result_lines
 from minipaged.course.grader.grading import grade
 
@@ -125,7 +132,8 @@ def run_grade_tests(name: str, spec: str, report: Report) -> int:
     """`minipaged grade-tests`; returns the exit status."""
 
     def work() -> Grade:
-        from minipaged.course.grader.student_tests import grade_tests
+        with needs_hypothesis():
+            from minipaged.course.grader.student_tests import grade_tests
 
         return grade_tests(name, Submission.parse(spec), report=report.so_far)
 

@@ -100,6 +100,11 @@ def raised_message(method: str, error: Exception, shown: str) -> str:
     return f"{shown} raised {described}"
 
 
+def shown(answer: Outcome) -> str:
+    """An answer that was not to be given, within a sentence."""
+    return f"an object of type {answer.kind}" if isinstance(answer, Handle) else repr(answer)[:200]
+
+
 def said(answer: Outcome) -> str:
     """What a call that should have raised, or have returned something else, did instead."""
     if isinstance(answer, Raised):

@@ -7,7 +7,6 @@ so that what is known is on disk before the next one begins.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -58,11 +57,7 @@ def grade(
         if name not in assignment.builds_on:
             known = ", ".join(assignment.builds_on) or "it builds on none"
             raise CannotBeGraded(f"{assignment.name} does not build on {name!r}; earlier parts it takes: {known}")
-    if missing := [package for package in assignment.needs if importlib.util.find_spec(package) is None]:
-        raise CannotBeGraded(
-            f"{assignment.name} needs {' and '.join(missing)}, not installed here; install minipaged with its extras "
-            "'course' and 'fast' (in a clone: pip install -e '.[course,fast]'), on Linux: there is no Triton elsewhere"
-        )
+    assignment.check_needs()
     result = Grade(assignment, submission, seed)
 
     def bench() -> Bench:

@@ -25,6 +25,10 @@ def folder_of(assignment: str) -> Path:
     return folder
 
 
+OF_THE_SITE = re.compile(r"\n<!-- (?:tests|grade \S+) -->\n")
+"""Where the site puts something into a handout."""
+
+
 def files_of(assignment: str) -> dict[str, str]:
     """Name in the student's folder -> contents. Raises CannotBeGraded for what is no assignment."""
     part, folder = name_of(assignment).replace("-", "_"), folder_of(assignment)
@@ -33,7 +37,7 @@ def files_of(assignment: str) -> dict[str, str]:
     starter = contents[f"{part}.py"].replace("starter.py", f"{part}.py")
     # What the handout links to lies in the repository, not beside it.
     handout = re.sub(r"\[([^\]]+)\]\(\.\./\.\./([^)]+)\)", r"\1 (`\2` of the repository)", contents["handout.md"])
-    return {**contents, f"{part}.py": starter, "handout.md": handout.replace("\n<!-- tests -->\n", "")}  # of the site
+    return {**contents, f"{part}.py": starter, "handout.md": OF_THE_SITE.sub("", handout)}
 
 
 def title_of(assignment: str) -> str:

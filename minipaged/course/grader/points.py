@@ -39,11 +39,13 @@ def read_tests(path: Path, checks: Mapping[str, Check]) -> tuple[int, tuple[Test
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CannotBeGraded(f"cannot read {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise CannotBeGraded(f"{path}: {error}") from None
     require(path, "the file", document, {"cap": int, "test": list}, ())
     found: dict[str, Test] = {}
     for number, entry in enumerate(document["test"], 1):
+        if type(entry) is not dict:
+            raise CannotBeGraded(f"{path}: test number {number} is {entry!r}; each begins with [[test]]")
         where = f"[[test]] number {number} ({entry.get('name', 'without a name')!r})"
         require(path, where, entry, KINDS, OPTIONAL)
         words = {key: " ".join(entry[key].split()) for key in ("meaning", "hint")}
@@ -62,7 +64,7 @@ def read_tests(path: Path, checks: Mapping[str, Check]) -> tuple[int, tuple[Test
             **words,
             check=checks[name],
             stage=stage,
-            hidden="hidden" in entry and entry["hidden"],
+            hidden=entry.get("hidden", False),
         )
     if missing := [name for name in checks if name not in found]:
         raise CannotBeGraded(f"{path} has no [[test]] with the name {missing[0]!r}")

@@ -57,6 +57,7 @@ class Outcome:
 def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None] = lambda grade: None) -> Grade:
     """Grade a file of tests. Raises CannotBeGraded when there is no test in it that runs."""
     part = find_assignment(name)
+    part.check_needs()
     module = part.name.replace("-", "_")
     if tests.path.stem == module:
         raise CannotBeGraded(

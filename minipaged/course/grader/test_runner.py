@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import os
 import sys
 from functools import partial
 from types import ModuleType
@@ -65,7 +66,7 @@ def _keep_secret(part: ModuleType, tests: str, event: str, args: tuple[Any, ...]
     """Tests are to call the part, not to read it: a bug is not found by its code."""
     if event == "object.__getattr__" and args[1] == "__code__":
         function, reader = args[0], sys._getframe(1).f_code.co_filename
-        if getattr(function, "__globals__", None) is part.__dict__ and reader.endswith(tests):
+        if getattr(function, "__globals__", None) is part.__dict__ and reader.endswith((tests, f"{os.sep}dis.py")):
             raise PermissionError("the grader does not allow this: the tests read the code of what they test")
 
 

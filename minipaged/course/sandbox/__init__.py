@@ -1,7 +1,11 @@
-"""Where student code runs: in a process of its own, which answers the grader's calls and decides nothing.
+"""Where student code runs: in a process of its own, or in the page that grades it. It answers the grader's calls, and
+decides nothing.
 
-contract.py     what the grader knows of it: limits, handles, what calls return, how a submission may misbehave
-process.py      the grader's end of the process
-worker.py       the other end
-wire.py         what travels between them
+contract.py       what the grader knows of it: limits, handles, what calls return, how a submission may misbehave
+asking.py         the grader's end: calls, values, objects that are offered
+answering.py      the other end: where the student's objects live
+process.py        a process, as the grader sees it
+worker.py         a process, from within
+page_process.py   both ends in one interpreter
+wire.py           what travels between them
 """

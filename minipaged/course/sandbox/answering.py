@@ -22,7 +22,7 @@ import random
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType, TracebackType
 from typing import Any
@@ -46,6 +46,10 @@ WATCHED_MODULES = (
 )
 PRIVATE = ("reference", "fast", "engine", "course", "demo", "models/quantized")
 """Parts of minipaged that hold answers or the grader."""
+
+
+class Ended(BaseException):
+    """Raised in student code that is not to go on, where the grader runs in the same interpreter."""
 
 
 class Worker(ABC):
@@ -108,6 +112,8 @@ class Worker(ABC):
         sys.modules[name] = module
         try:
             spec.loader.exec_module(module)
+        except Ended:
+            raise
         except BaseException as error:  # SystemExit too: a file that ends the process when loaded cannot be graded
             return {"raised": self._describe(error)}
         number = self._new_number()
@@ -130,6 +136,8 @@ class Worker(ABC):
                 result = found if args is None else found(*wire.decode(args, special))
                 results.append(result)
                 outcomes.append({"ok": wire.encode(result, self._handle)})
+            except Ended:
+                raise
             except BaseException as error:
                 results.append(None)
                 outcomes.append({"raised": self._describe(error)})
@@ -271,16 +279,19 @@ class Worker(ABC):
                         self._snapshot[f"{name}.{key}"] = (value, dict(vars(value)))
 
     def _replaced(self) -> str | None:
+        return next((f"{name}.{key}" for name, _, key in self._changes()), None)
+
+    def _changes(self) -> Iterator[tuple[str, Any, str]]:
+        """What is not as it was: the name of a module or class, itself, and the name of the member."""
         for name, (owner, before) in self._snapshot.items():
             now = vars(owner)
             for key, value in before.items():
                 if now.get(key, None) is not value and key not in ("__annotations__", "__annotations_cache__"):
-                    return f"{name}.{key}"
+                    yield name, owner, key
             inherited = owner.__mro__[1:] if isinstance(owner, type) else ()
             for key in now.keys() - before.keys():
                 if any(key in vars(base) for base in inherited):
-                    return f"{name}.{key}"
-        return None
+                    yield name, owner, key
 
 
 class Stub:

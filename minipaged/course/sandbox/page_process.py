@@ -2,8 +2,8 @@
 
 A page's Python (Pyodide) is thrown away with the page, and what is graded there counts for nobody but its reader. So
 nothing is kept apart but what mistakes need: a call that does not return is ended, what is printed is bounded, members
-of other modules that were replaced are found out, and the answers are not to be imported. Calls and their values travel
-as they do between processes (`wire.py`), so that a part that passes here passes there.
+of other modules that were replaced are found out and put back, and the answers are not to be imported. Calls and their
+values travel as they do between processes (`wire.py`), so that a part that passes here passes there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -22,7 +22,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from minipaged.course.sandbox import wire
-from minipaged.course.sandbox.answering import PRIVATE, Worker
+from minipaged.course.sandbox.answering import PRIVATE, Ended, Worker
 from minipaged.course.sandbox.asking import KEPT_OUTPUT, MOST_OUTPUT, Asker
 from minipaged.course.sandbox.contract import Limits, Misbehaviour, Verdict
 
@@ -30,15 +30,18 @@ LINES = 100
 """Of a student's code, that are run between two looks at the clock."""
 
 
-class Ended(BaseException):
-    """Raised in a student's code that is not to go on."""
-
-
 class PageProcess(Asker):
-    """What a `WorkerProcess` is, in this interpreter."""
+    """What a `WorkerProcess` is, in this interpreter. `alive` is called before each call.
 
-    def __init__(self, limits: Limits, modules: Sequence[str] = ()) -> None:
+    A call is ended by an exception in its next line. Python then traces no further, so whoever catches that one
+    (`except:`) goes on; and what has no lines (`sum(iter(int, 1))`) gets none. The page ends those: it hears nothing.
+    """
+
+    def __init__(
+        self, limits: Limits, modules: Sequence[str] = (), *, alive: Callable[[], object] = lambda: None
+    ) -> None:
         super().__init__(limits)
+        self._alive = alive
         self._printed = Printed(self)
         self._worker = PageWorker(self)
         self._until = 0.0
@@ -60,12 +63,15 @@ class PageProcess(Asker):
         return self._printed.kept
 
     def _ask(self, message: dict[str, Any], within: float | None = None) -> Any:
+        self._alive()
         before, self._until = self._until, self._end(within)
         trace = sys.gettrace()
         sys.settrace(self._on_call)
         try:
             with redirect_stdout(self._printed), redirect_stderr(self._printed):
                 answer = self._worker.answer(message)
+        except Ended:
+            assert self._ended
         finally:
             sys.settrace(trace)
             self._until = before
@@ -113,6 +119,7 @@ class PageWorker(Worker):
         self._answered: list[dict[str, Any]] = []
         self._replies: list[dict[str, Any]] = []
         self._before = sys.unraisablehook
+        self._loaded: list[str] = []
 
     @property
     def files(self) -> Sequence[str]:
@@ -120,6 +127,15 @@ class PageWorker(Worker):
         return self._student_files
 
     def leave(self) -> None:
+        """Put back what student code has replaced, and drop what it has loaded."""
+        for name, owner, key in list(self._changes()):
+            before = self._snapshot[name][1]
+            if key in before:
+                setattr(owner, key, before[key])
+            else:
+                delattr(owner, key)
+        for name in self._loaded:
+            sys.modules.pop(name, None)
         sys.unraisablehook = self._before
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -150,6 +166,7 @@ class PageWorker(Worker):
         return {"ok": {"isolation": {}, "modules": list(self._objects)}}
 
     def _new_module(self, spec: ModuleSpec) -> ModuleType:
+        self._loaded.append(spec.name)
         module = super()._new_module(spec)
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._import}
         return module

@@ -63,7 +63,11 @@ class WorkerProcess(Asker):
         self._reader = threading.Thread(target=self._drain, daemon=True)
         self._reader.start()
         given = {"limits": asdict(limits), "processes_allowed": limits.processes_allowed, "modules": list(modules)}
-        self._start(given)
+        try:
+            self._start(given)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Kill the worker and all of its process group; delete its working directory."""

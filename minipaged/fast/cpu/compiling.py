@@ -2,7 +2,7 @@
 
     python -m minipaged.fast.cpu.compiling DTYPE PART [DTYPE PART ...]
 
-numba compiles on one core at a time, and a first start waits for little else. So PROCESSES compile a share of the
+numba compiles on one core at a time, and a first start waits for little else. So two processes compile a share of the
 kernels' parts each, while this one reads weights; they leave what they make where numba keeps it. Nothing depends on
 them: what is missing, because one of them failed, is compiled where it is called.
 """
@@ -34,9 +34,6 @@ from minipaged.fast.kernels import Layer
 
 ROOT = Path(__file__).parents[3]
 """Where minipaged lies."""
-PROCESSES = 2
-"""Each imports torch and numba anew: 1.3 s of a core. Two with half of the kernels each are done sooner than three on
-two cores, and reading weights leaves them time on a third."""
 HEAD_DIM = 32
 """The least that can be multiplied in pairs of bfloat16."""
 
@@ -112,7 +109,10 @@ PARTS = {
     "sampling": Part(sampling, _draw, 3),
     "layers": Part(layers, _run, 6),
 }
-"""In this order, every second one is half of the work."""
+SHARES = (("prompts", "sampling"), ("decoding", "layers"))
+"""What each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). Each imports
+torch and numba anew: 1.3 s of a core. Two are done sooner than three on two cores, and reading weights leaves them time
+on a third."""
 
 
 def is_compiled(part: str, dtype: torch.dtype) -> bool:
@@ -159,7 +159,10 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
                 bars.advance(bar)
 
         followers = []
-        for share in filter(None, (missing[i::PROCESSES] for i in range(PROCESSES))):
+        for parts in SHARES:
+            share = [(part, of) for part, of in missing if part in parts]
+            if not share:
+                continue
             try:
                 child = _start(share)
             except OSError:  # there is no room for it, or no Python to be started

@@ -1,7 +1,7 @@
 """One token through all layers of a Llama in one compiled call, on a CPU.
 
-A request that decodes alone waits for the weights to be read, 4 or 5 matrices a layer, and each is read in 0.02 to 0.1
-ms. Calls from Python between them, eight a layer, cost as much as the reading of a whole one: making arrays of tensors,
+A request that decodes alone waits for the weights to be read, four matrices a layer, and each is read in 0.02 to 0.1
+ms. Calls from Python, nine a layer, together cost as much as the reading of a whole one: making arrays of tensors,
 looking up types, and threads that go to sleep meanwhile. So here the layers are a loop that is compiled itself; what it
 calls is what Python calls elsewhere, in the same order, and the results are the same to the last bit.
 """
@@ -90,13 +90,13 @@ def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
 def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_threads, number, x):
     """residual [hidden] is changed, x [hidden] comes out of the last layer. angles: cos and sin [head_dim / 2]."""
     cos, sin = angles
-    heads, inner = sizes
+    heads, intermediate = sizes
     hidden, head_dim, kv_heads, like = len(residual), 2 * len(cos), pool.kv_heads, residual[0]
     qkv_size, q_size = (heads + 2 * kv_heads) * head_dim, heads * head_dim
     normed, qkv = np.empty_like(residual), np.empty(qkv_size, residual.dtype)
     query = np.empty((1, heads, head_dim), residual.dtype)
     attended = np.empty_like(query)
-    gate_up, activated = np.empty(2 * inner, residual.dtype), np.empty(inner, residual.dtype)
+    gate_up, activated = np.empty(2 * intermediate, residual.dtype), np.empty(intermediate, residual.dtype)
     epsilon = np.float32(eps)
     # Not as they are written: numba takes constants for types of their own, and would compile all callees once more.
     one, none = np.int64(1), np.int64(0)
@@ -114,9 +114,9 @@ def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_thr
         multiply(_at(attended), one, o_weight, hidden, q_size, like, num_threads, _at(x))
         add(x, residual)
         normalize(residual, array_at(post_norm, hidden, like), epsilon, normed)
-        multiply(_at(normed), one, gate_up_weight, 2 * inner, hidden, like, num_threads, _at(gate_up))
-        activate(gate_up[:inner], gate_up[inner:], activated)
-        multiply(_at(activated), one, down_weight, hidden, inner, like, num_threads, _at(x))
+        multiply(_at(normed), one, gate_up_weight, 2 * intermediate, hidden, like, num_threads, _at(gate_up))
+        activate(gate_up[:intermediate], gate_up[intermediate:], activated)
+        multiply(_at(activated), one, down_weight, hidden, intermediate, like, num_threads, _at(x))
 
 
 @inner(inline="always")

@@ -61,6 +61,7 @@ from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, widen
+from minipaged.fast.cpu.kernel_cache import inner
 from minipaged.fast.cpu.vectors import (
     BITS32,
     BITS64,
@@ -361,7 +362,7 @@ def _prepare(x_address, tokens, layout, copy, sums, like):
             _prepare_token(x_address, t, layout, copy, sums, like)
 
 
-@njit(cache=True, fastmath=FASTMATH)
+@inner(fastmath=FASTMATH)
 def _prepare_token(x_address, token, layout, copy, sums, like):
     width = layout.num_pieces * layout.piece
     x = array_at(x_address, (token + 1) * layout.num_inputs, like)[token * layout.num_inputs :]

@@ -21,9 +21,9 @@ import numpy as np
 from minipaged import contracts
 from minipaged.contracts import BeamMove, BeamStep
 from minipaged.course.grader.assignment import Bench, Failure
-from minipaged.course.grader.counterexample import aligned
+from minipaged.course.grader.counterexample import aligned, shown
 from minipaged.course.grader.session import Session
-from minipaged.course.sandbox.contract import Handle, Outcome, Raised
+from minipaged.course.sandbox.contract import Outcome, Raised
 from minipaged.engine.engine import Engine
 from minipaged.errors import Invariant
 from minipaged.events import Event, StepFailed
@@ -167,7 +167,7 @@ class BeamSession(Session):
             return
         if isinstance(answer, Raised):
             self._raised("step", answer.error, "step", f"; it has to raise BadLogits: {why}")
-        self._fail(None, f"step returned {_shown(answer)}; it has to raise BadLogits: {why}")
+        self._fail(None, f"step returned {shown(answer)}; it has to raise BadLogits: {why}")
 
     # --- Comparing --------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class BeamSession(Session):
             self._lines.append('assert all(isinstance(m.token_id, int) for m, score in step.finished), f"it is {step}"')
             self._fail(
                 None,
-                f"{which} returned {_shown(answer)}; it has to return a BeamStep: a list of BeamMoves, and a list of "
+                f"{which} returned {shown(answer)}; it has to return a BeamStep: a list of BeamMoves, and a list of "
                 "pairs (BeamMove, score)",
             )
 
@@ -416,10 +416,6 @@ def _is_close(found: float, right: float) -> bool:
 
 def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
     return ", ".join(f"beam {beam} + token {token}" for beam, token in pairs) or "none"
-
-
-def _shown(answer: Outcome) -> str:
-    return f"an object of type {answer.kind}" if isinstance(answer, Handle) else repr(answer)[:200]
 
 
 def _written(logits: np.ndarray) -> str:

@@ -1,6 +1,6 @@
 """Assignment 4, `scheduler`: who is admitted, who is preempted, and how they come back (paper, section 4.5).
 
-The properties are moments that Hypothesis makes up (`scheduler_scenes.py`): some requests run, some wait, and the
+The properties are moments that Hypothesis makes up (`scenes.py`): some requests run, some wait, and the
 student's scheduler is asked about them. Then the real engine serves random workloads with the student's scheduler in
 place of its own, on a model that checks every read: all requests have to end, with the tokens that each generates
 alone. Then SmolLM2. The performance index is about what the rules leave open: how many blocks to hold back from

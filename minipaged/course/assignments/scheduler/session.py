@@ -14,9 +14,9 @@ from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
 from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import aligned
+from minipaged.course.grader.counterexample import aligned, shown
 from minipaged.course.grader.session import Session
-from minipaged.course.sandbox.contract import Handle, Outcome, Raised, Result
+from minipaged.course.sandbox.contract import Raised, Result
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import Memory
 from minipaged.engine.policy import FirstComeFirstServed, recompute_seconds
@@ -92,7 +92,7 @@ class SchedulerSession(Session):
         right = self.right.fits(request)
         if not isinstance(answer, bool):
             self._lines.append('assert isinstance(answer, bool), f"fits returned {answer!r}"')
-            self._fail(None, f"fits returned {_shown(answer)}; it has to return True or False")
+            self._fail(None, f"fits returned {shown(answer)}; it has to return True or False")
         if answer is not right:
             self._lines.append(f'assert answer is {right}, f"fits returned {{answer}}"')
             most, total = self.right.most_blocks(request), self.settings.num_blocks
@@ -115,7 +115,7 @@ class SchedulerSession(Session):
                 "assert all(type(number) is int and number >= 0 for number in answer.values()), answer",
             ]
             self._fail(
-                None, f"share_tokens returned {_shown(answer)}; it has to return a dict: request_id -> tokens, from 0"
+                None, f"share_tokens returned {shown(answer)}; it has to return a dict: request_id -> tokens, from 0"
             )
         answer = {name: number for name, number in answer.items() if number}
         if answer != right:
@@ -141,7 +141,7 @@ class SchedulerSession(Session):
                 None,
                 f"the victim is {answer}; it should be {right}"
                 if known
-                else f"the victim is {_shown(answer)}; it has to be the request_id of one that runs: "
+                else f"the victim is {shown(answer)}; it has to be the request_id of one that runs: "
                 f"{', '.join(sorted(r.request_id for r in running))}",
             )
         return right
@@ -152,7 +152,7 @@ class SchedulerSession(Session):
         right = self.right.way_back(request, host_free)
         if not isinstance(answer, str) or answer not in ("swap", "recompute"):
             self._lines.append('assert answer in ("swap", "recompute"), f"way_back returned {answer!r}"')
-            self._fail(None, f'way_back returned {_shown(answer)}; it has to return "swap" or "recompute"')
+            self._fail(None, f'way_back returned {shown(answer)}; it has to return "swap" or "recompute"')
         recompute = recompute_seconds(self.settings.costs, request.num_tokens)
         difference = self.right.price(request)
         has_room = request.num_blocks <= host_free
@@ -184,7 +184,7 @@ class SchedulerSession(Session):
         if not isinstance(answer, list) or not all(isinstance(name, str) for name in answer):
             self._lines.append('assert isinstance(answer, list | tuple), f"admit returned {answer!r}"')
             self._lines.append('assert all(isinstance(name, str) for name in answer), f"admit returned {answer!r}"')
-            self._fail(None, f"admit returned {_shown(answer)}; it has to return a list of request_ids")
+            self._fail(None, f"admit returned {shown(answer)}; it has to return a list of request_ids")
         wrong = [name for name in answer if name not in names] or [
             n for n, times in Counter(answer).items() if times > 1
         ]
@@ -194,7 +194,7 @@ class SchedulerSession(Session):
                 'assert len(answer) == len(set(answer)), f"admit returned {answer}"',
             ]
             why = "is there twice" if wrong[0] in names else f"does not wait; those that do: {', '.join(names)}"
-            self._fail(None, f"admit returned {_shown(answer)}: {wrong[0]!r} {why}")
+            self._fail(None, f"admit returned {shown(answer)}: {wrong[0]!r} {why}")
         admitted = [r for r in sorted(waiting, key=lambda r: r.arrival) if r.request_id in answer]
         if "order" in rules and (overtaken := [name for name in names[: len(answer)] if name not in answer]):
             first = next(name for name in names if name in answer and names.index(name) > names.index(overtaken[0]))
@@ -300,7 +300,7 @@ class SchedulerSession(Session):
         if first != second:
             self._lines.append('assert answers[0] == answers[1], f"twice the same question: {answers}"')
             self._fail(
-                None, f"{method} was asked the same twice, and returned first {_shown(first)}, then {_shown(second)}"
+                None, f"{method} was asked the same twice, and returned first {shown(first)}, then {shown(second)}"
             )
 
     # --- Asking and failing -----------------------------------------------------------------------
@@ -458,10 +458,6 @@ def _literal(value: Any) -> str:
         shown = [f"{name}={one!r}" for name, one in given.items() if name not in defaults or defaults[name] != one]
         return f"{type(value).__name__}({', '.join(shown)})"
     return repr(value)
-
-
-def _shown(answer: Outcome) -> str:
-    return f"an object of type {answer.kind}" if isinstance(answer, Handle) else repr(answer)[:200]
 
 
 def counted(number: int, what: str) -> str:

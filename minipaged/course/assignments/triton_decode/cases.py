@@ -22,7 +22,7 @@ from minipaged.course.sandbox.contract import Verdict
 from minipaged.errors import Invariant
 
 UNTOUCHED = -4096
-"""What `out` holds before the call: `decode_worker.call` puts it there."""
+"""What `out` holds before the call: `worker.call` puts it there."""
 
 
 def make_inputs(

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from minipaged.course.assignments.under_load.ours import Ours
 from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance
-from minipaged.course.grader.counterexample import aligned, make_script, raised_message
+from minipaged.course.grader.counterexample import aligned, make_script, raised_message, shown
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.grader.serving import Parts, check_texts, check_workloads, crowded_workloads
@@ -98,8 +98,7 @@ class Part:
         numbers = answer if isinstance(answer, tuple | list) else (answer,)
         if numbers and all(isinstance(n, int | float) and not math.isnan(n) for n in numbers):
             return tuple(numbers)
-        shown = f"an object of type {answer.kind}" if isinstance(answer, Handle) else repr(answer)[:200]
-        message = f"turn returned {shown}; it has to return a number, or a tuple of numbers"
+        message = f"turn returned {shown(answer)}; it has to return a number, or a tuple of numbers"
         raise Failed(Failure(message, script=self._question(plain(request), now, message)))
 
     def _ask(self, method: str, call: tuple[Handle, str, tuple[Any, ...]]) -> Any:

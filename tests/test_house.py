@@ -138,6 +138,7 @@ HOUSE = {
             "where there is no NumPy, no model is loaded": "llm",
             "one assignment needs torch": "course.assignments.triton_decode.worker torch",
             "one command needs pytest": "course.grader.student_tests",
+            "what is private to it may be elsewhere": "hypothesis",
         },
     ),
     "serve": Room(

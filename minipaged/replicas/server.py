@@ -51,8 +51,10 @@ OF_THE_CLUSTER = {"host", "port", "ray_address"}
 ATTEMPTS = 2
 """To start a replica, before it is said what is wrong."""
 
-LAST_WORDS = re.compile(r"^[\w.]*(?:Error|Exception|errors\.\w+): (?!Traceback)(.+)$", re.MULTILINE)
-"""Of a traceback: what was wrong."""
+LAST_WORDS = re.compile(
+    r"^(?![\w.]*DeploymentUnavailableError)[\w.]*(?:Error|Exception|errors\.\w+): (?!Traceback)(.+)$", re.MULTILINE
+)
+"""Of a traceback: what was wrong. (That there are no replicas, the endpoint says, is none of the reasons why.)"""
 
 
 def application(

@@ -344,6 +344,17 @@ def test_a_cluster_is_left_as_it_was_however_the_command_ends(
     assert head.is_running()
 
 
+def test_what_a_replica_says_is_the_reason_and_not_that_the_endpoint_finds_none() -> None:
+    from minipaged.replicas.server import LAST_WORDS  # needs Ray
+
+    account = "Traceback (most recent call last):\n  ...\n{}\n"
+    replica = account.format("minipaged.errors.ModelError: no weights in tiny")
+    nobody = "ray.serve.exceptions.DeploymentUnavailableError: Deployment(name='replica', app='minipaged')"
+    endpoint = account.format(nobody)
+    assert LAST_WORDS.findall(replica + endpoint) == ["no weights in tiny"]
+    assert not LAST_WORDS.findall(endpoint)
+
+
 def test_why_no_replica_starts_is_said_in_a_line(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "without_weights"
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))

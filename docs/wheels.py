@@ -30,10 +30,9 @@ def fetch(package: str, sha256: str) -> Path:
             command = [sys.executable, "-m", "pip", "download", *options, package]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                said = [
-                    line for line in done.stderr.splitlines() if line.startswith("ERROR")
-                ] or done.stderr.splitlines()
-                raise NotFetched(f"pip could not fetch {package} for Pyodide: {[*said, 'it said nothing'][0]}")
+                lines = done.stderr.splitlines() or ["it said nothing"]
+                errors = [line for line in lines if line.startswith("ERROR")] or lines
+                raise NotFetched(f"pip could not fetch {package} for Pyodide: {errors[-1]}")
         [wheel] = FOLDER.glob(pattern)
     if hashlib.sha256(wheel.read_bytes()).hexdigest() != sha256:
         raise ValueError(f"{wheel} is not what it was when it was chosen; delete it, and it is fetched again")

@@ -105,7 +105,7 @@
       return new Promise((done, failed) => {
         this.fail = failed;
         this.worker.onmessage = ({data}) => {
-          if ("told" in data) told?.(data.told);
+          if ("told" in data) told(data.told);
           else if (data.failed) failed(new Error(data.failed));
           else done(data.done);
         };

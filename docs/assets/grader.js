@@ -2,9 +2,9 @@
  *
  * It holds as JSON the `assignment`, the `file` that a student writes, its starter (`code`), the `tests` with their
  * points, the `command` that grades the same file outside of a page, and whether that measures its `speed`. Until its
- * button is pressed it is that button.
- * The grader is minipaged's own (minipaged/course/page.py): it tells of each test when it is done, and of a
- * failed one with the run that shows it, which is stepped through here, beside the student's own lines.
+ * button is pressed it is that button. The grader is minipaged's own (minipaged/course/page.py): it tells of each test
+ * when it is done, and of a failed one with the run that shows it, which is stepped through here, beside the student's
+ * own lines.
  */
 (() => {
   "use strict";

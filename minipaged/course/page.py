@@ -85,9 +85,8 @@ def _told(grade: Grade) -> dict[str, Any]:
     *earlier, result = grade.results
     told: dict[str, Any] = json.loads(as_json(grade))["tests"][-1]
     if result.test.hidden:
-        nothing = dict.fromkeys(("message", "meaning", "hint", "output"), "")
-        message = "A hidden test; what it found is not shown."
-        return told | nothing | {"message": message, "counterexample": None, "same": None, "run": None}
+        told |= dict.fromkeys(("meaning", "hint", "output"), "") | dict.fromkeys(("counterexample", "same", "run"))
+        return told | {"message": "A hidden test; what it found is not shown."}
     same = fails_like(result, earlier) if result.status is Status.FAILED else None
     failure = result.failure
     if failure and failure.verdict:

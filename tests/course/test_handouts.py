@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from minipaged.cli import app
 from minipaged.course.grader.assignment import ASSIGNMENTS, CannotBeGraded, Submission, find_assignment
 from minipaged.course.grader.grading import grade
-from minipaged.course.grader.handouts import start, title_of, to_do
+from minipaged.course.grader.handouts import files_of, folder_of, start, title_of, to_do
 from minipaged.course.grader.mutants import find_seeded
 from tests.course.harness import ROOT
 from tests.course.submissions import REFERENCE
@@ -134,3 +134,8 @@ def test_a_wheel_has_all_of_them(tmp_path: Path) -> None:
     for path in (ROOT / "assignments").rglob("*"):
         if path.suffix in (".md", ".py", ".toml"):
             assert f"minipaged/course/handed_out/{path.relative_to(ROOT / 'assignments')}" in names
+
+
+def test_marks_of_the_site_are_not_handed_out() -> None:
+    assert "<!-- grade block-allocator -->" in (folder_of("block-allocator") / "handout.md").read_text()
+    assert not [name for name in ASSIGNMENTS if "<!--" in files_of(name)["handout.md"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from minipaged.course.grader.assignment import Bench, CannotBeGraded, Status, Submission, TestResult, find_assignment
 from minipaged.course.grader.counterexample import ALARM
 from minipaged.course.grader.grading import grade, run_test
-from minipaged.course.sandbox.contract import Limits, Raised, Result, StudentError, Verdict
+from minipaged.course.sandbox.contract import Limits, Misbehaviour, Raised, Result, StudentError, Verdict
 from minipaged.course.sandbox.process import WorkerProcess
 from minipaged.errors import BlockNotAllocated
 from tests.course.submissions import REFERENCE, hostile
@@ -288,3 +289,10 @@ class Part:
         with pytest.raises(StudentError, match="AttributeError: secret"):
             part.call("pry")
         process.finish()
+
+
+def test_a_worker_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(Misbehaviour, match="its process ended"):
+        WorkerProcess(LIMITS, ("no_such_module",))
+    assert not list(tmp_path.iterdir())

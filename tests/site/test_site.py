@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +21,7 @@ from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 from playwright.sync_api import Browser
 
-from docs import build, cards, npm, opening, python_in_page
+from docs import build, cards, npm, opening, python_in_page, wheels
 from minipaged.events import (
     BlocksFreed,
     EngineStarted,
@@ -535,6 +536,18 @@ def test_without_npm_the_site_is_built_unless_it_must_be_whole(
     monkeypatch.setenv("MINIPAGED_NEEDS_BROWSER", "1")
     with pytest.raises(npm.NotFetched, match="apt-get install npm"):
         build.brings("nothing", python_in_page.write, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "said", ["", "/bin/python: No module named pip", "ERROR: first\\nERROR: No module named pip\\nnote"]
+)
+def test_why_pip_fetched_nothing_is_told(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheels, "FOLDER", tmp_path / "wheels")
+    (tmp_path / "python").write_text(f"#!/bin/sh\nprintf '{said}' >&2\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(npm.NotFetched, match="No module named pip$" if said else "it said nothing$"):
+        wheels.fetch("made-up==1", "0")
 
 
 def test_why_npm_fetched_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -432,12 +432,8 @@ def test_what_is_wrong_is_in_the_picture_and_the_last_step_says_that_it_broke(br
 def test_so_does_the_page_of_a_counterexample(browser: Browser, tmp_path: Path) -> None:
     grade = ["grade", "block-allocator", "museum/minus_one.py", "--no-model", "--counterexamples", str(tmp_path)]
     assert main_and_return(grade) == 1
-    assert (
-        main_and_return(
-            ["page", str(tmp_path / "minus_one" / "allocate-and-free.jsonl"), "-o", str(tmp_path / "page.html")]
-        )
-        == 0
-    )
+    run = tmp_path / "minus_one" / "allocate-and-free.jsonl"
+    assert main_and_return(["page", str(run), "-o", str(tmp_path / "page.html")]) == 0
     watched = Watched(browser)
     watched.page.goto(f"file://{tmp_path}/page.html?step=999")
     say, claim = watched.page.locator(".say").text_content(), watched.page.locator(".wrong .claim").inner_text()

@@ -163,7 +163,7 @@ def test_work_is_kept_until_it_is_reset(watched: Watched, folder: Path) -> None:
 def test_without_python_the_page_says_why_and_the_recorded_run_stays(
     browser: Browser, folder: Path, tmp_path: Path
 ) -> None:
-    """And, on a phone and in the dark, all of it fits and axe finds nothing serious."""
+    """And, on a phone and in the dark, all of it fits and axe finds nothing."""
     shutil.copytree(folder, tmp_path, ignore=shutil.ignore_patterns("python.js"), dirs_exist_ok=True)
     page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
     page.goto((tmp_path / "page.html").as_uri())

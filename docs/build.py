@@ -55,9 +55,8 @@ from minipaged.stepper.recording import KIND as RECORDING
 ROOT = Path(__file__).parent.parent
 STAGE = ROOT / "build" / "docs"
 LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<target>(?!https?:)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
-"""What a recording is as the output of a cell."""
-ELEMENTS = {RECORDING: element, attention.KIND: attention.as_element}
-"""What a page can step through, and how each kind is put there."""
+STEPPED = {RECORDING, attention.KIND}
+"""What a page can step through."""
 RUN = re.compile(r"^<!-- run (?P<file>\S+\.py) -->$", re.MULTILINE)
 REDUCED = re.compile(r"@media\(prefers-reduced-motion:reduce\)\{(?P<rules>[^{}]*\{[^{}]*\})\}")
 VERDICTS = "<!-- verdicts -->"
@@ -65,6 +64,8 @@ OPENING = "<!-- opening -->"
 TESTS = re.compile(r"^<!-- tests -->$", re.MULTILINE)
 TOGETHER = 4
 """Tutorials that run at the same time: each has a process of its own, of up to 2 GB."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""For each: with as many threads as cores in each, they wait for each other: on 2 cores 87 s, in place of 43."""
 WIDE = "---\nhide: [toc]\n---"
 """At the head of a page: steppers want the room."""
 HEADING = re.compile(r"^## (?P<text>.+)$", re.MULTILINE)
@@ -75,6 +76,8 @@ BLOCKS = "The picture is drawn from the events of a run, which is below to be st
 RESULTS = ROOT / "docs" / "runs" / "paper"
 """Of the paper's figures: copied from where `minipaged paper run` has left them."""
 GRADE = re.compile(r"^<!-- grade (?P<assignment>\S+) -->$", re.MULTILINE)
+MEANS = re.compile(r"\bThere (`\w+` is [^.]+)\.")
+"""In a handout: what the calls of an assignment are in the run that the stepper shows."""
 CODE = re.compile(r"^<!-- code (?P<file>\S+\.py) (?P<names>\S.*?) -->$", re.MULTILINE)
 
 
@@ -91,6 +94,8 @@ def main() -> None:
         text = CODE.sub(lambda code, place=place: as_in_the_source(code["file"], code["names"].split(), place), text)
         text = GRADE.sub(lambda found: in_the_page(found["assignment"]) if can_grade else "", text)
         text = TESTS.sub(lambda _, folder=source.parent: table_of_tests(folder / "tests.toml"), text)
+        if place.name == "handout.md" or place == Path("museum/index.md"):
+            text = wide(text)
         (STAGE / place).parent.mkdir(parents=True, exist_ok=True)
         (STAGE / place).write_text(text)
     demo = (STAGE / "assets" / "demo.svg").read_text()
@@ -142,7 +147,7 @@ def brings(without: str, write: Callable[[Path], None], folder: Path) -> bool:
 
 def recorded(script: Path) -> str:
     """The stepper of the recording that the script makes as `run`, or what else is stepped through. A stepper begins at
-    the event `start`, if there is one."""
+    the event `start`, if the script names one."""
     print(f"running {script.relative_to(ROOT)}", flush=True)
     made = runpy.run_path(str(script))
     data = made["run"]._repr_mimebundle_()
@@ -157,20 +162,29 @@ def recorded(script: Path) -> str:
 
 def stepped(data: dict[str, Any], name: str) -> str | None:
     """What a notebook was given, as an element of that name; None for what nobody steps through."""
-    return next((put(data[kind], id=name) for kind, put in ELEMENTS.items() if kind in data), None)
+    if RECORDING in data:
+        return element(data[RECORDING], id=name, start=first_held(data[RECORDING]["events"]))
+    return attention.as_element(data[attention.KIND], id=name) if attention.KIND in data else None
+
+
+def first_held(events: list[dict[str, Any]]) -> int:
+    """The step at which the first block is taken: before it a pool has nothing to look at."""
+    return next((i for i, event in enumerate(events, 1) if event.get("new_blocks") or event.get("blocks")), 1)
 
 
 def in_the_page(name: str) -> str:
     """A section in which an assignment is written and graded."""
-    assignment, file = find_assignment(name), f"{name.replace('-', '_')}.py"
+    assignment, file, given = find_assignment(name), f"{name.replace('-', '_')}.py", files_of(name)
+    means = MEANS.search(given["handout.md"])
     data = in_script(
         {
             "assignment": name,
             "file": file,
-            "code": files_of(name)[file],
+            "code": given[file],
             "tests": [{"name": test.name, "points": test.points, "stage": test.stage} for test in assignment.tests],
             "speed": assignment.measure is not None,
             "command": f"minipaged grade {name} {file}",
+            "means": " ".join(means[1].split()) if means else None,
         }
     )
     return f"""## Write it here
@@ -221,7 +235,7 @@ def figure_page(data: dict[str, Any], names: list[str]) -> str:
             f"![{drawing.in_words(data)}]({name}.svg){{ .drawn }}",
             "## What to look at",
             figure.look,
-            *(["## Step through it", element(stepper, id=f"figure-{name}")] if stepper else []),
+            *(["## Step through it", stepped({RECORDING: stepper}, f"figure-{name}") or ""] if stepper else []),
             f'<div class="paper">\n{body(figure, data, level=2)}\n</div>',
             f"[The numbers of this page](../runs/paper/{name}.json) · [what this is, and what it is not](what.md)",
         ]
@@ -322,7 +336,9 @@ def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
         # No port is opened. Without a name of its own a kernel's sockets would be those of any other that starts here.
         config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
         # What a cell prints comes in pieces, cut wherever the clock has it; the page shows it as one.
-        NotebookClient(notebook, config=config, timeout=120, resources=place, coalesce_streams=True).execute()
+        NotebookClient(notebook, config=config, timeout=120, resources=place, coalesce_streams=True).execute(
+            env=os.environ | ONE_THREAD
+        )
     cells = [cell for cell in notebook.cells if CHECK not in cell.metadata]
     return download, as_markdown(cells, script, can_edit)
 
@@ -401,7 +417,13 @@ def shows_a_run(cell: Any) -> bool:
 
 def is_stepped(output: Any) -> bool:
     """Whether a page shows it by a component."""
-    return not ELEMENTS.keys().isdisjoint(output.get("data", {}))
+    return not STEPPED.isdisjoint(output.get("data", {}))
+
+
+def wide(page: str) -> str:
+    """A page with the room of the column beside it, whose headings are folded instead."""
+    title, _, rest = page.partition("\n")
+    return "\n\n".join([WIDE, title, contents([rest]), rest.lstrip("\n")])
 
 
 def contents(texts: list[str]) -> str:

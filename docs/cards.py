@@ -1,7 +1,8 @@
 """The tutorials as the home page shows them: a picture from the tutorial's own run, and how many minutes it takes.
 
-The picture is the pool of the tutorial's first recorded run, at the step at which it holds the most; of a tutorial
-without a recorded run it is the first picture that its cells draw, without the words, which would be too small.
+The picture is that of the pictures drawn by its cells that has the most parts, without the words, which would be too
+small, and so without what stands for each fill. Of a tutorial that draws none it is the pool of its recorded runs, when
+it holds the most.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ LINE = re.compile(r"- \[(?P<number>\d+)\. (?P<title>[^\]]+)\]\(tutorials/(?P<ste
 STEPPER = re.compile(r'<paged-stepper[^>]*><script type="application/json">(.*?)</script>', re.DOTALL)
 PICTURE = re.compile(r'<div class="picture">(<svg.*?</svg>)</div>', re.DOTALL)
 TEXT = re.compile(r"<text.*?</text>", re.DOTALL)
+KEY = re.compile(r'<rect [^>]*height="16"[^>]*/>(?:<rect [^>]*fill="url[^>]*/>)?|<path d="M[\d.]+ [\d.]+h18"[^>]*/>')
+"""What says which fill or dash is what (`minipaged.stepper.pictures`): a small box, or a short line."""
+PART = re.compile("<rect |<polyline ")
+RECT = re.compile(r'<rect x="([\d.]+)" width="([\d.]+)" y="([\d.]+)" height="([\d.]+)"')
+POINT = re.compile(r"([\d.]+),([\d.]+)(?=[ \"])")
+AXIS = re.compile(r'd="M([\d.]+) ([\d.]+)H([\d.]+)"')
 WIDE = 12
 """Most squares in a row of a small picture."""
 
@@ -60,21 +67,39 @@ def minutes(cells: Sequence[Mapping[str, Any]]) -> int:
 
 def picture(page: str) -> str:
     """A tutorial's, as SVG. Raises ValueError for a page that shows nothing."""
-    if run := STEPPER.search(page):
-        return pool(json.loads(run[1])["events"])
-    if drawn := PICTURE.search(page):
-        return TEXT.sub("", drawn[1]).replace('role="img"', 'aria-hidden="true" preserveAspectRatio="xMidYMin slice"')
+    if drawn := PICTURE.findall(page):
+        return small(max(drawn, key=lambda svg: len(PART.findall(KEY.sub("", svg)))))
+    if runs := STEPPER.findall(page):
+        return pool(*(json.loads(run)["events"] for run in runs))
     raise ValueError("a tutorial has neither a recorded run nor a picture for its card")
 
 
-def pool(events: Sequence[Mapping[str, Any]]) -> str:
-    """The pool of a run when it holds the most: a square a block, with a stripe for each sequence that holds it."""
-    state, fullest = State(), dict[int, list[int]]()
-    for event in events:
-        state.apply(from_json(json.dumps(event)))
-        held = {block: sorted(set(who)) for block, who in state.device.holders.items() if who}
-        fullest = max(fullest, held, key=lambda blocks: (len(blocks), sum(map(len, blocks.values()))))
-    shown = min(state.device.num_blocks, max(fullest) + 1 + WIDE // 2)
+def small(svg: str) -> str:
+    """A picture of a cell without its words and the key to its fills, and no larger than what is left."""
+    svg = KEY.sub("", TEXT.sub("", svg))
+    corners = [
+        (x + right, y + down)
+        for x, width, y, height in (map(float, part.groups()) for part in RECT.finditer(svg))
+        for right, down in ((0, 0), (width, height))
+    ]
+    corners += [(float(x), float(y)) for x, y in POINT.findall(svg)]
+    corners += [(float(x), float(y)) for left, y, right in AXIS.findall(svg) for x in (left, right)]
+    (left, top), (right, bottom) = (tuple(map(edge, zip(*corners, strict=True))) for edge in (min, max))
+    box = f'viewBox="{left - 2:g} {top - 2:g} {right - left + 4:g} {bottom - top + 4:g}" aria-hidden="true"'
+    return re.sub(r'viewBox="[^"]*" role="img" aria-label="[^"]*"', box, svg, count=1)
+
+
+def pool(*runs: Sequence[Mapping[str, Any]]) -> str:
+    """The pool of some runs when it holds the most: a square a block, with a stripe for each sequence that holds it."""
+    fullest, num_blocks = dict[int, list[int]](), 0
+    for events in runs:
+        state = State()
+        for event in events:
+            state.apply(from_json(json.dumps(event)))
+            held = {block: sorted(set(who)) for block, who in state.device.holders.items() if who}
+            if (len(held), sum(map(len, held.values()))) > (len(fullest), sum(map(len, fullest.values()))):
+                fullest, num_blocks = held, state.device.num_blocks
+    shown = min(num_blocks, max(fullest) + 1 + WIDE // 2)
     columns = min(WIDE, math.ceil(math.sqrt(2.5 * shown)))
     squares = "".join(_square(block % columns, block // columns, fullest.get(block, [])) for block in range(shown))
     size = f"0 0 {columns * 20} {math.ceil(shown / columns) * 20}"

@@ -59,10 +59,13 @@ class Served:
     def waiting(self) -> list[int]:
         return [request for request in range(len(self.arrived)) if request not in self.tables]
 
-    @property
-    def tokens(self) -> int:
-        """In memory, at the end."""
-        return sum(lengths[-1][1] for lengths in self.lengths.values())
+    def tokens_at(self, step: int) -> int:
+        """In memory, then."""
+        then = ([tokens for since, tokens in lengths if since <= step] for lengths in self.lengths.values())
+        return sum(tokens[-1] for tokens in then if tokens)
+
+    def running_at(self, step: int) -> int:
+        return sum(lengths[0][0] <= step for lengths in self.lengths.values())
 
 
 def serve(steps: int | None = None, *, contiguous: bool) -> Served:
@@ -109,21 +112,23 @@ def opening() -> str:
     left = _pool(
         contiguous,
         "Contiguous",
-        f"a request reserves room for the longest text, {LONGEST:,} tokens",
-        f"{ascii_uppercase[contiguous.waiting[0]]} finds no such piece",
+        "room for the longest text, for each",
+        f"From {ascii_uppercase[contiguous.waiting[0]]} on, none finds that room",
     )
     (last,) = paged.waiting
     free = NUM_BLOCKS - sum(map(len, paged.tables.values()))
     right = _pool(
         paged,
         "Paged",
-        "a request takes a block when it needs one",
-        f"{ascii_uppercase[last]} has to wait too: the {free} blocks left are for those that run to grow",
+        "a block for each, when it needs one",
+        f"From {ascii_uppercase[last]} on, too: the {free} blocks left are for those that run to grow",
     )
     return (
         f'<figure class="opening"><div>{left}{right}</div>'
-        f"<figcaption>The same {len(paged.arrived)} requests, one every {STEPS_BETWEEN} steps, in the same memory. "
-        f"A square is a block of {BLOCK_SIZE} tokens; hatched: reserved, and empty. "
+        f"<figcaption>The same {len(paged.arrived)} requests in the same memory. "
+        f"One comes every {STEPS_BETWEEN} steps, and a step adds a token to each that runs. "
+        f"A square is a block of {BLOCK_SIZE} tokens, the longest text has {LONGEST:,}. Hatched: reserved, and empty. "
+        "Framed: a colour's second request. "
         "Recorded from this project's engine when the page was made; the lengths are drawn from "
         "the paper's histogram of ShareGPT."
         '<button type="button" class="md-button" hidden>Pause</button></figcaption></figure>'
@@ -131,10 +136,14 @@ def opening() -> str:
 
 
 def _pool(served: Served, name: str, rule: str, refusal: str) -> str:
-    share = f"{served.tokens / (NUM_BLOCKS * BLOCK_SIZE):.0%}"
-    running, waiting = len(served.tables), served.waiting
-    result = f"<b>{running}</b> requests run, <b>{share}</b> of the memory holds tokens"
-    chips = "".join(f"<b {_came(served.arrived[r], 'chip', hue(r))}>{ascii_uppercase[r]}</b>" for r in waiting)
+    per_cent = [100 * served.tokens_at(step) / (NUM_BLOCKS * BLOCK_SIZE) for step in range(served.steps + 1)]
+    running, waiting, share = len(served.tables), served.waiting, f"{per_cent[-1]:.0f}%"
+    run = _counts([served.running_at(step) for step in range(served.steps + 1)])
+    result = f"{run} requests run, {_counts(per_cent, '%')} of the memory holds tokens"
+    chips = "".join(
+        f"<b {_came(served.arrived[r], f'chip {_again(r)}', hue(r))}>{ascii_uppercase[r]}</b>" for r in waiting
+    )
+    told = f"<span {_came(served.arrived[waiting[0]])}>{refusal}. Waiting: </span>"
     drawn = "".join(_request(served, r) for r in served.tables)
     pattern = HATCH if "hatch" in drawn else ""  # once in the page
     words = html.escape(f"{name} memory at the end: {running} requests run, {len(waiting)} wait, {share} holds tokens")
@@ -142,9 +151,21 @@ def _pool(served: Served, name: str, rule: str, refusal: str) -> str:
     return (
         f'<section><p><b>{name}</b>: {rule}</p><svg viewBox="0 0 {COLUMNS * CELL} {height}" role="img" '
         f'aria-label="{words}"><defs>{pattern}</defs>{_empty()}{drawn}</svg>'
-        f"<p {_came(served.steps, 'result')}>{result}</p>"
-        f"<p><span {_came(served.arrived[waiting[0]])}>{refusal}. Waiting:</span> {chips}</p></section>"
+        f'<p class="result">{result}</p><p>{told}{chips}</p></section>'
     )
+
+
+def _counts(numbers: Sequence[float], unit: str = "") -> str:
+    """The last of the numbers, which come one after the other, a step each, while the picture plays."""
+    last = round(numbers[-1])
+    curve = ",".join(f"{number / numbers[-1]:.3g}" for number in numbers)
+    timing = f"--so-far:{last};--for:{len(numbers) - 1};--curve:linear({curve});--unit:'{unit}'"
+    return f'<b class="count" style="{timing}"><span>{last}{unit}</span></b>'
+
+
+def _again(request: int) -> str:
+    """The class of a request whose colour another one had before."""
+    return "again" if request >= len(COLORS) else ""
 
 
 def hue(request: int) -> str:
@@ -185,7 +206,7 @@ def _request(served: Served, request: int) -> str:
         if inside:
             drawn.append(_filled(request, block, inside))
         drawn.append("</g>")
-    return f'<g style="{hue(request)}">{"".join(drawn)}</g>'
+    return f'<g class="{_again(request)}" style="{hue(request)}">{"".join(drawn)}</g>'
 
 
 def _filled(request: int, block: int, inside: Sequence[tuple[int, int]]) -> str:

@@ -18,9 +18,9 @@ slots**`. In parentheses stands what the run has to say to that, once the cells 
 true, or the numbers in their order (a share, where the answer says %), which are the run's up to what was rounded away.
 A reader is near enough within `, give or take 10` (units of the number) or `, give or take 20 %` (of it).
 
-In a notebook this is what it is here. On a page the code up to the next text goes into the fold, too, unless it makes a
-recording, and so does the first paragraph of that text, unless it ends in a colon; and `assets/predict.js` makes a
-question of it; without JavaScript there are the choices and the fold.
+In a notebook this is what it is here. On a page what stands in those parentheses is left out. The code up to the next
+text goes into the fold, too, unless it makes a recording, and so does the first paragraph of that text, unless it ends
+in a colon; and `assets/predict.js` makes a question of it; without JavaScript there are the choices and the fold.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def on_the_page(text: str) -> tuple[str, str]:
 
 
 def _as_html(found: re.Match[str]) -> str:
-    asked, folded = found[0].split("<details><summary>See</summary>")
+    asked, _ = found[0].split("<details><summary>See</summary>")
     data = html.escape(question(found).data())
     opening = f'<details class="see" markdown="1" data-answer="{data}"><summary>See</summary>'
-    return f'<div class="predict" markdown="1">\n\n{asked}{opening}{folded}\n\n</div>'
+    parts = [f"{asked}{opening}", f"**{found['answer']}**{found['seen']}", "</details>", "</div>"]
+    return '<div class="predict" markdown="1">\n\n' + "\n\n".join(parts)

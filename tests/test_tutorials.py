@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -32,6 +33,19 @@ def seconds_computed() -> float:
     """By this process' children that have ended, on all cores together, whatever else the machine does."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def test_a_link_to_a_step_leads_to_the_step_that_it_names_and_the_run_is_asked_for_it() -> None:
+    linked = 0
+    for script in TUTORIALS:
+        text = script.read_text()
+        links = re.findall(r'<a href="\?step=(\d+)#stepper-\d+">step (\d+)</a>', text)
+        assert len(links) == text.count("?step="), "a link that is written in another way"
+        for step, named in links:
+            assert step == named
+            assert re.search(rf"^assert .*\b({step}|{int(step) - 1})\b", text, re.MULTILINE), f"{script.stem}: {step}"
+        linked += bool(links)
+    assert linked >= 3
 
 
 @pytest.mark.parametrize("script", TUTORIALS, ids=lambda script: script.stem)

@@ -84,7 +84,8 @@ assert held == [2, 2, 3]
 # of [tutorial 5](05_continuous_batching.py).
 #
 # Watch two things. A block of a request need not lie beside its others: both requests take from one pool, whenever they
-# need to. And a sequence that ends gives all its blocks back at once, for whoever comes next.
+# need to (<a href="?step=17#stepper-1">step 17</a>). And a sequence that ends gives all its blocks back at once, for
+# whoever comes next (<a href="?step=27#stepper-1">step 27</a>).
 
 # %%
 from minipaged import SamplingParams
@@ -120,6 +121,7 @@ print("taken:     ", *taken)
 print("given back:", *given_back)
 
 assert sum(map(len, taken)) == sum(map(len, given_back))
+assert (run.events[17 - 1].new_blocks, run.events[27 - 1].blocks) == ((3,), (0, 1, 3))
 assert engine.blocks.allocator.num_free == 8
 
 # %% [markdown]

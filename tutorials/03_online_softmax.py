@@ -262,8 +262,9 @@ assert abs(paged - exact).max() < 1e-6
 #
 # minipaged has the same loop for one query, `attend`. Below it runs over `q`, `K` and `V`, and its variables are looked
 # at. Step through it and look at the two rows of bars: a score above `m` lifts the line, and all weights shrink by the
-# same factor, until they fill the dashed outlines of the softmax over all scores. Then shuffle the blocks, and see what
-# changes and what does not; and take the query 100 times as long, as above, to see what `m` is for.
+# same factor, until they fill the dashed outlines of the softmax over all scores. Two blocks of the pool are marked B:
+# they are another sequence's, which no turn reads and no shuffle moves. Then shuffle the blocks, and see what changes
+# and what does not; and take the query 100 times as long, as above, to see what `m` is for.
 
 # %%
 from minipaged.reference.attention import attend as attend_as_minipaged

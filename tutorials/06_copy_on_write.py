@@ -191,7 +191,9 @@ assert pairs == [[], [], []]
 # ## Three samples on the engine
 #
 # Now the whole engine: one request with `n=3`. Its prompt runs once, and three tokens are drawn from what it predicts.
-# Then the first sequence is forked twice. Watch the counts (×3), and block 1, which is copied twice, for three samples.
+# Then the first sequence is forked twice. Watch the counts (×3 from <a href="?step=7#stepper-1">step 7</a> on), and
+# block 1, which is copied twice, for three samples (<a href="?step=13#stepper-1">step 13</a> and
+# <a href="?step=15#stepper-1">step 15</a>).
 
 # %%
 from minipaged import SamplingParams
@@ -226,6 +228,8 @@ print("forks: ", len([event for event in run.events if isinstance(event, Sequenc
 print("copies:", [(event.source, event.destination, event.holders) for event in copied], "(source, copy, holders)")
 print("blocks:", taken, "for three sequences of 3 blocks each")
 
+assert isinstance(run.events[7 - 1], SequenceForked)
+assert copied == [run.events[13 - 1], run.events[15 - 1]]
 assert [event.holders for event in copied] == [3, 2]  # and the third sample wrote in place
 assert taken == 1 + 3 * 2  # the full block of the prompt once, everything else three times
 

@@ -15,6 +15,7 @@
   "use strict";
   const MOST_MS = 10_000; // for one run
   const PAUSE_MS = 250; // after a slider has moved: where it stands then is what is run
+  const BEFORE = ", before it was reset";
   const HERE = new URL(".", document.currentScript.src).href;
 
   // --- Python -------------------------------------------------------------------------------------
@@ -171,8 +172,12 @@
 *{box-sizing:border-box}
 [hidden]{display:none!important}
 .bar{display:flex;flex-wrap:wrap;gap:6px;align-items:center;padding:8px 0}
+.foot{position:sticky;bottom:0;z-index:1;background:var(--md-default-bg-color,Canvas);scroll-margin-top:64px}
+.foot .bar{padding:8px 0 0}
+.end{scroll-margin-top:64px}
 button{min-width:44px;min-height:40px;padding:0 12px;color:inherit;background:var(--soft);font:inherit;
  border:1px solid var(--line);border-radius:6px;cursor:pointer}
+.main{color:light-dark(#fff,#000);background:var(--mark);border-color:var(--mark);font-weight:600}
 [aria-disabled=true]{opacity:.45;cursor:default}
 :focus-visible{outline:3px solid var(--mark);outline-offset:2px}
 small{color:var(--dim);font-size:13px}
@@ -188,12 +193,14 @@ textarea{display:block;width:100%;position:relative;border:0;resize:none;backgro
  overflow:auto hidden;-webkit-text-fill-color:transparent;caret-color:var(--fg)}
 textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
 @media (forced-colors:active){.paint{display:none}textarea{-webkit-text-fill-color:currentcolor}}
-.said{min-height:1.5em;margin:8px 0;overflow-wrap:anywhere;scroll-margin-top:64px}
+.said{min-height:1.5em;max-height:30vh;overflow:auto;margin:0;padding:6px 0;overflow-wrap:anywhere}
+.past{color:var(--dim)}
 .said.bad{border-left:4px solid var(--bad);padding-left:8px}
 .sliders{display:grid;grid-template-columns:auto minmax(8rem,1fr) 5ch;gap:0 12px;align-items:center;max-width:44rem}
 .sliders input{width:100%;min-height:40px;accent-color:var(--mark)}
 .sliders span{text-align:right;font-variant-numeric:tabular-nums}
 @media (max-width:480px){.sliders{grid-template-columns:minmax(8rem,1fr) 5ch}.sliders label{grid-column:1/-1;margin-top:6px}}
+@media (pointer:coarse){#keys{display:none}}
 .printed{max-height:12rem;overflow:auto;border:1px dashed var(--line);border-radius:6px;white-space:pre-wrap}
 `;
 
@@ -206,8 +213,10 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       this.original = code;
       this.key = `minipaged: ${this.getAttribute("name")}`;
       this.runner = button(act, () => this.run());
+      this.runner.className = "main";
       this.stopper = button("Stop", () => this.working && this.stop("Stopped."));
       this.resetter = button("Reset", () => this.reset());
+      this.undoer = button("Undo reset", () => this.undo());
       this.numbers = make("pre", {class: "numbers", "aria-hidden": "true"});
       this.area = make("textarea", {"aria-label": "The code, to be changed", "aria-describedby": "keys", wrap: "off",
         spellcheck: "false", autocapitalize: "off", autocomplete: "off"});
@@ -219,7 +228,10 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       this.said = make("p", {class: "said", role: "status"});
       const help = make("small", {id: "keys"}, `${keys} Tab indents; Escape, then Tab, leaves the code.`);
       this.text = make("div", {class: "text"}, this.numbers, make("div", {class: "code"}, this.paint, this.area));
-      this.bar = make("div", {class: "bar"}, this.runner, this.stopper, this.resetter, help);
+      this.bar = make("div", {class: "bar"}, this.runner, this.stopper, this.resetter, this.undoer, help);
+      this.foot = make("div", {class: "foot"}, this.bar, this.said); // stays in view below code that is longer than the screen
+      this.end = make("div", {class: "end"}); // of the code, where it stands when scrolled there
+      this.undone(this.stored(this.key + BEFORE));
       this.busy(false);
     }
     changed() {}
@@ -227,14 +239,16 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
 
     // --- The text -----------------------------------------------------------------------------------
 
-    /** What a reader wrote here before, or null. A browser may refuse to keep anything. */
-    kept() {
-      try { return localStorage.getItem(this.key); } catch { return null; }
+    /** What a reader wrote here before, or null. */
+    kept() { return this.stored(this.key); }
+    keep() { this.store(this.key, this.area.value === this.original ? null : this.area.value); }
+    stored(key) { // a browser may refuse to keep anything
+      try { return localStorage.getItem(key); } catch { return null; }
     }
-    keep() {
+    store(key, text) {
       try {
-        if (this.area.value === this.original) localStorage.removeItem(this.key);
-        else localStorage.setItem(this.key, this.area.value);
+        if (text === null) localStorage.removeItem(key);
+        else localStorage.setItem(key, text);
       } catch { /* then it lives as long as the page */ }
     }
     /** Line numbers, as many as there are lines, with a sign at those where something went wrong. */
@@ -334,11 +348,29 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       this.say(why, true);
     }
     reset() {
+      if (this.area.value !== this.original) this.undone(this.area.value);
+      this.replace(this.original);
+      (this.undoer.hidden ? this.resetter : this.undoer).focus({preventScroll: true});
+    }
+    /** What was reset comes back; what was written since then takes its place. */
+    undo(says = "Your version is back.") {
+      const [now, before] = [this.area.value, this.before];
+      this.undone(now === this.original ? null : now);
+      this.replace(before);
+      this.resetter.focus({preventScroll: true});
+      this.say(says);
+    }
+    /** `before`: what "Undo reset" brings back, or null. It is kept until then. */
+    undone(before) {
+      this.before = before;
+      this.store(this.key + BEFORE, before);
+      this.undoer.hidden = before === null;
+    }
+    replace(code) {
       if (this.working) this.stop("Stopped.");
       this.area.focus({preventScroll: true});
       this.area.select();
-      document.execCommand("insertText", false, this.original); // so that it can be undone
-      this.resetter.focus();
+      document.execCommand("insertText", false, code); // so that the browser can undo it, too
     }
   }
 
@@ -354,7 +386,11 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       this.prepare(code, "Run", "Ctrl+Enter runs.");
       this.around = this.closest(".editable");
       this.recorded = this.shown = this.around.querySelector("paged-stepper, .picture");
-      this.below = this.recorded.matches(".picture") ? "the picture below" : "the run below";
+      this.shows = code; // of which the run or the picture is shown
+      const what = this.recorded.matches(".picture") ? "picture" : "run";
+      this.below = `the ${what} below`;
+      this.past = make("p", {class: "past"}, `The ${what} from before is hidden: it is not of this code.`);
+      this.past.hidden = true;
       const kept = this.kept(); // its result is not there, so that the sliders do not begin with it
       const opener = button(kept === null ? "Edit and run this code" : "Go on with your version", () => this.open(kept));
       this.printed = make("pre", {class: "printed", tabindex: "0", role: "group", "aria-label": "Printed"});
@@ -366,7 +402,7 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
         make("div", {class: "bar"}, opener, make("small", {}, loads)));
       if (!sliders.length) return;
       this.shadowRoot.append(make("div", {class: "sliders"}, ...this.sliders.flatMap(({nodes}) => nodes)), this.said,
-        this.printed);
+        this.printed, this.past);
     }
     disconnectedCallback() {
       clearTimeout(this.pause);
@@ -375,8 +411,9 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
     changed() { this.follow(); }
 
     open(kept) {
-      this.shadowRoot.querySelector(".bar").replaceWith(this.text, this.bar);
-      this.shadowRoot.append(this.said, this.printed);
+      this.foot.append(this.said);
+      this.shadowRoot.querySelector(".bar").replaceWith(this.text, this.end, this.foot);
+      this.shadowRoot.append(this.printed, this.past);
       this.area.value = kept ?? this.area.value;
       this.follow();
       for (const shown of this.around.querySelectorAll(":scope > .highlight")) shown.hidden = true;
@@ -429,11 +466,14 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       if (this.working || !await this.load()) return;
       this.again = false;
       this.say("Running …");
-      const result = await this.ask([this.area.value, this.needed], MOST_MS);
+      const code = this.area.value;
+      const result = await this.ask([code, this.needed], MOST_MS);
+      const stays = result || this.area.value === code; // it was not reset, or brought back, while it ran
+      this.hide(Boolean(stays) && code !== this.shows && !result?.run && !result?.picture);
       if (!result) return;
-      this.show(result);
+      this.show(result, code);
       if (seen && result.error) this.said.scrollIntoView({block: "nearest"});
-      else if (seen && this.shown.getBoundingClientRect().top > innerHeight / 2) this.said.scrollIntoView();
+      else if (seen && this.shown.getBoundingClientRect().top > innerHeight / 2) this.end.scrollIntoView();
       if (this.again) this.run(false);
     }
     stop(why) {
@@ -445,27 +485,43 @@ textarea::selection{background:light-dark(#0b57d033,#8ab4ff4d)}
       clearTimeout(this.pause);
       super.reset();
       this.printed.hidden = true;
-      this.put(this.recorded);
+      this.put(this.recorded, this.original);
       this.say(`The code is as it was, and so is ${this.below}.`);
     }
-    put(node) {
+    undo() {
+      clearTimeout(this.pause);
+      super.undo("Your version is back. Run it to see what it does.");
+    }
+    put(node, code) {
       this.shown.replaceWith(node);
       this.shown = node;
+      this.shows = code;
+      this.hide(false);
     }
-    show({run, picture: drawn, printed, error, line}) {
+    /** Whether what is shown is hidden, because other code ran since and showed nothing. */
+    hide(is) {
+      this.shown.hidden = is;
+      this.past.hidden = !is;
+    }
+    show({run, picture: drawn, printed, error, line}, code) {
       this.printed.textContent = printed ?? "";
       this.printed.hidden = !printed;
-      this.count(line, run?.broken?.line); // where it was called, and in the reader's own method
+      const own = run?.broken?.line ?? line; // in the reader's own method; `line` is where that was called
+      this.count(own);
       if (run) {
         const data = make("script", {type: "application/json"}, JSON.stringify(run));
         const stepper = make("paged-stepper", {id: this.recorded.id}, data);
-        this.put(stepper);
+        this.put(stepper, code);
         if (error) stepper.go(stepper.events.length);
       }
-      if (drawn) this.put(picture(drawn));
-      const steps = run ? `${run.events.length} steps` : "a picture";
-      if (error) this.say(`${error}. ${run ? `Below are the ${steps} until then.` : ""}`, true);
-      else this.say(`Your version ran: ${steps}, below.`);
+      if (drawn) this.put(picture(drawn), code);
+      if (error) {
+        const at = own === line ? error
+          : `${error.replace(/^Line \d+(, in \w+)?/, `Line ${own}, in ${run.broken.name}`)}. It came out in line ${line}`;
+        this.say(`${at}. ${run ? `Below are the ${run.events.length + Boolean(run.broken)} steps until then.` : ""}`, true);
+      } else {
+        this.say(`Your version ran: ${run ? `${run.events.length} steps` : "a picture"}, below.`);
+      }
     }
   }
 

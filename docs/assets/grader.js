@@ -1,8 +1,9 @@
 /* <paged-grader>: an assignment, written and graded in the page.
  *
  * It holds as JSON the `assignment`, the `file` that a student writes, its starter (`code`), the `tests` with their
- * points, the `command` that grades the same file outside of a page, and whether that measures its `speed`. Until its
- * button is pressed it is that button. The grader is minipaged's own (minipaged/course/page.py): it tells of each test
+ * points, the `command` that grades the same file outside of a page, whether that measures its `speed`, and what its calls
+ * are (`means`) in a run that is stepped through, if they are something else there. Until its button is pressed it is
+ * that button. The grader is minipaged's own (minipaged/course/page.py): it tells of each test
  * when it is done, and of a failed one with the run that shows it, which is stepped through here, beside the student's
  * own lines.
  */
@@ -12,17 +13,20 @@
   const {CodeEditor, STYLE, button, make} = globalThis.pagedCode;
 
   const RESULTS = `
-.results{margin:12px 0}
+.results{margin:12px 0;scroll-margin-top:64px}
 .score{font-size:18px;font-weight:600;margin:12px 0 4px}
 .tests{list-style:none;margin:0;padding:0;border:1px solid var(--line);border-radius:6px}
 .tests>li+li{border-top:1px solid var(--line)}
-summary,.test{display:flex;gap:4px 12px;align-items:baseline;flex-wrap:wrap;padding:8px 12px;min-height:40px}
-summary{cursor:pointer;list-style:none}
+summary,.test{display:grid;grid-template-columns:9ch 1fr auto;gap:4px 12px;align-items:baseline;padding:8px 12px;min-height:40px}
+summary{position:relative;padding-right:32px;cursor:pointer;list-style:none}
 summary::-webkit-details-marker{display:none}
-summary::after{content:"▸"}
+summary::after{content:"▸";position:absolute;right:12px;top:8px}
 [open]>summary::after{content:"▾"}
-.points{flex:none;min-width:6ch;font-variant-numeric:tabular-nums}
-.invariant{color:var(--dim);margin-left:auto}
+.points{font-variant-numeric:tabular-nums}
+.name{overflow-wrap:anywhere}
+.invariant{color:var(--dim)}
+@media (max-width:480px){summary,.test{grid-template-columns:9ch 1fr}.invariant{grid-column:2}.invariant:empty{display:none}}
+code{font:.95em ui-monospace,monospace;overflow-wrap:anywhere}
 .failed .points{color:var(--bad);font-weight:600}
 .passed .points{color:var(--good);font-weight:600}
 .found{padding:0 12px 12px}
@@ -30,6 +34,12 @@ summary::after{content:"▸"}
 .found pre{overflow:auto;border:1px solid var(--line);border-radius:6px;background:var(--soft)}
 :host{--good:light-dark(#0b6b2e,#7fd99a)}
 `;
+
+  /** How a test ended: its status, but for one that failed because of what the starter file has in place of code. */
+  const kindOf = ({status, unwritten}) => unwritten ? "unwritten" : status;
+
+  /** Text whose `names` are code. */
+  const marked = (text) => text.split(/`([^`\n]+)`/).map((part, i) => i % 2 ? make("code", {}, part) : part);
 
   class PagedGrader extends CodeEditor {
     static SCRIPTS = ["python.js", "grading.js"];
@@ -40,7 +50,7 @@ summary::after{content:"▸"}
       if (this.shadowRoot) return;
       Object.assign(this, JSON.parse(this.querySelector("script[type='application/json']").textContent));
       this.prepare(this.code, "Grade", "Ctrl+Enter grades.");
-      this.bar.insertBefore(button(`Save ${this.file}`, () => this.save()), this.bar.lastChild);
+      this.stopper.after(button(`Save ${this.file}`, () => this.save()));
       this.results = make("div", {class: "results"});
       const opener = button(this.kept() === null ? "Write it here" : "Go on with your version", () => this.open());
       this.attachShadow({mode: "open"}).append(make("style", {}, STYLE + RESULTS), make("div", {class: "bar"}, opener,
@@ -48,7 +58,7 @@ summary::after{content:"▸"}
     }
     open() {
       this.area.value = this.kept() ?? this.area.value;
-      this.shadowRoot.querySelector(".bar").replaceWith(this.text, this.bar, this.said, this.results);
+      this.shadowRoot.querySelector(".bar").replaceWith(this.text, this.foot, this.results);
       this.count();
       this.area.focus({preventScroll: true});
       this.load().then((loaded) => { if (loaded) this.say("Python is here. Write the part, and have it graded."); });
@@ -62,20 +72,21 @@ summary::after{content:"▸"}
       super.reset();
       this.results.replaceChildren();
       this.count();
-      this.say("The code is as it was.");
+      this.say(this.before === null ? "The code is as it was." : "The code is as it was. Yours is kept: “Undo reset” brings it back.");
     }
 
     // --- Grading ------------------------------------------------------------------------------------
 
     async run() {
       if (this.working || !await this.load()) return;
-      const tests = make("ol", {class: "tests"});
+      const [tests, kinds] = [make("ol", {class: "tests"}), []];
       this.results.replaceChildren(tests);
       this.shown = false; // whether a failed test is open
       const waits = () => tests.childElementCount < this.tests.length
         && this.say(`Grading: test ${tests.childElementCount + 1} of ${this.tests.length} …`);
       waits();
       const graded = await this.ask([this.assignment, this.area.value], MOST_MS, (test) => {
+        kinds.push(kindOf(test));
         tests.append(this.test(test));
         waits();
       });
@@ -86,22 +97,36 @@ summary::after{content:"▸"}
         this.say(graded.error, true);
         return;
       }
-      const left = this.tests.filter(({stage}) => stage === "model").map(({name, points}) => `${name} (${points} points)`);
       const capped = graded.capped ? ` With a failed test, ${graded.cap} at most.` : "";
-      this.results.prepend(make("p", {class: "score"}, `${graded.score} of ${graded.max_score} points.${capped}`));
-      this.results.append(make("p", {}, `The command line adds ${[...left, ...this.speed ? ["the speed"] : []].join(" and ")}: `,
-        make("code", {}, this.command)));
-      const failed = graded.tests.filter(({status}) => status === "failed").length;
-      this.say(failed ? `Graded: ${failed} of ${this.tests.length} tests failed. The first of them is open.` : "Graded: all passed.");
-      this.said.scrollIntoView({block: "nearest"});
+      const is = (...asked) => kinds.filter((kind) => asked.includes(kind)).length;
+      const parts = [[is("failed"), "failed"], [is("unwritten"), "not written yet"], [is("skipped", "not-graded"), "not run"]];
+      const counted = parts.filter(([many]) => many).map(([many, what]) => `${many} ${what}`).join(", ");
+      const wrong = is("failed", "unwritten");
+      const elsewhere = this.elsewhere();
+      if (wrong) elsewhere.prepend(`${counted}. `);
+      this.results.prepend(make("p", {class: "score"}, `${graded.score} of ${graded.max_score} points.${capped}`), elsewhere);
+      this.say(wrong ? `Graded: ${counted}. The first is open.` : "Graded: all passed.");
+      if (this.results.getBoundingClientRect().top > innerHeight / 2) this.results.scrollIntoView();
+    }
+    /** What the points are for that there are only on the command line. */
+    elsewhere() {
+      const sum = (tests) => tests.reduce((points, test) => points + test.points, 0);
+      const left = this.tests.filter(({stage}) => stage === "model");
+      const speed = this.speed ? "measures the speed" : "";
+      const adds = left.length
+        ? `The other ${sum(left)} of ${sum(this.tests)} are for ${left.map(({name}) => name).join(" and ")}, on the command `
+          + `line${speed && `, which also ${speed}`}: `
+        : `The command line ${speed || "says the same"}: `;
+      return make("p", {}, adds, make("code", {}, this.command));
     }
     /** One test, as a line; and for a failed one what there is to learn from it. */
-    test({name, score, max_score: most, status, invariant, message, run, ...more}) {
-      const said = {skipped: "not run", "not-graded": "not here"}[status] ?? `${score}/${most}`;
-      const parts = [make("span", {class: "points"}, said), make("span", {}, name),
+    test({name, score, max_score: most, status, unwritten, invariant, message, run, ...more}) {
+      const kind = kindOf({status, unwritten});
+      const said = {skipped: "not run", "not-graded": "not here", unwritten: "to write"}[kind] ?? `${score}/${most}`;
+      const parts = [make("span", {class: "points"}, said), make("span", {class: "name"}, ...marked(name)),
         make("span", {class: "invariant"}, invariant ?? "")];
       if (status !== "failed") {
-        return make("li", {class: status}, make("div", {class: "test"}, ...parts));
+        return make("li", {class: kind}, make("div", {class: "test"}, ...parts));
       }
       const details = make("details", {}, make("summary", {}, ...parts));
       const fill = () => {
@@ -114,16 +139,16 @@ summary::after{content:"▸"}
         this.count(...run?.broken?.line ? [run.broken.line] : []);
         fill();
       }
-      return make("li", {class: status}, details);
+      return make("li", {class: kind}, details);
     }
     found({message, invariant, meaning, hint, same, counterexample, run, output}) {
       const found = make("div", {class: "found"});
-      const text = (title, body) => found.append(make("p", {}, make("b", {}, title), body));
+      const text = (title, body) => found.append(make("p", {}, make("b", {}, title), ...marked(body)));
       const block = (label, body) => {
         if (label) found.append(make("p", {}, label));
         found.append(make("pre", {tabindex: "0", role: "group", "aria-label": label || message}, body));
       };
-      found.append(make("p", {}, message));
+      found.append(make("p", {}, ...marked(message)));
       if (same) {
         found.append(make("p", {}, `It fails like “${same}”.`));
         return found;
@@ -131,6 +156,7 @@ summary::after{content:"▸"}
       if (meaning) text(invariant ? `${invariant}: ` : "", meaning);
       if (hint) text("Hint: ", hint);
       if (run) {
+        if (this.means) found.append(make("p", {}, ...marked(`In the run ${this.means}.`)));
         const data = make("script", {type: "application/json"}, JSON.stringify(run));
         const last = run.events.length + Boolean(run.broken); // where it broke is a step of its own
         found.append(make("p", {}, "The run that shows it, at its last step:"), make("paged-stepper", {start: last}, data));

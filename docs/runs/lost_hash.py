@@ -15,15 +15,16 @@ with record("Three requests, three blocks", stage.decode, watch=[museum["PrefixC
         while engine.has_unfinished_requests():
             engine.step()
         if name == "B":
-            says = f"In the cache's book it now has the hash {cache._hash_of[0]} and the tokens {cache._tokens_of[0]}."
-            note_on(PrefixReused, run, says)
-            found = cache.match(stage.encode(prompts["C"]))
-            note_on(BlockCached, run, f"Asked for “{prompts['C']}”, the cache would now find {found}.")
+            assert cache._hash_of[0] == 0
+            assert cache._tokens_of[0] == ()
+            note_on(PrefixReused, run, "In the cache's book block 0 now has the hash 0 and no tokens.")
+            [found] = cache.match(stage.encode(prompts["C"]))
+            note_on(BlockCached, run, f"Asked for “{prompts['C']}”, the cache would now find block {found}.")
 
 # What the page says of its steps.
 assert [event.blocks for event in run.events if isinstance(event, PrefixReused)] == [(0,), (1,)]
 assert [type(run.events[index]) for index in run.notes] == [PrefixReused, BlockCached, TokensComputed]
 assert [index + 1 for index in run.notes] == [15, 17, 27]
-assert "the hash 0 and the tokens ()" in run.notes[14]
-assert "would now find [1]" in run.notes[16]
-assert "of “the cat drank milk”" in run.notes[26]
+assert "would now find block 1" in run.notes[16]
+assert "For sequence C it looks for the keys and values of “drank milk” in block 1" in run.notes[26]
+assert "reads those of “the cat drank milk”" in run.notes[26]

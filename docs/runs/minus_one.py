@@ -29,11 +29,12 @@ with record("A five-token prompt, three times", stage.decode, watch=[part]) as r
         while engine.has_unfinished_requests():
             engine.step()
         counts = ", ".join(str(allocator.ref_count(block)) for block in range(4))
-        says = f"The allocator itself says: {allocator.num_free} of 4 blocks are free, and the counts are {counts}."
-        note_on(BlocksFreed, run, says)
+        says = f"This allocator says: {allocator.num_free} of 4 blocks are free, and the counts are {counts}."
+        note_on(BlocksFreed, run, f"Nobody holds a block any more, so all 4 should be free. {says}")
     engine.add_request(stage.encode(text), greedy(1), request_id="C")
     with run.breaks(InvariantViolation):
         engine.step()
 
 assert sorted(run.notes) == [8 - 1, 17 - 1], "the steps that the page names"
+assert min(run.data()["beliefs"]) == 5 - 1, "and that from which on something stands in the blocks"
 assert [allocator.ref_count(block) for block in range(4)] == [-1] * 4

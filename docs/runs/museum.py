@@ -16,6 +16,7 @@ from minipaged.contracts import Tier
 from minipaged.engine.engine import Engine
 from minipaged.events import Event
 from minipaged.params import EngineConfig
+from minipaged.replay.teller import letter
 from minipaged.stepper import Recording
 from minipaged.testing.content_runner import ContentRunner, WrongRead
 from minipaged.tiers import reference_tier
@@ -62,8 +63,8 @@ class Stage(ContentRunner):
             return  # the block's last position tells of the whole block
         there = "that nobody wrote" if read.found is None else f"of “{self.decode(read.found)}”"
         self.recording.note(
-            f"When the model runs, it looks for the keys and values of “{self.decode(read.wanted)}” in block "
-            f"{read.block}, and reads those {there}."
+            f"Now the model runs. For sequence {letter(read.sequence)} it looks for the keys and values of "
+            f"“{self.decode(read.wanted)}” in block {read.block}, and reads those {there}."
         )
 
 

@@ -22,4 +22,4 @@ assert isinstance(run.events[-1], StepFailed)
 assert last.num_tokens == 9
 assert not last.new_blocks
 assert run.events[13 - 1] is last, "the step that the page names"
-note_on(TokensComputed, run, "Has it? The ninth token has position 8, in logical block 2. The table has none.")
+note_on(TokensComputed, run, "The ninth token has position 8, in logical block 2: the table of sequence A ends with 1.")

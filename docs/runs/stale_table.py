@@ -18,14 +18,17 @@ with record("One block computed twice", stage.decode, watch=[part]) as run:
     [exchanged] = [event for event in run.events if isinstance(event, BlockDeduplicated)]
     table = engine.scheduler.running[1].sequences[0].table
     holders = engine.blocks.allocator.ref_count(exchanged.own)
-    says = f"The table itself says {list(table.blocks)}; block {exchanged.own} has {holders} holders."
+    assert holders == 0
+    own, now = exchanged.own, " and ".join(map(str, table.blocks))
+    says = f"The table of sequence B itself still says blocks {now}; nobody holds a reference on block {own} any more."
     note_on(BlockDeduplicated, run, says)
     engine.add_request(stage.encode("a dog barked"), greedy(4), request_id="C")
     engine.step()
 
 assert table.blocks[0] == exchanged.own == engine.scheduler.running[2].sequences[0].table.blocks[0]
-assert any("of “a dog”" in note for note in run.notes.values())
-assert run.events[11 - 1] is exchanged, "the step that the page names"
+assert "For sequence B it looks for the keys and values of “the cat” in block 2" in run.notes[19 - 1]
+assert "reads those of “a dog”" in run.notes[19 - 1]
+assert run.events[11 - 1] is exchanged, "the step that the page names, as it does 19"
 words = [event.token_id for event in run.events if isinstance(event, TokenGenerated)]
 assert words[0] == words[1]  # of A and B, which have the same prompt
 assert words[2] != words[3]

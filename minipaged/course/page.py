@@ -24,7 +24,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from minipaged.course.grader.assignment import CannotBeGraded, Grade, Status, Submission, TestResult, find_assignment
-from minipaged.course.grader.counterexample import ALARM
+from minipaged.course.grader.counterexample import ALARM, UNWRITTEN
 from minipaged.course.grader.formats import as_json, fails_like
 from minipaged.course.grader.grading import VERDICT_HINTS, grade
 from minipaged.course.sandbox.answering import Ended
@@ -87,6 +87,7 @@ def _told(grade: Grade) -> dict[str, Any]:
     if result.test.hidden:
         told |= dict.fromkeys(("meaning", "hint", "output"), "") | dict.fromkeys(("counterexample", "same", "run"))
         return told | {"message": "A hidden test; what it found is not shown."}
+    told["unwritten"] = UNWRITTEN in result.message
     same = fails_like(result, earlier) if result.status is Status.FAILED else None
     failure = result.failure
     if failure and failure.verdict:

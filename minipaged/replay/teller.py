@@ -11,7 +11,7 @@ numbers, as a page keeps all of them in sight; the demo's are given again when a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -170,7 +170,7 @@ def _tell_computed(state: State, sequence: LiveSequence, event: TokensComputed) 
 def _former_holders(state: State, blocks: Iterable[int]) -> str:
     """Whose these blocks were last, if anybody's."""
     former = sorted({state.device.last_request[block] for block in blocks if block in state.device.last_request})
-    return f" (once request {_list(former)}'s)" if former else ""
+    return f" (once request {listed(former)}'s)" if former else ""
 
 
 def _tell_copy(state: State, event: BlockCopied) -> Sentence:
@@ -243,7 +243,7 @@ def _tell_forks(state: State) -> Sentence | None:
     if state.forks:
         parent, children = state.forks[0][0], [name(child) for _, child in state.forks]
         shared = _count(len(parent.table), "block")
-        text = f"{name(parent)} forks into {_list(children)}: {shared} shared, none copied"
+        text = f"{name(parent)} forks into {listed(children)}: {shared} shared, none copied"
         return Sentence("fork", text, tuple(parent.table))
     return None
 
@@ -253,7 +253,7 @@ def _survival(state: State) -> str:
     goes_on = [f"{parent} goes on {_times(count + 1)}" for parent, count in forks.items()]
     many = "beams" if len(state.dropped) > 1 else "beam"
     dropped = [name(sequence) for sequence, _ in state.dropped.values()]
-    return ", ".join([*goes_on, f"{many} {_list(dropped)} dropped"])
+    return ", ".join([*goes_on, f"{many} {listed(dropped)} dropped"])
 
 
 # --- Requests -------------------------------------------------------------------------------------
@@ -280,8 +280,9 @@ def _tell_departure(state: State, request: LiveRequest, event: RequestFinished) 
 # --- For who reads --------------------------------------------------------------------------------
 
 
-def explain(state: State, event: Event, words: Words | None = None) -> str:
+def explain(state: State, event: Event, words: Words | None = None, doubted: Collection[int] = ()) -> str:
     """What an event that is about to change `state` means, in whole sentences. `words` gives tokens as they are quoted.
+    `doubted`: the blocks of which an allocator, asked after the event, says something else than the events.
 
     Raises LookupError where the event does not follow from those before.
     """
@@ -300,10 +301,11 @@ def explain(state: State, event: Event, words: Words | None = None) -> str:
             ran = f"{_count(event.num_query_tokens, 'token')} of {_count(event.num_sequences, 'sequence')}"
             return f"Engine step {event.step} is over: it ran {ran}."
         case StepFailed():
-            lost = f"; {_list(event.requests)} will be recomputed." if event.requests else "."
-            return f"Engine step {event.step} failed with {event.error}{lost}"
+            many = "requests" if len(event.requests) > 1 else "request"
+            lost = f"; {many} {listed(_lettered(state, name) for name in event.requests)} will be recomputed"
+            return f"Engine step {event.step} failed with {event.error}{lost if event.requests else ''}."
         case TokensComputed():
-            return _explain_computed(state.sequences[event.sequence], event)
+            return _explain_computed(state.sequences[event.sequence], event, state.block_size)
         case BlockCopied():
             return (
                 f"Copy-on-write: sequence {letter(event.sequence)} is about to write into block {event.source}, which "
@@ -314,7 +316,7 @@ def explain(state: State, event: Event, words: Words | None = None) -> str:
             where = "prefix cache" if event.source == "cache" else "by a sibling"
             return f"Sequence {letter(event.sequence)} begins with {_blocks(event.blocks)}, already computed ({where})."
         case BlocksFreed():
-            return _explain_freed(state, state.sequences[event.sequence], event.blocks)
+            return _explain_freed(state, state.sequences[event.sequence], event.blocks, doubted)
         case BlockCached():
             return f"Block {event.block} is full, so the prefix cache holds it too: a later prompt may begin with it."
         case BlockDeduplicated():
@@ -356,32 +358,37 @@ def _explain_sequence(state: State, event: Event, words: Words | None) -> str:
                 f"Sequence {letter(event.sequence)} followed by {_quoted(event.token_id, words)} is kept as a finished "
                 f"beam, with score {event.score:.3f}."
             )
-    return _explain_request(event)
+    return _explain_request(state, event)
 
 
-def _explain_request(event: Event) -> str:
+RequestEvent = RequestAdmitted | RequestPreempted | SwappedOut | SwappedIn | RequestFinished
+
+
+def _explain_request(state: State, event: Event) -> str:
     match event:
         case RequestArrived():
             prompt = _count(len(event.prompt_token_ids), "prompt token")
             several = f" and asks for {event.num_sequences} sequences" if event.num_sequences > 1 else ""
-            return f"Request {event.request} arrives with {prompt}{several}. It waits and holds no block."
+            named = _beside(event.request, [event.sequence])
+            return f"Request {named} arrives with {prompt}{several}. It waits and holds no block."
         case RequestRefused():
             return f"Request {event.request} is refused: {event.reason}."
         case RequestAdmitted():
-            return f"Request {event.request} is admitted: there are blocks for it, so it moves to running."
+            return f"Request {_of(state, event)} is admitted: there are blocks for it, so it moves to running."
         case RequestPreempted():
             return (
-                f"The pool is {_count(event.blocks_short, 'block')} short, so request {event.request} is preempted "
-                f"({event.mode}): it gives up {_count(event.num_blocks, 'block')} with "
+                f"The pool is {_count(event.blocks_short, 'block')} short, so request {_of(state, event)} is "
+                f"preempted ({event.mode}): it gives up {_count(event.num_blocks, 'block')} with "
                 f"{_count(event.num_tokens, 'token')}."
             )
         case SwappedOut():
-            return f"Request {event.request} is swapped out: {_count(len(event.pairs), 'block')} copied to the host."
+            copied = _count(len(event.pairs), "block")
+            return f"Request {_of(state, event)} is swapped out: {copied} copied to the host."
         case SwappedIn():
             copied = _count(len(event.pairs), "block")
-            return f"Request {event.request} is swapped in: {copied} copied back, and it runs."
+            return f"Request {_of(state, event)} is swapped in: {copied} copied back, and it runs."
         case RequestFinished():
-            return f"Request {event.request} {'has' if event.reason == 'failed' else 'is'} {event.reason}."
+            return f"Request {_of(state, event)} {'has' if event.reason == 'failed' else 'is'} {event.reason}."
     raise TypeError(f"{type(event).__name__} has no sentence")
 
 
@@ -394,19 +401,25 @@ _WHY_IT_ENDS = {
 }
 
 
-def _explain_computed(sequence: LiveSequence, event: TokensComputed) -> str:
+def _explain_computed(sequence: LiveSequence, event: TokensComputed, block_size: int) -> str:
     needs = f"Sequence {letter(event.sequence)} needs {_count(event.num_tokens - sequence.num_computed, 'more slot')}"
     again = f" {_count(event.recomputed, 'token')} had been computed before." if event.recomputed else ""
     if event.new_blocks:
         are = "is" if len(event.new_blocks) == 1 else "are"
         return f"{needs}: {_blocks(event.new_blocks)} {are} taken from the free ones.{again}"
-    return f"{needs}. Its last block, {sequence.table[-1]}, has room, so nothing is allocated.{again}"
+    last, room = sequence.table[-1], len(sequence.table) * block_size - sequence.num_computed
+    if room < event.num_tokens - sequence.num_computed:  # a faulty table
+        has = f"has {_count(room, 'slot')} left" if room > 0 else "is full"
+        return f"{needs}. Its last block, {last}, {has}, and yet nothing is allocated.{again}"
+    return f"{needs}. Its last block, {last}, has room, so nothing is allocated.{again}"
 
 
-def _explain_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...]) -> str:
+def _explain_freed(state: State, sequence: LiveSequence, blocks: tuple[int, ...], doubted: Collection[int]) -> str:
     kept = [block for block in blocks if _others_hold(state, sequence, block)]
     verbs = ("has", "stays") if len(kept) == 1 else ("have", "stay")
-    after = f"; {_list(kept)} {verbs[0]} other holders and {verbs[1]}." if kept else ", free again from now on."
+    should = not sequence.swapped and set(blocks) & set(doubted)
+    free = ", which should be free again from now on." if should else ", free again from now on."
+    after = f"; {listed(kept)} {verbs[0]} other holders and {verbs[1]}." if kept else free
     return (
         f"Sequence {letter(sequence.number)} lets go of {'host ' if sequence.swapped else ''}{_blocks(blocks)}{after}"
     )
@@ -439,6 +452,21 @@ def called(request: LiveRequest) -> str:
     """A request, with the letters of its sequences: "request 3 (D)"."""
     letters = [s.letter for s in request.sequences or request.done if s.letter.isalpha()]
     return f"request {request.name} ({_some(letters)})" if letters else f"request {request.name}"
+
+
+def _of(state: State, event: RequestEvent) -> str:
+    return _lettered(state, event.request)
+
+
+def _lettered(state: State, request: str) -> str:
+    """The name of a request, with the letters that its sequences have on a page: "3 (D, E)"."""
+    live = state.requests[request]
+    return _beside(request, sorted(sequence.number for sequence in live.sequences or live.done))
+
+
+def _beside(request: str, sequences: Iterable[int]) -> str:
+    letters = [letter(number) for number in sequences]
+    return f"{request} ({', '.join(letters)})" if letters and letters != [request] else request
 
 
 def numbers(blocks: Iterable[int]) -> str:
@@ -479,7 +507,7 @@ def _quoted(token_id: int, words: Words | None) -> str:
 def _blocks(blocks: Iterable[int]) -> str:
     """Each of them: "blocks 0, 1 and 2"."""
     blocks = list(blocks)
-    return f"{'block' if len(blocks) == 1 else 'blocks'} {_list(blocks)}"
+    return f"{'block' if len(blocks) == 1 else 'blocks'} {listed(blocks)}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -490,7 +518,8 @@ def _times(count: int) -> str:
     return {2: "twice"}.get(count, f"{count} times")
 
 
-def _list(items: Iterable[object]) -> str:
+def listed(items: Iterable[object]) -> str:
+    """One after the other: "0, 1 and 2"."""
     named = [str(item) for item in items]
     return f"{', '.join(named[:-1])} and {named[-1]}" if len(named) > 1 else "".join(named)
 
@@ -498,4 +527,4 @@ def _list(items: Iterable[object]) -> str:
 def _some(items: Iterable[str], most: int = 8) -> str:
     """As a list, of which only the first few are named. "" for none."""
     items = list(items)
-    return _list(items) if len(items) <= most else f"{', '.join(items[:most])} and {len(items) - most} more"
+    return listed(items) if len(items) <= most else f"{', '.join(items[:most])} and {len(items) - most} more"

@@ -1,9 +1,9 @@
 /* <paged-attention>: a query walks its block table, one block at a time, beside a softmax over all scores at hand.
  *
- * The element holds a <script type="application/json"> with what `Walk.data` (attention.py) writes: the variables of the
- * reference's `attend` after each turn of its loop, for each place where the blocks could lie, and a sentence for each
- * step. Computed here are only products of those numbers: what is left of what was summed once m has risen.
- * Step 1 is the start. Three for each block read it, rescale what was summed, and add its terms. The last one divides.
+ * It holds as JSON what `Walk.data` (attention.py) writes: the variables of the reference's `attend` after each turn of
+ * its loop, for each place where the blocks could lie, and a sentence for each step. Computed here are only products of
+ * those: what is left of a sum once m has risen.
+ * Step 1 is the start. Three for each block read it, rescale the sums, and add its terms. The last one divides.
  */
 (() => {
   "use strict";
@@ -19,7 +19,7 @@
     return node;
   };
 
-  // --- The numbers --------------------------------------------------------------------------------
+  // --- The numbers ---
 
   const sumOf = (numbers) => numbers.reduce((sum, x) => sum + x, 0);
 
@@ -48,14 +48,13 @@
   const number = (x) => x === null ? "-∞" : Number.isInteger(x) ? String(x)
     : Math.abs(x) < 5e-4 || Math.abs(x) >= 1e5 ? x.toExponential(1) : x.toFixed(3);
 
-  // --- The picture --------------------------------------------------------------------------------
+  // --- The picture ---
 
-  /** The first of the stepper's colours, each with what can be read on it; here for logical blocks. */
-  const HUES = [["#0087ff", "#000"], ["#d75f00", "#000"], ["#008700", "#fff"], ["#af00af", "#fff"]];
+  /** Logical blocks, in shades of the stepper's A, each with what can be read on it. */
+  const HUES = [["#0087ff", "#000"], ["#0a66b8", "#fff"], ["#0092a8", "#000"], ["#5f6df5", "#000"]];
   const hue = (logical) => `--hue:${HUES[logical % 4][0]};--ink:${HUES[logical % 4][1]};`;
-  const SIGNS = "A colour: a logical block of this sequence, A; B is another one. Thick frame, thick arrow: the block of this"
-    + " step. Dashed: the full softmax, with all scores at hand. Hatched: behind the query's position. Keys: ← and → by"
-    + " steps, Home and End.";
+  const SIGNS = "A shade of blue: a logical block of this sequence, A. Thick: the block of this step. Dashed: the full softmax, with"
+    + " all scores at hand. Hatched: behind the query's position. Keys: ← and → by steps, Home and End.";
 
   const STYLE = `
 :host{display:block;container-type:inline-size;margin:1.5em 0;text-align:left;
@@ -67,7 +66,7 @@
 *{box-sizing:border-box;margin:0}
 ul,ol{list-style:none;padding:0}
 .all{background:var(--bg);color:var(--fg);font:14px/1.45 system-ui,sans-serif;border:1px solid var(--line);border-radius:8px}
-.head{position:sticky;top:var(--stepper-top,0);z-index:3;background:inherit;border-radius:8px;border-bottom:1px solid var(--line)}
+.head{position:sticky;top:var(--stepper-top,0);z-index:3;background:inherit;border-radius:8px 8px 0 0;border-bottom:1px solid var(--line)}
 .tools{display:flex;gap:6px;align-items:center;padding:8px}
 button,select{min-width:44px;min-height:40px;padding:0 8px;color:inherit;background:var(--soft);font:inherit;
  border:1px solid var(--line);border-radius:6px;cursor:pointer}
@@ -82,8 +81,8 @@ input{flex:1;min-width:40px;height:40px;accent-color:var(--mark);cursor:pointer}
 .cols{display:grid;grid-template-columns:minmax(0,1fr);gap:0 24px;padding:0 12px 8px}
 @container(min-width:700px){.cols{grid-template:auto 1fr/minmax(0,9fr) minmax(0,11fr)}.sums{grid-area:1/2/3/2}}
 .title{font-size:13px;margin:10px 0 4px;color:var(--dim);font-weight:600}
-.row{display:flex;justify-content:space-between;align-items:end;gap:8px;padding-bottom:8px}.row button{flex:none}
-.vector{font:12px/1.6 ui-monospace,monospace;white-space:normal}.vector i{display:inline-block;width:8.5ch;text-align:right;font-style:normal}
+.row{display:flex;justify-content:space-between;align-items:center;gap:8px;margin-top:6px;padding-bottom:8px}.row button{flex:none}
+.vector{display:grid;grid-template-columns:repeat(4,8.5ch);font:12px/1.6 ui-monospace,monospace}.vector i{text-align:right;font-style:normal}
 .memory{position:relative}
 .table{display:flex;flex-wrap:wrap;gap:8px}
 .table li{border:1px solid var(--hue);border-left-width:5px;border-radius:6px;padding:3px 5px;font-size:13px;background:var(--bg)}
@@ -101,19 +100,18 @@ input{flex:1;min-width:40px;height:40px;accent-color:var(--mark);cursor:pointer}
 .mask button{display:flex;width:100%;min-height:30px;gap:8px;align-items:center;margin:3px 0;font-size:12px}
 .mask b{min-width:6em;text-align:left;font-weight:inherit}
 .mask span{flex:1;height:14px;border:1px solid var(--line);background:var(--hue)}.mask .later{background:var(--later)}
-.plot{position:relative;height:104px;overflow:hidden}
+.plot{position:relative;height:clamp(88px,15cqw,104px);overflow:hidden}
 .plot i{position:absolute;transition:all .4s}
 .plot .bar{background:var(--hue)}.plot .ghost{border:1.5px dashed var(--fg)}
-.plot .later{top:0;bottom:0;right:0;background:var(--later)}
-.plot .line{left:0;right:0;height:1px;background:var(--dim)}.plot .m{height:2px;background:var(--mark)}
+.plot .later{inset:0;background:var(--later)}
+.plot .line{inset:auto 0;height:1px;background:var(--dim)}.plot .m{height:2px;background:var(--mark)}
 .plot b{position:absolute;right:2px;bottom:2px;font:700 12px/15px system-ui,sans-serif;color:var(--mark);background:var(--bg);padding:0 3px}
 .stack{height:20px}
 .axis{display:grid;font:11px/15px system-ui,sans-serif;text-align:center;color:var(--dim)}
 .axis b{border-top:4px solid var(--hue);margin:0 1px;font-weight:400;white-space:nowrap;overflow:hidden}
-.why{display:grid;grid-template-columns:auto 1fr;gap:10px;align-items:center;font-size:13px;margin-top:8px}
-dl{display:grid;grid-template-columns:auto minmax(0,1fr);gap:2px 8px;font-size:13px}.factor{font-size:13px;margin-top:8px}
-dt{color:var(--dim);font-weight:600}
-.same{font-size:13px;margin:8px 0 0}
+.why{display:grid;grid-template-columns:auto 1fr;gap:10px;align-items:center}
+dl{display:grid;grid-template-columns:auto minmax(0,1fr);gap:2px 8px;font-size:13px}.factor,.same,.why{font-size:13px;margin-top:8px}
+dt{color:var(--dim);font:600 13px/1.5 ui-monospace,monospace}
 pre{font:12px/1.5 ui-monospace,monospace}
 pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:var(--ran);padding-right:4px;text-indent:-3ch}
 .key{padding:4px 12px;border-top:1px solid var(--line);font-size:12px;color:var(--dim)}
@@ -132,29 +130,47 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       this.sizes = new ResizeObserver(() => this.drawArrows());
       this.sizes.observe(this.all);
     }
-    disconnectedCallback() { this.sizes.disconnect(); }
+    disconnectedCallback() {
+      this.play(false);
+      this.sizes.disconnect();
+    }
+    /** To the end; or stop. */
+    play(on) {
+      clearInterval(this.timer);
+      if (on && this.n === this.last) this.go(1);
+      this.timer = on && setInterval(() => {
+        this.go(this.n + 1);
+        if (this.n === this.last) this.play(false);
+      }, 1500);
+      this.player.textContent = on ? "Pause" : "Play";
+    }
+    seek(n) {
+      this.play(false);
+      this.go(n);
+    }
 
     /** What ran for the query, its length and the place of the blocks that are chosen. */
     get known() { return this.data.queries[this.query].lengths[this.long]; }
     get run() { return this.known.runs[this.known.of[this.table]]; }
     get last() { return this.run.sentences.length; }
     get blocks() { return this.data.tables[this.table]; }
-    /** How many keys a query has read, by its turns. */
+    /** How many keys a query has read. */
     seen(query) { return sumOf(this.data.queries[query].lengths[0].runs[0].turns.map(({n}) => n)); }
 
     build() {
       const {block_size: size, num_keys: keys, queries, tables, num_blocks: total, taken, code} = this.data;
       const ofBlock = (i) => hue(Math.floor(i / size));
       const titled = (text, ...nodes) => [make("p", {class: "title"}, text), ...nodes];
-      this.back = button("Previous step", () => this.go(this.n - 1), "◀");
-      this.next = button("Next step", () => this.go(this.n + 1), "▶");
+      this.back = button("Previous step", () => this.seek(this.n - 1), "◀");
+      this.next = button("Next step", () => this.seek(this.n + 1), "▶");
       this.slider = make("input", {type: "range", min: 1, "aria-label": "Step"});
-      this.slider.addEventListener("input", () => this.go(Number(this.slider.value)));
+      this.slider.addEventListener("input", () => this.seek(Number(this.slider.value)));
+      this.player = button("Play", () => this.play(!this.timer));
       this.count = make("span", {class: "n"});
       this.say = make("p", {"aria-live": "polite", "aria-atomic": "true"});
       this.because = make("p");
       const both = queries.flatMap(({lengths}) => lengths.flatMap(({runs}) => runs));
-      const head = make("div", {class: "head"}, make("div", {class: "tools"}, this.back, this.next, this.slider, this.count),
+      const head = make("div", {class: "head"}, make("div", {class: "tools"}, this.back, this.next, this.player, this.slider, this.count),
         this.rooms("saying", this.say, both.flatMap((run) => run.sentences.map((text) => text.replace("{block}", total)))));
 
       const free = [...Array(total).keys()].filter((block) => !taken.includes(block));
@@ -170,7 +186,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       this.arrows = document.createElementNS("http://www.w3.org/2000/svg", "svg");
       this.arrows.classList.add("arrows");
       this.arrows.setAttribute("aria-hidden", "true");
-      const shuffle = button("Shuffle the blocks", () => // elsewhere than now
+      const shuffle = button("Shuffle the blocks", () =>
         this.arrange((this.table + 1 + Math.floor(Math.random() * (tables.length - 1))) % tables.length));
       [this.vector, this.heading, this.same] = [make("p", {class: "vector"}), make("p"), make("p", {role: "status"})];
       this.mask = queries.map(({position}, i) => button(`query at ${position}: sees keys 0 to ${this.seen(i) - 1}`,
@@ -190,12 +206,13 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       const axis = make("div", {class: "axis", "aria-hidden": "true", style: `grid-template-columns:repeat(${keys},1fr)`},
         ...Array.from({length: keys}, (_, i) => make("span", {}, String(i))), ...this.names);
       [this.factor, this.ofL, this.ofO] = [make("p", {class: "factor"}), make("dd"), make("dd", {class: "vector"})];
-      const sums = make("div", {class: "sums"}, ...titled("Scores, scale × q·k; m, the largest so far", this.scores, axis),
+      this.range = make("p", {class: "title"});
+      const sums = make("div", {class: "sums"}, this.range, this.scores, axis,
         make("div", {class: "why"}, this.stretch, this.rooms("", this.because, both.flatMap((run) => run.reasons))),
         ...titled("Weights, exp(score - m); dashed: full softmax", this.weights),
-        ...titled("l, their sum; dashed: full softmax", this.stack),
+        ...titled("l, their sum", this.stack),
         this.factor, make("dl", {}, make("dt", {}, "l"), this.ofL, make("dt", {}, "o"), this.ofO),
-        ...titled("o / l, the attention so far; dashed: full softmax", this.output));
+        ...titled("o / l, the attention so far", this.output));
 
       this.code = make("pre");
       const lines = make("div", {class: "rooms"}, ...Object.keys(code).map((kind) => this.drawCode(make("pre", {class: "room", "aria-hidden": "true"}), kind)), this.code);
@@ -204,24 +221,24 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
         head, make("div", {class: "cols"}, memory, sums, rest),
         make("details", {class: "key"}, make("summary", {}, "Signs and keys"), make("p", {}, SIGNS)));
       this.attachShadow({mode: "open"}).append(make("style", {}, STYLE), this.all);
-      this.all.addEventListener("keydown", (key) => this.press(key)); // a key counts only when it is pressed inside
+      this.all.addEventListener("keydown", (key) => this.press(key));
     }
     headed(i, long) { return `The query, at position ${this.data.queries[i].position}${long ? ", 100 times as long" : ""}`; }
-    /** A text, with room for all that it may be, so that nothing moves from step to step. */
+    /** A text, with room for all that it may be: nothing moves. */
     rooms(name, node, texts) {
       return make("div", {class: `rooms ${name}`}, ...[...new Set(texts)].map((text) => make("p", {class: "room", "aria-hidden": "true"}, text)), node);
     }
     press(key) {
       const to = {ArrowLeft: this.n - 1, ArrowRight: this.n + 1, Home: 1, End: this.last}[key.key];
       if (to === undefined || key.altKey || key.ctrlKey || key.metaKey || key.target.matches("select")) return;
-      this.go(to);
+      this.seek(to);
       key.preventDefault();
       key.stopPropagation();
     }
 
-    // --- What is chosen ---------------------------------------------------------------------------
+    // --- What is chosen ---
 
-    /** Another query, or its length: another run. */
+    /** Another query or length: another run. */
     choose(query, long) {
       Object.assign(this, {query, long});
       this.mask.forEach((row, i) => row.setAttribute("aria-pressed", i === query));
@@ -261,7 +278,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       this.pool.replaceChildren(...Array.from({length: total}, (_, block) => {
         const logical = this.blocks.indexOf(block);
         const name = make("b", {}, String(block));
-        if (taken.includes(block)) return make("li", {class: "taken"}, name, make("span", {class: "chip", title: "another sequence's"}, "B"));
+        if (taken.includes(block)) return make("li", {class: "taken", style: "--hue:#d75f00;--ink:#000"}, name, make("span", {class: "chip"}, "B"), make("div", {}, "another's"));
         if (logical < 0) return make("li", {}, name, " free");
         const slots = Array.from({length: size}, (_, i) => logical * size + i);
         return make("li", {class: "own", style: hue(logical), "data-logical": logical}, name,
@@ -274,12 +291,11 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       const {tables} = this.data;
       const [{answer}, first] = [runs[of[table]], runs[of[0]].answer];
       const most = Math.max(...runs.map((run) => apart(run.answer, first)));
-      return `Blocks at ${tables[table].join(", ")}: the answer is that with blocks at ${tables[0].join(", ")} ${exactly(apart(answer, first))},`
-        + ` and the full softmax's ${exactly(apart(answer, whole.answer))}. You have tried ${tried} of ${of.length} places; attend ran in each, and its`
-        + ` answers agree ${exactly(most)}.`;
+      return `The same answer as with blocks at ${tables[0].join(", ")} (${exactly(apart(answer, first))}), and as the full softmax's`
+        + ` (${exactly(apart(answer, whole.answer))}). Tried: ${tried} of ${of.length} places. attend ran in each, and all agree ${exactly(most)}.`;
     }
 
-    // --- A step -----------------------------------------------------------------------------------
+    // --- A step ---
 
     go(wanted) {
       this.n = Math.max(1, Math.min(this.last, wanted));
@@ -306,7 +322,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
     }
     drawVector(node, values) { node.replaceChildren(...values.map((x) => make("i", {}, x.toFixed(3)))); }
 
-    /** Room for so many bars, each with an outline; they stay, so that they can grow and shrink. */
+    /** Room for so many bars, each with an outline; they stay, and grow and shrink. */
     plot(count, hues, name = "") {
       const node = make("div", {class: `plot ${name}`, role: "img"});
       const bars = (kind) => Array.from({length: count}, () => make("i", {class: kind}));
@@ -336,6 +352,7 @@ pre span{display:block;white-space:pre-wrap;overflow-wrap:anywhere;background:va
       const [{turns}, whole, keys, limit] = [this.run, this.known.whole, this.data.num_keys, this.seen(this.query)];
       const ends = (numbers) => [Math.min(0, ...numbers), Math.max(0, ...numbers)];
       const [low, high] = ends(turns.flatMap((each) => each.scores));
+      this.range.textContent = `Scores, scale × q·k: ${number(low)} to ${number(high)}; m, the largest so far`;
       const y = this.fill(this.scores, `Scores; m is ${number(m)}`, scores, [], low, high + 0.2 * (high - low)); // room for m's name
       this.scores.m.hidden = m === null;
       this.scores.m.style.top = `calc(${y(m)}% - 1px)`;

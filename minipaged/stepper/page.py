@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,13 @@ def as_data(
     words: Mapping[int, str] | None = None,
     notes: Mapping[int, str] | None = None,
     code: Mapping[str, Any] = NO_CODE,
+    doubted: Mapping[int, Collection[int]] | None = None,
 ) -> dict[str, Any]:
     """What `stepper.js` is fed with.
 
     `words`: the text of tokens; `notes`: what more to say of an event, by its index; `code`: the lines that ran before
-    each event, from a recording.
+    each event, from a recording; `doubted`: the blocks of which the allocator says something else than the events,
+    after that of an index.
     Raises InvalidRequest unless the events begin where the engine does: they could not be followed.
     """
     events = list(events)
@@ -60,7 +62,7 @@ def as_data(
     return {
         "title": title,
         "events": [{"event": event.name, **asdict(event)} for event in events],
-        "sentences": sentences_of(events, words),
+        "sentences": sentences_of(events, words, doubted),
         "words": words,
         "notes": notes or {},
         **code,
@@ -89,7 +91,11 @@ def words_of(events: Iterable[Event], decode: Callable[[list[int]], str]) -> dic
     return {token: decode([token]) for token in sorted(tokens)}
 
 
-def sentences_of(events: Iterable[Event], words: Mapping[int, str] | None = None) -> list[str]:
+def sentences_of(
+    events: Iterable[Event],
+    words: Mapping[int, str] | None = None,
+    doubted: Mapping[int, Collection[int]] | None = None,
+) -> list[str]:
     """What is said of each event.
 
     A run of somebody's faulty part may contradict itself. From there on nobody knows what an event means: the sentences
@@ -100,10 +106,10 @@ def sentences_of(events: Iterable[Event], words: Mapping[int, str] | None = None
         return f"“{visible(words.get(token, str(token))).strip()}”" if words is not None else str(token)
 
     state, said, contradiction = State(), list[str](), ""
-    for event in events:
+    for i, event in enumerate(events):
         if not contradiction:
             try:
-                sentence = explain(state, event, quoted)
+                sentence = explain(state, event, quoted, (doubted or {}).get(i, ()))
                 state.apply(event)
             except (LookupError, ValueError) as error:
                 why = str(error) if isinstance(error, ValueError) else f"nobody knows of {error}"

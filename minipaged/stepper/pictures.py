@@ -88,7 +88,7 @@ class Cells:
     """How each kind is drawn: one of FILLS."""
 
     def _repr_html_(self) -> str:
-        left = 10 + 8 * max(len(name) for name, _ in self.rows)
+        left = 12 + 9.5 * max(len(name) for name, _ in self.rows)  # on a phone letters are 17 high
         width = min(80.0, (WIDTH - 1 - left) / max(len(cells) for _, cells in self.rows))
         drawn, y = [], 4
         for name, cells in self.rows:
@@ -188,7 +188,7 @@ def _box(x: float, y: float, width: float, fill: str, text: str, height: int = 3
         box += f'<rect {size} y="{y + height - STRIP}" height="{STRIP}" fill="url(#fill-{fill})"/>'
     if width < 10 * len(text) + 4 or not text:
         return box
-    middle = y + (height - STRIP * (fill != "empty")) / 2 + 5
+    middle = y + (height - STRIP) / 2 + 5  # where there is no pattern, too: a row has one baseline
     label = f'<text x="{x + width / 2:.1f}" y="{middle:g}" text-anchor="middle" fill="{ink}">'
     return f"{box}{label}{html.escape(text)}</text>"
 
@@ -205,8 +205,8 @@ def _picture(drawn: list[str], y: float, fills: Mapping[str, str], words: str) -
         for name, (_, _, lines) in FILLS.items()
         if lines
     )
-    return (
+    return (  # no wider than that letters of 14 are as large as the text around them
         f'<svg viewBox="0 0 {WIDTH} {y + 6}" role="img" aria-label="{html.escape(words)}" '
         'xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" font-size="14" fill="currentColor" '
-        f'style="max-width:{WIDTH * 3 // 2}px"><defs>{patterns}</defs>{"".join(drawn)}</svg>'
+        f'style="max-width:{WIDTH * 7 // 6}px"><defs>{patterns}</defs>{"".join(drawn)}</svg>'
     )

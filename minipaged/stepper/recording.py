@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from linecache import getline
 from pathlib import Path
+from traceback import walk_tb
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -33,6 +34,7 @@ from minipaged.engine.event_queue import EventQueue
 from minipaged.errors import InvalidRequest
 from minipaged.events import EngineStarted, Event, StepFailed, StepFinished, StepStarted, TokensComputed
 from minipaged.replay.state import State
+from minipaged.replay.teller import listed
 from minipaged.stepper.page import UNSEEN, as_data, element, page, words_of
 
 ROOT = Path(minipaged.__file__).parent
@@ -130,6 +132,9 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
 }
 """The line that each event is about: of these, the first that ran."""
 
+RED = "In red: how many hold the block, by the events so far; and how many by the allocator's own count."
+"""What is said where an allocator's counts are first seen to differ."""
+
 Lines = list[tuple[CodeType, int]]
 """Lines of functions, in the order in which they ran."""
 
@@ -153,6 +158,10 @@ class Break:
     """Those that ran after the last event, until what is wrong was seen."""
     counts: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Blocks whose count is wrong: what it should be by the calls so far, and what the allocator says."""
+    should: dict[int, int] = field(default_factory=dict)
+    """Of the blocks that should be held by the calls so far: how many should hold each."""
+    num_events: int = 0
+    """Before the call in which it was seen."""
 
 
 @dataclass
@@ -191,8 +200,9 @@ class Recording:
         if self.events and isinstance(self.events[-1], StepFailed):  # the engine has cleared up: all lines of that step
             start = max(i for i, event in enumerate(self.events) if isinstance(event, StepStarted))
             lines = [line for before in self.lines[start + 1 :] for line in before] + lines
-        found = self._caught or Break("", lines)
-        self.broken = Break(message, found.lines, found.counts)
+        raised = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__) if frame.f_code in self.own]
+        lines += raised[-1:]  # not the last line that ran, if it was called again for clearing up
+        self.broken = replace(self._caught or Break("", lines), message=message)
 
     def note(self, text: str) -> None:
         """Say something more of the latest event."""
@@ -203,8 +213,41 @@ class Recording:
         """What the stepper is fed with, as JSON has it."""
         words = words_of(self.events, self.decode) if self.decode else None
         lines = [*self.lines, self.broken.lines] if self.broken else self.lines
-        code = _code(self.events, lines, self.own)
-        return as_data(self.title, self.events, words=words, notes=self.notes, code=code) | self._failure()
+        code, failure = _code(self.events, lines, self.own), self._failure()
+        doubted = {i: wrong.get("blocks", {}) for i, wrong in failure.get("beliefs", {}).items()}
+        notes = self._notes(doubted)
+        return as_data(self.title, self.events, words=words, notes=notes, code=code, doubted=doubted) | failure
+
+    def _notes(self, doubted: Mapping[int, Collection[int]]) -> dict[int, str]:
+        """With what the words in red mean, where they stand first, and how far the picture goes, where a call broke."""
+        notes, last, broken = dict(self.notes), len(self.events), self.broken
+        first = min((i for i, blocks in doubted.items() if blocks and i < last), default=None)
+        if first is not None:
+            notes[first] = f"{RED} {notes.get(first, '')}".rstrip()
+        if broken and broken.counts and broken.num_events < last:
+            notes[last] = (
+                "The counts in red are from the call that broke; the picture, from after the step was given up."
+            )
+        if broken and broken.num_events == last and (moved := self._moved()):
+            gone = listed(
+                f"block {block}{' should have gone' if not i else ''} from {_held(was)} to {_held(now)}"
+                for i, (block, (was, now)) in enumerate(sorted(moved.items()))
+            )
+            notes[last] = f"The picture is from before the call that broke. By what was called since, {gone}."
+        return notes
+
+    def _moved(self) -> dict[int, tuple[int, int]]:
+        """Blocks whose count should have changed by the calls since the last event: as the picture has it, and now."""
+        assert self.broken
+        state = State()
+        try:
+            for event in self.events:
+                state.apply(event)
+        except (LookupError, ValueError):
+            return {}  # nobody knows what the picture says
+        should = self.broken.should
+        counts = {block: (state.ref_count(block), should.get(block, 0)) for block in range(state.device.num_blocks)}
+        return {block: (was, now) for block, (was, now) in counts.items() if was != now}
 
     def _failure(self) -> dict[str, Any]:
         """What the parts under test have wrong, after each event, and how the run broke off."""
@@ -218,7 +261,8 @@ class Recording:
         message, last = self.broken.message, _last_own(self.broken.lines, self.own)
         if last:
             message += f". The last line that ran of the part under test is {last[1]}, in {last[0].co_qualname}"
-        broken = {"message": message, "line": last[1] if last else None, "should": bool(self.broken.counts)}
+        line, name = (last[1], last[0].co_qualname) if last else (None, None)
+        broken = {"message": message, "line": line, "name": name, "should": bool(self.broken.counts)}
         return {"beliefs": beliefs, "broken": broken}
 
     def page(self) -> str:
@@ -321,7 +365,13 @@ class _Tracer:
             return
         should, says = guard._counts, self._ask().counts
         wrong = {block: (should.get(block, 0), count) for block, count in says.items() if count != should.get(block, 0)}
-        self._recording._caught = Break("", list(self._recording._since), wrong)
+        recording = self._recording
+        recording._caught = Break("", list(recording._since), wrong, dict(should), len(recording.events))
+
+
+def _held(count: int) -> str:
+    """As a block's corner has it."""
+    return f"×{count}" if count else "free"
 
 
 def _methods(part: type) -> Iterator[CodeType]:

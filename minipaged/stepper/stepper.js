@@ -11,7 +11,7 @@
   "use strict";
   const CHECKPOINT = 100;
 
-  // --- Folding ------------------------------------------------------------------------------------
+  // --- Folding ---
 
   const empty = () => ({
     pool: null, // the engine_started event
@@ -112,7 +112,7 @@
     finished: [...state.finished], cached: new Map(state.cached),
     sequences: new Map([...state.sequences].map(([id, s]) => [id, {...s, tokens: [...s.tokens], table: [...s.table]}])),
   });
-  /** One event more. What does not follow from the events before, in the run of a faulty part, changes nothing more. */
+  /** One event more. What does not follow, in the run of a faulty part, changes nothing. */
   const advance = (state, e) => {
     try {
       follow[e.event]?.(state, e);
@@ -189,7 +189,7 @@
   const shownOf = (finished) => finished.filter((s) => s.reason !== "dropped").slice(-MOST_FINISHED);
   const MARKS = {sequence_forked: "fork", block_copied: "copy", request_preempted: "preemption", request_finished: "end"};
   const OF_INTEREST = new Set(["sequence_forked", "block_copied", "request_preempted", "swapped_out", "swapped_in",
-    "prefix_reused", "blocks_loaded", "block_deduplicated", "block_evicted", "request_refused", "request_finished", "step_failed",
+    "prefix_reused", "blocks_loaded", "block_deduplicated", "block_evicted", "request_refused", "blocks_freed", "step_failed",
     "broken_here"]);
 
   /** Which table entries hold each block of one pool: block -> [{id, logical}]. */
@@ -205,7 +205,7 @@
     return found;
   };
 
-  // --- Drawing ------------------------------------------------------------------------------------
+  // --- Drawing ---
 
   const make = (tag, attributes = {}, ...children) => {
     const node = document.createElement(tag);
@@ -253,9 +253,9 @@
   /** What an event moves: [from, to] as cells of the pools are called, with nowhere to go for what is dropped; and a word. */
   const MOVES = {
     block_copied: (e) => [[[`block ${e.source}`, `block ${e.destination}`]], "copied"],
-    swapped_out: (e) => [e.pairs.map(([from, to]) => [`block ${from}`, `host ${to}`]), "swapped out"],
-    swapped_in: (e) => [e.pairs.map(([from, to]) => [`host ${from}`, `block ${to}`]), "swapped in"],
-    block_deduplicated: (e) => [[[`block ${e.own}`, `block ${e.cached}`]], "the same"],
+    swapped_out: (e) => [e.pairs.map(([from, to]) => [`block ${from}`, `host ${to}`]), "out"],
+    swapped_in: (e) => [e.pairs.map(([from, to]) => [`host ${from}`, `block ${to}`]), "in"],
+    block_deduplicated: (e) => [[[`block ${e.own}`, `block ${e.cached}`]], "same"],
     block_evicted: (e) => [[[`block ${e.block}`, null]], "evicted"],
   };
   const SHAPES = { // of marks on the timeline, around 0, 0
@@ -268,12 +268,11 @@
     [chip(0), "a sequence"],
     [make("b", {class: "who"}, chip(0), chip(1)), "×2: two hold the block"],
     [make("b", {class: "tok"}, "prompt")], [make("b", {class: "tok out"}, "generated")],
-    [make("b", {class: "tok todo"}, "known"), "not in the cache yet"],
+    [make("b", {class: "tok todo"}, "known"), "not in the cache yet"], [make("s", {}, "word"), "left in this step"],
     [make("b", {class: "entry new"}, "0 → 7 (3/4)"), "logical block 0 is block 7, 3 of 4 slots filled; thick: changed in this step"],
   ].map((sign) => make("span", {}, ...sign.flatMap((part) => [part, " "])));
-  const POINT = "Point at a block, a table entry or a token, or tap it, to see what belongs to it.";
-  const KEYS = "Keys: ← and → by steps of this page, with Shift by steps of the engine; n to the next event of interest; Home and End;"
-    + " ↑ and ↓ within the pool, a block table, or the code.";
+  const KEYS = "Point at a block, a table entry or a token, or tap it, to see what belongs to it. Keys: ← and → by steps of this page,"
+    + " with Shift by steps of the engine; n to the next event of interest; Home and End; ↑ and ↓ within the pool, a block table, or the code.";
 
   const STYLE = `
 :host{display:block;container-type:inline-size;margin:1.5em 0;text-align:left;
@@ -290,7 +289,7 @@ button,select{min-width:44px;min-height:40px;padding:0 8px;color:inherit;backgro
 button:disabled{opacity:.45;cursor:default}
 .n{font-variant-numeric:tabular-nums;white-space:nowrap;margin-left:auto}
 a{color:var(--mark);padding:8px 2px}
-:focus-visible{outline:3px solid var(--mark);outline-offset:2px}
+:focus-visible{outline:3px solid var(--mark);outline-offset:2px}.time :focus-visible{outline-offset:-3px}
 .saying{display:grid;border-bottom:1px solid var(--line)}
 .saying>*{grid-area:1/1;margin:0;padding:4px 12px 10px;font-size:16px}
 .room{visibility:hidden}
@@ -313,31 +312,33 @@ a{color:var(--mark);padding:8px 2px}
 .time .halo{fill:none;stroke:var(--bg);stroke-width:5}
 .time .sign{fill:none;stroke:var(--fg);stroke-width:1.8}
 .time .held{fill:var(--dim)}.time .kept{fill:var(--line)}.time .whole{fill:none;stroke:var(--line)}
-.time input{position:absolute;top:0;margin:0;appearance:none;background:none;cursor:pointer;touch-action:pan-y}
+.time input{position:absolute;top:0;margin:0;appearance:none;background:none;cursor:pointer;touch-action:pan-y;
+ --thumb:linear-gradient(90deg,#0000 5px,var(--mark) 5px 7px,#0000 7px),linear-gradient(var(--mark) 8px,#0000 8px)}
 .time input::-webkit-slider-runnable-track{height:100%;background:none}
-.time input::-webkit-slider-thumb{appearance:none;width:12px;height:100%;border:0;border-radius:0;forced-color-adjust:none;
- background:linear-gradient(90deg,#0000 5px,var(--mark) 5px 7px,#0000 7px),linear-gradient(var(--mark) 8px,#0000 8px)}
+.time input::-webkit-slider-thumb{appearance:none;width:12px;height:100%;border:0;border-radius:0;forced-color-adjust:none;background:var(--thumb)}
 .time input::-moz-range-track{height:100%;background:none}
-.time input::-moz-range-thumb{width:12px;height:100%;border:0;border-radius:0;
- background:linear-gradient(90deg,#0000 5px,var(--mark) 5px 7px,#0000 7px),linear-gradient(var(--mark) 8px,#0000 8px)}
+.time input::-moz-range-thumb{width:12px;height:100%;border:0;border-radius:0;background:var(--thumb)}
 .signs{display:flex;flex-wrap:wrap;gap:0 12px;margin:0;padding:0 12px 4px;font-size:12px;color:var(--dim)}
 .signs svg{display:inline-block;width:16px;height:12px;margin-right:4px;vertical-align:-1px}
 .tabs{display:none;gap:6px;padding:6px 8px 0}
 .tabs button{flex:1}
 .tabs [aria-pressed=true]{background:var(--mark);color:var(--bg);font-weight:600}
 .cols{display:grid;grid-template-columns:minmax(0,1fr)}
-.stage{position:relative;min-width:0}
+.stage{position:relative;min-width:0;overflow-x:clip}
 .state{padding:4px 12px 12px;position:relative}
 .arrows{position:absolute;inset:0;width:100%;height:100%;pointer-events:none;z-index:1;overflow:hidden}
-.arrows path{fill:none;stroke:var(--hue);stroke-width:1.5;opacity:.4}
+.pool>li,.entry{position:relative;z-index:2}
+.arrows path{fill:none;stroke:color-mix(in srgb,var(--hue),var(--fg) 30%);stroke-width:1.5;opacity:.5}
 .arrows .far{opacity:.12}
 .arrows .strong{stroke-width:2.5;opacity:1}
+.moves{z-index:3}.state:has(.lit) .moves{opacity:.15}
 .moves path{stroke:var(--mark);stroke-width:3;opacity:1}
 .moves text{font:700 12px system-ui,sans-serif;fill:var(--fg);text-anchor:middle;paint-order:stroke;stroke:var(--bg);stroke-width:5px}
-.flier{position:absolute;z-index:2;pointer-events:none;box-shadow:0 4px 14px #0006}
+.flier{position:absolute;z-index:3;pointer-events:none;box-shadow:0 4px 14px #0006}
+.flier>b,.flier .refs{visibility:hidden}
 .code{min-width:0;height:24rem;overflow:auto;border-top:1px solid var(--line);padding:8px 0;position:relative}
 @container(min-width:700px){
- .cols.two{grid-template-columns:minmax(0,10fr) minmax(0,11fr)}
+ .cols.two{grid-template-columns:minmax(0,4fr) minmax(0,5fr)}
  .two .code{order:-1;border-top:0;border-right:1px solid var(--line);height:0;min-height:100%}}
 @container(max-width:699.9px){
  .tabs{display:flex}.bar{gap:4px;padding:6px}
@@ -348,7 +349,7 @@ a{color:var(--mark);padding:8px 2px}
 ul,ol{list-style:none;margin:0;padding:0}
 .pools{display:flex;flex-wrap:wrap;gap:0 16px}.pools>div{min-width:0}
 .pools .title{white-space:nowrap;overflow:hidden;text-overflow:ellipsis}
-.pool{display:grid;grid-template-columns:repeat(auto-fill,minmax(86px,1fr));gap:6px}
+.pool{display:grid;grid-template-columns:repeat(auto-fill,minmax(96px,1fr));gap:6px}
 .pool.small{grid-template-columns:repeat(auto-fill,minmax(72px,1fr));gap:4px}
 .pool>li,.flier{border:1px solid var(--hue,var(--fg));border-radius:6px;padding:2px 4px 4px;font-size:12px;min-width:0;background:var(--soft)}
 .pool>.free{border:1px dashed var(--line);background:none;color:var(--dim)}
@@ -368,17 +369,17 @@ ul,ol{list-style:none;margin:0;padding:0}
 .free .fill,.free .slots{visibility:hidden}
 .free .gone{visibility:visible}.gone li{border-style:dashed;color:var(--dim);text-decoration:line-through}
 .who .gone{background:none;color:var(--dim);border:1px dashed var(--line);line-height:16px}
-.slots{display:grid;grid-template-columns:repeat(auto-fit,minmax(36px,1fr));gap:2px}
+.slots{display:grid;grid-template-columns:repeat(auto-fit,minmax(40%,1fr));gap:2px}
 .slots li{border:1px solid var(--line);border-radius:3px;height:19px;padding:0 2px;overflow:hidden;text-overflow:ellipsis;
  white-space:nowrap;font:11px/17px ui-monospace,monospace;background:var(--bg);color:var(--fg)}
-.seqs{overflow:auto;margin:0 -4px;padding:0 4px 4px}
+.seqs{overflow:auto;margin:8px -12px 0;padding:0 12px 4px;border-top:1px solid var(--line)}
 .seq{border-left:4px solid var(--hue,var(--line));padding-left:8px;margin:6px 0}
 .seq p{margin:2px 0}
 .strip{display:flex;flex-wrap:wrap;gap:5px;align-items:stretch}
 .table{display:contents}
-.entry{border:1px solid var(--hue);border-radius:4px;padding:0 4px;font-size:12px;max-width:100%}
+.entry{background:var(--bg);border:1px solid var(--hue);border-radius:4px;padding:0 4px;font-size:12px;max-width:100%}
 .tok{display:inline-block;border:1px solid var(--line);border-radius:3px;padding:0 3px;margin:2px 2px 1px 0;max-width:100%;
- overflow:hidden;text-overflow:ellipsis;vertical-align:bottom;font:12px/18px ui-monospace,monospace;white-space:pre}
+ overflow:hidden;text-overflow:ellipsis;vertical-align:bottom;font:12px/18px ui-monospace,monospace;white-space:nowrap}
 .entry .tok{border-color:var(--hue);border-bottom-width:3px;line-height:16px}
 .tok.out{font-weight:700}
 .tok.todo{border-style:dashed;border-color:var(--fg)}
@@ -389,7 +390,7 @@ dl{display:flex;flex-wrap:wrap;gap:2px 8px;margin:6px 0 0;font-size:13px}
 dt{color:var(--dim)}dd{margin:0 10px 0 0}
 .code .name{font:600 12px/1.4 ui-monospace,monospace;margin:8px 12px 2px;color:var(--dim);overflow-wrap:anywhere}
 .code pre{margin:0;font:12px/1.5 ui-monospace,monospace}
-.more{position:sticky;top:0;float:right;min-height:32px;margin:0 8px 0 0;font-size:12px;z-index:1}
+.more{display:block;min-height:32px;margin:0 8px 0 auto;font-size:12px}.code:has(.none) .more{display:none}
 .more[aria-pressed=true]{background:var(--mark);color:var(--bg)}
 .l[data-key]{cursor:pointer}.l[data-key]:hover{text-decoration:underline dotted}
 .l{display:grid;grid-template-columns:4.6em 1fr;padding-right:8px;color:var(--dim)}
@@ -398,6 +399,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
 .ran{background:var(--ran);color:var(--fg)}
 .now{background:var(--now);color:light-dark(#000,#fff);font-weight:700;box-shadow:inset 4px 0 var(--mark)}
 .none{margin:12px;color:var(--dim)}
+@media(pointer:coarse){.l{min-height:24px}}
 @media(forced-colors:active){.now,.lit{outline:2px solid}}
 `;
 
@@ -504,7 +506,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.all = make("div", {class: "all", role: "group", "data-tab": "memory",
         "aria-label": this.data.title || "A run of the engine, step by step"},
       this.time, make("div", {class: "head"}, bar, this.saying), this.buildTabs(withCode), this.cols,
-      make("details", {class: "key"}, make("summary", {}, "Signs and keys"), make("p", {class: "legend"}, ...legend()), make("p", {}, POINT), make("p", {}, KEYS)));
+      make("details", {class: "key"}, make("summary", {}, "Signs and keys"), make("p", {class: "legend"}, ...legend()), make("p", {}, KEYS)));
       root.append(make("style", {}, STYLE), this.all);
       root.addEventListener("keydown", (key) => this.press(key)); // a key counts only when it is pressed inside
     }
@@ -546,7 +548,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       return by > 0 ? starts.find((n) => n > this.n) ?? this.events.length : starts.findLast((n) => n < this.n) ?? 1;
     }
     interesting() {
-      const at = this.events.findIndex((e, i) => i >= this.n && OF_INTEREST.has(e.event));
+      const at = this.events.findIndex((e, i) => i >= this.n && (OF_INTEREST.has(e.event) || this.data.notes?.[i]));
       return at < 0 ? this.events.length : at + 1;
     }
 
@@ -615,7 +617,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         ...(note ? [make("b", {}, ` ${note}`)] : [])];
     }
 
-    // --- Size -------------------------------------------------------------------------------------
+    // --- Size ---
 
     /** Room for the longest sentence and the most sequences, so that nothing moves from step to step. */
     fit() {
@@ -641,7 +643,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       this.go(this.n);
     }
 
-    // --- The timeline -----------------------------------------------------------------------------
+    // --- The timeline ---
 
     buildTimeline() {
       this.slider = make("input", {type: "range", min: 1, max: this.events.length, value: 1, "aria-label": "Step"});
@@ -681,7 +683,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const both = `${name}: ${row.sequences.map(letterOf).join(" ")}`;
         return [row, row.sequences.length === 1 && name === letterOf(row.sequences[0]) || both.length > 12 ? name : both];
       }));
-      const longest = Math.max(4, ...[...names.values()].map((name) => Math.min(12, name.length)));
+      const longest = Math.max(5, ...[...names.values()].map((name) => Math.min(12, name.length)));
       const gutter = 10 + 7 * longest;
       const width = this.time.clientWidth - gutter - 8;
       const x = this.x = (n) => gutter + 6 + (n - 1) / Math.max(1, size - 1) * (width - 12);
@@ -707,7 +709,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         drawn.push(`<text x="${at + 2}" y="11">${e.step}</text>`);
         free = at + 10 + 7 * String(e.step).length;
       });
-      drawn.push(`<text x="${gutter - 4}" y="11" text-anchor="end">step</text>`);
+      drawn.push(`<text x="${gutter - 4}" y="11" text-anchor="end">engine</text>`);
       lanes.forEach((lane, i) => lane.forEach((row) => {
         const y = top + i * tall;
         if (tall >= 11 && lane.length === 1) {
@@ -716,7 +718,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
           const label = make("text", {x: gutter - 4, y: y + tall / 2 + 4, "text-anchor": "end"}, name);
           drawn.push(label.outerHTML);
         }
-        drawn.push(`<g style="${hueOf(row.sequences[0])}">`,
+        drawn.push(`<g style="${row.sequences[1] ? "--hue:var(--dim)" : hueOf(row.sequences[0])}">`,
           ...row.spans.map(({kind, from, to}) => this.drawSpan(kind, x(from), x(to), y + tall * 0.15, tall * 0.7)), "</g>");
         for (const {kind, at} of row.marks) {
           const d = `d="${SHAPES[kind]}" transform="translate(${x(at)} ${y + tall / 2}) scale(${Math.min(1, tall / 14)})"`;
@@ -738,7 +740,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       Object.assign(this.slider.style, {left: `${gutter}px`, width: `${width}px`, height: `${low + 8}px`});
     }
 
-    // --- Memory -----------------------------------------------------------------------------------
+    // --- Memory ---
 
     drawMemory(before, after) {
       for (const host of this.used.true.size ? [false, true] : [false]) this.drawPool(before, after, host);
@@ -791,10 +793,10 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         }];
       });
       const hidden = total - shown.length;
-      const title = `${host ? "Host pool" : "Block pool"}: ${total - held.size} of ${total} blocks free`
+      const title = `${host ? "Host pool" : "Block pool"}: ${total - held.size} of ${total} free`
         + (hidden ? `; ${hidden} that this run never holds are not shown` : "");
       const pool = this.pools[host] ??= this.buildPool(`pool ${small ? "small" : ""} ${judged ? "judged" : ""}`,
-        `flex:${shown.length} 1 ${small ? 220 : 200}px`);
+        `flex:${shown.length} 1 ${host ? 160 : 264}px`);
       pool.title.textContent = pool.title.title = title;
       pool.list.setAttribute("aria-label", `${title}. Number, reference count, owners.`);
       patch(pool.list, cells);
@@ -805,7 +807,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       return {title, list};
     }
 
-    // --- Queues and sequences ---------------------------------------------------------------------
+    // --- Queues and sequences ---
 
     drawSequences(before, after) {
       const parts = [[["queues", after.running, after.waiting, ...[...after.sequences.values()].map((s) => [s.request, s.id, s.swapped, s.done])],
@@ -847,7 +849,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         return make("li", {class: `entry ${changed ? "new" : ""}`, tabindex: logical ? -1 : 0, "data-key": `entry ${s.id} ${logical}`,
           "data-to": `${s.swapped ? "host" : "block"} ${block}`, "data-sequence": s.id},
         ...this.drawTokens(s, logical * size, Math.min(s.filled, (logical + 1) * size), s.filled),
-        make("div", {}, `${logical} → `, make("b", {}, String(block)), ` (${filled}/${size})`));
+        make("div", {}, `${logical} → ${s.swapped ? "host " : ""}`, make("b", {}, String(block)), ` (${filled}/${size})`));
       });
       const rest = this.drawTokens(s, Math.min(s.filled, s.table.length * size), s.tokens.length, s.filled);
       const claim = this.believed.tables?.[s.id];
@@ -855,7 +857,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       return make("div", {class: "seq", style: hueOf(s.id)},
         make("p", {}, make("b", {}, "sequence "), chip(s.id), s.request === letterOf(s.id) ? `, ${where}` : ` of request ${s.request}, ${where}`,
           entries.length ? "" : "; its block table is empty"),
-        claim ? make("p", {class: "claim"}, `events lead to blocks ${s.table.join(", ") || "none"} · the table says ${claim.join(", ") || "none"}`) : null,
+        claim ? make("p", {class: "claim"}, `should be blocks ${s.table.join(", ") || "none"} · the table says ${claim.join(", ") || "none"}`) : null,
         make("div", {class: "strip tokens"}, entries.length ? make("ol", {class: "table", "aria-label": label}, ...entries) : null,
           make("span", {}, ...rest)));
     }
@@ -872,7 +874,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       return from < first && first < to ? ["… ", ...spans] : spans;
     }
 
-    // --- Arrows -----------------------------------------------------------------------------------
+    // --- Arrows ---
 
     cells() { return new Map([...this.memory.querySelectorAll("[data-block]")].map((cell) => [cell.dataset.key, cell])); }
 
@@ -897,7 +899,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         const start = Math.max(frame.top, Math.min(frame.bottom, a.top));
         const y = start - all.top;
         const tx = b.left - all.left + b.width * nth / (many.get(to) + 1);
-        const ty = b.bottom - all.top - 3;
+        const ty = b.bottom - all.top - 1;
         const middle = (y + ty) / 2;
         return `<path class="${start === a.top ? "" : "far"} ${entry.matches(".new") ? "strong" : ""}" data-from="${key}" data-to="${to}" style="${hueOf(Number(sequence))}"
           d="M${x} ${y}C${x} ${middle} ${tx} ${middle} ${tx} ${ty}m-3 5l3-5l3 5"/>`;
@@ -917,33 +919,37 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       const boxes = this.memory.offsetParent ? pairs.filter(([from, to]) => cells.has(from) && (!to || cells.has(to))) : [];
       return [boxes.map(([from, to]) => {
         const a = box(cells.get(from));
-        const out = {...a, left: a.left + 0.5 * a.width, top: a.top - 0.7 * a.height};
-        return {a, b: to ? box(cells.get(to)) : out, cell: cells.get(to ?? from)};
+        return {a, b: to ? box(cells.get(to)) : {...a, top: a.top - 0.7 * a.height}, cell: cells.get(to ?? from)};
       }), word];
     }
-    /** What an event moves leaves an arrow for this step, with its word. */
+    /** What an event moves leaves an arrow, with its word. */
     drawMoves() {
       const [boxes, word] = this.moved();
       const drawn = boxes.map(({a, b}, i) => {
-        const [x, y, tx, ty] = [a.left + a.width / 2, a.top + a.height / 2, b.left + b.width / 2, b.top + b.height / 2];
+        const [dx, dy] = [b.left - a.left, b.top - a.top];
+        const across = Math.abs(dx) > Math.abs(dy);
+        const [sx, sy] = across ? [Math.sign(dx), 0] : [0, Math.sign(dy)];
+        const inside = (box, by) => // near the edge that is nearer to the other: what stands in it is read
+          [box.left + box.width / 2 + by * sx * (box.width / 2 - 8), box.top + box.height / 2 + by * sy * (box.height / 2 - 8)];
+        const [[x, y], [tx, ty]] = [inside(a, 1), inside(b, -1)];
         const [mx, my] = [(x + tx) / 2, (y + ty) / 2 - Math.min(50, Math.abs(tx - x) / 4)]; // it bows upwards
         const length = Math.hypot(tx - mx, ty - my) || 1;
         const [ux, uy] = [(tx - mx) / length * 9, (ty - my) / length * 9];
         return `<path d="M${x} ${y}Q${mx} ${my} ${tx} ${ty}M${tx - ux - uy / 2} ${ty - uy + ux / 2}L${tx} ${ty}L${tx - ux + uy / 2} ${ty - uy - ux / 2}"/>`
-          + (i ? "" : `<text x="${(x + 2 * mx + tx) / 4}" y="${(y + 2 * my + ty) / 4 + 4}">${word}</text>`);
+          + (i ? "" : `<text x="${b.left + b.width / 2}" y="${b.top + 5}">${word}</text>`);
       });
       this.moves.innerHTML = drawn.join("");
     }
-    /** And on the way forward it flies there. */
+    /** Forward it flies there. */
     fly() {
       for (const {a, b, cell} of this.moved()[0]) {
         const style = `left:${a.left}px;top:${a.top}px;width:${a.width}px;height:${a.height}px;${cell.getAttribute("style") ?? ""}`;
         const flier = make("div", {class: "flier", style}, ...[...cell.childNodes].map((child) => child.cloneNode(true)));
         this.fliers.append(flier);
         const there = `translate(${b.left - a.left}px,${b.top - a.top}px)`;
-        const dropped = cell.matches(".free");
-        flier.animate([{transform: "none"}, {transform: there, opacity: dropped ? 0 : 1}], {duration: FLIGHT, easing: "ease-in-out"})
+        flier.animate([{transform: "none"}, {transform: there, opacity: cell.matches(".free") ? 0 : 1}], {duration: FLIGHT, easing: "ease-in-out"})
           .finished.then(() => flier.remove(), () => {});
+        for (const late of [cell, this.moves]) late.animate({opacity: [0.15, 0.15]}, FLIGHT); // until it has come
       }
     }
 
@@ -962,13 +968,13 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
       }
       for (const path of this.arrows.children) {
         const lit = entry ? path.dataset.from === entry.dataset.key : path.dataset.to === block;
-        path.classList.toggle("strong", Boolean(lit) || Boolean(this.seqs.querySelector(`.new[data-key="${path.dataset.from}"]`)));
+        path.classList.toggle("strong", Boolean(holder ? lit : this.seqs.querySelector(`.new[data-key="${path.dataset.from}"]`)));
       }
     }
 
-    // --- Code -------------------------------------------------------------------------------------
+    // --- Code ---
 
-    /** A line that is too long goes on below its own beginning, a little further in. */
+    /** A line that is too long goes on below, a little further in. */
     drawLine(text) {
       const indent = text.search(/\S|$/);
       return make("span", {style: `padding-left:${indent + 3}ch;text-indent:-3ch`}, text.slice(indent) || " ");
@@ -1004,7 +1010,7 @@ dt{color:var(--dim)}dd{margin:0 10px 0 0}
         - frame.getBoundingClientRect().top - frame.clientHeight / 2);
       places.forEach(([frame], i) => { if (by[i] !== null) frame.scrollTop += by[i]; });
     }
-    /** Go to the next step that runs a line; after the last, to the first. */
+    /** To the next step that runs a line; after the last, to the first. */
     nextRun(row) {
       if (!row) return;
       const [f, line] = row.dataset.key.split(" ").slice(1).map(Number);

@@ -58,6 +58,8 @@ class GivenRow:
 class WrongRead:
     """A slot that does not hold what its reader takes it for."""
 
+    sequence: int
+    """The reader."""
     position: int
     block: int
     wanted: list[int]
@@ -181,7 +183,7 @@ class ContentRunner(MirroredRunner):
                 self.device[slot // self.block_size][slot % self.block_size] = prefix
         logits = []
         for row, known in zip(rows, tokens, strict=True):
-            found = self._read(row.blocks, known)
+            found = self._read(row.sequence, row.blocks, known)
             if row.wants_logits:
                 logits.append(self.model.logits(found, self.vocab_size))
             if row.num_prompt_logits:
@@ -209,7 +211,7 @@ class ContentRunner(MirroredRunner):
             prefill_tokens_per_second=1e3,
         )
 
-    def _read(self, blocks: Sequence[int], tokens: list[int]) -> list[int]:
+    def _read(self, sequence: int, blocks: Sequence[int], tokens: list[int]) -> list[int]:
         """The tokens whose K/V are found: `tokens`, or where a wrong read is let pass, others."""
         read, prefix = list[int](), 0
         for position, token in enumerate(tokens):
@@ -220,7 +222,7 @@ class ContentRunner(MirroredRunner):
                 read.append(token)
             else:
                 there = None if found is None else self.prefixes.tokens(found)
-                self.on_wrong_read(WrongRead(position, block, tokens[: position + 1], there))
+                self.on_wrong_read(WrongRead(sequence, position, block, tokens[: position + 1], there))
                 read += there or []
         return read
 

@@ -12,12 +12,14 @@ import minipaged
 from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Submission, Test, TestResult
 from minipaged.course.grader.grading import run_test
 from minipaged.course.sandbox.contract import Misbehaviour
+from minipaged.events import StepFailed, from_json
+from minipaged.replay.state import State
 
 ROOT = Path(minipaged.__file__).parent.parent
 
 
-def submit(source: str, folder: Path, name: str | None = None) -> Submission:
-    path = folder / "mine.py"
+def submit(source: str, folder: Path, name: str | None = None, *, file: str = "mine.py") -> Submission:
+    path = folder / file
     path.write_text(source)
     return Submission(path, name)
 
@@ -52,11 +54,13 @@ def failure_of(test: Test, path: Path, bench: Bench) -> Failure | None:
     return None
 
 
-def run_python(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-B", *arguments], capture_output=True, text=True, cwd=folder, env=environment, check=False
-    )
+def folded(failure: Failure) -> State:
+    """What the failure's events come to, read as `minipaged demo --replay` reads them; the last is the failed step."""
+    state = State()
+    for event in failure.events:
+        state.apply(from_json(event.to_json()))
+    assert isinstance(failure.events[-1], StepFailed)
+    return state
 
 
 def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:

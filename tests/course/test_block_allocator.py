@@ -8,31 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course.assignments.block_allocator import checks as block_allocator
 from minipaged.course.assignments.block_allocator.checks import ASSIGNMENT
 from minipaged.course.assignments.block_allocator.mutants import SEEDED
-from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Bench, Failure, Status, Submission, TestResult
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade, run_test
-from minipaged.course.grader.mutants import Mutant
-from minipaged.events import StepFailed, from_json
-from minipaged.replay.state import State
+from minipaged.events import StepFailed
 from tests.course import harness
-from tests.course.harness import run_script, submit
+from tests.course.harness import folded, run_script, submit
 from tests.course.submissions import REFERENCE, RIGHT, right, right_with_many
 from tests.effort import quick_cases, thorough
 
 MUTANTS = SEEDED.mutants
 result_of = partial(harness.result_of, ASSIGNMENT)
-
-
-@pytest.fixture(autouse=True)
-def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough for these tests, and faster."""
-    monkeypatch.setattr(block_allocator, "TIMED_WORKLOADS", 5)
-    monkeypatch.setattr(search, "EXAMPLES", 50)
-    monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 5)
 
 
 def first_failure(submission: Submission, seed: int = 0) -> TestResult | None:
@@ -46,30 +34,12 @@ def first_failure(submission: Submission, seed: int = 0) -> TestResult | None:
     return None
 
 
-@thorough
-@pytest.mark.model
-def test_the_reference_gets_full_marks_with_smollm2(tmp_path: Path) -> None:
-    result = grade(ASSIGNMENT, submit(REFERENCE, tmp_path))
-    assert text(result).count("100 of 100") == 1
-    assert result.full_marks
-    assert result.performance is not None
-    assert result.performance.index > 0  # how fast: python -m benchmarks.learners
-
-
 @quick_cases(1)
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_but_unusual_allocators_get_full_marks(name: str, tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(right(name), tmp_path, "Mine"), model=None)
     assert result.full_marks, text(result)
     assert (result.score, result.max_score) == (90, 90)
-
-
-@quick_cases(3)
-@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
-def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself(mutant: Mutant, tmp_path: Path) -> None:
-    result = first_failure(submit(mutant.source, tmp_path))
-    assert result is not None
-    check_script(result.failure, tmp_path, REFERENCE, most_calls=12)
 
 
 def check_script(failure: Failure | None, folder: Path, right_one: str, most_calls: int) -> None:
@@ -97,9 +67,7 @@ def test_a_failure_is_drawn_and_told_as_events_that_can_be_folded(tmp_path: Path
         "your allocator says  2 <--  1  0",
         "tables: A: [0]  B: [1]",
     )
-    state = State()
-    for event in result.failure.events:
-        state.apply(from_json(event.to_json()))  # as `minipaged demo --replay` reads it
+    state = folded(result.failure)
     assert [sequence.table for sequence in state.sequences.values()] == [[0], [1]]
     assert [state.ref_count(block) for block in range(2)] == [1, 1]
     last = result.failure.events[-1]
@@ -222,7 +190,7 @@ WRONG = {
     "freed once": (
         [(FREED, FREED.replace("blocks", "set(blocks)")), (HELD_OFTEN_ENOUGH, "self.ref_count(block) < 1")],
         "calls that make no sense are refused",
-        "allocator.free_many([a, a]) returned None; it has to raise BlockNotAllocated: block 0 is in it 2 times, and "
+        "allocator.free_many([0, a]) returned None; it has to raise BlockNotAllocated: block 0 is in it 2 times, and "
         "ref_count(0) is 1",
     ),
     "the same block several times": (
@@ -248,7 +216,7 @@ WRONG = {
     "frees the first": (
         [(HELD_OFTEN_ENOUGH, "self.ref_count(block) < 1")],
         "a call that raises changes nothing",
-        "allocator.free_many([a, a]) was refused, but changed something: num_free is 1; it should be 0",
+        "allocator.free_many([0, a]) was refused, but changed something: num_free is 1; it should be 0",
     ),
     "gone through twice": (
         [(GONE_THROUGH, GONE_THROUGH.replace("blocks = list(blocks)\n        ", ""))],
@@ -272,7 +240,5 @@ def test_each_bug_of_an_optional_method_is_found_and_its_counterexample_fails_by
     failure = result_of(test, submit(source, tmp_path, "Bulk")).failure
     assert failure is not None
     assert failure.message == message
-    state = State()
-    for event in failure.events:
-        state.apply(from_json(event.to_json()))
+    folded(failure)
     check_script(failure, tmp_path, right_with_many(), most_calls=8)

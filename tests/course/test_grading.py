@@ -230,7 +230,7 @@ def test_junit_is_as_its_schema_says(kind: str, grades: dict[str, Grade]) -> Non
 
 @pytest.mark.parametrize("form", formats.FORMATS)
 def test_a_submission_that_cannot_be_graded_has_a_result_in_every_form(form: str) -> None:
-    written = formats.not_graded(form, "block-allocator", None, "no such file \x07")
+    written = formats.FORMATS[form](Grade.refused("block-allocator", None, "no such file \x07"))
     if form == "junit":
         xmlschema.XMLSchema(SCHEMAS / "junit.xsd").validate(written)
     elif form != "terminal":
@@ -251,6 +251,13 @@ def test_gradescope_has_a_leaderboard_of_speed(grades: dict[str, Grade]) -> None
     timed = dataclasses.replace(grades["right"], performance=Performance(3e6, 2e6))
     [entry] = json.loads(formats.gradescope(timed))["leaderboard"]
     assert entry["value"] == 1.5
+
+
+@pytest.mark.parametrize(("rate", "said"), [(3e6, "1.5"), (4e5, "0.2"), (7.2e3, "0.0036")])
+def test_a_slow_part_is_not_said_to_be_no_times_as_fast(grades: dict[str, Grade], rate: float, said: str) -> None:
+    timed = dataclasses.replace(grades["right"], performance=Performance(rate, 2e6))
+    assert json.loads(formats.gradescope(timed))["leaderboard"][0]["value"] == float(said)
+    assert f" operations a second, {said} times the reference's" in formats.text(timed)
 
 
 def test_hidden_tests_show_students_points_only(grades: dict[str, Grade]) -> None:
@@ -382,10 +389,11 @@ def test_what_is_tried_does_not_depend_on_the_modules_that_are_loaded(
 
     def tried() -> list[int]:
         inputs: list[int] = []
-        bench = Bench(ASSIGNMENT, Submission(tmp_path / "none.py"), 0)
-        search.search(bench, st.integers(), inputs.append, examples=200)
+        with Bench(ASSIGNMENT, Submission(tmp_path / "mine.py"), 0) as bench:
+            search.search(bench, st.integers(), inputs.append, examples=200)
         return inputs
 
+    (tmp_path / "mine.py").write_text(REFERENCE)
     before = tried()
     (tmp_path / "full_of_constants.py").write_text(f"NUMBERS = {[10_000_019 + 977 * n for n in range(1000)]}\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -32,6 +32,11 @@ LONG = 240_000
 """Milliseconds: Python in a page is several times slower, and other tests run beside it."""
 
 
+@pytest.fixture(autouse=True)
+def fewer_examples() -> None:
+    """No fewer: the page has as many as a grade."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, python_scripts: Path) -> Path:
     """A page for each assignment that is graded in one, as the site has it."""
@@ -111,6 +116,8 @@ def test_a_seeded_bug_gets_the_points_and_the_counterexample_of_the_command_line
     ]
     stepper = page.locator("paged-grader paged-stepper")
     assert stepper.locator(".say").text_content().startswith("Broken here: ")
+    translated = page.get_by_text("In the run allocate is a request that arrives, share a sequence that forks")
+    assert translated.count() == (name == "block-allocator")
     [marked] = re.findall(r"▶ (\d+)", page.locator("paged-grader .numbers").text_content())
     assert source.splitlines()[int(marked) - 1].strip() in stepper.locator(".code").text_content()
     watched.check()
@@ -121,8 +128,9 @@ def test_a_right_part_gets_all_points_but_those_of_the_command_line(watched: Wat
     opened(page, folder, "block-allocator")
     assert graded(page, find_seeded("block-allocator").right["the reference"]) == "Graded: all passed."
     assert page.locator("paged-grader .score").text_content() == "90 of 90 points."
-    assert page.locator("paged-grader .results > p").last.text_content() == (
-        "The command line adds SmolLM2 (10 points) and the speed: minipaged grade block-allocator block_allocator.py"
+    assert page.locator("paged-grader .score + p").text_content() == (
+        "The other 10 of 100 are for SmolLM2, on the command line, which also measures the speed: "
+        "minipaged grade block-allocator block_allocator.py"
     )
     watched.check()
 
@@ -132,7 +140,11 @@ def test_work_is_kept_saved_and_reset_and_what_is_wrong_with_it_is_told(watched:
     area = opened(page, folder, "block-allocator")
     starter = files_of("block-allocator")["block_allocator.py"]
     assert area.input_value() == starter
-    assert graded(page, f"{starter}# mine\n").startswith("Graded: 7 of 9 tests failed")
+    assert graded(page, f"{starter}# mine\n").startswith("Graded: 7 not written yet, 2 not run. The first is open.")
+    assert [points for points, _ in found_in(page)] == ["to write"] * 7 + ["not run", "not here"]
+    assert page.locator("paged-grader .failed").count() == 0
+    told = page.locator("paged-grader .score + p").text_content()
+    assert told.startswith("7 not written yet, 2 not run. The other 10 of 100 are for SmolLM2")
     assert "still to be written:\nline 18" in page.locator("paged-grader .found").first.text_content()
     assert graded(page, "def broken(:\n") == (
         "block_allocator.py does not load: SyntaxError: invalid syntax (block_allocator.py:1)"
@@ -147,10 +159,12 @@ def test_work_is_kept_saved_and_reset_and_what_is_wrong_with_it_is_told(watched:
     page.reload()
     page.get_by_role("button", name="Go on with your version").click()
     assert loop in area.input_value()
-    page.get_by_role("button", name="Reset").click()
+    page.get_by_role("button", name="Reset", exact=True).click()
     assert area.input_value() == starter
     page.reload()
-    assert page.get_by_role("button", name="Write it here").is_visible()
+    page.get_by_role("button", name="Write it here").click()
+    page.get_by_role("button", name="Undo reset").click()
+    assert loop in area.input_value()
     watched.check()
 
 

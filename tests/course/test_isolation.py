@@ -12,26 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course.grader.assignment import Bench, CannotBeGraded, Status, Submission, TestResult, find_assignment
+from minipaged.course.grader.assignment import CannotBeGraded, Status, Submission, TestResult, find_assignment
 from minipaged.course.grader.counterexample import ALARM
-from minipaged.course.grader.grading import grade, run_test
+from minipaged.course.grader.grading import grade
 from minipaged.course.sandbox.contract import Limits, Misbehaviour, Raised, Result, StudentError, Verdict
 from minipaged.course.sandbox.process import WorkerProcess
 from minipaged.errors import BlockNotAllocated
+from tests.course import harness
+from tests.course.harness import submit
 from tests.course.submissions import REFERENCE, hostile
 from tests.effort import quick_cases
 
 LIMITS = Limits(processes=None, call_seconds=1.0, test_seconds=20.0, memory_bytes=300 << 20)
 ASSIGNMENT = replace(find_assignment("block-allocator"), limits=LIMITS)
-ALLOCATE_AND_FREE = next(test for test in ASSIGNMENT.tests if test.name == "allocate and free")
 
 
 def result_of(source: str, folder: Path) -> TestResult:
     """One test's verdict on a submission."""
-    path = folder / "mine.py"
-    path.write_text(source)
-    with Bench(ASSIGNMENT, Submission(path), seed=0) as bench:
-        return run_test(ALLOCATE_AND_FREE, bench)
+    return harness.result_of(ASSIGNMENT, "allocate and free", submit(source, folder))
 
 
 def test_what_is_made_hostile_passes_without_it(tmp_path: Path) -> None:

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from minipaged.course import museum
-from minipaged.course.assignments.block_allocator import checks as block_allocator
-from minipaged.course.assignments.block_table import checks as block_table
 from minipaged.course.grader import search
-from minipaged.course.grader.assignment import Bench, Submission, TestResult, find_assignment
+from minipaged.course.grader.assignment import Submission, find_assignment
 from minipaged.course.grader.formats import text
-from minipaged.course.grader.grading import grade, run_test
+from minipaged.course.grader.grading import grade
+from tests.course.harness import ROOT, result_of
 from tests.effort import quick_cases, thorough
 
-ROOT = Path(__file__).parent.parent.parent
 PAGES = ROOT / "docs" / "museum"
 
 GRADED = {
@@ -28,15 +26,6 @@ GRADED = {
 }
 """Those that are answers to an assignment, and the test that its page shows."""
 SERVED = ("never_fits", "lost_hash")
-
-
-@pytest.fixture(autouse=True)
-def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Enough for these tests, and faster."""
-    monkeypatch.setattr(search, "EXAMPLES", 100)
-    monkeypatch.setattr(block_table, "ENGINE_WORKLOADS", 2)
-    monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 2)
-    monkeypatch.setattr(block_allocator, "TIMED_WORKLOADS", 2)
 
 
 def fixes(name: str) -> list[tuple[str, str]]:
@@ -79,17 +68,10 @@ def test_every_exhibit_has_a_page_a_recording_and_a_test() -> None:
 # --- Graded ---------------------------------------------------------------------------------------
 
 
-def result_of(name: str, path: Path, test_name: str = "") -> TestResult:
-    """Of one test: that which the page shows, if no other is named."""
-    assignment = find_assignment(GRADED[name][0])
-    [test] = [test for test in assignment.tests if test.name == (test_name or GRADED[name][1])]
-    with Bench(assignment, Submission(path), 0) as bench:
-        return run_test(test, bench)
-
-
 @pytest.mark.parametrize("name", GRADED)
 def test_the_grader_finds_it_and_prints_what_the_page_shows(name: str) -> None:
-    failure = result_of(name, ROOT / "museum" / f"{name}.py").failure
+    assignment, test = GRADED[name]
+    failure = result_of(find_assignment(assignment), test, Submission(ROOT / "museum" / f"{name}.py")).failure
     assert failure is not None
     assert failure.script is not None
     page = shown(name)
@@ -109,7 +91,8 @@ def test_mended_it_gets_full_marks(name: str, tmp_path: Path, monkeypatch: pytes
 
 def test_counting_the_remainder_one_later_fails_for_blocks_of_one_token(tmp_path: Path) -> None:
     path = mended("remainder", tmp_path, fix=0)
-    failure = result_of("remainder", path, "blocks_needed is what append takes").failure
+    assignment = find_assignment("block-table")
+    failure = result_of(assignment, "blocks_needed is what append takes", Submission(path)).failure
     assert failure is not None
     assert failure.script is not None
     assert "a = BlockTable(1, allocator)" in failure.script

@@ -67,6 +67,7 @@ def test_a_seeded_bug_gets_the_points_and_counterexamples_that_it_gets_in_proces
     assert here == in_processes(name, source, tmp_path, monkeypatch)
     assert [test["name"] for test in told] == [test["name"] for test in here["tests"]]
     for test in told:
+        assert not test.get("unwritten")
         if test["run"]:  # what is stepped through can be followed to its end, where the code pane has a line
             broken = test["run"]["broken"]
             assert len(test["run"]["current"]) == len(test["run"]["events"]) + 1 or broken["line"] is None
@@ -86,6 +87,9 @@ def test_a_starter_is_told_what_is_still_to_be_written() -> None:
     assert graded["score"] == 0
     assert told[0]["counterexample"]["drawing"][:2] == ["still to be written:", "line 18   __init__(num_blocks)"]
     assert told[1]["same"] == "a new pool"
+    unwritten = [test["unwritten"] for test in told]
+    assert unwritten == [test["status"] == "failed" for test in graded["tests"]]
+    assert unwritten.count(True) == 7
 
 
 def test_the_line_in_which_it_went_wrong_is_marked() -> None:
@@ -105,11 +109,11 @@ def test_the_line_in_which_it_went_wrong_is_marked() -> None:
 @pytest.mark.parametrize(
     ("in_allocate", "verdict", "message"),
     [
-        ("while True: block = 0", "timed-out", "a call did not end within 1 seconds"),
+        ("while True: block = 0", "timed-out", "a call did not end within 1 second"),
         (
             "while True:\n    try: block = 0\n    except Exception: pass",
             "timed-out",
-            "a call did not end within 1 seconds",
+            "a call did not end within 1 second",
         ),
         ("print('x' * 100_000)", "flooded-output", "more than a megabyte"),
         ("import random; random.random = lambda: 4", "tampered", "it replaced random.random"),
@@ -175,7 +179,7 @@ def test_a_loop_while_it_is_made_ends_too(monkeypatch: pytest.MonkeyPatch) -> No
         "raise NotImplementedError", "while True: block = 0", 1
     )
     _, told = in_a_page("block-allocator", source)
-    assert "a call did not end within 1 seconds" in told[0]["message"]
+    assert "a call did not end within 1 second" in told[0]["message"]
 
 
 def test_after_a_call_that_was_ended_no_other_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import indent
@@ -25,6 +27,8 @@ from minipaged.course.grader.handouts import folder_of
 from minipaged.course.grader.mutants import Seeded, find_seeded
 from minipaged.course.grader.student_tests import grade_tests, run_tests
 from minipaged.course.sandbox.contract import Limits
+from tests.course import harness
+from tests.course.harness import run_script
 from tests.effort import quick_cases, thorough
 
 HEAD = """
@@ -96,10 +100,7 @@ def test_allocate():
 )
 
 
-def submit(source: str, folder: Path) -> Submission:
-    path = folder / "test_mine.py"
-    path.write_text(source)
-    return Submission(path)
+submit = partial(harness.submit, file="test_mine.py")
 
 
 def killed(grade: Grade) -> set[str]:
@@ -249,8 +250,10 @@ def test_all_free(n):
 
 
 @pytest.mark.parametrize("name", ASSIGNMENTS)
-def test_a_first_test_passes_on_every_right_part(name: str, tmp_path: Path) -> None:
+def test_a_first_test_passes_on_every_right_part_and_fails_on_the_starter(name: str, tmp_path: Path) -> None:
     test = submit((folder_of(name) / "first_test.py").read_text(), tmp_path)
+    [(_, why)] = run_tests(find_assignment(name), test, (folder_of(name) / "starter.py").read_text()).failed
+    assert "NotImplementedError" in why
     for source in find_seeded(name).right.values():
         outcome = run_tests(find_assignment(name), test, source)
         assert outcome.passed, outcome
@@ -262,26 +265,46 @@ BUGS = [
     for bugs in zip_longest(*([(n, b) for b in find_seeded(n).mutants] for n in ASSIGNMENTS))
     for name, bug in filter(None, bugs)
 ]
+CRASHES = (
+    *("numbers-from-one", "wrong-error-when-full", "one-past-the-end"),
+    *("it raises", "a view is written to", "slots past the end"),
+)
+"""The bugs in which the student's own code raises."""
+SAID = {
+    ("paged-attention", "a small Llama"): "a small Llama, blocks of 1: ",
+    ("triton-decode", "a small Llama"): "a small Llama, blocks of 4: ",
+    ("quantize", "a small Llama"): "a small Llama, 3 bits by round_column: its perplexity is ",
+    ("quantize", "a whole matrix"): "times as much as with ours",
+}
+"""What is said where there is no script."""
 
 
-@quick_cases(8)
+@quick_cases(16)
 @pytest.mark.parametrize(("name", "bug"), BUGS, ids=lambda value: str(value))
-def test_a_counterexample_as_a_test_finds_its_bug_and_passes_on_right_parts(
+def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself_and_as_a_test(
     name: str, bug: str, tmp_path: Path
 ) -> None:
-    """So every bug that has one can be found by a student's test, too."""
+    """And passes as a test of right parts: so every bug that has one can be found by a student's test, too."""
     part, mutant = find_assignment(name), find_seeded(name).mutants[bug]
-    module = name.replace("-", "_")
-    (tmp_path / f"{module}.py").write_text(mutant.source)
+    path = tmp_path / f"{name.replace('-', '_')}.py"
+    path.write_text(mutant.source)
     found_by = next(one for one in part.tests if one.name == mutant.test)
-    with Bench(part, Submission(tmp_path / f"{module}.py"), 0) as bench, pytest.raises(Failed) as failed:
+    with Bench(part, Submission(path), 0) as bench, pytest.raises(Failed) as failed:
         found_by.check(bench)
-    script = failed.value.failure.script
-    if script is None:
+    failure = failed.value.failure
+    assert failure.crashed == (bug in CRASHES)
+    assert SAID.get((name, found_by.name), "") in failure.message
+    if failure.script is None:
         # It is found while a whole model runs, or in a whole matrix that goes through the grader's own loop.
         assert found_by.stage != "properties" or found_by.name == "a whole matrix"
         return
-    body = "\n".join(line for line in script.splitlines() if not line.startswith("sys.path"))
+    assert name != "triton-decode" or failure.drawing
+    assert name != "quantize" or failure.drawing or re.search(" returned(?: scales)?: ", failure.message)
+    assert name != "block-allocator" or failure.script.count("allocator.") <= 12, "short enough to follow"
+    ran = run_script(failure.script, tmp_path)
+    assert ran.returncode == 1, failure.script + ran.stdout + ran.stderr
+    assert "Traceback" in ran.stderr
+    body = "\n".join(line for line in failure.script.splitlines() if not line.startswith("sys.path"))
     test = submit("def test_it():\n" + indent(body, "    "), tmp_path)
     assert run_tests(part, test, mutant.source).failed
     for right in find_seeded(name).right.values():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -12,6 +14,7 @@ import torch
 
 from minipaged.fast.cpu import compiling
 from minipaged.tiers import FastTier, choose_tier
+from tests.effort import thorough
 from tests.tiny_model import make_tiny_model
 
 SERVE = """
@@ -39,7 +42,21 @@ def test_a_model_finds_everything_compiled(dtype: str, tmp_path: Path) -> None:
     with compiling.compiled_meanwhile(getattr(torch, dtype)):
         pass
     model = make_tiny_model(tmp_path / "tiny", head_dim=compiling.HEAD_DIM)
-    served = subprocess.run([sys.executable, "-c", SERVE, model, dtype], capture_output=True, text=True)
+    check_all_is_compiled(model, dtype)
+
+
+@thorough
+def test_where_a_library_multiplies_prompts_everything_is_compiled_too(tmp_path: Path) -> None:
+    """A processor without vectors of 512 bits: a second start compiles nothing."""
+    model = make_tiny_model(tmp_path / "tiny", head_dim=compiling.HEAD_DIM)
+    generic = os.environ | {"NUMBA_CPU_NAME": "generic"}
+    subprocess.run([sys.executable, "-c", SERVE, model, "float32"], env=generic, capture_output=True, check=True)
+    check_all_is_compiled(model, "float32", generic)
+
+
+def check_all_is_compiled(model: str, dtype: str, env: Mapping[str, str] = os.environ) -> None:
+    """Nothing is left to compile for a model that is started now, and nothing is said of it."""
+    served = subprocess.run([sys.executable, "-c", SERVE, model, dtype], env=env, capture_output=True, text=True)
     assert (served.stdout, served.returncode) == ("[]\n", 0), served.stderr
     assert "compiling" not in served.stderr
 

@@ -44,12 +44,12 @@ RUN: list[tuple[Event, str]] = [
     ),
     (
         RequestArrived("a", 0, (1, 2, 3), 2),
-        "Request a arrives with 3 prompt tokens and asks for 2 sequences. It waits and holds no block.",
+        "Request a (A) arrives with 3 prompt tokens and asks for 2 sequences. It waits and holds no block.",
     ),
-    (RequestArrived("b", 9, (7,), 1), "Request b arrives with 1 prompt token. It waits and holds no block."),
+    (RequestArrived("b", 9, (7,), 1), "Request b (J) arrives with 1 prompt token. It waits and holds no block."),
     (RequestRefused("c", "it has 99 tokens"), "Request c is refused: it has 99 tokens."),
     (StepStarted(1), "Engine step 1 begins: the scheduler decides who runs."),
-    (RequestAdmitted("a"), "Request a is admitted: there are blocks for it, so it moves to running."),
+    (RequestAdmitted("a"), "Request a (A) is admitted: there are blocks for it, so it moves to running."),
     (TokensComputed(0, 3, (0, 1), 0), "Sequence A needs 3 more slots: blocks 0 and 1 are taken from the free ones."),
     (BlockCached(0, 0, 0), "Block 0 is full, so the prefix cache holds it too: a later prompt may begin with it."),
     (SequenceForked("a", 0, 1), "Sequence B is forked from sequence A: it shares 2 blocks, and nothing is copied."),
@@ -77,23 +77,23 @@ RUN: list[tuple[Event, str]] = [
     (BlocksFreed(1, (0, 2)), "Sequence B lets go of blocks 0 and 2; 0 has other holders and stays."),
     (
         RequestPreempted("a", "swap", 2, 3, 1),
-        "The pool is 1 block short, so request a is preempted (swap): it gives up 2 blocks with 3 tokens.",
+        "The pool is 1 block short, so request a (A) is preempted (swap): it gives up 2 blocks with 3 tokens.",
     ),
-    (SwappedOut("a", ((0, 4), (1, 5))), "Request a is swapped out: 2 blocks copied to the host."),
-    (RequestAdmitted("b"), "Request b is admitted: there are blocks for it, so it moves to running."),
+    (SwappedOut("a", ((0, 4), (1, 5))), "Request a (A) is swapped out: 2 blocks copied to the host."),
+    (RequestAdmitted("b"), "Request b (J) is admitted: there are blocks for it, so it moves to running."),
     (PrefixReused(9, (0,), "cache"), "Sequence J begins with block 0, already computed (prefix cache)."),
     (TokensComputed(9, 3, (3,), 0), "Sequence J needs 1 more slot: block 3 is taken from the free ones."),
-    (SwappedIn("a", ((4, 6), (5, 7))), "Request a is swapped in: 2 blocks copied back, and it runs."),
+    (SwappedIn("a", ((4, 6), (5, 7))), "Request a (A) is swapped in: 2 blocks copied back, and it runs."),
     (
         BlockDeduplicated(0, 0, 6, 0),
         "Sequence A computed what the prefix cache has already: it takes block 0 and gives back its own, 6.",
     ),
     (SequenceFinished("a", 0, "stop"), "Sequence A ends: it has come to its end."),
     (BlocksFreed(0, (0, 7)), "Sequence A lets go of blocks 0 and 7; 0 has other holders and stays."),
-    (RequestFinished("a", "finished"), "Request a is finished."),
+    (RequestFinished("a", "finished"), "Request a (A) is finished."),
     (BlocksFreed(9, (0, 3)), "Sequence J lets go of blocks 0 and 3; 0 has other holders and stays."),
     (BlockEvicted(0), "The prefix cache lets go of block 0, to make room."),
-    (StepFailed(2, "OSError()", ("b",)), "Engine step 2 failed with OSError(); b will be recomputed."),
+    (StepFailed(2, "OSError()", ("b",)), "Engine step 2 failed with OSError(); request b (J) will be recomputed."),
     (
         TokensComputed(9, 1, (3,), 1),
         "Sequence J needs 1 more slot: block 3 is taken from the free ones. 1 token had been computed before.",
@@ -106,7 +106,7 @@ RUN: list[tuple[Event, str]] = [
     ),
     (BlocksStored(9, (1,)), "What is in block 1 of sequence J is left for other engines."),
     (BlocksFreed(9, (3, 1)), "Sequence J lets go of blocks 3 and 1, free again from now on."),
-    (RequestFinished("b", "failed"), "Request b has failed."),
+    (RequestFinished("b", "failed"), "Request b (J) has failed."),
 ]
 
 
@@ -144,6 +144,45 @@ def test_where_a_run_contradicts_itself_the_page_says_so_from_there_on() -> None
     assert said[:8] == sentences_of(events)
     contradiction = "does not follow from what happened before: sequence A holds blocks [0, 1], not [0, 3]."
     assert said[8:] == [f"This (blocks_freed) {contradiction}", f"This (step_finished) {contradiction}"]
+
+
+def test_a_request_is_called_with_the_letters_of_its_sequences_where_its_name_is_another() -> None:
+    events: list[Event] = [
+        EngineStarted(8, 8, 2, 16),
+        RequestArrived("A", 0, (1,), 1),
+        RequestArrived("1", 1, (1, 2), 2),
+        StepStarted(1),
+        RequestAdmitted("1"),
+        TokensComputed(1, 2, (0,), 0),
+        SequenceForked("1", 1, 2),
+        SwappedOut("1", ((0, 4),)),
+        StepFailed(1, "OSError()", ("1",)),
+    ]
+    said = sentences_of(events)
+    assert said[1].startswith("Request A arrives")
+    assert said[4].startswith("Request 1 (B) is admitted")
+    assert said[7].startswith("Request 1 (B, C) is swapped out")
+    assert said[8].endswith("; request 1 (B, C) will be recomputed.")
+
+
+def test_what_an_allocator_disowns_is_not_told_as_a_fact() -> None:
+    events = [event for event, _ in RUN]
+    last = max(i for i, event in enumerate(events) if isinstance(event, BlocksFreed))
+    assert sentences_of(events, doubted={last: {7}})[last] == RUN[last][1]
+    told = sentences_of(events, doubted={last: {3}})[last]
+    assert told == "Sequence J lets go of blocks 3 and 1, which should be free again from now on."
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block"), [(4, "has room, so nothing"), (5, "has 1 slot left, and yet nothing")]
+)
+def test_a_table_that_takes_no_block_where_it_needs_one_has_no_room(num_tokens: int, block: str) -> None:
+    state = State()
+    for event in (EngineStarted(8, 8, 4, 16), RequestArrived("A", 0, (1,) * 9, 1), TokensComputed(0, 3, (2,), 0)):
+        state.apply(event)
+    assert f"Its last block, 2, {block} is allocated." in explain(state, TokensComputed(0, num_tokens, (), 0))
+    state.apply(TokensComputed(0, 4, (), 0))
+    assert "Its last block, 2, is full, and yet nothing is allocated." in explain(state, TokensComputed(0, 5, (), 0))
 
 
 @pytest.mark.parametrize("event", [TokensComputed(7, 1, (0,), 0), SequenceForked("a", 7, 8), BlocksFreed(7, (0,))])

@@ -32,6 +32,7 @@ from minipaged.events import (
     from_json,
 )
 from minipaged.stepper.page import NO_CODE, sentences_of
+from minipaged.stepper.pictures import Bars
 from tests.browser import ROOT, Watched, axe_script, missing
 from tests.javascript import check_folds_agree
 
@@ -66,7 +67,10 @@ def test_every_run_of_the_site_is_followed_by_the_stepper_as_by_the_project(site
             data = json.loads(text)
             runs.append([from_json(json.dumps(event)) for event in data["events"]])
             words = data["words"] and {int(token): word for token, word in data["words"].items()}
-            assert data["sentences"] == sentences_of(runs[-1], words), page
+            told = data["sentences"]
+            if data.get("beliefs"):  # a faulty allocator does not count as free what should be
+                told = [said.replace(", which should be free again", ", free again") for said in told]
+            assert told == sentences_of(runs[-1], words), page
     assert len(runs) == sum(page.read_text().count("<paged-stepper") for page in with_stepper(site)) > 20
     check_folds_agree(runs)
 
@@ -103,10 +107,53 @@ def test_every_stepper_steps_by_button_key_slider_and_link(site: Path, browser: 
             stepper.get_by_role("link", name="Link to step").click()
             again = page.locator("paged-stepper").nth(i)
             assert again.locator(".n").text_content() == f"{late} / {last}"
-            others = [j for j in range(page.locator("paged-stepper").count()) if j != i]
-            assert all(page.locator("paged-stepper .n").nth(j).text_content().startswith("1 /") for j in others)
+            begun = "all => all.map((s) => s.n === 1 || s.n === Number(s.getAttribute('start')))"  # or as they were
+            others = page.locator("paged-stepper").evaluate_all(begun)
+            del others[i]
+            assert all(others), path
     watched.check()
     page.close()
+
+
+def test_no_stepper_begins_with_an_empty_pool(site: Path, browser: Browser) -> None:
+    watched = Watched(browser)
+    held = """all => all.map((s) => [s.state.querySelectorAll('[data-refs]:not([data-refs="0"])').length,
+      s.events.some((event) => event.new_blocks?.length || event.blocks?.length)])"""
+    seen = 0
+    for path in pages(site):
+        watched.page.goto(path.as_uri())
+        for now, ever in watched.page.locator("paged-stepper").evaluate_all(held):
+            assert now or not ever, path
+            seen += now > 0
+    assert seen > 20
+    watched.page.close()
+
+
+def test_n_is_for_the_stepper_that_is_pointed_at_and_not_for_the_next_page(site: Path, browser: Browser) -> None:
+    watched = Watched(browser)
+    page = watched.page
+    page.goto((site / "tutorials" / "06_copy_on_write.html").as_uri())
+    stepper = page.locator("paged-stepper").first
+    stepper.locator(".bar").hover()
+    before = stepper.evaluate("s => s.n")
+    page.keyboard.press("n")
+    page.wait_for_timeout(300)
+    assert page.url.endswith("06_copy_on_write.html")
+    now = stepper.evaluate("s => s.n")
+    assert now > before
+    page.evaluate("""() => {
+      const editor = document.body.appendChild(document.createElement("div"));
+      editor.attachShadow({mode: "open"}).append(document.createElement("textarea"));
+      editor.shadowRoot.firstChild.focus({preventScroll: true});
+    }""")
+    page.keyboard.press("n")
+    written = "() => document.body.lastElementChild.shadowRoot.firstChild.value"
+    assert (page.evaluate(written), stepper.evaluate("s => s.n")) == ("n", now), "who writes is left alone"
+    page.evaluate("() => document.body.lastElementChild.remove()")
+    page.mouse.move(5, 5)
+    page.keyboard.press("n")
+    page.wait_for_url("**/07_beam_search.html")
+    watched.page.close()
 
 
 def test_a_query_walks_its_block_table_where_attention_is_explained(site: Path, browser: Browser) -> None:
@@ -247,6 +294,20 @@ def test_pages_fit_the_screen_ask_for_nothing_and_axe_finds_no_violation(
     assert not wrong, "\n".join(map(str, wrong))
 
 
+def test_a_page_says_what_it_has_so_that_no_style_looks_through_all_of_it(site: Path) -> None:
+    """`.md-grid:has(.twins)` took most of the minute in which a long page of the API was drawn."""
+    asked = re.findall(r"([^\s,{}]*):has\(([^)]*)\)", (site / "assets" / "site.css").read_text())
+    assert all(within.startswith("+") or subject == ".field" for subject, within in asked), asked
+    for name, has in (
+        ("index", ["opening"]),
+        ("concepts/kv_cache", ["twins"]),
+        ("contributing", []),
+        ("api/paper", []),
+    ):
+        body = re.findall(r"<body[^>]*>", (site / f"{name}.html").read_text())
+        assert re.findall(r"has-(\w+)", *body) == has, name
+
+
 # --- The home page --------------------------------------------------------------------------------
 
 SCREENS = pytest.mark.parametrize("screen", [DESKTOP, PHONE], ids=lambda screen: screen.name)
@@ -259,6 +320,9 @@ FILLED = """(pool) => [...pool.querySelectorAll('g path:not(.reserved, .hatch)')
     return square.getBoundingClientRect().height > 3 && getComputedStyle(square).fill !== 'none';
 }).map((square) => getComputedStyle(square).fill)"""
 """The colours of the squares that are to be seen."""
+COUNTED = """(counts) => counts.map((count) => getComputedStyle(count).getPropertyValue('--so-far')
+    + getComputedStyle(count).getPropertyValue('--unit').replaceAll("'", '').replaceAll('"', ''))"""
+"""The numbers as they are drawn by now."""
 SMALLEST = """(opening) => Math.min(...[...opening.querySelectorAll('text, p, b, span, figcaption, button')]
     .filter((part) => !part.hidden).map((part) => parseFloat(getComputedStyle(part).fontSize)
         * (part.ownerSVGElement ? part.getScreenCTM().a : 1)))"""
@@ -294,11 +358,14 @@ def test_the_home_page_has_a_filled_pool_and_a_button_in_view_at_once_and_ends_a
     assert pools.first.evaluate(IN_VIEW)
     first = [pools.nth(i).evaluate(FILLED) for i in (0, 1)]
     assert all(first)
+    counts = watched.page.locator(".opening .count")
+    assert counts.evaluate_all(COUNTED) == ["1", "2%", "1", "2%"]  # the first request's prompt
     watched.page.evaluate("document.getAnimations().forEach((part) => part.finish())")
     watched.page.wait_for_function("document.querySelector('.opening button').textContent === 'Play again'")
     last = [pools.nth(i).evaluate(FILLED) for i in (0, 1)]
     assert len(last[0]) < len(last[1]) / 5
     assert len(set(last[1])) == 12  # hues
+    assert counts.evaluate_all(COUNTED) == counts.all_text_contents()
     button.click()
     assert button.text_content() == "Pause"
     watched.check()
@@ -393,8 +460,30 @@ def test_the_picture_of_a_card_is_the_pool_at_its_fullest_with_a_stripe_for_each
     ]
     drawn = cards.pool([json.loads(event.to_json()) for event in events])
     assert drawn.count('class="free"') == 4
+    assert cards.picture(f"{as_element(events[:3])}{as_element(events)}") == drawn  # of all its runs
     assert len(re.findall(r"--hue:#0087ff.*?d=\"M(1|41) ", drawn)) == 2
     assert len(re.findall(r"--hue:#d75f00.*?d=\"M(10|50) ", drawn)) == 2
+
+
+def as_element(events: list[Any]) -> str:
+    data = json.dumps({"events": [json.loads(event.to_json()) for event in events]})
+    return f'<paged-stepper id="x"><script type="application/json">{data}</script></paged-stepper>'
+
+
+def test_a_card_shows_the_picture_of_most_parts_whole_and_without_words() -> None:
+    fills = {"held": "full", "saved": "lines"}
+    few, many = (Bars([(f"row {i}", [("held", 3), ("saved", 1)]) for i in range(n)], fills) for n in (1, 3))
+    drawn = [f'<div class="picture">{picture._repr_html_()}</div>' for picture in (many, few)]
+    card = cards.picture("".join(drawn))
+    assert card == cards.picture("".join(reversed(drawn)))
+    assert "<text" not in card
+    assert 'height="16"' not in card  # what stands for each fill
+    left, top, width, height = map(float, re.findall(r'viewBox="(.*?)"', card)[0].split())
+    boxes = [list(map(float, box)) for box in cards.RECT.findall(card)]
+    assert len(boxes) == 3 * 3  # two parts, and a pattern
+    assert all(left < x and x + w < left + width and top < y and y + h < top + height for x, w, y, h in boxes)
+    axis = float(cards.AXIS.findall(card)[0][1])
+    assert max(y + h for *_, y, h in boxes) < axis == top + height - 2, "it ends with the axis"
 
 
 def test_minutes_are_of_words_and_of_lines_of_code() -> None:
@@ -402,11 +491,55 @@ def test_minutes_are_of_words_and_of_lines_of_code() -> None:
     assert cards.minutes(cells) == 400 / cards.WORDS_A_MINUTE + 45 / cards.LINES_A_MINUTE
 
 
+# --- Room -----------------------------------------------------------------------------------------
+
+
+def test_a_wide_page_has_its_headings_folded_and_its_words_as_they_are() -> None:
+    page = build.wide("# A part\n\nWhat it is.\n\n## What to write\n\nAll of it.\n")
+    head, _, rest = page.partition("# A part\n")
+    assert head == f"{build.WIDE}\n\n"
+    assert "- [What to write](#what-to-write)" in rest
+    assert rest.endswith("</details>\n\nWhat it is.\n\n## What to write\n\nAll of it.\n")
+
+
+def test_on_a_desktop_a_run_has_its_code_beside_it_on_a_handout_and_no_line_of_a_tutorial_is_cut(
+    site: Path, browser: Browser
+) -> None:
+    watched = Watched(browser, viewport={"width": DESKTOP.width, "height": DESKTOP.height})
+    page = watched.page
+    for path in [*(site / "assignments").glob("*/handout.html"), site / "museum" / "index.html"]:
+        page.goto(path.as_uri())
+        assert page.locator("article").evaluate("part => part.clientWidth") > 780, (
+            path
+        )  # the stepper's 700, and a frame
+    for path in sorted((site / "tutorials").glob("*.html"))[::3]:
+        page.goto(path.as_uri())
+        page.evaluate("document.querySelectorAll('details').forEach((folded) => { folded.open = true; })")
+        code = page.locator(".language-python code")
+        assert code.evaluate_all("all => all.filter((code) => code.scrollWidth > code.clientWidth + 1).length") == 0, (
+            path
+        )
+        sizes = page.locator(".picture svg text").evaluate_all(
+            "all => all.map((text) => parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a)"
+        )
+        assert all(11 <= size < 17 for size in sizes), path  # the text around them has 16
+    watched.check()
+    page.close()
+
+
+def test_both_pools_of_the_home_page_and_what_they_come_to_are_in_view_on_a_phone(site: Path, browser: Browser) -> None:
+    watched = home(site, browser, PHONE, reduced_motion="reduce")
+    results = watched.page.locator(".opening .result")
+    assert results.count() == 2
+    assert all(result.evaluate(IN_VIEW) for result in results.all())
+    watched.page.close()
+
+
 # --- On a phone -----------------------------------------------------------------------------------
 
 
 @SCREENS
-def test_no_line_of_the_course_page_is_cut_and_the_glossary_needs_no_scrolling(
+def test_no_line_of_the_course_page_is_cut_and_no_table_of_few_columns_needs_scrolling(
     site: Path, browser: Browser, screen: Screen
 ) -> None:
     watched = Watched(browser, viewport={"width": screen.width, "height": screen.height})
@@ -415,10 +548,35 @@ def test_no_line_of_the_course_page_is_cut_and_the_glossary_needs_no_scrolling(
     console = watched.page.locator(".language-console code")
     assert console.count() >= 3
     assert console.evaluate_all(wide) == 0
-    watched.page.goto((site / "glossary.html").as_uri())
-    tables = watched.page.locator(".md-typeset__scrollwrap")
-    tables.first.wait_for()
-    assert watched.page.locator(".glossary .md-typeset__scrollwrap").evaluate_all(wide) == 0
+    for name in ("glossary", "museum/index", "assignments/1_block_allocator/handout"):
+        watched.page.goto((site / f"{name}.html").as_uri())
+        tables = watched.page.locator(".md-typeset__scrollwrap")
+        tables.first.wait_for()
+        assert tables.evaluate_all(wide) == 0
+        names = tables.locator("td > code").filter(visible=True)
+        assert all(name.evaluate("name => name.getClientRects().length") == 1 for name in names.all()[:20])
+    watched.page.close()
+
+
+def test_where_a_phone_is_turned_tables_are_as_if_the_page_were_loaded_then(site: Path, browser: Browser) -> None:
+    watched = Watched(browser)
+    page, stacked = watched.page, "frames => frames.map((frame) => frame.classList.contains('stacks'))"
+    drawn = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    for name in ("glossary", "assignments/1_block_allocator/handout"):
+        page.goto((site / f"{name}.html").as_uri())
+        frames = page.locator(".md-typeset__scrollwrap")
+        seen = []
+        for width in (390, 660, 390):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.evaluate(drawn)
+            turned = frames.evaluate_all(stacked)
+            page.reload()
+            seen.append(frames.evaluate_all(stacked))
+            assert turned == seen[-1], (name, width)
+            cells = page.locator(".stacks td").first
+            assert not any(seen[-1]) or cells.evaluate("cell => getComputedStyle(cell).display") == "block"
+        assert any(seen[0])
+        assert seen[0] != seen[1] or name == "glossary"
     watched.page.close()
 
 

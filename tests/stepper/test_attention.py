@@ -191,6 +191,25 @@ def test_it_steps_by_button_key_and_slider_and_stops_at_both_ends(opened: Any) -
     assert count.text_content() == "10 / 11"
 
 
+def test_it_plays_to_its_end_or_until_somebody_steps(opened: Any) -> None:
+    opened.clock.install()
+    player, count = opened.locator(".tools button").nth(2), opened.locator(".n")
+    player.click()
+    assert player.text_content() == "Pause"
+    opened.clock.run_for(3100)
+    assert count.text_content().startswith("3 /")
+    opened.get_by_role("button", name="Next step").click()
+    opened.clock.run_for(3100)
+    assert (player.text_content(), count.text_content()[:3]) == ("Play", "4 /")
+    player.click()
+    opened.clock.run_for(60_000)
+    last = count.text_content().split(" / ")[1]
+    assert (player.text_content(), count.text_content()) == ("Play", f"{last} / {last}")
+    player.click()  # from the start again
+    opened.clock.run_for(1600)
+    assert count.text_content().startswith("2 /")
+
+
 def test_the_numbers_of_every_step_are_those_of_attention_over_the_keys_so_far(opened: Any) -> None:
     """What the page multiplies, too: how much of each weight is left once m has risen."""
     steps = opened.evaluate(EVERYWHERE, "(walk) => walk.now")
@@ -259,13 +278,17 @@ def test_shuffled_blocks_change_table_and_pool_and_not_the_answer(opened: Any) -
     opened.get_by_role("slider").press("End")
     places, table, answer = opened.evaluate(PLACES)
     assert places == table == TABLE
+    first = ", ".join(map(str, table))
     for _ in range(5):
         before = table
         opened.get_by_role("button", name="Shuffle the blocks").click()
         places, table, again = opened.evaluate(PLACES)
         assert places == table != before
         assert again == pytest.approx(answer, abs=1e-6)
-        assert f"Blocks at {', '.join(map(str, table))}: the answer is that" in opened.locator(".same").text_content()
+        said = opened.locator(".same").text_content()
+        assert said.startswith(
+            f"The same answer as with blocks at {first} (to the last bit), and as the full softmax's (within"
+        )
     assert answer == pytest.approx(softmax_attention(3, 1, 11), abs=1e-6)
 
 
@@ -276,7 +299,7 @@ def test_a_reader_chooses_where_a_block_lies_and_two_blocks_change_places(opened
     assert opened.evaluate(PLACES)[:2] == [[4, 1, 3], [4, 1, 3]]
     choice.select_option("3")
     assert opened.evaluate(PLACES)[:2] == [[3, 1, 4], [3, 1, 4]]
-    assert "tried 3 of 120 places" in opened.locator(".same").text_content()
+    assert "Tried: 3 of 120 places" in opened.locator(".same").text_content()
     opened.get_by_role("slider").fill("2")
     assert "block 3 of the pool" in opened.locator(".saying > :last-child").text_content()
 

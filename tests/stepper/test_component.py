@@ -295,7 +295,8 @@ def test_what_is_pointed_at_or_has_the_focus_lights_what_belongs_to_it(opened: A
     opened.locator(".entry").nth(1).locator(".tok").nth(2).hover()
     assert stepper.evaluate(keys) == ["block 0", "entry 1 0"]
     assert opened.locator(".slots .lit").all_text_contents() == ["three"]
-    assert stepper.evaluate("s => s.arrows.querySelectorAll('.strong').length") >= 1
+    strong = "s => [...s.arrows.querySelectorAll('.strong')].map((path) => path.dataset.from)"
+    assert stepper.evaluate(strong) == ["entry 1 0"]  # and what has changed is not, as long as something is pointed at
 
 
 def luminance(color: str) -> float:
@@ -338,9 +339,18 @@ def test_axe_finds_nothing(browser: Browser, tmp_path: Path, scheme: Any) -> Non
 
 # --- Movement -------------------------------------------------------------------------------------
 
-FLIGHTS = {"block_copied": "copied", "swapped_out": "swapped out", "swapped_in": "swapped in"}
+FLIGHTS = {"block_copied": "copied", "swapped_out": "out", "swapped_in": "in"}
 LOOK = """(stepper) => [stepper.fliers.children.length, stepper.moves.querySelectorAll("path").length,
   stepper.moves.textContent.trim(), stepper.state.querySelectorAll(".slots.gone").length]"""
+
+UNDER_WAY = """(stepper) => {
+  const {event, destination, pairs} = stepper.events[stepper.n - 1];
+  const to = destination ?? pairs[0][1];
+  const cell = stepper.cells().get(`${event === "swapped_out" ? "host" : "block"} ${to}`);
+  return [getComputedStyle(stepper.fliers.querySelector("b")).visibility, +getComputedStyle(cell).opacity,
+    +getComputedStyle(stepper.moves).opacity];
+}"""
+"""What flies does not say yet which block it is, and it is neither there yet nor its arrow drawn."""
 
 
 def test_what_is_copied_and_swapped_flies_and_leaves_an_arrow_with_a_word(preempted: Any) -> None:
@@ -353,6 +363,7 @@ def test_what_is_copied_and_swapped_flies_and_leaves_an_arrow_with_a_word(preemp
             vacated = pairs if event["event"].startswith("swapped") else 0
             if preempted.viewport_size["width"] > 700 or event["event"] == "block_copied":
                 assert stepper.evaluate(LOOK) == [pairs, pairs, word, vacated]
+                assert stepper.evaluate(UNDER_WAY) == ["hidden", 0.15, 0.15]
             preempted.wait_for_function("document.querySelector('paged-stepper').fliers.children.length === 0")
             assert stepper.evaluate(LOOK)[1:] == [pairs, word, vacated]
             stepper.evaluate("(s, n) => s.go(n + 2)", i)
@@ -386,11 +397,13 @@ def test_what_is_evicted_and_what_is_held_twice_have_their_arrows(browser: Brows
         while engine.has_unfinished_requests():
             engine.step()
     (tmp_path / "run.html").write_text(page(as_data("", heard, words=dict(enumerate(model.words)))))
-    watched = Watched(browser)
+    watched = Watched(browser, viewport={"width": 320, "height": 844})
     watched.page.goto(f"file://{tmp_path}/run.html")
     looked = watched.page.evaluate(EACH_STEP, LOOK)
+    beside = "(stepper) => stepper.moved()[0].filter(({b}) => b.left + b.width > stepper.state.clientWidth).length"
+    assert not any(watched.page.evaluate(EACH_STEP, beside)), "what is evicted does not fly out of the page"
     assert {(flying, arrows, word) for flying, arrows, word, _ in looked if arrows} == {
-        (1, 1, "the same"),
+        (1, 1, "same"),
         (1, 1, "evicted"),
     }
     watched.check()
@@ -539,6 +552,8 @@ def test_n_leads_to_the_next_event_of_interest_and_shift_to_engine_steps(opened:
     events = opened.evaluate("document.querySelector('paged-stepper').events.map((e) => e.event)")
     number = opened.locator(".n")
     opened.get_by_role("slider").focus()
+    opened.keyboard.press("n")
+    assert number.text_content() == f"2 / {len(events)}"  # of which there is something to note
     opened.keyboard.press("n")
     assert number.text_content() == f"{events.index('sequence_forked') + 1} / {len(events)}"
     opened.get_by_role("button", name="Next event of interest").click()

@@ -78,8 +78,8 @@ def test_every_editable_cell_runs_by_itself_from_what_a_page_has_of_minipaged(tm
         assert "the code above" in {function["file"] for function in result["run"]["functions"]}
 
 
-def test_there_are_sliders_in_the_tutorials_on_memory_on_batches_and_on_load() -> None:
-    assert set(SLIDING) == {"01_contiguous_memory", "05_continuous_batching", "19_under_load"}
+def test_there_are_sliders_in_the_tutorials_on_memory_on_batches_on_preemption_and_on_load() -> None:
+    assert set(SLIDING) == {"01_contiguous_memory", "05_continuous_batching", "08_preemption", "19_under_load"}
 
 
 def slid(source: str, needed: str, **values: int) -> dict[str, Any]:
@@ -184,6 +184,33 @@ def test_a_run_that_broke_off_says_where_and_what_the_part_believes(
     assert data["broken"]["line"] == data["current"][-1][1]
     assert data["broken"]["message"].endswith(f"is {data['broken']['line']}, in {function['name']}")
     assert data["beliefs"].get(str(len(data["events"])), {}).get("blocks") == wrong
+
+
+KEPT_TWICE = ("        if self.holders[block] == 0:\n            self.free_blocks.a", "        self.free_blocks.a")
+UNCOUNTED = ("        self.holders[block] = 1\n        return", "        return")
+
+
+@pytest.mark.parametrize(
+    ("pair", "note"),
+    [
+        (
+            COUNTS_TOO_MUCH,
+            "before the call that broke. By what was called since, block 1 should have gone from ×2 to ×1",
+        ),
+        (KEPT_TWICE, "block 0 should have gone from ×2 to ×1, block 2 from ×1 to free and block 4 from ×1 to free."),
+        (UNCOUNTED, "The counts in red are from the call that broke; the picture, from after the step was given up."),
+    ],
+)
+def test_a_run_that_broke_in_the_middle_of_a_call_says_of_when_its_picture_is(pair: Any, note: str) -> None:
+    data = changed(ALLOCATOR, pair)["run"]
+    assert note in data["notes"][str(len(data["events"]))]
+
+
+def test_what_stands_in_red_is_explained_where_it_stands_first() -> None:
+    data = changed(ALLOCATOR, MISTYPED)["run"]
+    first = min(data["beliefs"], key=int)
+    assert data["notes"][first].startswith("In red: how many hold the block")
+    assert not any(note.startswith("In red") for at, note in data["notes"].items() if at != first)
 
 
 @pytest.mark.parametrize("source", [source for name, source, _ in EDITABLE if name not in SLIDING])

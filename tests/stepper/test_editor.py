@@ -99,13 +99,23 @@ def test_an_edited_allocator_runs_and_its_steps_are_shown(watched: Watched, with
     assert "allocator says \N{MULTIPLICATION SIGN}2" in page.locator("paged-stepper .wrong .claim").text_content()
     wrong = re.findall(r"▶ (\d+)", page.locator("paged-editor .numbers").text_content())
     source = page.get_by_role("textbox", name="The code").input_value().splitlines()
-    assert [source[int(line) - 1].strip() for line in wrong] == ["return copy", "engine.step()"]
+    assert [source[int(line) - 1].strip() for line in wrong] == ["return copy"]  # and not where that was called
+    assert said.startswith(f"Line {wrong[0]}, in Allocator.copy_on_write: InvariantViolation")
+    out = re.findall(r"It came out in line (\d+)\.", said)
+    assert [source[int(line) - 1].strip() for line in out] == ["engine.step()"]
+    assert said.endswith("Below are the 12 steps until then.")
 
     said = ran(page, ALLOCATOR.replace("block = self.free_blocks.pop()", "print('here')\n        return nothing"))
     assert said.startswith("Line 21, in allocate: NameError: name 'nothing' is not defined.")
     assert "▶ 21" in page.locator("paged-editor .numbers").text_content()
     assert page.get_by_role("group", name="Printed").text_content() == "here\n"
+    assert page.locator("paged-stepper").is_visible()  # what it did until then
     assert ran(page, "input()").startswith("Line 1: EOFError")  # nobody types there
+    assert not page.locator("paged-stepper").is_visible()  # it would be another code's run
+    assert page.get_by_text("The run from before is hidden").is_visible()
+    assert ran(page, ALLOCATOR).startswith("Your version ran")
+    assert page.locator("paged-stepper").is_visible()
+    assert not page.get_by_text("The run from before is hidden").is_visible()
     watched.check()
 
 
@@ -121,7 +131,17 @@ def test_an_endless_loop_is_stopped_and_python_comes_back(watched: Watched, with
         stop()
         assert settled(page).startswith("Stopped")
     assert "an endless loop?" in settled(page)
+    assert not page.locator("paged-stepper").is_visible()
+    page.get_by_role("button", name="Reset", exact=True).click()
+    assert page.locator("paged-stepper").is_visible()
     assert len(shown(page)["events"]) == 52  # the recorded run is there still
+    page.get_by_role("textbox", name="The code").fill(endless)
+    page.get_by_role("button", name="Run").click()
+    page.get_by_text("Running …").wait_for(timeout=90_000)
+    page.get_by_role("button", name="Reset", exact=True).click()  # while it runs
+    page.get_by_text("The code is as it was").wait_for()
+    assert page.locator("paged-stepper").is_visible()
+    assert not page.get_by_text("The run from before is hidden").is_visible()
     watched.check()
 
 
@@ -154,10 +174,50 @@ def test_work_is_kept_until_it_is_reset(watched: Watched, folder: Path) -> None:
     page.keyboard.press("Escape")
     page.keyboard.press("Tab")
     assert page.get_by_role("button", name="Run").evaluate("button => button.getRootNode().activeElement === button")
-    page.get_by_role("button", name="Reset").click()
+    page.get_by_role("button", name="Reset", exact=True).click()
     assert area.input_value() == ALLOCATOR
     page.reload()
     assert page.get_by_role("button", name="Edit and run this code").is_visible()
+
+
+def test_a_reset_is_undone_also_later_and_nothing_is_lost_by_that(browser: Browser, folder: Path) -> None:
+    page = browser.new_page()
+    page.goto((folder / "page.html").as_uri())
+    page.get_by_role("button", name="Edit and run this code").click()
+    area, reset, undo = (
+        page.get_by_role("textbox", name="The code"),
+        *(page.get_by_role("button", name=name, exact=True) for name in ("Reset", "Undo reset")),
+    )
+    assert not undo.is_visible()
+    area.fill("mine = 1")
+    reset.click()
+    assert undo.evaluate("button => button.getRootNode().activeElement === button")
+    reset.click()  # once more: there is nothing to be kept
+    page.reload()
+    page.get_by_role("button", name="Edit and run this code").click()
+    undo.click()
+    assert area.input_value() == "mine = 1"
+    assert not undo.is_visible()
+    reset.click()
+    area.fill("mine = 2")  # and then the first one is wanted
+    undo.click()
+    assert area.input_value() == "mine = 1"
+    undo.click()
+    assert area.input_value() == "mine = 2"
+    page.close()
+
+
+@pytest.mark.parametrize("height", [844, 600])
+def test_the_button_and_what_is_said_are_in_view_below_long_code(browser: Browser, folder: Path, height: int) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": height})
+    page.goto((folder / "page.html").as_uri())
+    page.get_by_role("button", name="Edit and run this code").click()
+    assert page.get_by_role("textbox", name="The code").bounding_box()["height"] > height
+    page.evaluate("scrollTo(0, 0)")
+    for part in (page.get_by_role("button", name="Run", exact=True), page.get_by_role("status")):
+        box = part.bounding_box()
+        assert 0 < box["y"] < box["y"] + box["height"] < height + 1
+    page.close()
 
 
 def test_without_python_the_page_says_why_and_the_recorded_run_stays(

@@ -138,6 +138,14 @@ def test_what_an_allocator_believes_stands_beside_what_the_tables_say() -> None:
     assert counts[4] == {0: [1, 0], 1: [1, 0]}  # from the first allocation on
     assert counts[:4] == [{}] * 4
     assert "'liveness'" in data["broken"]["message"]
+    assert data["notes"]["4"].startswith("In red: ")
+    assert data["sentences"][7].endswith("blocks 0 and 1, which should be free again from now on.")
+
+
+def test_where_a_part_raised_an_error_is_told_and_not_where_it_was_called_last() -> None:
+    """After the error the engine has the table give its blocks back."""
+    data = kept("remainder")
+    assert data["broken"]["message"].endswith(", in BlockTable.slot_mapping")
 
 
 def test_what_a_table_believes_stands_beside_what_the_events_say() -> None:
@@ -183,7 +191,12 @@ def test_a_run_breaks_off_where_an_error_leaves_it_and_not_where_it_goes_on() ->
         engine.add_request(model.encode("one"), SamplingParams(max_tokens=1))
         assert not run.broken
         raise ZeroDivisionError("by zero")
-    assert run.data()["broken"] == {"message": "ZeroDivisionError: by zero", "line": None, "should": False}
+    assert run.data()["broken"] == {
+        "message": "ZeroDivisionError: by zero",
+        "line": None,
+        "name": None,
+        "should": False,
+    }
 
 
 def test_every_watched_function_exists() -> None:

@@ -360,6 +360,13 @@ class Grade:
     lead: tuple[str, ...] = ()
     """Lines to begin the closing words with."""
     finished: bool = False
+    error: str | None = None
+    """Why it cannot be graded, if it cannot."""
+
+    @classmethod
+    def refused(cls, assignment: str, submission: Submission | None, error: str) -> Grade:
+        """That of a submission that cannot be graded."""
+        return cls(Assignment(assignment, "", (), (), 0), submission or Submission(Path()), 0, error=error)
 
     @property
     def max_score(self) -> int:

@@ -23,7 +23,7 @@ from minipaged.course.grader.assignment import (
     find_assignment,
     needs_hypothesis,
 )
-from minipaged.course.grader.formats import FORMATS, closing, fails_like, heading, not_graded, result_lines
+from minipaged.course.grader.formats import FORMATS, closing, fails_like, heading, result_lines
 from minipaged.course.grader.grading import grade
 
 
@@ -61,11 +61,12 @@ class Report:
     def refused(self, assignment: str, submission: Submission | None, message: str) -> None:
         """It cannot be graded: whoever waits for a file gets one."""
         print(f"cannot be graded: {message}", file=sys.stderr)
+        written = FORMATS[self.form](Grade.refused(assignment, submission, message))
         if self.output:
             with contextlib.suppress(CannotBeGraded):  # that may be just what was wrong
-                write_whole(self.output, not_graded(self.form, assignment, submission, message))
+                write_whole(self.output, written)
         elif self.form != "terminal":
-            print(not_graded(self.form, assignment, submission, message), end="")
+            print(written, end="")
 
     def _keep_counterexample(self, folder: Path, result: TestResult, earlier: Sequence[TestResult]) -> None:
         stem = re.sub(r"\W+", "-", result.test.name.lower()).strip("-")

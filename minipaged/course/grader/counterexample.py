@@ -6,10 +6,12 @@ gone. Its body is the calls that were made; the session that made them keeps it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from minipaged.course.grader.assignment import Submission
 from minipaged.course.sandbox.contract import Handle, Outcome, Raised, StudentError
@@ -79,6 +81,14 @@ def must_raise(error: str, shown: str, why: str) -> list[str]:
         "else:",
         f'    raise AssertionError("{shown} has to raise {error}: {why}")',
     ]
+
+
+def sources_of(*functions: Callable[..., Any]) -> list[str]:
+    """Lines of a script: functions of ours as a student would write them, without types, arguments on one line."""
+    untyped = [re.sub(r"(:| ->) Any\b", "", inspect.getsource(one).strip()) for one in functions]
+    arguments = re.compile(r"\(\n((?: +\w+,\n)+)\)")
+    one_line = [arguments.sub(lambda match: f"({' '.join(match[1].split())[:-1]})", one) for one in untyped]
+    return [*"\n\n\n".join(one_line).splitlines(), "", ""]
 
 
 UNWRITTEN = "replace its `raise NotImplementedError`"

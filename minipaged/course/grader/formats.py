@@ -10,9 +10,10 @@ import json
 import textwrap
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
-from minipaged.course.grader.assignment import Grade, Status, Submission, TestResult
+from minipaged.course.grader.assignment import Grade, Status, TestResult
 from minipaged.course.grader.grading import VERDICT_HINTS
 from minipaged.course.sandbox.contract import Verdict
 
@@ -80,6 +81,8 @@ def explanation(result: TestResult) -> list[str]:
 
 def closing(grade: Grade) -> list[str]:
     """The score, and the speed where it was measured."""
+    if grade.error:
+        return [f"cannot be graded: {grade.error}"]
     lead = ["", *grade.lead] if grade.lead else []
     lines = [*lead, "", f"score: {grade.score} of {grade.max_score}"]
     if grade.capped:
@@ -95,7 +98,7 @@ def closing(grade: Grade) -> list[str]:
         rate = performance.operations_per_second
         amount = f"{rate / 1e6:.2f} million" if rate >= 1e4 else f"{rate:.0f}"
         lines.append(
-            f"speed: {amount} {performance.operations} a second, {performance.index:.2f} times the reference's "
+            f"speed: {amount} {performance.operations} a second, {performance.index:.3g} times the reference's "
             "(for information; it does not count)"
         )
     elif "performance" in grade.isolation:
@@ -105,6 +108,8 @@ def closing(grade: Grade) -> list[str]:
 
 def text(grade: Grade) -> str:
     """The whole grade as a terminal shows it."""
+    if grade.error:
+        return "\n".join([*closing(grade), ""])
     lines = heading(grade)
     for number, result in enumerate(grade.results):
         lines += result_lines(result, grade.results[:number])
@@ -128,24 +133,18 @@ def as_json(grade: Grade) -> str:
     return _dump(
         {
             "assignment": grade.assignment.name,
-            "submission": grade.submission.path.name,
+            "submission": grade.submission.path.name or None,
             "seed": grade.seed,
             "score": grade.score,
             "max_score": grade.max_score,
             "cap": grade.assignment.cap,
             "capped": grade.capped,
             "finished": grade.finished,
-            "error": None,
+            "error": grade.error,
             "isolation": grade.isolation,
             "also_checked": list(grade.also_checked),
             "tests": [_test(result) for result in grade.results],
-            "performance": performance
-            and {
-                "operations_per_second": performance.operations_per_second,
-                "reference_operations_per_second": performance.reference_operations_per_second,
-                "index": performance.index,
-                "operations": performance.operations,
-            },
+            "performance": performance and {**asdict(performance), "index": performance.index},
         }
     )
 
@@ -196,7 +195,7 @@ def gradescope(grade: Grade) -> str:
     leaderboard = []
     if grade.performance:
         name = "speed (1 is the reference's)"
-        leaderboard.append({"name": name, "value": round(grade.performance.index, 2), "order": "desc"})
+        leaderboard.append({"name": name, "value": float(f"{grade.performance.index:.3g}"), "order": "desc"})
     return _dump(
         {
             "score": grade.score,
@@ -214,7 +213,7 @@ def prairielearn(grade: Grade) -> str:
     """PrairieLearn's results.json: the score is a share, 0 to 1."""
     return _dump(
         {
-            "gradable": True,
+            "gradable": grade.error is None,
             "score": grade.score / grade.max_score if grade.max_score else 0.0,
             "message": "\n".join(closing(grade)).strip(),
             "output": "" if any(result.test.hidden for result in grade.results) else text(grade),
@@ -240,9 +239,9 @@ def junit(grade: Grade) -> str:
     suite = ET.Element(
         "testsuite",
         name=grade.assignment.name,
-        tests=str(len(grade.results)),
+        tests=str(len(grade.results) + bool(grade.error)),
         failures=str(statuses.count(Status.FAILED)),
-        errors="0",
+        errors=str(int(bool(grade.error))),
         skipped=str(statuses.count(Status.SKIPPED) + statuses.count(Status.NOT_GRADED)),
     )
     for result in grade.results:
@@ -252,7 +251,13 @@ def junit(grade: Grade) -> str:
             ET.SubElement(case, "failure", message=message).text = _printable(_said(result))
         elif result.status is not Status.PASSED:
             ET.SubElement(case, "skipped", message=result.message)
-    return _xml(suite)
+    if grade.error:
+        case = ET.SubElement(suite, "testcase", classname=grade.assignment.name, name="the submission can be graded")
+        ET.SubElement(case, "error", message=_printable(grade.error))
+    root = ET.Element("testsuites")
+    root.append(suite)
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
 def _said(result: TestResult) -> str:
@@ -268,13 +273,6 @@ def _printable(content: str) -> str:
     return "".join(c for c in content if c in "\t\n" or (c >= " " and c not in "\ufffe\uffff"))
 
 
-def _xml(suite: ET.Element) -> str:
-    root = ET.Element("testsuites")
-    root.append(suite)
-    ET.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
-
-
 def _dump(document: dict[str, Any]) -> str:
     return json.dumps(document, indent=2) + "\n"
 
@@ -286,39 +284,3 @@ FORMATS: dict[str, Callable[[Grade], str]] = {
     "prairielearn": prairielearn,
     "junit": junit,
 }
-
-
-# --- What cannot be graded ------------------------------------------------------------------------
-
-
-def not_graded(kind: str, assignment: str, submission: Submission | None, message: str) -> str:
-    """The same five forms for a submission that cannot be graded."""
-    if kind == "json":
-        return _dump(
-            {
-                "assignment": assignment,
-                "submission": submission and submission.path.name,
-                "seed": 0,
-                "score": 0,
-                "max_score": 0,
-                "cap": 0,
-                "capped": False,
-                "finished": False,
-                "error": message,
-                "isolation": {},
-                "also_checked": [],
-                "tests": [],
-                "performance": None,
-            }
-        )
-    if kind == "gradescope":
-        said = f"cannot be graded: {message}"
-        return _dump({"score": 0, "output": said, "output_format": "text", "visibility": "visible", "tests": []})
-    if kind == "prairielearn":
-        return _dump({"gradable": False, "score": 0.0, "message": message, "output": "", "tests": []})
-    if kind == "junit":
-        suite = ET.Element("testsuite", name=assignment, tests="1", failures="0", errors="1", skipped="0")
-        case = ET.SubElement(suite, "testcase", classname=assignment, name="the submission can be graded")
-        ET.SubElement(case, "error", message=_printable(message)).text = _printable(message)
-        return _xml(suite)
-    return f"cannot be graded: {message}\n"

@@ -23,7 +23,7 @@ from minipaged.course.grader.assignment import (
     TestResult,
     start_process,
 )
-from minipaged.course.grader.counterexample import UNWRITTEN
+from minipaged.course.grader.counterexample import UNWRITTEN, raised_message
 from minipaged.course.grader.handouts import to_do
 from minipaged.course.sandbox.contract import Misbehaviour, StartSandbox, StudentError, Verdict
 from minipaged.errors import ModelError
@@ -104,7 +104,7 @@ def run_test(test: Test, bench: Bench) -> TestResult:
     except Misbehaviour as misbehaviour:
         failure = misbehaviour.failure or Failure(misbehaviour.message, verdict=misbehaviour.verdict)
     except StudentError as error:
-        failure = Failure(f"your code raised {error}")
+        failure = Failure(raised_message("it", error, "your code"))
     except ModelError as error:
         raise CannotBeGraded(f"{test.name} needs a model: {error}; --no-model grades without") from None
     except CannotBeGraded:

@@ -27,7 +27,8 @@ PHASES = (Phase.generate, Phase.shrink)
 def search(
     bench: Bench, inputs: st.SearchStrategy[Any], run: Callable[[Any], object], examples: int | None = None
 ) -> None:
-    """Run the check on many inputs, on fewer (`examples`) where it is slow. Raises Failed with the shortest failure."""
+    """Run the check on many inputs, on fewer (`examples`) where it is slow; what one has made, the next does not find.
+    Raises Failed with the shortest failure."""
     shortest: list[Failure] = []
 
     @with_seed(bench.seed)
@@ -43,6 +44,7 @@ def search(
     )
     @given(inputs)
     def test(one: Any) -> None:
+        bench.process.forget()
         try:
             run(one)
         except Failed as failed:

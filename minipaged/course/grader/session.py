@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, Self
 
 from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import is_unwritten, make_script, raised_message
+from minipaged.course.grader.counterexample import is_unwritten, make_script, must_raise, raised_message, said
 from minipaged.course.sandbox.contract import Handle, Misbehaviour, Outcome, Raised, StudentError
 from minipaged.errors import Invariant
 from minipaged.events import Event
@@ -64,8 +64,17 @@ class Session:
         if isinstance(made, Raised):
             self._raised("__init__", made.error, shown)
         if not isinstance(made, Handle):
-            self._fail(None, f"{shown} gave {made!r}, no {self.KIND}")
+            self._fail(f"{shown} gave {made!r}, no {self.KIND}")
         return made
+
+    def _refuse_to_make(self, shown: str, why: str, *args: Any) -> None:
+        """Making one like this has to raise ValueError."""
+        self._lines += must_raise("ValueError", shown, why)
+        [made] = self._ask([(self._module, self._name, args)], shown, seed=self._bench.seed)
+        if not isinstance(made, Raised):
+            self._fail(f"{shown} {said(made)}; it has to raise ValueError: {why}")
+        if not isinstance(made.error, ValueError):
+            self._raised("__init__", made.error, shown, f"; it has to raise ValueError: {why}")
 
     def _ask(self, calls: Sequence[Any], shown: str = "", *, seed: int | None = None) -> list[Outcome]:
         try:
@@ -83,7 +92,7 @@ class Session:
         failure = self._failure(None, told if is_unwritten(error) else told + instead)
         raise Failed(replace(failure, crashed=isinstance(error, StudentError)))
 
-    def _fail(self, invariant: Invariant | None, message: str, *lines: str) -> NoReturn:
+    def _fail(self, message: str, *lines: str, invariant: Invariant | None = None) -> NoReturn:
         """`lines`: those in which the script fails."""
         self._lines += lines
         raise Failed(self._failure(invariant, message))

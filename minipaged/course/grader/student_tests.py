@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, replace
 
 from minipaged.course.grader.assignment import (
@@ -126,7 +125,7 @@ def run_tests(part: Assignment, tests: Submission, source: str) -> Outcome:
         open_files=256,
     )
     try:
-        with closing(start_process(limits, (RUNNER, *part.modules))) as process:
+        with start_process(limits, (RUNNER, *part.modules)) as process:
             given = (process.copy(tests.path), part.name.replace("-", "_"), source)
             [answer] = process.batch([(process.modules[0], "run", given)])
             if isinstance(answer, Raised):

@@ -24,22 +24,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
+from traceback import walk_tb
 from types import ModuleType, TracebackType
 from typing import Any
 
-from minipaged import errors
 from minipaged.course.sandbox import wire
 
-KNOWN_ERRORS: dict[str, type[BaseException]] = {
+PLAIN: dict[str, type[Exception]] = {
     error.__name__: error
     for error in (
-        *(errors.OutOfBlocks, errors.BlockNotAllocated, errors.InvalidRequest, errors.BadLogits),
-        *(NotImplementedError, MemoryError, RecursionError, TimeoutError, KeyError, IndexError, TypeError),
-        *(AttributeError, ValueError, AssertionError),
+        *(NotImplementedError, MemoryError, RecursionError, TimeoutError, KeyError, IndexError),
+        *(TypeError, AttributeError, AssertionError),
     )
 }
-"""Errors that are the same on both sides; any other travels as its name and message."""
-
+"""Python's own that are raised in student code as what they are, too; others as a RuntimeError."""
 WATCHED_MODULES = (
     *("random", "time", "json", "os", "posixpath", "gc", "_thread", "threading", "copy", "tracemalloc"),
     *("numpy", "torch"),  # where the assignment has them loaded
@@ -61,7 +59,7 @@ class Worker(ABC):
         self._stubs: dict[int, Stub] = {}
         self._token = ""
         """Of the request that is being answered."""
-        self._student_files: list[str] = []
+        self.student_files: list[str] = []
         self._faults: list[str] = []
         """What student code did that it may not do."""
         self._unraisable: list[str] = []
@@ -104,7 +102,7 @@ class Worker(ABC):
     def _do_load(self, request: dict[str, Any]) -> dict[str, Any]:
         """Import a file of the student's from the working directory; tell what is in it."""
         path, name = request["path"], request["name"]
-        self._student_files.append(path)
+        self.student_files.append(path)
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -220,7 +218,7 @@ class Worker(ABC):
             os._exit(0)
         if "raised" in message:
             name, text = message["raised"]
-            raise KNOWN_ERRORS.get(name, RuntimeError)(text)
+            raise (wire.ERRORS | PLAIN).get(name, RuntimeError)(text)
         return wire.decode(message["ok"], self._resolver(()))
 
     # --- Telling of errors ------------------------------------------------------------------------
@@ -234,17 +232,13 @@ class Worker(ABC):
         places = [*self._places(error.__traceback__)]
         if isinstance(error, SyntaxError) and error.lineno:
             places.append(f"{os.path.basename(str(error.filename))}:{error.lineno}")
-        known = [name for name, kind in KNOWN_ERRORS.items() if isinstance(error, kind)]
+        known = [name for name, kind in wire.ERRORS.items() if isinstance(error, kind)]
         return {"type": type(error).__name__, "known": known[:1], "message": text, "places": places[-8:]}
 
     def _places(self, traceback: TracebackType | None) -> list[str]:
-        places = []
-        while traceback is not None:
-            code = traceback.tb_frame.f_code
-            if os.path.basename(code.co_filename) in map(os.path.basename, self._student_files):
-                places.append(f"{os.path.basename(code.co_filename)}:{traceback.tb_lineno} in {code.co_name}")
-            traceback = traceback.tb_next
-        return places
+        theirs = {os.path.basename(file) for file in self.student_files}
+        lines = [(os.path.basename(frame.f_code.co_filename), line, frame) for frame, line in walk_tb(traceback)]
+        return [f"{file}:{line} in {frame.f_code.co_name}" for file, line, frame in lines if file in theirs]
 
     def _note_unraisable(self, unraisable: Any) -> None:
         error = unraisable.exc_value

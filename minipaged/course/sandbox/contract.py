@@ -1,5 +1,8 @@
 """What the grader knows of where student code runs: what may be asked, what comes back, what can go wrong.
 
+Calls go there, outcomes and questions come back (`wire.py`). How they get there is in the classes that extend
+`Sandbox`: to a process (`process.py`), or to what stands in its place in a page (`page_process.py`).
+
 What student code raises comes back as an error. What it *does* to where it runs (hang, eat memory, exit, write to the
 channel, tamper) comes back as `Misbehaviour`, which is no `Exception`: no `except Exception` on the way to the grader
 can swallow it, and Hypothesis does not try to shrink it.
@@ -7,13 +10,17 @@ can swallow it, and Hypothesis does not try to shrink it.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Self
 
-from minipaged.errors import BadLogits, BlockNotAllocated, InvalidRequest, OutOfBlocks
+from minipaged.course.sandbox import wire
 
 
 class Verdict(StrEnum):
@@ -56,12 +63,6 @@ class StudentError(Exception):
         self.kind, self.message, self.places = kind, message, tuple(places)
         where = f" ({places[-1]})" if places else ""
         super().__init__(f"{kind}: {message}{where}" if message else f"{kind}{where}")
-
-
-CONTRACT_ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (OutOfBlocks, BlockNotAllocated, InvalidRequest, BadLogits, ValueError)
-}
-"""Errors that contracts name: raised in the grader as what they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,44 +150,201 @@ def _value(outcome: Outcome) -> Any:
     return outcome
 
 
-class Sandbox(Protocol):
-    """Where one submission runs: a process (`process.WorkerProcess`), or what stands in its place."""
+MOST_OUTPUT = 1 << 20
+"""Bytes that a submission may print; whoever prints more is stopped."""
+KEPT_OUTPUT = 4000
+"""Bytes of it that are shown."""
+
+
+class Sandbox(ABC):
+    """Where one submission runs, in a folder of its own. Asks a `Worker` (`answering.py`); answers what student code
+    asks of objects that it was offered."""
 
     isolation: dict[str, str]
     """How student code is kept apart, and what could not be had."""
     modules: list[Handle]
     """Ours, loaded before any student code."""
 
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._hosted: list[Any] = []
+        self._first_object = 0
+        self._deadline = 0.0
+        self.folder = Path(tempfile.mkdtemp(prefix="minipaged-grade-"))
+
     @property
+    @abstractmethod
     def output(self) -> str:
         """The beginning of what the submission printed."""
 
-    def load(self, path: Path, name: str) -> Loaded:
+    @abstractmethod
+    def _ask(self, message: dict[str, Any], within: float | None = None) -> Any:
+        """Have it answered, in as many seconds (None: in what is left to a call). Raises what the answer says, and
+        Misbehaviour."""
+
+    def _start(self, message: dict[str, Any]) -> None:
+        """The first message. What `modules` of it names is loaded before any student code."""
+        self._deadline = time.monotonic() + self._limits.test_seconds
+        started = self._ask({"do": "start", **message}, within=60.0)  # of our own doing: imports
+        self.isolation = started["isolation"]
+        self.modules = [Handle(self, number, "module") for number in started["modules"]]
+        self._deadline = time.monotonic() + self._limits.test_seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Delete its folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # --- What the grader asks ---------------------------------------------------------------------
+
+    def load(self, path: Path, name: str, *, within: float = 20.0) -> Loaded:
         """Load a copy of a student's file as module `name`. Raises StudentError and Misbehaviour."""
+        loaded = self._ask({"do": "load", "path": self.copy(path), "name": name}, within)
+        self._first_object = max(self._first_object, loaded["number"] + 1)
+        contents = tuple(
+            Member(
+                *(item["name"], item["is_class"]),
+                *(tuple(item[kind]) for kind in ("members", "written", "unfinished")),
+            )
+            for item in loaded["contents"]
+        )
+        return Loaded(Handle(self, loaded["number"], "module"), contents)
 
     def copy(self, path: Path) -> str:
-        """Put a copy of the file where the submission runs; its name there."""
+        """Put a copy of the file into its folder; its name there."""
+        shutil.copy(path, self.folder / path.name)
+        return path.name
 
     def batch(
         self, calls: Iterable[tuple[Handle, str, Sequence[Any] | None]], *, seed: int | None = None
     ) -> list[Outcome]:
         """Make several calls in one message; the outcome of each. No args: look at an attribute.
 
-        `seed`: what `random` is seeded with before, so that a run can be repeated.
+        `seed`: what the worker's `random` is seeded with before, so that a run can be repeated.
         """
+        encoded = [
+            [
+                self._encode(target),
+                member,
+                None if args is None else [self._encode(value) for value in args],
+            ]
+            for target, member, args in calls
+        ]
+        return [self._outcome(answer) for answer in self._ask({"do": "calls", "calls": encoded, "seed": seed})]
 
     def seconds(self, target: Handle, members: Sequence[str], calls: Sequence[tuple[str, Any, int | None]]) -> float:
         """How long the calls take in a row: (member, a number or None, or the call whose result is the argument)."""
+        message = {"do": "time", "target": target.number, "members": list(members), "calls": calls}
+        return float(self._ask(message))
 
     def forget(self) -> None:
         """Drop all objects that were made since the files were loaded."""
+        self._hosted.clear()
+        self._ask({"do": "forget", "from": self._first_object})
 
     def finish(self) -> None:
-        """Ask whether everything is in order. Raises Misbehaviour unless it is."""
+        """Ask for the completion message. Raises Misbehaviour unless it comes and everything is in order."""
+        report = self._ask({"do": "finish", "from": self._first_object})
+        if not isinstance(report, dict) or "verdict" not in report:
+            raise Misbehaviour(Verdict.FORGED_MESSAGE, "the completion message is damaged")
+        if report["verdict"] is not None:
+            raise Misbehaviour(Verdict(report["verdict"]), f"the submission misbehaved: {report['message']}")
 
-    def close(self) -> None:
-        """End it, whatever runs there."""
+    # --- Time and questions -----------------------------------------------------------------------
+
+    def _end(self, within: float | None) -> float:
+        """When that call has to be over, by `time.monotonic`."""
+        now = time.monotonic()
+        return now + within if within else min(now + self._limits.call_seconds, self._deadline)
+
+    def _late(self) -> Misbehaviour:
+        """What to say of a call that is not over in time."""
+        whole = time.monotonic() >= self._deadline
+        what, seconds = ("the test", self._limits.test_seconds) if whole else ("a call", self._limits.call_seconds)
+        within = f"{seconds:g} second{'s' * (seconds != 1)}"
+        return Misbehaviour(Verdict.TIMED_OUT, f"{what} did not end within {within}: an endless loop, or far too slow")
+
+    @staticmethod
+    def _told(answer: dict[str, Any]) -> Any:
+        """What an answer tells, which is no question."""
+        if "fault" in answer:
+            raise Misbehaviour(Verdict.FORBIDDEN, f"the submission {answer['fault']}")
+        if "raised" in answer:
+            raise _error(answer["raised"])
+        return answer["ok"]
+
+    def carry_out(self, number: int, member: str, args: list[Any] | None) -> dict[str, Any]:
+        """A call that student code makes on an object of ours. Only what was offered can be asked for."""
+        if not (isinstance(number, int) and 0 <= number < len(self._hosted)):
+            raise Misbehaviour(Verdict.FORGED_MESSAGE, "it asks for an object that was never offered")
+        target = self._hosted[number]
+        methods, properties = _offered(target)
+        try:
+            if member in properties and args is None:
+                value = getattr(target, member)
+            elif member in methods and isinstance(args, list):
+                value = getattr(target, member)(*(wire.decode(item, self._special) for item in args))
+            else:
+                raise Misbehaviour(Verdict.FORGED_MESSAGE, f"it asks for {member!r}, which was never offered")
+        except Exception as error:
+            return {"raised": [type(error).__name__, str(error)]}
+        return {"ok": self._encode(value)}
+
+    # --- Values -----------------------------------------------------------------------------------
+
+    def _outcome(self, answer: Any) -> Outcome:
+        if "raised" in answer:
+            return Raised(_error(answer["raised"]))
+        try:
+            return wire.decode(answer["ok"], self._special)
+        except Exception as error:
+            raise Misbehaviour(Verdict.FORGED_MESSAGE, f"an answer that is no value: {error}") from None
+
+    def _special(self, tag: str, content: Any) -> Any:
+        if tag == "$handle":
+            return Handle(self, int(content[0]), str(content[1]))
+        if tag == "$host":
+            return self._hosted[content[0]]
+        raise ValueError(f"unknown tag {tag}")
+
+    def _encode(self, value: Any) -> Any:
+        return wire.encode(value, self._offer)
+
+    def _offer(self, value: Any) -> Any:
+        if isinstance(value, Result):
+            return {"$result": value.call}
+        if isinstance(value, Handle):
+            return {"$handle": [value.number, value.kind]}
+        if not hasattr(type(value), "OFFERED"):
+            raise TypeError(f"{value!r} cannot be sent to a worker: it is neither data nor has it OFFERED members")
+        number = next((i for i, hosted in enumerate(self._hosted) if hosted is value), len(self._hosted))
+        if number == len(self._hosted):
+            self._hosted.append(value)
+        methods, properties = _offered(value)
+        return {"$host": [number, methods, properties]}
 
 
 StartSandbox = Callable[[Limits, Sequence[str]], Sandbox]
 """Makes one, with modules of ours loaded before any student code."""
+
+
+def _offered(value: Any) -> tuple[list[str], list[str]]:
+    """The members that student code may use, by its class's `OFFERED`: methods, properties."""
+    offered: Iterable[str] = type(value).OFFERED
+    methods: list[str] = []
+    properties: list[str] = []
+    for name in offered:
+        (properties if isinstance(getattr(type(value), name, None), property) else methods).append(name)
+    return methods, properties
+
+
+def _error(raised: dict[str, Any]) -> Exception:
+    known = raised["known"]
+    if known and known[0] in wire.ERRORS:
+        return wire.ERRORS[known[0]](raised["message"])
+    return StudentError(str(raised["type"]), str(raised["message"]), [str(place) for place in raised["places"]])

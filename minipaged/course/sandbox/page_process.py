@@ -23,14 +23,13 @@ from typing import Any
 
 from minipaged.course.sandbox import wire
 from minipaged.course.sandbox.answering import PRIVATE, Ended, Worker
-from minipaged.course.sandbox.asking import KEPT_OUTPUT, MOST_OUTPUT, Asker
-from minipaged.course.sandbox.contract import Limits, Misbehaviour, Verdict
+from minipaged.course.sandbox.contract import KEPT_OUTPUT, MOST_OUTPUT, Limits, Misbehaviour, Sandbox, Verdict
 
 LINES = 100
 """Of a student's code, that are run between two looks at the clock."""
 
 
-class PageProcess(Asker):
+class PageProcess(Sandbox):
     """What a `WorkerProcess` is, in this interpreter. `alive` is called before each call.
 
     A call is ended by an exception in its next line. Python then traces no further, so whoever catches that one
@@ -77,7 +76,7 @@ class PageProcess(Asker):
             self._until = before
         if self._ended:
             raise self._ended
-        return self._value(answer)
+        return self._told(answer)
 
     def end(self, why: BaseException) -> None:
         """Called while student code runs: this is not to go on."""
@@ -85,7 +84,7 @@ class PageProcess(Asker):
         raise Ended
 
     def _on_call(self, frame: FrameType, kind: str, argument: object) -> Any:
-        return self._on_line if frame.f_code.co_filename in self._worker.files else None
+        return self._on_line if frame.f_code.co_filename in self._worker.student_files else None
 
     def _on_line(self, frame: FrameType, kind: str, argument: object) -> Any:
         self._lines += 1
@@ -120,11 +119,6 @@ class PageWorker(Worker):
         self._replies: list[dict[str, Any]] = []
         self._before = sys.unraisablehook
         self._loaded: list[str] = []
-
-    @property
-    def files(self) -> Sequence[str]:
-        """The student's, as their code objects name them."""
-        return self._student_files
 
     def leave(self) -> None:
         """Put back what student code has replaced, and drop what it has loaded."""

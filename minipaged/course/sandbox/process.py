@@ -28,13 +28,12 @@ from typing import Any, NoReturn
 
 import minipaged
 from minipaged.course.sandbox import wire
-from minipaged.course.sandbox.asking import KEPT_OUTPUT, MOST_OUTPUT, Asker
-from minipaged.course.sandbox.contract import Limits, Misbehaviour, Verdict
+from minipaged.course.sandbox.contract import KEPT_OUTPUT, MOST_OUTPUT, Limits, Misbehaviour, Sandbox, Verdict
 
 WORKER = "minipaged.course.sandbox.worker"
 
 
-class WorkerProcess(Asker):
+class WorkerProcess(Sandbox):
     """One worker, in a working directory of its own that is deleted with it."""
 
     def __init__(self, limits: Limits, modules: Sequence[str] = ()) -> None:
@@ -71,9 +70,7 @@ class WorkerProcess(Asker):
 
     def close(self) -> None:
         """Kill the worker and all of its process group; delete its working directory."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._stop()
         self._channel.close()
         self._reader.join(timeout=2)  # somebody who left the group may hold the other end
         super().close()
@@ -101,7 +98,7 @@ class WorkerProcess(Asker):
                     Verdict.FORGED_MESSAGE, "the submission wrote to the grader's channel: a message without its token"
                 )
             if "ask" not in answer:
-                return self._value(answer)
+                return self._told(answer)
             if time.monotonic() > until:  # each question may be quick, and the questions endless
                 self._timed_out()
             self._send(self.carry_out(*answer["ask"]), until)
@@ -164,9 +161,12 @@ class WorkerProcess(Asker):
         )
 
     def _stop(self) -> None:
+        self._kill()
+        self._process.wait()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
 
     def _drain(self) -> None:
         """Keep the beginning of what the worker prints; stop it when that is too much."""
@@ -176,8 +176,7 @@ class WorkerProcess(Asker):
                 self._num_printed += len(piece)
                 self._printed += piece[: KEPT_OUTPUT - len(self._printed)]
                 if self._num_printed > MOST_OUTPUT:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
-                        os.killpg(self._process.pid, signal.SIGKILL)
+                    self._kill()
 
 
 def _clean_environment(folder: Path, gpu: bool) -> dict[str, str]:

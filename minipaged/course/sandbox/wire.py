@@ -24,8 +24,14 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from minipaged.errors import BadLogits, BlockNotAllocated, InvalidRequest, OutOfBlocks
+
 DATA_MODULES = ("minipaged.contracts", "minipaged.params", "minipaged.events", "minipaged.scheduling")
 """Dataclasses of these travel by value."""
+ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (OutOfBlocks, BlockNotAllocated, InvalidRequest, BadLogits, ValueError)
+}
+"""Errors that contracts name: the same on both sides. Any other travels as its name and message."""
 LARGEST_INT = 1024
 """Bits of an integer that travels; Python refuses to write those of many thousands."""
 LARGEST_ANSWER = 256 << 20

@@ -28,8 +28,9 @@ from minipaged.fast import cpu
 from minipaged.fast.cpu.attention import _decode
 from minipaged.fast.cpu.bfloat16 import as_array
 from minipaged.fast.cpu.one_token import _run
-from minipaged.fast.cpu.prefill import _prefill
+from minipaged.fast.cpu.prefill import _prefill, _read_heads
 from minipaged.fast.cpu.sampling import _draw
+from minipaged.fast.cpu.vectors import number_type
 from minipaged.fast.kernels import Layer
 
 ROOT = Path(__file__).parents[3]
@@ -103,8 +104,10 @@ class Part(NamedTuple):
     num_kernels: int
 
 
+HAS_VECTORS = number_type(torch.float32) is not None
+"""Of 512 bits. Without them a prompt's products are the library's, and only what reads keys and values is compiled."""
 PARTS = {
-    "prompts": Part(prompts, _prefill, 1),
+    "prompts": Part(prompts, _prefill if HAS_VECTORS else _read_heads, 1),
     "decoding": Part(decoding, _decode, 1),
     "sampling": Part(sampling, _draw, 3),
     "layers": Part(layers, _run, 6),
@@ -119,8 +122,8 @@ def is_compiled(part: str, dtype: torch.dtype) -> bool:
     """Whether numba will find the part's last kernel for tensors of this type, made for this processor."""
     here = cpu_target.target_context.codegen().magic_tuple()
     stored = numba.from_dtype(as_array(torch.empty(0, dtype=dtype)).dtype)
-    compiled = PARTS[part].last._cache._cache_file._load_index()  # keys: (types of the arguments, processor, ...)
-    return any(
+    compiled = PARTS[part].last._cache._cache_file._load_index()
+    return any(  # a key is (types of the arguments, processor, ...)
         processor == here and stored in (getattr(argument, "dtype", None) for argument in types)
         for types, processor, *_ in compiled
     )

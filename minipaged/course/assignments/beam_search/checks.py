@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -117,14 +118,10 @@ def rounded_sums(step: BeamStep) -> list[float]:
 def property_of(look: Look = ALL, *, to_the_end: bool = False, **kinds: Any) -> Callable[[Bench], None]:
     """A check that follows such searches."""
 
-    def check(bench: Bench) -> None:
-        def run(scenario: Scenario) -> None:
-            bench.process.forget()
-            follow(BeamSession(bench, scenario.settings), scenario, look, to_the_end=to_the_end)
+    def run(bench: Bench, scenario: Scenario) -> None:
+        follow(BeamSession(bench, scenario.settings), scenario, look, to_the_end=to_the_end)
 
-        search(bench, scenarios(**kinds), run)
-
-    return check
+    return lambda bench: search(bench, scenarios(**kinds), partial(run, bench))
 
 
 def each_of(*checks: Callable[[Bench], None]) -> Callable[[Bench], None]:
@@ -153,7 +150,6 @@ def check_bad_logits(bench: Bench) -> None:
 
     def refused(drawn: tuple[Scenario, tuple[Any, int | None, str], tuple[int, int]]) -> None:
         scenario, (value, how_many, why), (beam, token) = drawn
-        bench.process.forget()
         session = BeamSession(bench, scenario.settings)
         logits, rows = scenario.step_inputs(0, 1)
         if not session.is_clear(logits, rows, [0.0]):
@@ -166,7 +162,6 @@ def check_bad_logits(bench: Bench) -> None:
 
     def ruled_out(drawn: tuple[Scenario, tuple[int, int]]) -> None:
         scenario, tokens = drawn
-        bench.process.forget()
         logits, rows = scenario.step_inputs(0, 1)
         logits = logits.copy()
         logits[rows[0], [token % logits.shape[1] for token in tokens]] = -np.inf
@@ -184,7 +179,6 @@ def check_copies(bench: Bench) -> None:
 
     def run(drawn: tuple[Scenario, Scenario]) -> None:
         one, two = drawn
-        bench.process.forget()
         session = BeamSession(bench, one.settings)
         other = BeamSession(bench, two.settings, beside=session)
         sums, other_sums = [0.0], [0.0]
@@ -239,7 +233,8 @@ def check_model(bench: Bench) -> None:
 
 # --- Speed ----------------------------------------------------------------------------------------
 
-TIMED_WIDTH, TIMED_VOCABULARY, TIMED_STEPS = 4, 4096, 32
+TIMED_WIDTH, TIMED_VOCABULARY, TIMED_STEPS = 4, 4096, 8
+"""So few steps that loops in Python, hundreds of times slower, are measured and not ended."""
 ROUNDS = 5
 """Measurements of speed, of which the fastest counts."""
 

@@ -28,9 +28,10 @@ class BeamSearch:
         everything = []
         for parent, (row, total) in enumerate(zip(rows, sums)):
             values = [float(value) for value in logits[row]]
-            if any(map(math.isnan, values)) or math.isinf(max(values)):
+            most = max(values)
+            if any(map(math.isnan, values)) or math.isinf(most):
                 raise BadLogits(f"row {row}")
-            rest = max(values) + math.log(math.fsum(math.exp(value - max(values)) for value in values))
+            rest = most + math.log(math.fsum(math.exp(value - most) for value in values))
             everything += [
                 Candidate(rest - value - total, parent, token)
                 for token, value in enumerate(values)

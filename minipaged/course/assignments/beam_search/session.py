@@ -167,7 +167,7 @@ class BeamSession(Session):
             return
         if isinstance(answer, Raised):
             self._raised("step", answer.error, "step", f"; it has to raise BadLogits: {why}")
-        self._fail(None, f"step returned {shown(answer)}; it has to raise BadLogits: {why}")
+        self._fail(f"step returned {shown(answer)}; it has to raise BadLogits: {why}")
 
     # --- Comparing --------------------------------------------------------------------------------
 
@@ -178,31 +178,29 @@ class BeamSession(Session):
             finished = [(_move(move), _number(score)) for move, score in answer.finished]
             return BeamStep(survivors, finished)
         except (AttributeError, TypeError, ValueError):
-            self._lines.append('assert all(isinstance(m.token_id, int) for m in step.survivors), f"step is {step}"')
-            self._lines.append('assert all(isinstance(m.token_id, int) for m, score in step.finished), f"it is {step}"')
             self._fail(
-                None,
                 f"{which} returned {shown(answer)}; it has to return a BeamStep: a list of BeamMoves, and a list of "
                 "pairs (BeamMove, score)",
+                'assert all(isinstance(m.token_id, int) for m in step.survivors), f"step is {step}"',
+                'assert all(isinstance(m.token_id, int) for m, score in step.finished), f"it is {step}"',
             )
 
     def _compare_survivors(self, found: list[BeamMove], right: list[BeamMove], which: str) -> None:
         theirs, ours = ([(move.parent, move.token_id) for move in moves] for moves in (found, right))
         if theirs != ours:
-            self._lines += [
+            self._fail(
+                f"{which}: the survivors are {_pairs(theirs)}; they should be {_pairs(ours)}",
                 "survivors = [(move.parent, move.token_id) for move in step.survivors]",
                 f'assert survivors == {ours}, f"survivors (beam, token): {{survivors}}"',
-            ]
-            self._fail(None, f"{which}: the survivors are {_pairs(theirs)}; they should be {_pairs(ours)}")
+            )
         for place, (own, move) in enumerate(zip(found, right, strict=True)):
             if not _is_close(own.cumulative_logprob, move.cumulative_logprob):
                 self._expect_close(
                     f"step.survivors[{place}].cumulative_logprob", move.cumulative_logprob, own.cumulative_logprob
                 )
                 self._fail(
-                    None,
                     f"{which}: cumulative_logprob of survivor {place} (beam {move.parent} + token {move.token_id}) is "
-                    f"{own.cumulative_logprob:.4f}; it should be {move.cumulative_logprob:.4f}",
+                    f"{own.cumulative_logprob:.4f}; it should be {move.cumulative_logprob:.4f}"
                 )
 
     def _compare_finished(
@@ -215,11 +213,11 @@ class BeamSession(Session):
         """In any order: the score tells the rank."""
         theirs, ours = (sorted((move.parent, move.token_id) for move, _ in ended) for ended in (found, right))
         if theirs != ours:
-            self._lines += [
+            self._fail(
+                f"{which}: finished are {_pairs(theirs)}; they should be {_pairs(ours)}",
                 "finished = sorted((move.parent, move.token_id) for move, score in step.finished)",
                 f'assert finished == {ours}, f"finished (beam, token): {{finished}}"',
-            ]
-            self._fail(None, f"{which}: finished are {_pairs(theirs)}; they should be {_pairs(ours)}")
+            )
         own = {(move.parent, move.token_id): (move, score) for move, score in found}
         for move, score in right:
             key = (move.parent, move.token_id)
@@ -228,14 +226,11 @@ class BeamSession(Session):
             found_in = f"next(one for one in step.finished if (one[0].parent, one[0].token_id) == {key})"
             if scores and not _is_close(their_score, score):
                 self._expect_close(f"{found_in}[1]", score, their_score)
-                self._fail(None, f"{which}: the score of {what} is {their_score:.4f}; it should be {score:.4f}")
+                self._fail(f"{which}: the score of {what} is {their_score:.4f}; it should be {score:.4f}")
             if not _is_close(their_move.cumulative_logprob, move.cumulative_logprob):
                 theirs_sum, ours_sum = their_move.cumulative_logprob, move.cumulative_logprob
                 self._expect_close(f"{found_in}[0].cumulative_logprob", ours_sum, theirs_sum)
-                self._fail(
-                    None,
-                    f"{which}: cumulative_logprob of {what} is {theirs_sum:.4f}; it should be {ours_sum:.4f}",
-                )
+                self._fail(f"{which}: cumulative_logprob of {what} is {theirs_sum:.4f}; it should be {ours_sum:.4f}")
 
     def _expect_close(self, expression: str, right: float, found: float) -> None:
         self._lines += [

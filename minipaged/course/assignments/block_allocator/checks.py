@@ -136,6 +136,7 @@ def shorter_misbehaviour(bench: Bench, num_blocks: int, calls: list[Call], first
             return False
         done = 0
         try:
+            quick.process.forget()
             session = AllocatorSession(quick, size)
             for done, call in enumerate(some, start=1):  # noqa: B007 -- it tells how far we got
                 session.call(call)
@@ -200,6 +201,7 @@ def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
     found: list[Failure] = []
 
     def fails(some: list[Call], size: int) -> bool:
+        bench.process.forget()
         session = AllocatorSession(bench, size)
         for done, call in enumerate(some, start=1):
             try:

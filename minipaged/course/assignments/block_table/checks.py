@@ -22,19 +22,15 @@ from minipaged.course.assignments.block_table.session import OfferedAllocator, O
 from minipaged.course.grader.assignment import (
     Bench,
     Check,
-    Failed,
-    Failure,
     Performance,
     Submission,
     fastest,
 )
-from minipaged.course.grader.counterexample import make_script, must_raise, raised_message
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.grader.serving import Parts, check_texts, check_workloads, numbered_workloads
 from minipaged.course.sandbox.contract import Handle, Raised
 from minipaged.steps import CopyPair
-from minipaged.tiers import plain_parts
 
 ENGINE_WORKLOADS = 20
 LARGEST_POOL = 6
@@ -67,39 +63,16 @@ def programs_of(*kinds: str, beginning: Sequence[Op] = ()) -> st.SearchStrategy[
 def property_of(*kinds: str, beginning: Sequence[Op] = (), slots: bool = False) -> Callable[[Bench], None]:
     """A check that runs such programs. `slots`: with all slots compared after each step."""
 
-    def check(bench: Bench) -> None:
-        def run(program: Program) -> None:
-            block_size, num_blocks, ops = program
-            TableSession(bench, block_size, num_blocks, slots=slots).run(ops)
+    def run(bench: Bench, program: Program) -> None:
+        block_size, num_blocks, ops = program
+        TableSession(bench, block_size, num_blocks, slots=slots).run(ops)
 
-        search(bench, programs_of(*kinds, beginning=beginning), run)
-
-    return check
+    return lambda bench: search(bench, programs_of(*kinds, beginning=beginning), partial(run, bench))
 
 
 def check_new_table(bench: Bench) -> None:
     """`TableSession` checks a new table by itself."""
-
-    def run(block_size: int) -> None:
-        if block_size > 0:
-            TableSession(bench, block_size, 2)
-            return
-        module, name = bench.part
-        shown = f"{name}({block_size}, allocator)"
-        offered = OfferedAllocator(plain_parts()[0](2))
-        [made] = bench.process.batch([(module, name, (block_size, offered))])
-        if isinstance(made, Raised) and isinstance(made.error, ValueError):
-            return
-        why = "a block has at least 1 slot"
-        message = f"{shown} was accepted; it has to raise ValueError: {why}"
-        if isinstance(made, Raised):
-            message = raised_message("__init__", made.error, shown)
-        lines = ["allocator = BlockAllocator(2)", *must_raise("ValueError", shown, why)]
-        imports = ["from minipaged.reference.block_allocator import BlockAllocator"]
-        script = make_script(bench.submission, name, None, message, imports, lines)
-        raise Failed(Failure(message, script=script))
-
-    search(bench, st.integers(-2, 20), run)
+    search(bench, st.integers(-2, 20), lambda block_size: TableSession(bench, block_size, 2))
 
 
 # --- The engine -----------------------------------------------------------------------------------
@@ -114,9 +87,7 @@ class RemoteTables:
 
     def __call__(self, block_size: int, allocator: BlockAllocator) -> contracts.BlockTable:
         module, name = self.bench.part
-        [made] = self.bench.process.batch([(module, name, (block_size, self.offer(allocator)))])
-        if isinstance(made, Raised):
-            raise made.error
+        made = module.call(name, block_size, self.offer(allocator))
         if not isinstance(made, Handle):
             raise TypeError(f"{name}({block_size}, allocator) gave {made!r}, no table")
         return RemoteTable(self, made)

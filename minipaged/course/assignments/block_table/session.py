@@ -12,9 +12,9 @@ diary; in its events each table is a sequence.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from minipaged.contracts import BlockAllocator
 from minipaged.course.grader.assignment import Bench
@@ -42,8 +42,6 @@ from minipaged.events import (
 )
 from minipaged.tiers import plain_parts
 
-T = TypeVar("T")
-
 
 class OfferedAllocator:
     """An allocator of ours as the student's tables may use it; notes what was given back, and what broke."""
@@ -57,47 +55,23 @@ class OfferedAllocator:
         self.broken: InvariantViolation | None = None
         """What an allocator under the table broke: in the table's process it is but some error."""
 
-    @property
-    def num_blocks(self) -> int:
-        return self.inner.num_blocks
+    num_blocks = property(lambda self: self.inner.num_blocks)
+    num_free = property(lambda self: self.inner.num_free)
 
-    @property
-    def num_free(self) -> int:
-        return self.inner.num_free
+    def __getattr__(self, method: str) -> Any:
+        """The inner one's, watched."""
 
-    def ref_count(self, block: int) -> int:
-        return self.inner.ref_count(block)
+        def call(*args: Any) -> Any:
+            try:
+                answer = getattr(self.inner, method)(*args)
+            except InvariantViolation as violation:
+                self.broken = self.broken or violation
+                raise
+            if method in ("free", "free_many"):
+                self.freed += args if method == "free" else args[0]
+            return answer
 
-    def allocate(self) -> int:
-        return self._noting(self.inner.allocate)
-
-    def allocate_many(self, n: int) -> list[int]:
-        return list(self._noting(lambda: self.inner.allocate_many(n)))
-
-    def share(self, block: int) -> None:
-        self._noting(lambda: self.inner.share(block))
-
-    def share_many(self, blocks: Iterable[int]) -> None:
-        self._noting(lambda: self.inner.share_many(blocks))
-
-    def free(self, block: int) -> None:
-        self._noting(lambda: self.inner.free(block))
-        self.freed.append(block)
-
-    def free_many(self, blocks: Iterable[int]) -> None:
-        blocks = list(blocks)
-        self._noting(lambda: self.inner.free_many(blocks))
-        self.freed += blocks
-
-    def copy_on_write(self, block: int) -> int:
-        return self._noting(lambda: self.inner.copy_on_write(block))
-
-    def _noting(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except InvariantViolation as violation:
-            self.broken = self.broken or violation
-            raise
+        return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +113,15 @@ class TableSession(Session):
         self._tables: list[_Table] = []
         self._cached: list[int] = []
         """Blocks of the first pool that somebody else holds."""
-        self._events: list[Event] = [EngineStarted(num_blocks, num_blocks, block_size, block_size * num_blocks)]
+        size = max(1, block_size)
+        self._events: list[Event] = [EngineStarted(num_blocks, num_blocks, size, size * num_blocks)]
         self._step = 0
-        bench.process.forget()
         self._lines += [f"{name} = BlockAllocator({num_blocks})" for name in POOLS]
-        self._new()
+        if block_size < 1:
+            shown = f"{self._name}({block_size}, allocator)"
+            self._refuse_to_make(shown, "a block has at least 1 slot", block_size, self._pools["allocator"])
+        else:
+            self._new()
 
     def run(self, ops: Sequence[Op]) -> None:
         """Do what makes sense: a step without a table or block to name is left out."""
@@ -197,46 +175,46 @@ class TableSession(Session):
         num_blocks = self._blocks_for(table.num_tokens + n)
         if len(found) != num_blocks:
             self._fail(
-                Invariant.EXCLUSIVE_WRITE if copies and len(found) > num_blocks else Invariant.CONTENT,
                 f"after {shown} the table has {len(found)} blocks; its {table.num_tokens + n} tokens need {num_blocks}",
                 f"assert len({table.name}.blocks) == {num_blocks}, list({table.name}.blocks)",
+                invariant=Invariant.EXCLUSIVE_WRITE if copies and len(found) > num_blocks else Invariant.CONTENT,
             )
         if found[:kept] != before[:kept]:
             self._fail(
-                Invariant.CONTENT,
                 f"{shown} changed blocks in which tokens are already: {before[:kept]} became {found[:kept]}",
                 f"assert list({table.name}.blocks)[:{kept}] == before[:{kept}], list({table.name}.blocks)",
+                invariant=Invariant.CONTENT,
             )
         if copies and found[kept] == before[kept]:
             self._fail(
-                Invariant.EXCLUSIVE_WRITE,
                 f"{shown} is to write into block {before[kept]}, which {self._holders(table.pool, before[kept])} "
                 "hold: it needs a copy of its own",
                 f"assert {table.name}.blocks[{kept}] != before[{kept}], 'it writes into a block that others hold'",
+                invariant=Invariant.EXCLUSIVE_WRITE,
             )
         for i, block in enumerate(found[kept:], start=kept):
             if block not in free:
                 others = [f"*{one.name}.blocks" for one in self._tables if one is not table]
                 others += [f"cached{k}" for k, _ in enumerate(self._cached)]
                 self._fail(
-                    Invariant.EXCLUSIVE_WRITE,
                     f"after {shown} logical block {i} is block {block}, which was not free",
                     f"assert {table.name}.blocks[{i}] not in [{', '.join([*others, '*before'])}], {table.name}.blocks",
+                    invariant=Invariant.EXCLUSIVE_WRITE,
                 )
             if found.count(block) > 1:
                 self._fail(
-                    Invariant.EXCLUSIVE_WRITE,
                     f"after {shown} block {block} is in the table twice: {found}",
                     f"assert len(set({table.name}.blocks)) == {num_blocks}, list({table.name}.blocks)",
+                    invariant=Invariant.EXCLUSIVE_WRITE,
                 )
         expected = [(before[kept], found[kept])] if copies else []
         if pairs != expected or _listed(answer) is None:
             right = f"[(before[{kept}], {table.name}.blocks[{kept}])]" if copies else "[]"
             self._fail(
-                Invariant.CONTENT if copies else Invariant.EXCLUSIVE_WRITE,
                 f"{shown} {said(answer)}; it should return {expected}"
                 + (f": block {before[kept]} was copied to {found[kept]}" if copies else ": nothing is to be copied"),
                 f"assert list(copies) == {right}, copies",
+                invariant=Invariant.CONTENT if copies else Invariant.EXCLUSIVE_WRITE,
             )
         if copies:
             holders = pool.ref_count(before[kept]) + 1
@@ -254,9 +232,9 @@ class TableSession(Session):
         answer = self._call(table, "blocks_needed", (n,), shown)
         if answer != right or isinstance(answer, bool):
             self._fail(
-                Invariant.CONSERVATION,
                 f"{shown} {said(answer)}; {table.name}.append({n}) takes {right} of the free blocks",
                 f"assert needed == {right}, needed",
+                invariant=Invariant.CONSERVATION,
             )
         self._compare(shown)
         if right <= free:
@@ -273,9 +251,9 @@ class TableSession(Session):
         self._lines.append(f"{name} = {shown}")
         made = self._call(parent, "fork", (), shown)
         if not isinstance(made, Handle):
-            self._fail(None, f"{shown} {said(made)}, no table", f"assert hasattr({name}, 'blocks')")
+            self._fail(f"{shown} {said(made)}, no table", f"assert hasattr({name}, 'blocks')")
         if any(made.number == table.handle.number for table in self._tables):
-            self._fail(None, f"{shown} returned the table itself", f"assert {name} is not {parent.name}")
+            self._fail(f"{shown} returned the table itself", f"assert {name} is not {parent.name}")
         self._add(name, made, parent.pool)
         self._tables[-1].blocks, self._tables[-1].num_tokens = list(parent.blocks), parent.num_tokens
         self._events.append(TokensComputed(self._tables[-1].number, parent.num_tokens, tuple(parent.blocks), 0))
@@ -316,9 +294,9 @@ class TableSession(Session):
                 shown,
             ]
             self._fail(
-                Invariant.EXACT_REFERENCES,
                 f"{shown} gave back {freed}; last first would be {expected}",
                 f"assert freed == before[{kept}:][::-1], freed",
+                invariant=Invariant.EXACT_REFERENCES,
             )
 
     def _hold(self, op: Op) -> None:
@@ -425,7 +403,7 @@ class TableSession(Session):
         [answer] = self._ask([(table.handle, call.partition("(")[0], args)], shown)
         if not isinstance(answer, Raised):
             self._look(shown)
-            self._fail(None, f"{shown} {said(answer)}; it has to raise {error.__name__}: {why}")
+            self._fail(f"{shown} {said(answer)}; it has to raise {error.__name__}: {why}")
         if not isinstance(answer.error, error):
             self._raised(call.partition("(")[0], answer.error, shown, f"; it has to raise {error.__name__}: {why}")
         self._compare(shown, "before", refused=True)
@@ -477,7 +455,6 @@ class TableSession(Session):
                 self._raised(member, value.error, f"after {shown}, {table.name}.{member}")
         if not isinstance(table.seen, list) or not all(type(block) is int for block in table.seen):
             self._fail(
-                None,
                 f"{table.name}.blocks {said(table.seen).replace('returned', 'is')}, no list of block numbers",
                 f"assert all(isinstance(block, int) for block in list({table.name}.blocks))",
             )
@@ -500,15 +477,15 @@ class TableSession(Session):
                     self._lines.insert(position, f"unchanged = list({table.name}.blocks)")
                     then = "unchanged"
                 self._fail(
-                    broken,
                     f"{says} {table.name}.blocks is {table.seen}; it should be {table.blocks}",
                     f"assert list({table.name}.blocks) == {then}, list({table.name}.blocks)",
+                    invariant=broken,
                 )
             if table.seen_tokens != table.num_tokens or isinstance(table.seen_tokens, bool):
                 self._fail(
-                    broken,
                     f"{says} {table.name}.num_tokens is {table.seen_tokens!r}; it should be {table.num_tokens}",
                     f"assert {table.name}.num_tokens == {table.num_tokens}, {table.name}.num_tokens",
+                    invariant=broken,
                 )
         for name, pool in self._pools.items():
             self._check_counts(name, pool, says, broken if refused else None)
@@ -532,7 +509,7 @@ class TableSession(Session):
             else:
                 free = sum(self._count(name, one) == 0 for one in range(self.num_blocks))
                 wrong = f"assert {name}.num_free == {free}, {name}.num_free"
-            self._fail(broken or Invariant.EXACT_REFERENCES, message, wrong)
+            self._fail(message, wrong, invariant=broken or Invariant.EXACT_REFERENCES)
 
     def _check_slots(self, table: _Table, start: int, stop: int) -> None:
         shown = f"{table.name}.slot_mapping({start}, {stop})"
@@ -546,9 +523,9 @@ class TableSession(Session):
             name = f"{table.name}.blocks"
             self._lines.append(f"slots = list({shown})")
             self._fail(
-                Invariant.CONTENT,
                 f"{shown} {said(answer)}; with blocks {table.blocks} it should be {right}",
                 f"assert slots == [{name}[p // {size}] * {size} + p % {size} for p in range({start}, {stop})], slots",
+                invariant=Invariant.CONTENT,
             )
 
     # --- Calling ----------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ blocks are at random places, and what no token owns holds NaN, or 0 where a case
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import aligned, make_script
+from minipaged.course.grader.counterexample import aligned, make_script, sources_of
 from minipaged.course.grader.session import telling
 from minipaged.course.sandbox.contract import Handle, Raised
 from minipaged.errors import Invariant
@@ -33,15 +31,16 @@ def make_inputs(
     queries: Any,
     size: Any,
     empty: Any,
+    dtype: Any,
 ) -> Any:
     """Query, keys and values of each sequence, the cache's blocks, and the block tables."""
     rng = np.random.default_rng(seed)
-    query = np.float32(size * rng.standard_normal((sum(queries), heads, head_dim)))
-    keys = [np.float32(size * rng.standard_normal((n, kv_heads, head_dim))) for n in contexts]
-    values = [np.float32(rng.standard_normal((n, kv_heads, head_dim))) for n in contexts]
+    query = (size * rng.standard_normal((sum(queries), heads, head_dim))).astype(dtype)
+    keys = [(size * rng.standard_normal((n, kv_heads, head_dim))).astype(dtype) for n in contexts]
+    values = [rng.standard_normal((n, kv_heads, head_dim)).astype(dtype) for n in contexts]
     num_blocks = [-(-n // block_size) for n in contexts]
     free = rng.permutation(sum(num_blocks) + 2)  # two blocks are nobody's
-    blocks = np.full((len(free), 1, 2, block_size, kv_heads, head_dim), empty, np.float32)  # 1 layer; keys, values
+    blocks = np.full((len(free), 1, 2, block_size, kv_heads, head_dim), empty, dtype)  # 1 layer; keys, values
     tables = np.full((len(contexts), max(num_blocks) + 1), -1)
     for s, n in enumerate(contexts):
         tables[s, : num_blocks[s]], free = free[: num_blocks[s]], free[num_blocks[s] :]
@@ -92,7 +91,7 @@ class Case:
     def inputs(self) -> tuple[Any, ...]:
         inputs: tuple[Any, ...] = make_inputs(
             *(self.seed, self.block_size, self.heads, self.kv_heads, self.head_dim),
-            *(self.contexts, self.queries, self.size, self.empty),
+            *(self.contexts, self.queries, self.size, self.empty, np.float32),
         )
         return inputs
 
@@ -109,7 +108,6 @@ class Case:
         right = softmax_attention(query, keys, values, self.queries, self.scale)
         module, name = bench.part
         worker = bench.process.modules[1]
-        bench.process.forget()
         arguments = self.arguments(bench)
         tell = partial(self._failure, bench, tables)
         with telling(name, tell):
@@ -149,16 +147,15 @@ class Case:
 
     def _failure(self, bench: Bench, tables: Any, message: str, *, changed: bool = False, **more: Any) -> Failure:
         name = bench.part[1]
-        sources = [without_types(inspect.getsource(one)) for one in (make_inputs, softmax_attention)]
+        sizes = "block_size, heads, kv_heads, head_dim, contexts, queries, size, empty"
+        made = f"make_inputs({self.seed}, {sizes}, np.float32)"
         body = [
-            *"\n\n".join(source.strip() + "\n" for source in sources).splitlines(),
-            "",
-            "",
+            *sources_of(make_inputs, softmax_attention),
             f"contexts, queries = {list(self.contexts)}, {list(self.queries)}  # of each sequence: tokens, new tokens",
             f"heads, kv_heads, head_dim = {self.heads}, {self.kv_heads}, {self.head_dim}",
             f"block_size = {self.block_size}",
             f'size, empty = {self.size}, float("{self.empty}")  # of scores; what lies where no token is',
-            f"inputs = make_inputs({self.seed}, block_size, heads, kv_heads, head_dim, contexts, queries, size, empty)",
+            f"inputs = {made}",
             "query, keys, values, blocks, block_tables = inputs",
             "kv_cache = KVCache(1, len(blocks), block_size, kv_heads, head_dim)",
             "kv_cache.device_blocks[:] = blocks",
@@ -174,8 +171,7 @@ class Case:
         if changed:
             body += [
                 "assert np.array_equal(kv_cache.device_blocks, blocks, equal_nan=True), 'the cache was changed'",
-                "again = make_inputs("
-                f"{self.seed}, block_size, heads, kv_heads, head_dim, contexts, queries, size, empty)",
+                f"again = {made}",
                 "assert np.array_equal(query, again[0]) and np.array_equal(block_tables, again[4]), 'inputs changed'",
             ]
         imports = ["import numpy as np", "from minipaged.reference.kv_cache import KVCache"]
@@ -200,12 +196,6 @@ def events_of(block_size: int, contexts: Sequence[int], tables: Any, message: st
         events += [RequestArrived(f"r{s}", s, (0,) * n, 1), RequestAdmitted(f"r{s}")]
         events.append(TokensComputed(s, n, blocks, 0))
     return (*events, StepFailed(1, message, ()))
-
-
-def without_types(source: str) -> str:
-    """A function's source as a student would write it: its arguments on one line, without types."""
-    untyped = re.sub(r"(:| ->) Any\b", "", source)
-    return re.sub(r"\(\n((?: +\w+,\n)+)\)", lambda match: f"({' '.join(match[1].split())[:-1]})", untyped)
 
 
 def filled_cache(bench: Bench, blocks: Any) -> Any:

@@ -9,8 +9,9 @@ Llama runs here, the KV cache and the student's function are in the worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,15 +32,13 @@ from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
 from minipaged.course.grader.serving import PROMPTS, in_engine
 from minipaged.course.sandbox.contract import Handle, Raised
-from minipaged.engine.engine import Engine
 from minipaged.events import Event
-from minipaged.llm import LoadedModel
+from minipaged.llm import LLM, LoadedModel
 from minipaged.models.config import ModelConfig
-from minipaged.params import EngineConfig, SamplingParams
-from minipaged.scheduling import Costs
+from minipaged.params import SamplingParams
 from minipaged.steps import CopyPair
 from minipaged.testing.workloads import all_sound
-from minipaged.tiers import DeviceTier, choose_tier
+from minipaged.tiers import choose_tier
 
 ENGINE_RUNS = 4
 SHORT, LONG = 1024, 4096
@@ -181,44 +180,43 @@ def put_in(bench: Bench, runner: Any) -> None:
     runner.attend = runner.kv_cache.attend
 
 
-def tokens_of(
-    put: Callable[[Any], None],
-    events: list[Event],
-    tier: DeviceTier,
-    config: ModelConfig,
-    weights: Any,
-    engine_config: EngineConfig,
-    work: Sequence[tuple[Sequence[int], SamplingParams]],
-) -> list[list[int]]:
-    """The tokens that the model writes. `put`: what puts the student's part into the runner, if it does."""
-    runner: Any = tier.make_runner(config, weights, engine_config)
-    runner.costs = lambda: Costs(0.5, 1, 0, 1, 1)  # nothing is measured, so that a run can be repeated
-    put(runner)
-    engine = Engine(engine_config, tier, runner, listeners=[events.append])
-    for number, (prompt, params) in enumerate(work):
-        engine.add_request(prompt, params, request_id=f"r{number}")
-    found: dict[str, list[list[int]]] = {}
-    while engine.has_unfinished_requests():
-        for output in all_sound([update.output for update in engine.step() if update.output]):
-            found[output.request_id] = [list(one.token_ids) for one in output.outputs]
-    return [tokens for number, _ in enumerate(work) for tokens in found[f"r{number}"]]
+def compare(
+    bench: Bench,
+    put: Callable[[Bench, Any], None],
+    where: str,
+    loaded: LoadedModel,
+    settings: Mapping[str, Any],
+    work: Sequence[tuple[list[int], SamplingParams]],
+) -> None:
+    """The tokens that the model writes have to be the same with the student's part, which `put` puts into the runner,
+    as without. Raises Failed."""
+    prompts, params = (list(each) for each in zip(*work, strict=True))
 
+    def tokens(llm: LLM) -> list[list[int]]:
+        outputs = all_sound(llm.generate(prompts, params, use_tqdm=False))
+        return [list(one.token_ids) for output in outputs for one in output.outputs]
 
-def compare(bench: Bench, put: Callable[[Bench, Any], None], where: str, *what: Any) -> None:
-    """`what`: tier, model and work, as `tokens_of` wants them. With the student's part, which `put` puts into the
-    runner, the tokens have to be the same as without. Raises Failed."""
-    expected = tokens_of(lambda runner: None, [], *what)
+    expected = tokens(LLM(loaded, **settings))
     bench.process.forget()
     events: list[Event] = []
     try:
-        found = tokens_of(lambda runner: put(bench, runner), events, *what)
+        llm = LLM(loaded, **settings, listeners=[events.append])
+        put(bench, llm.engine.runner)
+        found = tokens(llm)
     except Exception as error:
         raise in_engine(error, where, events) from None
-    for number, (tokens, right) in enumerate(zip(found, expected, strict=True)):
-        if tokens != right:
-            first = next((i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), 0)
-            message = f"{where}: sequence {number} continues with the tokens {tokens}; it should be {right}"
+    for number, (own, right) in enumerate(zip(found, expected, strict=True)):
+        if own != right:
+            first = next((i for i, pair in enumerate(zip(own, right, strict=False)) if pair[0] != pair[1]), 0)
+            message = f"{where}: sequence {number} continues with the tokens {own}; it should be {right}"
             raise Failed(Failure(f"{message} (the first difference is token {first})", events=tuple(events)))
+
+
+def scarce(slots: int, block_size: int, **more: Any) -> dict[str, Any]:
+    """Settings of a pool of so many slots: too small for all at once, so that some are swapped."""
+    blocks = -(-slots // block_size)
+    sizes = {"num_blocks": blocks, "num_swap_blocks": blocks, "block_size": block_size}
+    return {**sizes, "preemption": "swap", "debug": True, **more}
 
 
 SMALL = ModelConfig(
@@ -270,18 +268,9 @@ def check_engine(bench: Bench) -> None:
             )
         ]
         block_size = (1, 4, 5, 16)[run % 4]
-        config = EngineConfig(
-            num_blocks=-(-56 // block_size),  # too few for all at once, so that some are swapped
-            num_swap_blocks=-(-56 // block_size),
-            block_size=block_size,
-            max_model_len=40,
-            vocab_size=SMALL.vocab_size,
-            preemption="swap",
-            max_num_batched_tokens=8,
-            debug=True,
-        )
-        where = f"a small Llama, blocks of {block_size}"
-        compare(bench, put_in, where, choose_tier("reference"), SMALL, random_weights(rng), config, work)
+        settings = scarce(56, block_size, max_model_len=40, max_num_batched_tokens=8)
+        loaded = LoadedModel(Path(), SMALL, None, choose_tier("reference"), random_weights(rng))
+        compare(bench, put_in, f"a small Llama, blocks of {block_size}", loaded, settings, work)
 
 
 def check_model(bench: Bench) -> None:
@@ -290,10 +279,8 @@ def check_model(bench: Bench) -> None:
     assert loaded.tokenizer
     params = SamplingParams(temperature=0, max_tokens=8)
     work = [(loaded.tokenizer.encode(prompt)[:15], params) for prompt in PROMPTS]
-    config = EngineConfig(
-        num_blocks=24, block_size=4, max_model_len=64, vocab_size=loaded.config.vocab_size, preemption="recompute"
-    )
-    compare(bench, put_in, "with SmolLM2", loaded.tier, loaded.config, loaded.weights, config, work)
+    settings = {"num_blocks": 24, "block_size": 4, "max_model_len": 64, "preemption": "recompute"}
+    compare(bench, put_in, "with SmolLM2", loaded, settings, work)
 
 
 # --- Speed ----------------------------------------------------------------------------------------

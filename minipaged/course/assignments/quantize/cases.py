@@ -6,7 +6,6 @@ yardstick is float64, bits as a whole number of Python's, and for GPTQ the equat
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +14,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from minipaged.course.assignments.paged_attention.cases import without_types
 from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import aligned, make_script
+from minipaged.course.grader.counterexample import aligned, make_script, sources_of
 from minipaged.course.grader.session import telling
 from minipaged.course.sandbox.contract import Handle
 from minipaged.models.quantized.stored import pack
@@ -186,7 +184,6 @@ class Case(ABC):
     def check(self, bench: Bench) -> None:
         """Raises Failed when the student's method gives something else than is right."""
         arguments = self.arguments()  # before it can be changed
-        bench.process.forget()
         with telling(self.METHOD, partial(self._failure, bench)):
             quantizer = bench.make(self.bits, self.symmetric)
             assert isinstance(quantizer, Handle)
@@ -197,11 +194,8 @@ class Case(ABC):
 
     def _failure(self, bench: Bench, message: str, drawing: tuple[str, ...] = (), **more: Any) -> Failure:
         name = bench.part[1]
-        sources = [without_types(inspect.getsource(one)).strip() + "\n" for one in self.SHARED]
         body = [
-            *"\n\n".join(sources).splitlines(),
-            "",
-            "",
+            *sources_of(*self.SHARED),
             f"bits, symmetric = {self.bits}, {self.symmetric}",
             f"quantizer = {name}(bits, symmetric)",
             *self.lines(),

@@ -55,7 +55,6 @@ def check_fits(bench: Bench) -> None:
 
     def run(drawn: tuple[Settings, RequestView, int]) -> None:
         settings, request, more = drawn
-        bench.process.forget()
         most = request.prompt_tokens // settings.block_size
         each = -(-(request.prompt_tokens + request.max_output_tokens - 1) // settings.block_size)
         settings = replace(settings, num_blocks=max(1, most + request.num_sequences * (each - most) + more))
@@ -95,14 +94,10 @@ def arrival(settings: Settings, request: RequestView, message: str) -> Scenery:
 def property_of(ask: Callable[[SchedulerSession, Scene], object], **kinds: Any) -> Callable[[Bench], None]:
     """A check that asks about such scenes."""
 
-    def check(bench: Bench) -> None:
-        def run(scene: Scene) -> None:
-            bench.process.forget()
-            ask(SchedulerSession(bench, scene.settings, scene.scenery), scene)
+    def run(bench: Bench, scene: Scene) -> None:
+        ask(SchedulerSession(bench, scene.settings, scene.scenery), scene)
 
-        search(bench, scenes(**kinds), run)
-
-    return check
+    return lambda bench: search(bench, scenes(**kinds), partial(run, bench))
 
 
 def ask_share_tokens(session: SchedulerSession, scene: Scene) -> None:
@@ -152,7 +147,6 @@ def check_nothing_changes(bench: Bench) -> None:
 
     def run(drawn: tuple[Scene, Scene | None, set[str]]) -> None:
         scene, another, methods = drawn
-        bench.process.forget()
         session = SchedulerSession(bench, scene.settings, scene.scenery)
         if another:
             SchedulerSession(bench, another.settings, scene.scenery, beside=session)

@@ -91,17 +91,18 @@ class SchedulerSession(Session):
         answer = self._question("fits", request)
         right = self.right.fits(request)
         if not isinstance(answer, bool):
-            self._lines.append('assert isinstance(answer, bool), f"fits returned {answer!r}"')
-            self._fail(None, f"fits returned {shown(answer)}; it has to return True or False")
+            self._fail(
+                f"fits returned {shown(answer)}; it has to return True or False",
+                'assert isinstance(answer, bool), f"fits returned {answer!r}"',
+            )
         if answer is not right:
             self._lines.append(f'assert answer is {right}, f"fits returned {{answer}}"')
             most, total = self.right.most_blocks(request), self.settings.num_blocks
             room = self.right.max_sequences
             self._fail(
-                None,
                 f"fits({request.request_id}) is {answer}; it should be {right}: it can come to hold "
                 f"{counted(most, 'block')}, the pool has {total}; it has {counted(request.num_sequences, 'sequence')}, "
-                f"a batch has room for {room}",
+                f"a batch has room for {room}"
             )
         return right
 
@@ -110,23 +111,18 @@ class SchedulerSession(Session):
         answer = self._question("share_tokens", list(running))
         right = {name: number for name, number in self.right.share_tokens(running).items() if number}
         if not isinstance(answer, dict) or not all(_is_number(number) for number in answer.values()):
-            self._lines += [
+            self._fail(
+                f"share_tokens returned {shown(answer)}; it has to return a dict: request_id -> tokens, from 0",
                 'assert isinstance(answer, dict), f"share_tokens returned {answer!r}"',
                 "assert all(type(number) is int and number >= 0 for number in answer.values()), answer",
-            ]
-            self._fail(
-                None, f"share_tokens returned {shown(answer)}; it has to return a dict: request_id -> tokens, from 0"
             )
         answer = {name: number for name, number in answer.items() if number}
         if answer != right:
-            self._lines += [
-                "given = {name: number for name, number in answer.items() if number}",
-                f'assert given == {right!r}, f"share_tokens returned {{answer}}"',
-            ]
             self._fail(
-                None,
                 f"share_tokens gives {answer}; it should give {right}: there are "
                 f"{self.settings.max_num_batched_tokens} tokens in all",
+                "given = {name: number for name, number in answer.items() if number}",
+                f'assert given == {right!r}, f"share_tokens returned {{answer}}"',
             )
         return right
 
@@ -138,11 +134,10 @@ class SchedulerSession(Session):
             self._lines.append(f'assert answer == {right!r}, f"the victim is {{answer!r}}"')
             known = isinstance(answer, str) and any(answer == r.request_id for r in running)
             self._fail(
-                None,
                 f"the victim is {answer}; it should be {right}"
                 if known
                 else f"the victim is {shown(answer)}; it has to be the request_id of one that runs: "
-                f"{', '.join(sorted(r.request_id for r in running))}",
+                f"{', '.join(sorted(r.request_id for r in running))}"
             )
         return right
 
@@ -151,19 +146,20 @@ class SchedulerSession(Session):
         answer = self._question("way_back", request, host_free)
         right = self.right.way_back(request, host_free)
         if not isinstance(answer, str) or answer not in ("swap", "recompute"):
-            self._lines.append('assert answer in ("swap", "recompute"), f"way_back returned {answer!r}"')
-            self._fail(None, f'way_back returned {shown(answer)}; it has to return "swap" or "recompute"')
+            self._fail(
+                f'way_back returned {shown(answer)}; it has to return "swap" or "recompute"',
+                'assert answer in ("swap", "recompute"), f"way_back returned {answer!r}"',
+            )
         recompute = recompute_seconds(self.settings.costs, request.num_tokens)
         difference = self.right.price(request)
         has_room = request.num_blocks <= host_free
         if answer != right and not (has_room and abs(difference) <= CLOSE * recompute):
-            self._lines.append(f'assert answer == {right!r}, f"way_back returned {{answer!r}}"')
             self._fail(
-                None,
                 f"the way back of {request.request_id} is {answer!r}; it should be {right!r}: swapping its "
                 f"{counted(request.num_blocks, 'block')} costs {_seconds(recompute + difference)}, computing its "
                 f"{counted(request.num_tokens, 'token')} {_seconds(recompute)}, and the host has "
                 f"{counted(host_free, 'block')} free",
+                f'assert answer == {right!r}, f"way_back returned {{answer!r}}"',
             )
         way: Way = "swap" if answer == "swap" else "recompute"
         return way
@@ -182,9 +178,11 @@ class SchedulerSession(Session):
         if isinstance(answer, tuple):
             answer = list(answer)
         if not isinstance(answer, list) or not all(isinstance(name, str) for name in answer):
-            self._lines.append('assert isinstance(answer, list | tuple), f"admit returned {answer!r}"')
-            self._lines.append('assert all(isinstance(name, str) for name in answer), f"admit returned {answer!r}"')
-            self._fail(None, f"admit returned {shown(answer)}; it has to return a list of request_ids")
+            self._fail(
+                f"admit returned {shown(answer)}; it has to return a list of request_ids",
+                'assert isinstance(answer, list | tuple), f"admit returned {answer!r}"',
+                'assert all(isinstance(name, str) for name in answer), f"admit returned {answer!r}"',
+            )
         wrong = [name for name in answer if name not in names] or [
             n for n, times in Counter(answer).items() if times > 1
         ]
@@ -194,23 +192,21 @@ class SchedulerSession(Session):
                 'assert len(answer) == len(set(answer)), f"admit returned {answer}"',
             ]
             why = "is there twice" if wrong[0] in names else f"does not wait; those that do: {', '.join(names)}"
-            self._fail(None, f"admit returned {shown(answer)}: {wrong[0]!r} {why}")
+            self._fail(f"admit returned {shown(answer)}: {wrong[0]!r} {why}")
         admitted = [r for r in sorted(waiting, key=lambda r: r.arrival) if r.request_id in answer]
         if "order" in rules and (overtaken := [name for name in names[: len(answer)] if name not in answer]):
             first = next(name for name in names if name in answer and names.index(name) > names.index(overtaken[0]))
-            self._lines.append(
-                f'assert {overtaken[0]!r} in answer or {first!r} not in answer, f"{first} overtakes {overtaken[0]}"'
+            self._fail(
+                f"admit returned {answer}: {first} overtakes {overtaken[0]}, which arrived before it",
+                f'assert {overtaken[0]!r} in answer or {first!r} not in answer, f"{first} overtakes {overtaken[0]}"',
             )
-            self._fail(None, f"admit returned {answer}: {first} overtakes {overtaken[0]}, which arrived before it")
         if "batch" in rules:
             self._check_batch(admitted, running, tokens_left)
         if "blocks" in rules and (needed := sum(r.blocks_needed for r in admitted)) > num_free:
-            self._lines += [
+            self._fail(
+                f"admit returned {answer}: together they need {counted(needed, 'block')}, and {num_free} are free",
                 "needed = sum(r.blocks_needed for r in waiting if r.request_id in answer)",
                 f'assert needed <= {num_free}, f"{{answer}} need {{needed}} blocks, {num_free} are free"',
-            ]
-            self._fail(
-                None, f"admit returned {answer}: together they need {counted(needed, 'block')}, and {num_free} are free"
             )
         if "no idling" in rules:
             self._check_idling(admitted, waiting, running, num_free, tokens_left)
@@ -220,21 +216,20 @@ class SchedulerSession(Session):
         answer, most = [r.request_id for r in admitted], self.right.max_sequences
         total = sum(r.num_sequences for r in [*running, *admitted])
         if admitted and total > most:
-            self._lines += [
+            self._fail(
+                f"admit returned {answer}: then {total} sequences run, and the batch has room for {most}",
                 "admitted = [r for r in waiting if r.request_id in answer]",
                 "total = sum(r.num_sequences for r in running + admitted)",
                 f'assert total <= {most}, f"with {{answer}} {{total}} sequences run, there is room for {most}"',
-            ]
-            self._fail(None, f"admit returned {answer}: then {total} sequences run, and the batch has room for {most}")
+            )
         left = tokens_left
         for request in admitted:
             if (least := _least(request)) > left:
                 name = request.request_id
-                self._lines.append(f'assert {name!r} not in answer, f"admit returned {{answer}}: {name} has no tokens"')
                 self._fail(
-                    None,
                     f"admit returned {answer}: of the {tokens_left} tokens left, {max(0, left)} remain for {name}, "
                     f"which needs {least} at least",
+                    f'assert {name!r} not in answer, f"admit returned {{answer}}: {name} has no tokens"',
                 )
             left -= request.tokens_to_run
 
@@ -267,18 +262,16 @@ class SchedulerSession(Session):
                 return
             name = request.request_id
             if name not in answer:
-                self._lines.append(f'assert {name!r} in answer, f"admit returned {{answer}}: {name} waits for nothing"')
                 self._fail(
-                    None,
                     f"admit returned {answer}: {name} has to come in; it needs {counted(_least(request), 'token')} at "
                     f"least, of the {tokens_left} left for it, and {why}",
+                    f'assert {name!r} in answer, f"admit returned {{answer}}: {name} waits for nothing"',
                 )
             tokens_left -= request.tokens_to_run
 
     def unchanged(self, method: str, *arguments: Any) -> None:
         """Ask twice, with the same lists: they stay as they are, and so does the answer."""
-        self._lines += [f"{_name(method, i)} = {_literal(value)}" for i, value in enumerate(arguments)]
-        names = ", ".join(_name(method, i) for i in range(len(arguments)))
+        names = self._write(method, arguments)
         self._lines += [
             f"before = copy.deepcopy([{names}])",
             f"answers = [{self._variable}.{method}({names}) for _ in range(2)]",
@@ -292,28 +285,34 @@ class SchedulerSession(Session):
         for answer in (first, second):
             if isinstance(answer, Raised):
                 self._raised(method, answer.error, method)
-        for i, (value, after) in enumerate(zip(arguments, outcomes[len(arguments) + 2 :], strict=True)):
+        looked = zip(NAMES[method], arguments, outcomes[len(arguments) + 2 :], strict=True)
+        for i, (name, value, after) in enumerate(looked):
             if after != value:
-                name = _name(method, i)
-                self._lines.append(f'assert {name} == before[{i}], f"{method} changed {name}: {{{name}}}"')
-                self._fail(None, f"{method} changed {name}, which it was given")
+                self._fail(
+                    f"{method} changed {name}, which it was given",
+                    f'assert {name} == before[{i}], f"{method} changed {name}: {{{name}}}"',
+                )
         if first != second:
-            self._lines.append('assert answers[0] == answers[1], f"twice the same question: {answers}"')
             self._fail(
-                None, f"{method} was asked the same twice, and returned first {shown(first)}, then {shown(second)}"
+                f"{method} was asked the same twice, and returned first {shown(first)}, then {shown(second)}",
+                'assert answers[0] == answers[1], f"twice the same question: {answers}"',
             )
 
     # --- Asking and failing -----------------------------------------------------------------------
 
     def _question(self, method: str, *arguments: Any) -> Any:
+        arguments = tuple(_as_data(value) for value in arguments)
         self.latest = method, arguments
-        self._lines += [f"{_name(method, i)} = {_literal(value)}" for i, value in enumerate(arguments)]
-        names = ", ".join(_name(method, i) for i in range(len(arguments)))
-        self._lines.append(f"answer = {self._variable}.{method}({names})")
+        self._lines.append(f"answer = {self._variable}.{method}({self._write(method, arguments)})")
         [answer] = self._ask([(self._scheduler, method, arguments)], seed=self._bench.seed)
         if isinstance(answer, Raised):
             self._raised(method, answer.error, method)
         return answer
+
+    def _write(self, method: str, arguments: Sequence[Any]) -> str:
+        """The arguments into the script; their names there."""
+        self._lines += [f"{name} = {_literal(value)}" for name, value in zip(NAMES[method], arguments, strict=True)]
+        return ", ".join(NAMES[method])
 
     def _imports(self) -> list[str]:
         views = [view for view in ("Costs", "RequestView") if any(f"{view}(" in line for line in self._lines)]
@@ -327,22 +326,14 @@ class SchedulerSession(Session):
 # --- In the engine --------------------------------------------------------------------------------
 
 
-class StudentPolicy:
+class StudentPolicy(SchedulerSession):
     """A student's scheduler as an engine's policy. Its answers raise Failed where they break a rule."""
 
-    def __init__(
-        self,
-        bench: Bench,
-        num_blocks: int,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        costs: Costs,
-    ) -> None:
-        self._bench = bench
-        self.settings = Settings(num_blocks, block_size, max_num_seqs, max_num_batched_tokens, plain(costs))
-        self.session = SchedulerSession(bench, self.settings, lambda message: Scenery(self.drawing()))
+    def __init__(self, bench: Bench, *settings: Any) -> None:
+        """`settings`: what an engine makes a policy with."""
+        given = Settings(*settings)
         self._engine: Engine | None = None
+        super().__init__(bench, replace(given, costs=plain(given.costs)), lambda message: Scenery(self.drawing()))
 
     @classmethod
     def of(cls, engine: Engine) -> StudentPolicy:
@@ -359,26 +350,9 @@ class StudentPolicy:
         scheduler = self._engine.scheduler
         return draw([*scheduler.running, *scheduler.waiting], self._engine.blocks)
 
-    def fits(self, request: RequestView) -> bool:
-        return self.session.fits(plain(request))
-
-    def share_tokens(self, running: Sequence[RequestView]) -> dict[str, int]:
-        return self.session.share_tokens([plain(view) for view in running])
-
-    def victim(self, running: Sequence[RequestView]) -> str:
-        return self.session.victim([plain(view) for view in running])
-
-    def way_back(self, request: RequestView, host_free: int) -> Way:
-        return self.session.way_back(plain(request), host_free)
-
-    def admit(
-        self, waiting: Sequence[RequestView], running: Sequence[RequestView], num_free: int, tokens_left: int
-    ) -> list[str]:
-        return self.session.admit([plain(v) for v in waiting], [plain(v) for v in running], num_free, tokens_left)
-
     def shorter(self, failed: Failed) -> Failed:
         """The same failure as a script of one question, if that fails by itself; else as it is."""
-        method, arguments = self.session.latest
+        method, arguments = self.latest
         if not method:
             return failed
         try:
@@ -433,8 +407,11 @@ NAMES = {
 """What the arguments are called in scripts and messages."""
 
 
-def _name(method: str, argument: int) -> str:
-    return NAMES[method][argument]
+def _as_data(value: Any) -> Any:
+    """An engine's views, and lists of them, as they can be sent."""
+    if isinstance(value, list):
+        return [plain(view) for view in value]
+    return plain(value) if isinstance(value, RequestView) else value
 
 
 def _least(request: RequestView) -> int:

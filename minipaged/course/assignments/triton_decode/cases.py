@@ -6,7 +6,6 @@ cache every sequence's blocks are at random places, laid out as the fast tier ha
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from minipaged.course.assignments.paged_attention.cases import events_of, softmax_attention, without_types
+from minipaged.course.assignments.paged_attention.cases import events_of, make_inputs, softmax_attention
 from minipaged.course.grader.assignment import Bench, Failed, Failure
-from minipaged.course.grader.counterexample import aligned, make_script
+from minipaged.course.grader.counterexample import aligned, make_script, sources_of
 from minipaged.course.grader.session import telling
 from minipaged.course.sandbox.contract import Verdict
 from minipaged.errors import Invariant
@@ -25,31 +24,9 @@ UNTOUCHED = -4096
 """What `out` holds before the call: `worker.call` puts it there."""
 
 
-def make_inputs(
-    seed: Any,
-    block_size: Any,
-    heads: Any,
-    kv_heads: Any,
-    head_dim: Any,
-    contexts: Any,
-    size: Any,
-    dtype: Any,
-) -> Any:
-    """Query, keys and values of each sequence, the cache's blocks, and the block tables."""
-    rng = np.random.default_rng(seed)
-    query = (size * rng.standard_normal((len(contexts), heads, head_dim))).astype(dtype)
-    keys = [(size * rng.standard_normal((n, kv_heads, head_dim))).astype(dtype) for n in contexts]
-    values = [rng.standard_normal((n, kv_heads, head_dim)).astype(dtype) for n in contexts]
-    num_blocks = [-(-n // block_size) for n in contexts]
-    free = rng.permutation(sum(num_blocks) + 2)  # two blocks are nobody's
-    cache = np.full((len(free), 2, kv_heads, block_size, head_dim), np.nan, dtype)  # 2: keys, values
-    tables = np.full((len(contexts), max(num_blocks) + 1), -1, np.int32)
-    for s, n in enumerate(contexts):
-        tables[s, : num_blocks[s]], free = free[: num_blocks[s]], free[num_blocks[s] :]
-        at = np.arange(n)
-        cache[tables[s, at // block_size], 0, :, at % block_size] = keys[s]
-        cache[tables[s, at // block_size], 1, :, at % block_size] = values[s]
-    return query, keys, values, cache, tables
+def laid_out(blocks: Any, block_tables: Any) -> Any:
+    """Of a cache [num_blocks, 1, 2, block_size, kv_heads, head_dim] the layer, as the fast tier has it; and tables."""
+    return blocks[:, 0].swapaxes(2, 3), block_tables.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +64,11 @@ class Case:
 
     def check(self, bench: Bench) -> None:
         """Raises Failed when the student's function gives something else than is right."""
-        query, keys, values, cache, tables = make_inputs(
+        query, keys, values, *rest = make_inputs(
             *(self.seed, self.block_size, self.heads, self.kv_heads, self.head_dim),
-            *(self.contexts, self.size, self.dtype),
+            *(self.contexts, [1] * len(self.contexts), self.size, np.nan, self.dtype),
         )
+        cache, tables = laid_out(*rest)
         right = softmax_attention(query, keys, values, [1] * len(query), self.scale)
         arguments = (*bench.part, query, cache, tables, np.array(self.contexts, np.int32), self.scale)
         name = bench.part[1]
@@ -129,20 +107,19 @@ class Case:
         if more.get("verdict") is Verdict.ENDED:
             message += " (a kernel that reads or writes far outside its tensors can do that)"
         name = bench.part[1]
-        sources = [without_types(inspect.getsource(one)) for one in (make_inputs, softmax_attention, call)]
         body = [
-            *"\n\n".join(source.strip() + "\n" for source in sources).splitlines(),
-            "",
-            "",
+            *sources_of(make_inputs, softmax_attention, laid_out, call),
             f"contexts = {list(self.contexts)}  # how many tokens each sequence has",
             f"heads, kv_heads, head_dim = {self.heads}, {self.kv_heads}, {self.head_dim}",
             f"block_size = {self.block_size}",
             f'size, dtype = {self.size}, "{self.dtype}"  # of queries and keys',
-            f"inputs = make_inputs({self.seed}, block_size, heads, kv_heads, head_dim, contexts, size, dtype)",
-            "query, keys, values, cache, block_tables = inputs",
+            "queries, empty = [1] * len(contexts), np.nan",
+            "query, keys, values, *rest = make_inputs("
+            f"{self.seed}, block_size, heads, kv_heads, head_dim, contexts, queries, size, empty, dtype)",
+            "cache, block_tables = laid_out(*rest)",
             "scale = float(1 / np.sqrt(head_dim))",
             f"output, written = call({name}, query, cache, block_tables, np.array(contexts, np.int32), scale)",
-            "expected = softmax_attention(query, keys, values, [1] * len(query), scale)",
+            "expected = softmax_attention(query, keys, values, queries, scale)",
             f"right = (abs(output - expected) <= {self.tolerance}).all(axis=-1)  # [seqs, heads]",
             'assert right.all(), f"not right:\\n{output[~right]}\\nexpected:\\n{expected[~right]}"',
             'assert not written, f"it wrote to {written}"',

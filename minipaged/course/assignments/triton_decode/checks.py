@@ -10,15 +10,15 @@ a few tokens. Where there is a GPU, a right kernel is compiled, checked once mor
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
-from minipaged.course.assignments.paged_attention.checks import SMALL, compare, random_weights
+from minipaged.course.assignments.paged_attention.checks import SMALL, compare, random_weights, scarce
 from minipaged.course.assignments.triton_decode.cases import Case
 from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance, fastest
 from minipaged.course.grader.points import described
@@ -27,7 +27,7 @@ from minipaged.course.grader.serving import PROMPTS
 from minipaged.course.sandbox.contract import Limits
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.llm import LoadedModel
-from minipaged.params import EngineConfig, SamplingParams
+from minipaged.params import SamplingParams
 from minipaged.tiers import choose_tier
 
 EXAMPLES = 20
@@ -147,34 +147,23 @@ def check_engine(bench: Bench) -> None:
     for run, block_size in enumerate((4, 3)):
         rng = np.random.default_rng([bench.seed, run])
         weights = {name: torch.from_numpy(array) for name, array in random_weights(rng).items()}
-        config = EngineConfig(
-            num_blocks=-(-32 // block_size),  # too few for all at once, so that one is swapped
-            num_swap_blocks=-(-32 // block_size),
-            block_size=block_size,
-            max_model_len=16,
-            vocab_size=SMALL.vocab_size,
-            preemption="swap",
-            debug=True,
-        )
+        settings = scarce(32, block_size, max_model_len=16)
         stem = rng.integers(0, 64, 5).tolist()
         work = [
             (stem + rng.integers(0, 64, 2).tolist(), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)),
             (stem, SamplingParams(n=2, temperature=0.8, seed=run, max_tokens=5, ignore_eos=True)),
         ]
-        laid_out = Weights.of(SMALL, weights, cpu)
-        compare(bench, put_in, f"a small Llama, blocks of {block_size}", tier, SMALL, laid_out, config, work)
+        loaded = LoadedModel(Path(), SMALL, None, tier, Weights.of(SMALL, weights, cpu))
+        compare(bench, put_in, f"a small Llama, blocks of {block_size}", loaded, settings, work)
 
 
 def check_model(bench: Bench) -> None:
     """A few greedy tokens of SmolLM2, the last of which needs a second block."""
     loaded = LoadedModel.load(bench.model, "fast", "cpu", "float32")
     assert loaded.tokenizer
-    prompt = loaded.tokenizer.encode(PROMPTS[0])[:14]
-    config = EngineConfig(
-        num_blocks=4, block_size=16, max_model_len=64, vocab_size=loaded.config.vocab_size, preemption="recompute"
-    )
-    work = [(prompt, SamplingParams(temperature=0, max_tokens=4))]
-    compare(bench, put_in, "with SmolLM2", loaded.tier, loaded.config, loaded.weights, config, work)
+    work = [(loaded.tokenizer.encode(PROMPTS[0])[:14], SamplingParams(temperature=0, max_tokens=4))]
+    settings = {"num_blocks": 4, "block_size": 16, "max_model_len": 64, "preemption": "recompute"}
+    compare(bench, put_in, "with SmolLM2", loaded, settings, work)
 
 
 # --- Speed, on a GPU ------------------------------------------------------------------------------
@@ -210,7 +199,7 @@ def measure(bench: Bench) -> Performance:
                 case.check(compiled)
             except Failed as failed:
                 raise RuntimeError(f"compiled for the GPU, it is wrong: {failed}") from None
-        with closing(bench.start(GPU_LIMITS, (WORKER, "minipaged.fast.gpu.attention"))) as fast:
+        with bench.start(GPU_LIMITS, (WORKER, "minipaged.fast.gpu.attention")) as fast:
             parts = ((compiled.process.modules[0], *compiled.part), (fast.modules[0], fast.modules[0], "fast_decode"))
             timed = [partial(worker.call, "seconds", module, name, *TIMED.values()) for worker, module, name in parts]
             best = fastest(ROUNDS, *timed)

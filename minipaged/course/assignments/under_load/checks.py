@@ -328,7 +328,6 @@ def check_order(bench: Bench) -> None:
 
     def run(drawn: tuple[RequestView, float]) -> None:
         request, later = drawn
-        bench.process.forget()
         part, now = Part(bench, 20.0), request.arrival_time + later
         first, second = part.turns([request] * 2, now)
         if first != second:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llvmlite.binding import get_host_cpu_features
 
 from minipaged.fast.cpu import packed
 from minipaged.fast.cpu.llama import FEW, DenseMatrix
@@ -179,6 +180,20 @@ def test_what_is_no_number_stays_none() -> None:
     assert products[0].isnan().all()
 
 
+def test_results_are_rounded_to_bfloat16_as_torch_rounds_them() -> None:
+    """The same sums of float32, rounded once: to even where two are as near, and none stays none."""
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    ties = [1 + 2.0**-8, 1 + 3 * 2.0**-8, -1 - 2.0**-8, 2.0**-130, torch.finfo().max, torch.inf, -torch.inf, torch.nan]
+    all_ones = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)  # rounded up it would be a number
+    bias = torch.cat([values, torch.tensor(ties), all_ones])
+    matrix = q4_1((len(bias), 32))
+    x = torch.zeros(1, 32)
+    exact = packed_by("floats", matrix, bias)(x)
+    assert torch.equal(exact[0].nan_to_num(), bias.nan_to_num())
+    rounded = packed_by("widened floats", matrix, bias)(x.bfloat16())
+    torch.testing.assert_close(rounded, exact.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_matrix_takes_the_memory_of_its_bytes_and_is_never_there_in_floats() -> None:
     """4096 x 2048 of 4 bits are 5 MB, would be 34 MB in float32, and 8 MB as a byte each."""
     matrix, room = q4_1((4096, 2048)), Room()
@@ -213,18 +228,27 @@ def test_matrices_lie_side_by_side() -> None:
 
 
 @thorough
-def test_a_processor_without_the_instructions_takes_plain_loops() -> None:
-    """numba is told to know none, so that the plain ones are compiled as they would be elsewhere."""
+@pytest.mark.parametrize("has", ["no vectors", "AVX512 alone"])
+def test_a_processor_without_the_instructions_multiplies_too(has: str) -> None:
+    """numba is told to know none, or none for bfloat16, so that what remains is compiled as it would be elsewhere."""
+    if has == "AVX512 alone" and number_type(torch.float32) is None:
+        pytest.skip("not on this processor")
     code = (
         "import torch\n"
         "from minipaged.fast.cpu.packed import PackedMatrix, number_type\n"
         "from tests.fast.test_cpu_packed import check_product, q4_1\n"
-        "assert number_type(torch.bfloat16) is None and number_type(torch.float32) is None\n"
+        "print(*(number_type(dtype) for dtype in (torch.bfloat16, torch.float32)))\n"
         "matrix, x = q4_1((40, 64)), torch.randn(5, 64).bfloat16()\n"
         "check_product(matrix, x, None, PackedMatrix(matrix, None, torch.bfloat16)(x))\n"
     )
+    features = get_host_cpu_features().flatten().replace("+avx512bf16", "-avx512bf16")
+    told, numbers = {
+        "no vectors": ({"NUMBA_CPU_NAME": "generic"}, "None None"),
+        "AVX512 alone": ({"NUMBA_CPU_FEATURES": features}, "0.0 0.0"),
+    }[has]
     root = Path(__file__).parent.parent.parent
-    subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ | {"NUMBA_CPU_NAME": "generic"}, check=True)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=root, env=os.environ | told, capture_output=True, text=True)
+    assert (ran.stdout, ran.returncode) == (f"{numbers}\n", 0), ran.stderr
 
 
 def q4_1(shape: tuple[int, int]) -> Grouped:

@@ -70,7 +70,6 @@ from minipaged.fast.cpu.vectors import (
     HALVES,
     INTEGERS,
     LANES,
-    OUT_BFLOATS,
     PAIRS,
     Vectors,
     number_type,
@@ -581,7 +580,7 @@ class TileKernel(Vectors):
                 with cgutils.for_range(b, self.layout.num_pieces) as pieces:
                     self.add_piece(pieces.index, inputs, sums, totals)
                 for token, total in zip(tokens, totals, strict=True):
-                    values = b.fptrunc(b.load(total), OUT_BFLOATS) if self.rounds else b.load(total)
+                    values = self.as_bfloats(b.load(total)) if self.rounds else b.load(total)
                     place = b.add(b.mul(token, self.layout.num_tiles), self.tile)
                     to = self.place(self.out, place, ROWS * (2 if self.rounds else 4))
                     b.store(values, b.inttoptr(to, values.type.as_pointer()), align=2)

@@ -37,7 +37,7 @@ BITS8, BITS16, BITS32, BITS64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 FLOATS, INTEGERS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(BITS32, LANES)
 HALVES, BYTES = ir.VectorType(ir.HalfType(), LANES), ir.VectorType(BITS8, LANES)
 PAIRS, BFLOATS = ir.VectorType(BITS16, 2 * LANES), ir.VectorType(BFloat16(), 2 * LANES)
-OUT_BFLOATS = ir.VectorType(BFloat16(), LANES)
+OUT_BFLOATS, OUT_BITS = ir.VectorType(BFloat16(), LANES), ir.VectorType(BITS16, LANES)
 
 
 @functools.cache
@@ -99,6 +99,15 @@ class Vectors:
         one = ir.VectorType(value.type, LANES)
         first = self.builder.insert_element(ir.Constant(one, ir.Undefined), value, BITS32(0))
         return self.builder.shuffle_vector(first, first, self.all_of(INTEGERS, 0))
+
+    def as_bfloats(self, x):
+        """16 floats, rounded as by `bfloat16.narrow`. (LLVM's own rounding calls a function that numba has not where
+        AVX512_BF16 is missing.)"""
+        b, bits = self.builder, self.builder.bitcast(x, INTEGERS)
+        odd = b.and_(b.lshr(bits, self.all_of(INTEGERS, 16)), self.all_of(INTEGERS, 1))
+        rounded = b.lshr(b.add(bits, b.add(odd, self.all_of(INTEGERS, 0x7FFF))), self.all_of(INTEGERS, 16))
+        nan = self.all_of(INTEGERS, 0x7FC0)
+        return b.trunc(b.select(b.fcmp_unordered("uno", x, x), nan, rounded), OUT_BITS)
 
     def call(self, name, result, *arguments):
         module = self.builder.module

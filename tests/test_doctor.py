@@ -205,6 +205,33 @@ def test_a_model_that_the_gpu_has_room_for_is_not_refused(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("processor", "onednn", "has_avx512_bf16", "dtype"),
+    [
+        ("x86_64", True, True, "bfloat16"),
+        ("x86_64", True, False, "float32"),  # AVX512 alone
+        ("AMD64", True, False, "float32"),
+        ("x86_64", False, False, "float32"),
+        ("aarch64", True, False, "bfloat16"),
+        ("aarch64", False, False, "float32"),
+    ],
+)
+def test_a_cpu_computes_in_bfloat16_where_it_multiplies_it(
+    processor: str, onednn: bool, has_avx512_bf16: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for by name it can be had wherever oneDNN has it."""
+    monkeypatch.setattr(tiers.platform, "machine", lambda: processor)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_avx512_bf16)
+    assert tiers.choose_tier("fast", "cpu").dtype == dtype
+    if onednn:
+        assert tiers.choose_tier("fast", "cpu", "bfloat16").dtype == "bfloat16"
+    else:
+        with pytest.raises(InvalidRequest, match="'bfloat16', which this cpu device does not compute in; use float32"):
+            tiers.choose_tier("fast", "cpu", "bfloat16")
+
+
 def test_where_a_gpu_waits_for_the_fast_tier_the_command_that_installs_it_is_given(
     machine: Machine, capsys: pytest.CaptureFixture[str]
 ) -> None:

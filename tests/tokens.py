@@ -36,3 +36,15 @@ def bytes_alone(token_ids: Sequence[int]) -> str:
         except UnicodeDecodeError:
             text += "\ufffd" * len(joined) if are_bytes else b"".join(joined).decode(errors="replace")
     return text
+
+
+def text_behind(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+    """The text of an output behind a prompt, by `bytes_joined`: what is left of the text of all their tokens without
+    the prompt's text. Up to three U+FFFD at the end of the prompt may begin a character and belong to the output."""
+    if not token_ids:
+        return ""
+    prompt = bytes_joined(prompt_token_ids)
+    shown = prompt[: max(len(prompt.rstrip("\ufffd")), len(prompt) - 3)]
+    whole = bytes_joined([*prompt_token_ids, *token_ids])
+    assert whole.startswith(shown)
+    return whole.removeprefix(shown)

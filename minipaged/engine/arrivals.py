@@ -109,8 +109,13 @@ class Arrivals:
         if not params.skip_special_tokens:
             request.decode = self._decode_all
         if request.decode and (params.stop or request.reads_along):  # its text is wanted as it grows
-            keeps_stop = params.include_stop_str_in_output
-            sequence.detokenizer = Detokenizer(request.decode, params.stop, keeps_stop=keeps_stop)
+            sequence.detokenizer = Detokenizer(
+                request.decode,
+                params.stop,
+                keeps_stop=params.include_stop_str_in_output,
+                prompt_token_ids=request.prompt_token_ids,
+                prompt=request.prompt,
+            )
 
 
 def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:

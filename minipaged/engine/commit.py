@@ -291,10 +291,12 @@ class Committer:
 
     def _finish_text(self, request: Request, sequence: Sequence) -> None:
         """The text that was held back, or all of it where nobody read along. Raises DetokenizerFailed."""
-        if sequence.detokenizer is None and request.decode:
-            sequence.detokenizer = Detokenizer.of_all(sequence.output_token_ids, request.decode)
         if sequence.detokenizer:
             sequence.detokenizer.finish()
+        elif request.decode:
+            sequence.detokenizer = Detokenizer.of_all(
+                sequence.output_token_ids, request.decode, request.prompt_token_ids, request.prompt
+            )
 
     # --- Requests ---------------------------------------------------------------------------------
 

@@ -10,12 +10,15 @@ Two things are held back until more is known, and never anything else:
 What was given out is never taken back, and `finish` gives the rest. So the pieces joined are the text, always.
 
 Some decoders drop a space at the beginning, and some need the neighbours of a byte to tell its character. So a token is
-decoded behind a few earlier ones; what it adds to their text is new.
+decoded behind a few earlier ones; what it adds to their text is new. The first token of the output has the prompt's
+last tokens before it. So the text of the prompt and the text of the output, joined, are the text of all their tokens
+(the invariant text-of-all). A character that begins in the prompt and ends in the output belongs to the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 
 from minipaged.errors import DetokenizerFailed
 
@@ -35,13 +38,26 @@ MOST_TOKENS = 64
 
 
 class Detokenizer:
-    """The growing text of one sequence's output, up to the first of its stop strings (`keeps_stop`: with it)."""
+    """The growing text of one sequence's output, up to the first of its stop strings (`keeps_stop`: with it).
 
-    def __init__(self, decode: Decode, stop: Sequence[str] = (), *, keeps_stop: bool = False) -> None:
+    `prompt_token_ids` come before the output, and `prompt` is their text, where the text was given: its last character
+    is whole then. The prompt is decoded with the first token that is added.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        stop: Sequence[str] = (),
+        *,
+        keeps_stop: bool = False,
+        prompt_token_ids: Sequence[int] = (),
+        prompt: str | None = None,
+    ) -> None:
         self._decode = decode
         self._stop = stop
         self._keeps_stop = keeps_stop
-        self._tokens: list[int] = []  # the latest, which are decoded together
+        self._prompt = (prompt_token_ids, prompt)
+        self._tokens: list[int] | None = None  # the latest, which are decoded together; None: no token was added yet
         self._known = ""  # of their text, what later tokens will not change
         self._doubtful = ""  # what comes after it: U+FFFD, which may turn out to be the beginning of a character
         self._held = ""  # known, but perhaps the beginning of a stop string
@@ -51,16 +67,22 @@ class Detokenizer:
         """The stop string that was found; the text ends before it, or with it."""
 
     @classmethod
-    def of_all(cls, token_ids: Sequence[int], decode: Decode) -> Detokenizer:
-        """The detokenizer after these tokens: decoded at once, where that is sure to give the same text."""
-        made = cls(decode)
-        text = decode(token_ids) if token_ids else ""
-        if NOT_WHOLE in text:
-            for token_id in token_ids:
-                made.add(token_id)
-        elif text:
-            made._tokens, made._known = made._last_tokens(list(token_ids))
-            made._pieces.append(text)
+    def of_all(
+        cls, token_ids: Sequence[int], decode: Decode, prompt_token_ids: Sequence[int] = (), prompt: str | None = None
+    ) -> Detokenizer:
+        """The detokenizer of a whole output, finished. It decodes twice where that is sure to give the same text as
+        adding the tokens one by one."""
+        made = cls(decode, prompt_token_ids=prompt_token_ids, prompt=prompt)
+        if not token_ids:
+            return made
+        before, known = _end_of_prompt(prompt_token_ids, prompt, decode)
+        text = decode([*before, *token_ids])
+        if text.startswith(known) and NOT_WHOLE not in text[len(known) :]:
+            made._pieces.append(text[len(known) :])
+            return made
+        for token_id in token_ids:
+            made.add(token_id)
+        made.finish()
         return made
 
     @property
@@ -75,6 +97,8 @@ class Detokenizer:
 
     def add(self, token_id: int, *, may_stop: bool = True) -> None:
         """Take one more token. `may_stop`: look for stop strings that end with it. What raises changes nothing."""
+        if self._tokens is None:
+            self._tokens, self._known = _end_of_prompt(*self._prompt, self._decode)
         tokens = [*self._tokens, token_id]
         text = self._decode(tokens)
         if text and text == self._known:
@@ -84,7 +108,7 @@ class Detokenizer:
             known = self._known  # bytes that spoil the character before them may yet turn out to be one themselves
         added, doubtful = known[len(self._known) :], text[len(known) :]
         if len(tokens) >= (MOST_TOKENS if doubtful else 2 * CONTEXT_TOKENS):
-            tokens, known = self._last_tokens(tokens)
+            tokens, known = _last_tokens(tokens, self._decode)
         self._tokens, self._known, self._doubtful = tokens, known, doubtful
         self._give(added, may_stop)
 
@@ -95,10 +119,9 @@ class Detokenizer:
         self._held = self._doubtful = ""
 
     def fork(self) -> Detokenizer:
-        """One for a sequence that has the same tokens so far, and has reported none of them."""
-        child = Detokenizer(self._decode, self._stop, keeps_stop=self._keeps_stop)
-        child._tokens, child._pieces = list(self._tokens), list(self._pieces)
-        child._known, child._doubtful, child._held = self._known, self._doubtful, self._held
+        """A detokenizer for a sequence that has the same tokens so far, and has reported none of them."""
+        child = copy.copy(self)
+        child._pieces, child._num_taken = list(self._pieces), 0
         return child
 
     def _give(self, added: str, may_stop: bool) -> None:
@@ -115,25 +138,66 @@ class Detokenizer:
         if text:
             self._pieces.append(text)
 
-    def _last_tokens(self, tokens: list[int]) -> tuple[list[int], str]:
-        """The latest tokens, from the beginning of a character on, and what is known of their text."""
-        for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MOST_DOUBTFUL + 1):
-            latest = tokens[-count:]
-            text = self._decode(latest)
-            if not text.startswith(NOT_WHOLE):
-                break
-        return latest, _known_part(text)
 
-
-def text_of(token_ids: Sequence[int], decode: Decode) -> str:
+def text_of(
+    token_ids: Sequence[int], decode: Decode, prompt_token_ids: Sequence[int] = (), prompt: str | None = None
+) -> str:
     """The text of a whole output."""
-    whole = Detokenizer.of_all(token_ids, decode)
-    whole.finish()
-    return whole.text
+    return Detokenizer.of_all(token_ids, decode, prompt_token_ids, prompt).text
+
+
+def _end_of_prompt(prompt_token_ids: Sequence[int], prompt: str | None, decode: Decode) -> tuple[list[int], str]:
+    """The last tokens of a prompt, and their text without the beginning of a character.
+
+    They begin with a character, and have some text if the prompt has any: behind special tokens alone, or behind a
+    space that the decoder drops, the first word of the output would lose the space before it.
+    """
+    tokens, text = list(prompt_token_ids[-CONTEXT_TOKENS:]), ""
+    for count in _doublings(CONTEXT_TOKENS, len(prompt_token_ids)):
+        latest = list(prompt_token_ids[-count:])
+        if text := decode(latest):
+            tokens = latest
+            if count >= MOST_TOKENS or not text.startswith(NOT_WHOLE):
+                break
+    if prompt is not None and prompt.endswith(text[len(text.rstrip(NOT_WHOLE)) :]):
+        return tokens, text  # U+FFFD is a character too, and stands in the prompt
+    return tokens, text_without_end(tokens, decode)
+
+
+def text_without_end(token_ids: Sequence[int], decode: Decode) -> str:
+    """The text of a prompt that is given as tokens, without the beginning of a character at its end.
+
+    Some decoders show all bytes around a bad one as U+FFFD. The characters before it are seen without the last tokens.
+    """
+    text = _known_part(decode(token_ids))
+    for count in range(MOST_DOUBTFUL + 1):
+        shorter = decode(token_ids[: len(token_ids) - count])
+        if not shorter.endswith(NOT_WHOLE):
+            return shorter if text.endswith(NOT_WHOLE) or len(shorter) > len(text) else text
+    return text
+
+
+def _doublings(first: int, last: int) -> Iterator[int]:
+    """`first`, twice that, and so on, and then `last`; nothing if `last` is 0."""
+    while first < last:
+        yield first
+        first *= 2
+    if last:
+        yield last
+
+
+def _last_tokens(tokens: list[int], decode: Decode) -> tuple[list[int], str]:
+    """The latest tokens, from the beginning of a character on, and what is known of their text."""
+    for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MOST_DOUBTFUL + 1):
+        latest = tokens[-count:]
+        text = decode(latest)
+        if not text.startswith(NOT_WHOLE):
+            break
+    return latest, _known_part(text)
 
 
 def _known_part(text: str) -> str:
-    """The text without those last characters that more tokens may change."""
+    """The text without its last characters that more tokens may change: U+FFFD in place of an unfinished character."""
     whole = text.rstrip(NOT_WHOLE)
     return text[: max(len(whole), len(text) - MOST_DOUBTFUL)]
 

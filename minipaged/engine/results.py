@@ -83,7 +83,9 @@ def _beam_outputs(request: Request) -> Iterator[CompletionOutput]:
     for index, hypothesis in enumerate(best):
         yield CompletionOutput(
             index=index,
-            text=text_of(hypothesis.tokens, request.decode) if request.decode else "",
+            text=text_of(hypothesis.tokens, request.decode, request.prompt_token_ids, request.prompt)
+            if request.decode
+            else "",
             token_ids=hypothesis.tokens,
             cumulative_logprob=hypothesis.cumulative_logprob,
             logprobs=None,

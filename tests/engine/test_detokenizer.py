@@ -7,8 +7,17 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from minipaged.engine.detokenizer import MOST_DOUBTFUL, MOST_TOKENS, NOT_WHOLE, Decode, Detokenizer, text_of
+from minipaged.engine.detokenizer import (
+    MOST_DOUBTFUL,
+    MOST_TOKENS,
+    NOT_WHOLE,
+    Decode,
+    Detokenizer,
+    text_of,
+    text_without_end,
+)
 from minipaged.errors import DetokenizerFailed
 from tests.effort import examples
 from tests.tokens import PIECES, bytes_alone, bytes_joined, token
@@ -146,6 +155,132 @@ def test_a_stop_string_that_came_too_early_does_not_hide_a_later_one() -> None:
     assert (detokenizer.stopped_by, detokenizer.take()) == (None, "")
     detokenizer.add(token(b"b"))
     assert (detokenizer.stopped_by, detokenizer.take()) == (None, "abb")
+
+
+# --- Behind a prompt --------------------------------------------------------------------------------
+
+
+SPECIAL = AddedToken("<s>", special=True, normalized=False)
+
+
+def byte_level() -> Tokenizer:
+    """GPT-2's way: each byte a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({each: place for place, each in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([SPECIAL])
+    return made
+
+
+def sentencepiece(*, metaspace: bool = False) -> Tokenizer:
+    """Llama 2's way: words begin with U+2581, other characters fall back to bytes, one space at the beginning of a text
+    is dropped. `metaspace`: as newer files write it."""
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
+    for piece in ("▁", "a", "b", "▁a", "▁b", "ab", "▁ab", "▁▁"):
+        vocab[piece] = len(vocab)
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁", "ab"), ("▁", "▁")]
+    made = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if metaspace:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+        made.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
+    else:
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
+    made.add_special_tokens([SPECIAL])
+    return made
+
+
+def wordpiece() -> Tokenizer:
+    """BERT's way: the decoder puts a space before each word but the first, and "##" goes on with one."""
+    pieces = ["[UNK]", "a", "b", "##a", "##b", "ab", "€", "##€", "é", "##é", "😀", "##😀", "\ufffd", "##\ufffd"]
+    made = Tokenizer(models.WordPiece({each: place for place, each in enumerate(pieces)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.decoder = decoders.WordPiece(cleanup=False)
+    made.add_special_tokens([SPECIAL])
+    return made
+
+
+KINDS = {
+    "byte-level": byte_level(),
+    "SentencePiece": sentencepiece(),
+    "Metaspace": sentencepiece(metaspace=True),
+    "WordPiece": wordpiece(),
+}
+FALL_BACK_TO_BYTES = (KINDS["SentencePiece"], KINDS["Metaspace"])
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@settings(max_examples=examples(150))
+@given(text=st.lists(st.sampled_from(["a", "b", " ", "é", "€", "😀", "<s>", "\ufffd"]), max_size=14).map("".join))
+@example("<s>" * 20 + "a b")
+@example("a" + "<s>" * 20 + " b a")
+@example("a" + "<s>" * 80 + "€ b")
+@example(" " * 14)
+@example("  a  b")
+@example("\ufffd\ufffd a")
+@example("a b" * 12)
+def test_the_text_of_a_prompt_and_of_its_output_are_the_text_of_all_tokens_at_every_cut(
+    kind: Tokenizer, text: str
+) -> None:
+    """Text-of-all: whole, token by token, and forked within. (Where bytes fall back, U+FFFD itself, which is whole,
+    looks like bytes that are not, as soon as others follow: see `test_a_decoder_that_takes_back_what_it_showed`.)"""
+    if kind in FALL_BACK_TO_BYTES:
+        text = text.replace("\ufffd", "é")
+    decode, token_ids = kind.decode, kind.encode(text).ids
+    whole = decode(token_ids)
+    for cut in range(len(token_ids)):
+        prompt, output = token_ids[:cut], token_ids[cut:]
+        shown = text_without_end(prompt, decode)
+        assert not shown.endswith(NOT_WHOLE) or NOT_WHOLE in text
+        expected = whole.removeprefix(shown)
+        assert shown + expected == whole
+        assert text_of(output, decode, prompt) == expected
+        detokenizer = Detokenizer(decode, prompt_token_ids=prompt)
+        for token_id in output[: len(output) // 2]:
+            detokenizer.add(token_id)
+        child = detokenizer.fork()
+        rest = output[len(output) // 2 :]
+        pieces = [detokenizer.take(), *add_all(detokenizer, rest)]
+        assert "".join(pieces) == "".join(add_all(child, rest)) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@settings(max_examples=examples(100))
+@given(prompt=st.text("ab \ufffd€", max_size=6), output=st.text("ab \ufffd€", min_size=1, max_size=6))
+@example("a\ufffd", "b")
+def test_a_character_that_stands_in_the_prompts_text_is_not_in_the_outputs(
+    kind: Tokenizer, prompt: str, output: str
+) -> None:
+    """Also U+FFFD, which may be the beginning of a character where a prompt is given as tokens."""
+    if kind in FALL_BACK_TO_BYTES:
+        output = output.replace("\ufffd", "é")
+    decode, token_ids = kind.decode, kind.encode(prompt + output).ids
+    prompt_token_ids = kind.encode(prompt).ids
+    rest = token_ids[len(prompt_token_ids) :]
+    if token_ids[: len(prompt_token_ids)] == prompt_token_ids and rest and decode(prompt_token_ids) == prompt:
+        assert prompt + text_of(rest, decode, prompt_token_ids, prompt) == decode(token_ids)
+
+
+def test_a_stop_string_may_begin_with_the_space_before_the_first_word() -> None:
+    decode, token_ids = sentencepiece().decode, sentencepiece().encode("a b a").ids
+    detokenizer = Detokenizer(decode, (" b",), prompt_token_ids=token_ids[:1])
+    detokenizer.add(token_ids[1])
+    assert (detokenizer.stopped_by, detokenizer.text) == (" b", "")
+
+
+def test_a_stop_string_is_not_looked_for_in_the_prompt() -> None:
+    decode, token_ids = byte_level().decode, byte_level().encode("two").ids
+    detokenizer = Detokenizer(decode, ("two", "o!"), prompt_token_ids=token_ids[:2])
+    detokenizer.add(token_ids[2])
+    assert (detokenizer.stopped_by, detokenizer.take()) == (None, "")
+    detokenizer.finish()
+    assert detokenizer.take() == "o"
+
+
+# --- Forks, failures, cost --------------------------------------------------------------------------
 
 
 def test_a_fork_goes_its_own_way() -> None:

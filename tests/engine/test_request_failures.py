@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from minipaged.contracts import Tier
-from minipaged.engine.detokenizer import Decode
+from minipaged.engine.detokenizer import CONTEXT_TOKENS, Decode
 from minipaged.events import Event, RequestFinished, SequenceFinished
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.testing.content_runner import ContentRunner, GivenRow
@@ -157,8 +157,9 @@ def decoding(fuse: Fuse) -> Decode:
 
 
 @pytest.mark.parametrize("token", range(11))
-def test_a_token_that_has_no_text_ends_those_that_choose_it(token: int) -> None:
-    """It is among their tokens where nobody read along; else they end before it."""
+def test_a_token_that_has_no_text_ends_those_that_choose_it_and_those_whose_prompt_ends_with_it(token: int) -> None:
+    """It is among their tokens where nobody read along; else they end before it. The last tokens of a prompt are
+    decoded before those of the output."""
 
     def decode(token_ids: Sequence[int]) -> str:
         if token in token_ids:
@@ -169,12 +170,15 @@ def test_a_token_that_has_no_text_ends_those_that_choose_it(token: int) -> None:
     plain, run = (Run(workload, decode=one) for one in (None, decode))
     run_to_its_end(plain)
     errors = run_to_its_end(run)
-    chose_it = {
+    decoded_it = {
         name
         for name, output in plain.outputs.items()
-        if any(token in completion.token_ids for completion in output.outputs)
+        if any(
+            token in (*output.prompt_token_ids[-CONTEXT_TOKENS:], *completion.token_ids)
+            for completion in output.outputs
+        )
     }
-    assert errors.keys() == chose_it
+    assert errors.keys() == decoded_it
     assert all(f"KeyError: {token}; see that the tokenizer is this model's" in error for error in errors.values())
 
 

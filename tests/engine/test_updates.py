@@ -20,7 +20,7 @@ from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.testing.content_runner import ContentRunner
 from tests.effort import examples
-from tests.tokens import PIECES, bytes_alone, bytes_joined, token
+from tests.tokens import PIECES, bytes_alone, bytes_joined, text_behind, token
 from tests.workloads import REFERENCE, check_stream
 
 CONFIG = EngineConfig(
@@ -151,7 +151,7 @@ def serve(config: EngineConfig, decode: Decode, requests: Sequence[Asked]) -> tu
 def test_the_updates_of_every_request_join_to_its_output_which_is_the_same_either_way(
     config: EngineConfig, decode: Decode, requests: list[Asked]
 ) -> None:
-    """Stream-equals-final; and what is told at the end alone is what was told on the way."""
+    """Stream-equals-final and text-of-all; and what is told at the end alone is what was told on the way."""
     outputs, bench = serve(config, decode, requests)
     for name, output in outputs.items():
         one = requests[int(name)]
@@ -159,7 +159,7 @@ def test_the_updates_of_every_request_join_to_its_output_which_is_the_same_eithe
             assert len(bench.updates[name]) == 1
         for completion in output.outputs:
             if decode is bytes_joined and not isinstance(completion.stop_reason, str):
-                assert completion.text == bytes_joined(completion.token_ids)
+                assert completion.text == text_behind(output.prompt_token_ids, completion.token_ids)
     swapped = {DELTA: FINAL_ONLY, FINAL_ONLY: DELTA}
     others, _ = serve(config, decode, [replace(one, kind=swapped[one.kind]) for one in requests])
     assert {n: (o.outputs, o.finished) for n, o in others.items()} == {
@@ -213,7 +213,7 @@ def test_a_request_may_be_aborted_at_every_step(
             for part, all_of_it in zip(outputs[name].outputs, expected.outputs, strict=False):
                 assert part.token_ids == all_of_it.token_ids[: len(part.token_ids)]
                 assert ended or part.finish_reason in ("abort", all_of_it.finish_reason)
-                assert part.stop_reason is not None or part.text == bytes_joined(part.token_ids)
+                assert part.stop_reason is not None or part.text == text_behind((1, 2), part.token_ids)
 
 
 # --- One by one -----------------------------------------------------------------------------------
@@ -313,8 +313,8 @@ def test_a_request_whose_tokens_have_no_text_keeps_its_tokens() -> None:
     ]
     assert (output.finished, output.error) == (
         False,
-        f"the tokens {script('a', 'b')} at the end of 2 could not be decoded: ValueError: no such token; see that the "
-        "tokenizer is this model's",
+        "the tokens [1, 2, 3] at the end of 3 could not be decoded: ValueError: no such token; see that the tokenizer "
+        "is this model's",
     )
 
 

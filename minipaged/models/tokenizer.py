@@ -9,7 +9,9 @@ asked for: importing it takes longer than everything else here.
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,7 @@ from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.loading import read_json
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
 
 Message = Mapping[str, Any]
@@ -66,12 +69,59 @@ class Tokenizer:
         no special tokens are to be added."""
         return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(
+        self, ids: Iterable[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
         """The text of `ids`, without special tokens or with them.
 
         A character may be spread over several tokens: cut in the middle of one, the text ends in U+FFFD.
+
+        `spaces_between_special_tokens=False` matters only where special tokens are shown, and only to a tokenizer that
+        writes spaces between tokens (WordPiece, or one without a decoder). As in vLLM's incremental detokenizer, an
+        added token that follows another added token is then written without the space before it. Spaces between an
+        added token and ordinary ones stay.
         """
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        ids = list(ids)
+        text, done = "", 0
+        if not (skip_special_tokens or spaces_between_special_tokens):
+            for i in range(1, len(ids)):
+                if ids[i - 1] in self._added_tokens and ids[i] in self._added_tokens:
+                    text += self._shown(ids[:i], done) + self._added_tokens[ids[i]].content
+                    done = i + 1
+        return text + self._shown(ids, done, skip_special_tokens)
+
+    def token_name(self, token_id: int) -> str:
+        """The token as the vocabulary writes it ("Ġis", "▁is", "<0x0A>", "<|im_end|>"); "" for an id without an
+        entry."""
+        if token_id in self._added_tokens:
+            return self._added_tokens[token_id].content
+        return (self._backend.id_to_token(token_id) or "") if token_id >= 0 else ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of text that the token stands for; b"" for an id without an entry.
+
+        They come from the vocabulary, read by the rules that the tokenizer's decoder declares, so that a part of a
+        character is that part's bytes. A special token stands for its own name. The rules apply to one token: those
+        that look at the whole text, such as dropping its first space, do not.
+        """
+        name, rules = self.token_name(token_id), self._decoding_rules
+        added = self._added_tokens.get(token_id)
+        if added is not None and (added.special or "ByteLevel" in rules):  # not written in the alphabet of bytes
+            return name.encode()
+        if rules.keys() - {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}:
+            return str(self._backend.decoder.decode([name])).encode() if name else b""
+        for written, meant in rules.get("Replace", ()) + rules.get("Metaspace", ()):
+            name = name.replace(written, meant)
+        if "ByteFallback" in rules and (byte := BYTE_TOKEN.fullmatch(name)):
+            return bytes([int(byte[1], 16)])
+        if "ByteLevel" in rules and BYTE_ALPHABET.keys() >= set(name):
+            return bytes(BYTE_ALPHABET[character] for character in name)
+        return name.encode()
+
+    @cached_property
+    def special_token_ids(self) -> frozenset[int]:
+        """The tokens that `decode` leaves out unless they are to be shown."""
+        return frozenset(token_id for token_id, token in self._added_tokens.items() if token.special)
 
     def encode_chat(
         self,
@@ -132,6 +182,38 @@ class Tokenizer:
             token = token["content"]
         return None if token is None else self._backend.token_to_id(token)
 
+    @cached_property
+    def _added_tokens(self) -> dict[int, AddedToken]:
+        """The tokens that are found in a text as a whole, special ones and others."""
+        return self._backend.get_added_tokens_decoder()
+
+    @cached_property
+    def _decoding_rules(self) -> dict[str, tuple[tuple[str, str], ...]]:
+        """The steps of the declared decoder by type, each with what it replaces by what.
+
+        A pattern that is no plain string is a step of its own type, "Regex".
+        """
+        rules: dict[str, tuple[tuple[str, str], ...]] = {}
+        for step in _steps(self._backend.decoder):
+            kind: str = step["type"]
+            pairs: tuple[tuple[str, str], ...] = ()
+            if kind == "Metaspace":
+                pairs = ((step["replacement"], " "),)
+            elif kind == "Replace" and "String" in step["pattern"]:
+                pairs = ((step["pattern"]["String"], step["content"]),)
+            elif kind == "Replace":
+                kind = "Regex"
+            rules[kind] = rules.get(kind, ()) + pairs
+        # A tokenizer may write its tokens in the alphabet of bytes and declare no decoder.
+        if not rules and any(step["type"] == "ByteLevel" for step in _steps(self._backend.pre_tokenizer)):
+            rules["ByteLevel"] = ()
+        return rules
+
+    def _shown(self, ids: list[int], done: int, skip_special_tokens: bool = False) -> str:
+        """What the text of `ids` has after the text of the first `done` of them."""
+        text = str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        return text.removeprefix(str(self._backend.decode(ids[:done], skip_special_tokens=False))) if done else text
+
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             # As a batch of one: the library lets other threads go on meanwhile, which its `encode` does not.
@@ -151,6 +233,32 @@ class Tokenizer:
 
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
         return tokenizer
+
+
+def _steps(component: Any) -> list[dict[str, Any]]:
+    """What a component of a tokenizer declares, as JSON: the parts of a sequence, or itself; nothing for None."""
+    if component is None:
+        return []
+    pending, steps = [json.loads(component.__getstate__())], []
+    while pending:
+        step = pending.pop(0)
+        parts = next((step[key] for key in ("decoders", "pretokenizers", "normalizers") if key in step), None)
+        pending[:0] = parts or []
+        if parts is None:
+            steps.append(step)
+    return steps
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: the character that stands for each byte. Bytes that print are themselves, and the others are
+    characters from U+0100 on, in their order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_ALPHABET = _byte_alphabet()
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def with_plain_content(message: Message) -> dict[str, Any]:

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -18,6 +19,7 @@ from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.gguf import convert
 from minipaged.models.tokenizer import Tokenizer
 from tests.effort import examples, thorough
+from tests.models import tokenizers
 
 MakeLlama = Callable[..., LlamaForCausalLM]
 WriteGGUF = Callable[..., Path]
@@ -233,3 +235,86 @@ def test_a_template_in_a_file_of_its_own_is_used(smollm2: Path, tmp_path: Path) 
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
     tokenizer = Tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "hi!"
+
+
+WITH_BYTES = [tokenizers.byte_level, tokenizers.bpe_with_byte_fallback, tokenizers.unigram_with_metaspace]
+
+
+@pytest.fixture(scope="module", params=WITH_BYTES, ids=lambda make: make.__name__)
+def with_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(tokenizers.write(request.param(), tmp_path_factory.mktemp("tokenizer")))
+
+
+@settings(max_examples=examples(100))
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁")))
+@example(text="the thé, 東京\n  🎉")
+def test_the_bytes_of_a_texts_tokens_are_the_bytes_of_the_text(with_bytes: Tokenizer, text: str) -> None:
+    """But for a space that the tokenizer puts first. Characters cut into tokens are cut into those bytes."""
+    found = b"".join(map(with_bytes.token_bytes, with_bytes.encode(text)))
+    assert found in (text.encode(), b" " + text.encode())
+
+
+def test_a_token_has_the_name_and_the_bytes_that_the_vocabulary_gives_it(tmp_path: Path) -> None:
+    def of(make: Callable[[], Any], *names: str) -> list[bytes]:
+        backend = make()
+        tokenizer = Tokenizer(tokenizers.write(backend, tmp_path / make.__name__))
+        ids = [backend.token_to_id(name) for name in names]
+        assert [tokenizer.token_name(i) for i in ids] == list(names)
+        for padding in (backend.get_vocab_size(), 10**9, -1):
+            assert (tokenizer.token_name(padding), tokenizer.token_bytes(padding)) == ("", b"")
+        return [tokenizer.token_bytes(i) for i in ids]
+
+    assert of(tokenizers.byte_level, "Ġthe", "Ċ", "Ã", "</s>") == [b" the", b"\n", b"\xc3", b"</s>"]
+    assert of(tokenizers.bpe_with_byte_fallback, "▁the", "<0x0A>", "<0xC3>", "</s>") == [
+        b" the",
+        b"\n",
+        b"\xc3",
+        b"</s>",
+    ]
+    assert of(tokenizers.unigram_with_metaspace, "▁the", "<0xFF>") == [b" the", b"\xff"]
+    assert of(tokenizers.word_piece, "the", "<unk>") == [b"the", b"<unk>"]
+
+
+def test_an_added_token_is_not_written_in_the_alphabet_of_bytes(tmp_path: Path) -> None:
+    backend = tokenizers.byte_level()
+    backend.add_tokens(["né"])
+    tokenizer = Tokenizer(tokenizers.write(backend, tmp_path))
+    [found] = tokenizer.encode("né")
+    assert tokenizer.token_bytes(found) == "né".encode()
+
+
+def test_a_tokenizer_without_a_decoder_says_by_its_words_that_they_are_bytes(tmp_path: Path) -> None:
+    backend = tokenizers.byte_level()
+    backend.decoder = None
+    tokenizer = Tokenizer(tokenizers.write(backend, tmp_path))
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(" the é"))) == " the é".encode()
+
+
+def test_special_tokens_are_those_that_decoding_leaves_out(tmp_path: Path) -> None:
+    backend = tokenizers.byte_level()
+    backend.add_tokens(["<tool>"])
+    tokenizer = Tokenizer(tokenizers.write(backend, tmp_path))
+    everything = range(backend.get_vocab_size())
+    assert tokenizer.special_token_ids == {i for i in everything if not tokenizer.decode([i])} == {0, 1, 2}
+
+
+SHOWN: dict[str, Any] = {"skip_special_tokens": False}
+
+
+def test_spaces_between_special_tokens_can_be_left_out(tmp_path: Path) -> None:
+    """Where a tokenizer writes any: with each added token that follows another, as vLLM's detokenizer does."""
+    tokenizer = Tokenizer(tokenizers.write(tokenizers.word_piece(), tmp_path))
+    ids = [1, 2, 3, 4, 5, 2, 1, 1, 3]
+    assert tokenizer.decode(ids, **SHOWN) == "<s> </s> the inner </s> <s> <s> the"
+    assert tokenizer.decode(ids, **SHOWN, spaces_between_special_tokens=False) == "<s></s> the inner </s><s><s> the"
+    assert tokenizer.decode(ids, spaces_between_special_tokens=False) == tokenizer.decode(ids) == "the inner the"
+
+
+@settings(max_examples=examples(30))
+@given(data=st.data())
+def test_a_tokenizer_that_writes_no_spaces_between_tokens_leaves_none_out(
+    with_bytes: Tokenizer, data: st.DataObject
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, 259) | st.integers(0, 2)))
+    shown = with_bytes.decode(ids, **SHOWN)
+    assert with_bytes.decode(ids, **SHOWN, spaces_between_special_tokens=False) == shown

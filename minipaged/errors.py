@@ -30,6 +30,9 @@ class Invariant(StrEnum):
     prefix caching or tier."""
     STREAM_EQUALS_FINAL = "stream-equals-final"
     """The updates of a request, joined, are its final tokens and text."""
+    TEXT_OF_ALL = "text-of-all"
+    """The text of a prompt and the text of its output, joined, are the text of all their tokens, wherever the prompt
+    ends."""
     NO_ORPHAN = "no-orphan"
     """Whatever ends a request (its reader gone, an error, a signal), its blocks are free before the next step, and its
     reader is told."""

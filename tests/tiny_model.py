@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,27 @@ def make_tiny_model(folder: Path, *, seed: int = 0, chat_template: bool = True, 
     torch.manual_seed(seed)
     LlamaForCausalLM(LlamaConfig(**(SIZES | config))).save_pretrained(folder)
     write_byte_tokenizer(folder, chat_template=chat_template)
+    return folder
+
+
+def make_successor_model(folder: Path, vocab_size: int, successors: Mapping[int, int], **config: Any) -> Path:
+    """Write a Llama after whose token t comes successors[t], whatever was before; and return its folder.
+
+    Its layers add nothing: the embeddings are unit vectors, and the head says what follows each.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = SIZES | {"vocab_size": vocab_size, "hidden_size": vocab_size + -vocab_size % 8, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**(sizes | {"eos_token_id": None} | config)))
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            weights.fill_(1 if "norm" in name else 0)
+        for token_id in range(vocab_size):
+            model.model.embed_tokens.weight[token_id, token_id] = 1
+        for token_id, then in successors.items():
+            model.lm_head.weight[then, token_id] = 1
+    model.save_pretrained(folder)
     return folder
 
 

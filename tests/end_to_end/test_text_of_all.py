@@ -2,70 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
 import pytest
 
 from minipaged import LLM, BeamSearchParams, SamplingParams
-from minipaged.engine.detokenizer import NOT_WHOLE, text_without_end
+from minipaged.engine.detokenizer import text_without_end
 from minipaged.llm import LoadedModel
-from minipaged.outputs import RequestOutput
 from tests.models import tokenizers
-from tests.tiny_model import make_tiny_model
+from tests.tiny_model import make_successor_model
 
+TEXT = "the €é😀the"
 KINDS = {
-    "byte-level": tokenizers.byte_level,
-    "bytes to fall back to": tokenizers.bpe_with_byte_fallback,
-    "Metaspace": tokenizers.unigram_with_metaspace,
-    "WordPiece": tokenizers.word_piece,
+    "byte-level": (tokenizers.byte_level, TEXT),
+    "bytes to fall back to": (tokenizers.bpe_with_byte_fallback, TEXT),
+    "Metaspace": (tokenizers.unigram_with_metaspace, TEXT),
+    "WordPiece": (tokenizers.word_piece, "the inner the"),
 }
-TEXT = "the €é the 😀the"
-ROUNDS = 6
+"""Tokenizers and texts. The tokens of a text are all different; but the last, which nothing follows, may come again."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model that goes on with a text, wherever it is cut."""
+
+    llm: LLM
+    token_ids: list[int]
+
+    def cuts(self) -> Iterator[tuple[list[int], list[int], str]]:
+        """Each prompt, what comes after it, and the text of that."""
+        decode = self.llm.need_tokenizer().decode
+        whole = decode(self.token_ids)
+        for cut in range(1, len(self.token_ids)):
+            prompt, output = self.token_ids[:cut], self.token_ids[cut:]
+            yield prompt, output, whole.removeprefix(text_without_end(prompt, decode))
 
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
-def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """A random model with this tokenizer."""
-    made = request.param()
-    folder = make_tiny_model(tmp_path_factory.mktemp("text"), vocab_size=made.get_vocab_size(), eos_token_id=None)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    make, text = request.param
+    made = make()
+    token_ids = made.encode(text).ids
+    successors = dict(pairwise(token_ids))
+    assert [successors[one] for one in token_ids[:-1]] == token_ids[1:]
+    folder = make_successor_model(tmp_path_factory.mktemp("text"), made.get_vocab_size(), successors)
     tokenizers.write(made, folder)
-    return LLM(LoadedModel.load(folder, tier="reference"), num_blocks=128, block_size=4)
+    return Case(LLM(LoadedModel.load(folder, tier="reference"), num_blocks=128, block_size=4), token_ids)
 
 
-def cuts(llm: LLM) -> list[list[int]]:
-    """Prompts of token ids that end everywhere, within characters too; and one of special tokens alone."""
-    token_ids = llm.need_tokenizer().encode(TEXT)
-    return [[1, 1], *(token_ids[:end] for end in range(1, len(token_ids) + 1))]
+@pytest.mark.parametrize("n", [1, 3])
+def test_every_output_begins_where_its_prompt_ends(case: Case, n: int) -> None:
+    for prompt, output, text in case.cuts():
+        params = SamplingParams(n=n, temperature=0, max_tokens=len(output))
+        [whole] = case.llm.generate([prompt], params, use_tqdm=False)
+        *_, last = streamed = list(case.llm.stream(prompt, params))
+        assert last.output is not None
+        for outputs in (whole.outputs, last.output.outputs):
+            assert [(list(one.token_ids), one.text) for one in outputs] == [(output, text)] * n
+        for index in range(n):
+            pieces = [new.new_text for update in streamed for new in update.completions if new.index == index]
+            assert "".join(pieces) == text
+        [beams] = case.llm.beam_search([prompt], BeamSearchParams(beam_width=n, max_tokens=len(output)))
+        assert beams.outputs[0].text == text
 
 
-def check(llm: LLM, outputs: list[RequestOutput]) -> None:
-    """Their texts, behind their prompts', are the texts of all tokens."""
-    decode = llm.need_tokenizer().decode
-    for output in outputs:
-        prompt = text_without_end(output.prompt_token_ids, decode)
-        for one in output.outputs:
-            whole = decode([*output.prompt_token_ids, *one.token_ids])
-            if whole.startswith(prompt) and NOT_WHOLE not in whole:  # else some decoders take back what they showed
-                assert prompt + one.text == whole
-
-
-def test_every_output_begins_where_its_prompt_ends(llm: LLM) -> None:
-    prompts = cuts(llm)
-    params = SamplingParams(n=3, seed=1, max_tokens=ROUNDS, ignore_eos=True)
-    whole = llm.generate(prompts, params, use_tqdm=False)
-    check(llm, whole)
-    streamed = [list(llm.stream(prompt, params)) for prompt in prompts]
-    for output, updates in zip(whole, streamed, strict=True):
-        assert updates[-1].output is not None
-        assert [one.text for one in updates[-1].output.outputs] == [one.text for one in output.outputs]
-    check(llm, llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=ROUNDS, ignore_eos=True)))
-
-
-def test_a_stop_string_is_found_from_the_first_character_on(llm: LLM) -> None:
+def test_a_stop_string_is_found_from_the_first_character_on(case: Case) -> None:
     """A text's own beginning stops it at once, the space before its first word included."""
-    for prompt in cuts(llm):
-        params = SamplingParams(temperature=0, max_tokens=ROUNDS, ignore_eos=True)
-        [output] = llm.generate([prompt], params, use_tqdm=False)
-        text = output.outputs[0].text
-        for length in range(1, len(text.rstrip(NOT_WHOLE)) + 1):
-            stopping = SamplingParams(temperature=0, max_tokens=ROUNDS, ignore_eos=True, stop=[text[:length]])
-            [stopped] = llm.generate([prompt], stopping, use_tqdm=False)
+    for prompt, output, text in case.cuts():
+        for length in range(1, len(text) + 1):
+            params = SamplingParams(temperature=0, max_tokens=len(output), stop=[text[:length]])
+            [stopped] = case.llm.generate([prompt], params, use_tqdm=False)
             assert (stopped.outputs[0].text, stopped.outputs[0].stop_reason) == ("", text[:length])
+
+
+def test_behind_special_tokens_alone_a_text_begins_as_any_other(case: Case) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    [plain, behind] = case.llm.generate([case.token_ids[:1], [1, 1, case.token_ids[0]]], params, use_tqdm=False)
+    assert plain.outputs == behind.outputs

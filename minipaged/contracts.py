@@ -16,6 +16,7 @@ The words used everywhere (Kwon et al., SOSP 2023, section 4):
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -309,6 +310,17 @@ class SamplingInput:
         """Whether the token is chosen by the logits as they are."""
         return not len(self.forbidden_token_ids) and not self.params.changes_logits
 
+    @property
+    def ruled_out_by(self) -> list[str]:
+        """The names of the request's fields that rule tokens out here."""
+        names = ["allowed_token_ids"] if self.params.allowed_token_ids is not None else []
+        if len(self.forbidden_token_ids):
+            forbidding = ["bad_words"] if self.params.bad_words else []
+            if self.position - len(self.prompt_token_ids) < self.params.min_tokens:
+                forbidding.append("min_tokens")
+            names += forbidding or ["forbidden_token_ids"]
+        return names
+
 
 class PromptInput(NamedTuple):
     """Tokens of one prompt, to tell their log-probabilities."""
@@ -328,9 +340,35 @@ class Sampled:
     logprob: float
     """Natural log of the model's own probability of the token: before penalties, temperature and filters."""
     top_logprobs: dict[int, float] | None
-    """The `params.logprobs` likeliest tokens and the chosen one, likeliest first; None when not asked for."""
+    """The log-probabilities of the reported tokens, likeliest first and the lowest id first among equals: those of
+    `params.logprob_token_ids`, or else the `params.logprobs` likeliest; and the chosen one. None when not asked for."""
     error: str | None = None
-    """What is wrong with the logits, so that no token can be chosen: `token_id` is then 0, and means nothing."""
+    """Why no token can be chosen (`why_no_peak`, `why_nothing_left`): `token_id` is then 0, and means nothing."""
+
+
+def why_no_peak(token_id: int, peak: float) -> str | None:
+    """What is wrong with a model's logits whose largest one, the peak, is that of `token_id`; None if it is finite.
+    NaN counts as the largest."""
+    if math.isfinite(peak):
+        return None
+    if peak == -math.inf:
+        return "the model's logits for the next token are minus infinity for every token: it leaves nothing to choose"
+    found = f"NaN (first at token {token_id})" if math.isnan(peak) else "plus infinity"
+    return (
+        f"the model's logits for the next token hold {found}: the model read K/V that nobody wrote, its weights are "
+        "damaged, or its arithmetic overflowed; check the weights, or compute in float32 (dtype)"
+    )
+
+
+def why_nothing_left(ruled_out_by: Sequence[str], peak: float) -> str:
+    """Why the model's logits, which have a finite peak, have this one, which is not, once the request has changed them.
+    `ruled_out_by`: `SamplingInput.ruled_out_by`."""
+    if peak == math.inf or not ruled_out_by:
+        return "repetition_penalty takes the logits beyond what a number can hold; give one nearer to 1"
+    *others, last = ruled_out_by
+    so_far = ", ".join(others)
+    rule, change = (f"{so_far} and {last} together rule", f"{so_far} or {last}") if others else (f"{last} rules", last)
+    return f"the request leaves no token to choose: {rule} out every token that the model allows; change {change}"
 
 
 @dataclass(frozen=True, slots=True)

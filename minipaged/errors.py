@@ -97,7 +97,7 @@ class RequestFailed(MinipagedError):
 
 
 class BadLogits(RequestFailed, ValueError):
-    """The model's logits are no numbers to choose a token by."""
+    """Logits by which no token can be chosen: the model's own, or what a request leaves of them."""
 
 
 class DetokenizerFailed(RequestFailed):

@@ -67,6 +67,7 @@ WRITTEN = {
     "stop": Written(kind=list[str] | None, note="May be repeated."),
     "stop_token_ids": Written("--stop-token-id", kind=list[int] | None, note="May be repeated."),
     "logprobs": Written(note="(With --json.)"),
+    "logprob_token_ids": Written("--logprob-token-id", kind=list[int] | None, note="May be repeated. (With --json.)"),
     "prompt_logprobs": Written(note="(With --json.)"),
     "logit_bias": Written(kind=str | None, read=_read_logit_bias, metavar="JSON", note='As in {"42": -100}.'),
     "allowed_token_ids": Written(

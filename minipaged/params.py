@@ -144,6 +144,10 @@ def _biases(given: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> 
     return tuple(sorted((int(token), float(bias)) for token, bias in pairs.items()))
 
 
+MOST_LOGPROB_TOKENS = 128
+"""vLLM's bound on `SamplingParams.logprob_token_ids`."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the tokens of one request. Raises InvalidRequest (a ValueError) for a value out of range."""
@@ -175,6 +179,8 @@ class SamplingParams:
     """Tokens to generate before anything may end the sequence."""
     logprobs: int | None = setting(None, at_least=0, note="None: no report")
     """How many of the likeliest tokens to report at each step, besides the chosen one; None: no report."""
+    logprob_token_ids: Sequence[int] = ()
+    """Tokens to report at each step, besides the chosen one, in place of the likeliest; 128 at most."""
     prompt_logprobs: int | None = setting(None, at_least=0, note="None: no report")
     """How many of the likeliest tokens to report for each token of the prompt, besides itself; None: no report. A
     request that asks for it computes its whole prompt: nothing is taken from the prefix cache."""
@@ -192,12 +198,16 @@ class SamplingParams:
     """Words that must not be generated, be it at the beginning of a text or after a space."""
     skip_special_tokens: bool = True
     """Leave special tokens, such as the end of sequence, out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Keep the space that the tokenizer's decoder puts before a special token that follows another one. It matters only
+    where the text shows special tokens."""
     truncate_prompt_tokens: int | None = setting(None, at_least=1, note="None: the whole prompt")
     """Take only so many of the prompt's tokens, the last ones; None: all."""
 
     def __post_init__(self) -> None:
         plain: dict[str, Any] = {name: _strings(name, getattr(self, name)) for name in ("stop", "bad_words")}
-        plain["stop_token_ids"] = _tokens("stop_token_ids", self.stop_token_ids)
+        for name in ("stop_token_ids", "logprob_token_ids"):
+            plain[name] = _tokens(name, getattr(self, name))
         plain["logit_bias"] = _biases(self.logit_bias)
         if self.allowed_token_ids is not None:
             plain["allowed_token_ids"] = _tokens("allowed_token_ids", self.allowed_token_ids)
@@ -213,6 +223,21 @@ class SamplingParams:
         _require(
             self.allowed_token_ids != (), "allowed_token_ids is empty, which leaves nothing to choose; None allows all"
         )
+        num_given = len(self.logprob_token_ids)
+        _require(
+            num_given <= MOST_LOGPROB_TOKENS,
+            f"logprob_token_ids holds {num_given} tokens, and may hold {MOST_LOGPROB_TOKENS}; give fewer",
+        )
+        _require(
+            not num_given or self.logprobs in (None, num_given),
+            f"logprobs is {self.logprobs}, and logprob_token_ids, which takes the place of the likeliest tokens, holds "
+            f"{num_given}; leave logprobs out",
+        )
+
+    @property
+    def num_likeliest(self) -> int | None:
+        """The number of likeliest tokens to report at each step; None: nothing is reported, not even the chosen one."""
+        return 0 if self.logprob_token_ids else self.logprobs
 
     @property
     def has_penalties(self) -> bool:
@@ -261,6 +286,17 @@ class BeamSearchParams:
             self.early_stopping in (True, False, "never"),
             f"early_stopping is {self.early_stopping!r}; it must be True, False or 'never'",
         )
+
+
+TruncationSide = Literal["left", "right"]
+
+
+def truncated(token_ids: Sequence[int], most: int | None, side: TruncationSide = "left") -> Sequence[int]:
+    """The tokens that a request takes of its prompt, special tokens included: `most` at most (None: all). The side is
+    the one that is cut: "left" keeps the last tokens, "right" the first."""
+    if most is None or len(token_ids) <= most:
+        return token_ids
+    return token_ids[len(token_ids) - most :] if side == "left" else token_ids[:most]
 
 
 def final_token_ids(params: SamplingParams | BeamSearchParams, eos_token_ids: Sequence[int]) -> frozenset[int]:

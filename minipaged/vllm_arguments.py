@@ -81,25 +81,28 @@ LLM_ARGUMENTS: dict[str, NotHere] = {
 
 _NO_STRUCTURE = "there is no grammar that tokens could be held to; leave it out"
 _NOTHING_BETWEEN = "nothing stands between logits and sampling but what SamplingParams names; leave it out"
-_AS_TOKENIZED = "text is always made, and as the tokenizer makes it; leave it out"
 _WHEN_TOLD = "generate() gives outputs when all have ended; LLM.stream() gives what is new after each step"
-_LIKELIEST = "log-probabilities are of the likeliest tokens, as dicts; give logprobs"
+_PROMPT_LOGPROBS = "of a prompt the likeliest tokens are reported; give prompt_logprobs"
 
 SAMPLING_ARGUMENTS: dict[str, NotHere] = {
     "structured_outputs": NotHere(_NO_STRUCTURE),
     "guided_decoding": NotHere(_NO_STRUCTURE),
     "logits_processors": NotHere(_NOTHING_BETWEEN),
-    "watermarking": NotHere(_NOTHING_BETWEEN),
-    "thinking_token_budget": NotHere(_NOTHING_BETWEEN),
+    "watermarking": NotHere(_NOTHING_BETWEEN, (None, False)),
+    "thinking_token_budget": NotHere(_NOTHING_BETWEEN, (None, -1)),
     "repetition_detection": NotHere(_NOTHING_BETWEEN),
     "best_of": NotHere("sample n with logprobs, and choose", (None, 1)),
     "use_beam_search": NotHere("give LLM.beam_search() a BeamSearchParams", (False,)),
-    "detokenize": NotHere(_AS_TOKENIZED, (True,)),
-    "spaces_between_special_tokens": NotHere(_AS_TOKENIZED, (True,)),
+    "detokenize": NotHere("text is made wherever there is a tokenizer; leave it out", (True,)),
     "output_kind": NotHere(_WHEN_TOLD),
     "stream_interval": NotHere(_WHEN_TOLD, (None, 1)),
-    "logprob_token_ids": NotHere(_LIKELIEST),
-    "flat_logprobs": NotHere(_LIKELIEST, (False,)),
+    "flat_logprobs": NotHere("log-probabilities are dicts, one for each token; leave it out", (False,)),
+    "prompt_logprob_token_ids": NotHere(_PROMPT_LOGPROBS),
+    "prompt_logprob_start": NotHere(_PROMPT_LOGPROBS),
+    "trace_decode_token_ids": NotHere("a token is chosen, and never given in advance; leave it out"),
+    "routed_experts_prompt_start": NotHere("models here have no experts; leave it out", (0,)),
+    "output_text_buffer_length": NotHere("it follows from stop; leave it out", (0,)),
+    "skip_clone": NotHere("parameters cannot be changed, so nobody copies them; leave it out", (False, True)),
     "extra_args": NotHere("there is nobody here to read them; leave it out"),
     "skip_reading_prefix_cache": NotHere("it is for all requests: enable_prefix_caching=False", (None, False)),
 }

@@ -16,7 +16,14 @@ from minipaged.engine.policies import looks_at_priority
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.errors import InvalidRequest
-from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams, final_token_ids
+from minipaged.params import (
+    BeamSearchParams,
+    EngineConfig,
+    RequestOutputKind,
+    SamplingParams,
+    final_token_ids,
+    truncated,
+)
 from minipaged.scheduling import Policy
 from minipaged.steps import Sampling
 
@@ -57,8 +64,8 @@ class Arrivals:
         priority: int,
     ) -> Request:
         """Raises InvalidRequest when it could never be served."""
-        if isinstance(params, SamplingParams) and params.truncate_prompt_tokens:
-            prompt_token_ids = prompt_token_ids[-params.truncate_prompt_tokens :]
+        if isinstance(params, SamplingParams):
+            prompt_token_ids = truncated(prompt_token_ids, params.truncate_prompt_tokens)
         check_prompt(prompt_token_ids, self._config)
         check_params(params, output_kind, self._config, has_tokenizer=self._decode is not None)
         check_priority(priority, self._scheduler.policy)
@@ -104,7 +111,7 @@ class Arrivals:
         [sequence] = request.sequences
         if params.prompt_logprobs is not None:
             request.prompt_logprobs = []
-        if params.logprobs is not None:
+        if params.num_likeliest is not None:
             sequence.logprobs = []
         if not params.skip_special_tokens:
             request.decode = self._decode_all
@@ -167,6 +174,7 @@ def check_params(
         "stop_token_ids": params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids or (),
         "logit_bias": dict(params.logit_bias),
+        "logprob_token_ids": params.logprob_token_ids,
     }
     for name, tokens in named.items():
         for token in tokens:

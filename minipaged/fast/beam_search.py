@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from minipaged import contracts
-from minipaged.contracts import BeamMove, BeamStep
+from minipaged.contracts import BeamMove, BeamStep, why_no_peak
 from minipaged.errors import BadLogits, InvalidRequest
-from minipaged.fast.sampling import largest, receive, send, why_bad
+from minipaged.fast.sampling import largest, receive, send
 from minipaged.params import BeamSearchParams, final_token_ids
 
 LARGEST_PENALTY = 30
@@ -52,7 +52,7 @@ class BeamSearch(contracts.BeamSearch):
     def step(self, logits: Tensor, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
         """One more token for each beam; see the contract. `logits`: [rows, vocab] on any device.
 
-        Raises BadLogits, a ValueError, naming the row, for NaN in `logits`; the search is then as it was.
+        Raises BadLogits where a beam's `logits` have no finite peak; the search is then as it was.
         """
         assert self._steps_left > 0, "the search is over: it had no survivors"
         width = self._params.beam_width
@@ -116,8 +116,8 @@ def _best_moves(
     indices, best_sums, likeliest_ids, found_peaks = receive(
         best[0], flat.gather(1, best)[0].double(), likeliest, peaks.double()
     )
-    for row, token_id, peak in zip(rows, likeliest_ids.tolist(), found_peaks.tolist(), strict=True):
-        if error := why_bad(row, token_id, peak):
+    for token_id, peak in zip(likeliest_ids.tolist(), found_peaks.tolist(), strict=True):
+        if error := why_no_peak(token_id, peak):
             raise BadLogits(error)
     parents, token_ids = np.divmod(indices, table.shape[1])
     moves = zip(parents.tolist(), token_ids.tolist(), best_sums.tolist(), strict=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minipaged.contracts import Sampled, SamplingInput
+from minipaged.contracts import Sampled, SamplingInput, why_no_peak, why_nothing_left
 from minipaged.fast import kernels_for
 from minipaged.fast.device import is_gpu, to_device
 from minipaged.fast.kernels import SamplingKernels
@@ -91,31 +91,35 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
 
     altered = [index for index, wanted in enumerate(inputs) if not wanted.leaves_logits_alone]
     plain = [index for index, wanted in enumerate(inputs) if wanted.leaves_logits_alone]
-    ranked = sorted({wanted.row for wanted in inputs if wanted.params.logprobs})  # rows whose likeliest are asked for
-    rows, where_altered, ranked_rows = send(logits.device, [wanted.row for wanted in inputs], altered, ranked)
+    ranked = sorted({wanted.row for wanted in inputs if wanted.params.num_likeliest})  # whose likeliest are asked for
+    given = [token_id for wanted in inputs for token_id in wanted.params.logprob_token_ids]
+    of_rows = [wanted.row for wanted in inputs for _ in wanted.params.logprob_token_ids]
+    lists = ([wanted.row for wanted in inputs], altered, ranked, of_rows, given)
+    rows, where_altered, ranked_rows, given_rows, given_tokens = send(logits.device, *lists)
 
     token_ids = likeliest[rows]  # [inputs]
     _draw_into(token_ids, logits, peaks, inputs, [(index, inputs[index].row) for index in plain], kernels)
-    altered_token_ids, altered_peaks = likeliest[:0], peaks[:0]
+    ruled_out_by = {index: inputs[index].ruled_out_by for index in altered}
+    altered_peaks = peaks[:0]
     if altered:
         table = penalise(logits, [inputs[index] for index in altered])  # [altered, vocab]
-        altered_token_ids, altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
-        token_ids[where_altered] = altered_token_ids
+        token_ids[where_altered], altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
         users = [(index, row) for row, index in enumerate(altered)]
         _draw_into(token_ids, table, altered_peaks, inputs, users, kernels)
 
     raw = (logits, peaks, log_totals)
     logprobs = _logprobs(rows, token_ids, *raw)  # [inputs]
-    count = max(wanted.params.logprobs or 0 for wanted in inputs)
+    count = max(wanted.params.num_likeliest or 0 for wanted in inputs)
     top = largest(logits[ranked_rows], count)  # [ranked, count]
     top_logprobs = _logprobs(ranked_rows[:, None], top, *raw)  # [ranked, count]
+    given_logprobs = _logprobs(given_rows, given_tokens, *raw) if given else logprobs[:0]  # [given]
 
-    results = (token_ids, logprobs, top, top_logprobs)
-    on_the_way = Arriving(*results, likeliest[rows], peaks[rows], altered_token_ids, altered_peaks)
+    results = (token_ids, logprobs, top, top_logprobs, given_logprobs)
+    on_the_way = Arriving(*results, likeliest[rows], peaks[rows], altered_peaks)
 
     def fetch() -> list[Sampled]:
-        found = on_the_way.arrays()
-        return _without_bad(_sampled(inputs, ranked, *found[:4]), inputs, altered, *found[4:])
+        *found, of_raw, raw_peaks, of_altered = on_the_way.arrays()
+        return _without_bad(_sampled(inputs, ranked, *found), of_raw, raw_peaks, ruled_out_by, of_altered)
 
     return Samples(token_ids, fetch)
 
@@ -138,10 +142,10 @@ def gather_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: int)
 
     def fetch() -> list[Sampled]:
         gathered = []
-        for row, (token_id, logprob, likely, logs, first, peak) in enumerate(
-            zip(token_ids, *(array.tolist() for array in on_the_way.arrays()), strict=True)
+        for token_id, logprob, likely, logs, first, peak in zip(
+            token_ids, *(array.tolist() for array in on_the_way.arrays()), strict=True
         ):
-            error = why_bad(row, first, peak)
+            error = why_no_peak(first, peak)
             tops = dict(zip(likely, logs, strict=True)) | {token_id: logprob}
             gathered.append(Sampled(0, math.nan, None, error) if error else Sampled(token_id, logprob, tops))
         return gathered
@@ -151,7 +155,8 @@ def gather_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: int)
 
 def _is_plainly_greedy(wanted: SamplingInput) -> bool:
     params = wanted.params
-    return params.temperature == 0 and params.logprobs is None and wanted.leaves_logits_alone
+    reports = params.logprobs is not None or params.logprob_token_ids
+    return params.temperature == 0 and not reports and wanted.leaves_logits_alone
 
 
 def _likeliest(
@@ -164,17 +169,20 @@ def _likeliest(
     rows = np.array([wanted.row for wanted in inputs])
     chosen = zip(likeliest[rows].tolist(), (-log_totals[rows]).tolist(), strict=True)
     sampled = [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
-    return _without_bad(sampled, inputs, (), likeliest[rows], peaks[rows], likeliest[:0], peaks[:0])
+    return _without_bad(sampled, likeliest[rows], peaks[rows], {}, peaks[:0])
 
 
 def _sampled(inputs: Sequence[SamplingInput], ranked: Sequence[int], *results: NDArray[Any]) -> list[Sampled]:
     """The results as the engine wants them."""
-    token_ids, logprobs, top, top_logprobs = (array.tolist() for array in results)
+    token_ids, logprobs, top, top_logprobs, given_logprobs = (array.tolist() for array in results)
     rankings = {row: list(zip(*both, strict=True)) for row, *both in zip(ranked, top, top_logprobs, strict=True)}
-    sampled = []
+    sampled, arrived = [], iter(given_logprobs)
     for wanted, token_id, logprob in zip(inputs, token_ids, logprobs, strict=True):
         tops = None
-        if wanted.params.logprobs is not None:
+        if given := wanted.params.logprob_token_ids:
+            reported = dict(zip(given, islice(arrived, len(given)), strict=True)) | {token_id: logprob}
+            tops = dict(sorted(reported.items(), key=lambda one: (-one[1], one[0])))
+        elif wanted.params.logprobs is not None:
             tops = dict(rankings.get(wanted.row, [])[: wanted.params.logprobs]) | {token_id: logprob}
         sampled.append(Sampled(token_id, logprob, tops))
     return sampled
@@ -386,31 +394,17 @@ def receive(*tensors: Tensor) -> list[NDArray[Any]]:
 
 def _without_bad(
     sampled: list[Sampled],
-    inputs: Sequence[SamplingInput],
-    altered: Sequence[int],
     likeliest: NDArray[np.int64],
     peaks: NDArray[np.float64],
-    altered_likeliest: NDArray[np.int64],
+    ruled_out_by: Mapping[int, Sequence[str]],
     altered_peaks: NDArray[np.float64],
 ) -> list[Sampled]:
-    """With the error in place of the token where the row of an input has no finite peak, or none once penalised."""
-    found = [(index, likeliest[index], peaks[index]) for index in np.flatnonzero(~np.isfinite(peaks)).tolist()]
-    for place in np.flatnonzero(~np.isfinite(altered_peaks)).tolist():
-        if np.isfinite(peaks[altered[place]]):
-            found.append((altered[place], altered_likeliest[place], altered_peaks[place]))
-    for index, token_id, peak in found:
-        sampled[index] = Sampled(0, math.nan, None, why_bad(inputs[index].row, token_id, peak))
+    """With the error in place of the token where the row of an input has no finite peak, or none once penalised.
+    `ruled_out_by`: by the indices of the altered inputs, in order."""
+    altered = zip(ruled_out_by.items(), altered_peaks.tolist(), strict=True)
+    errors = {index: why_nothing_left(names, peak) for (index, names), peak in altered if not math.isfinite(peak)}
+    for index in np.flatnonzero(~np.isfinite(peaks)).tolist():  # then it is not the request that leaves nothing
+        errors[index] = why_no_peak(likeliest[index], peaks[index]) or ""
+    for index, error in errors.items():
+        sampled[index] = Sampled(0, math.nan, None, error)
     return sampled
-
-
-def why_bad(row: int, token_id: int, peak: float) -> str | None:
-    """What is wrong with this row if its largest logit, that of `token_id`, is NaN or infinite; None if it is not."""
-    if math.isnan(peak):
-        return (
-            f"row {row} of the logits holds NaN (first at token {token_id}): the model read K/V that nobody wrote, "
-            "its weights are damaged, or its arithmetic overflowed"
-        )
-    if math.isinf(peak):
-        left = "plus infinity" if peak > 0 else "nothing but minus infinity: no token is left to choose"
-        return f"row {row} of the logits holds {left}"
-    return None

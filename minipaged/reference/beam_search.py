@@ -59,7 +59,7 @@ class BeamSearch(contracts.BeamSearch):
         _check_length_penalty(params.length_penalty, self._most_tokens)
 
     def step(self, logits: FloatArray, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
-        """One more token for each beam; see the contract. Raises ValueError, naming the row, for NaN in `logits`."""
+        """One more token for each beam; see the contract. Raises BadLogits where a beam's row has no finite peak."""
         assert self._generated < self._most_tokens, "the search is over: it had no survivors"
         width = self._params.beam_width
         candidates = self._candidates(logits, rows, cumulative_logprobs)
@@ -115,7 +115,7 @@ class BeamSearch(contracts.BeamSearch):
 
 def log_softmax(logits: FloatArray, rows: Sequence[int]) -> FloatArray:
     """The log-probabilities [len(rows), vocab] of the tokens after each of `rows`, in the precision of `logits`."""
-    peaks = np.array([logits[row, likeliest_token(logits[row], row)] for row in rows])  # [beams]
+    peaks = np.array([logits[row, likeliest_token(logits[row])] for row in rows])  # [beams]
     shifted = logits[list(rows)] - peaks[:, None]  # [beams, vocab], at most 0
     totals = np.exp(shifted).sum(axis=1)  # [beams]
     result: FloatArray = shifted - np.log(totals)[:, None]  # [beams, vocab]

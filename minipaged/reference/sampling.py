@@ -20,7 +20,8 @@ number is no state that every draw moves on, but a function of (seed, stream, po
 Philox4x32-10 (Salmon et al., SC 2011), which Triton has too: `tl.philox(seed, position, stream, 0, 0)` returns the
 same four words (with counters of 32 bits; for 64-bit ones it runs another Philox).
 
-The log-probabilities reported are the model's own: of the raw logits, before steps 1 to 4.
+The log-probabilities reported are the model's own: of the raw logits, before steps 1 to 4. They are those of the chosen
+token and of the likeliest ones (`logprobs`), or of the tokens that the request names (`logprob_token_ids`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minipaged.contracts import Sampled, SamplingInput
+from minipaged.contracts import Sampled, SamplingInput, why_no_peak, why_nothing_left
 from minipaged.errors import BadLogits
 from minipaged.params import SamplingParams
 
@@ -55,7 +56,7 @@ def sample(logits: FloatArray, inputs: Sequence[SamplingInput]) -> list[Sampled]
         prediction = None
         for index in indices:
             try:
-                prediction = prediction or Prediction(logits[row], row)
+                prediction = prediction or Prediction(logits[row])
                 sampled[index] = prediction.choose(inputs[index])
             except BadLogits as error:
                 sampled[index] = Sampled(0, math.nan, None, str(error))
@@ -67,7 +68,7 @@ def gather_logprobs(logits: FloatArray, token_ids: Sequence[int], num_logprobs: 
     gathered = []
     for row, token_id in enumerate(token_ids):
         try:
-            gathered.append(Prediction(logits[row], row).report(token_id, num_logprobs))
+            gathered.append(Prediction(logits[row]).report(token_id, num_logprobs))
         except BadLogits as error:
             gathered.append(Sampled(0, math.nan, None, str(error)))
     return gathered
@@ -76,10 +77,9 @@ def gather_logprobs(logits: FloatArray, token_ids: Sequence[int], num_logprobs: 
 class Prediction:
     """What the model predicts for one next token: one row of the logits, and what all its users need of it."""
 
-    def __init__(self, logits: FloatArray, row: int) -> None:
+    def __init__(self, logits: FloatArray) -> None:
         self.logits = logits  # [vocab]
-        self.row = row
-        self.likeliest = likeliest_token(logits, row)
+        self.likeliest = likeliest_token(logits)
         self.peak = float(logits[self.likeliest])
         exponentials = np.subtract(logits, logits[self.likeliest])  # [vocab], at most 0
         np.exp(exponentials, out=exponentials)
@@ -90,31 +90,33 @@ class Prediction:
         """The token for one input, with its log-probability."""
         params = wanted.params
         if wanted.leaves_logits_alone:
-            if params.temperature == 0:
-                return self.report(self.likeliest, params.logprobs)
-            if params not in self.distributions:
-                self.distributions[params] = distribution(self.logits, params)
-            chances = self.distributions[params]
+            token_id = self.likeliest
+            if params.temperature > 0:
+                if params not in self.distributions:
+                    self.distributions[params] = distribution(self.logits, params)
+                token_id = self.distributions[params].at(uniform(wanted.seed, wanted.stream, wanted.position))
         else:
             penalised = penalise(self.logits, wanted)  # [vocab]
-            likeliest = likeliest_token(penalised, self.row)
-            if params.temperature == 0:
-                return self.report(likeliest, params.logprobs)
-            chances = distribution(penalised, params)
-        return self.report(chances.at(uniform(wanted.seed, wanted.stream, wanted.position)), params.logprobs)
+            token_id = int(np.argmax(penalised))
+            if not math.isfinite(penalised[token_id]):
+                raise BadLogits(why_nothing_left(wanted.ruled_out_by, penalised[token_id]))
+            if params.temperature > 0:
+                token_id = distribution(penalised, params).at(uniform(wanted.seed, wanted.stream, wanted.position))
+        return self.report(token_id, params.num_likeliest, params.logprob_token_ids)
 
-    def report(self, token_id: int, num_logprobs: int | None) -> Sampled:
-        """This token's log-probability and, unless None, those of so many of the likeliest."""
-        top = None if num_logprobs is None else self._top_logprobs(num_logprobs, token_id)
+    def report(self, token_id: int, num_likeliest: int | None, given: Sequence[int] = ()) -> Sampled:
+        """This token's log-probability and, unless `num_likeliest` is None, those of that many of the likeliest tokens,
+        or of the `given` ones in their place."""
+        top = None
+        if given:
+            top = {token: self._logprob(token) for token in sorted({*given, token_id})}
+            top = dict(sorted(top.items(), key=lambda one: -one[1]))  # likeliest first, lowest id first among equals
+        elif num_likeliest is not None:  # the chosen one comes last, unless it is among the likeliest
+            top = {token: self._logprob(token) for token in [*largest(self.logits, num_likeliest).tolist(), token_id]}
         return Sampled(token_id, self._logprob(token_id), top)
 
     def _logprob(self, token_id: int) -> float:
         return float(self.logits[token_id]) - self.peak - self.log_total
-
-    def _top_logprobs(self, count: int, chosen: int) -> dict[int, float]:
-        """The `count` likeliest tokens, lowest id first among equals, and the chosen one."""
-        top = {int(token_id): self._logprob(int(token_id)) for token_id in largest(self.logits, count)}
-        return top | {chosen: self._logprob(chosen)}
 
 
 def penalise(logits: FloatArray, wanted: SamplingInput) -> FloatArray:
@@ -185,17 +187,11 @@ def largest(values: FloatArray, count: int) -> NDArray[np.intp]:
     return candidates[np.argsort(-values[candidates], kind="stable")[:count]]  # [count]
 
 
-def likeliest_token(logits: FloatArray, row: int) -> int:
-    """The lowest id among the largest of `logits` [vocab]. Raises BadLogits, naming `row`, if that is not finite."""
+def likeliest_token(logits: FloatArray) -> int:
+    """The lowest id among the largest of a model's logits [vocab]. Raises BadLogits if that is not finite."""
     token_id = int(np.argmax(logits))  # argmax stops at the first NaN, if there is one
-    if math.isnan(logits[token_id]):
-        raise BadLogits(
-            f"row {row} of the logits holds NaN (first at token {token_id}): the model read K/V that nobody wrote, "
-            "its weights are damaged, or its arithmetic overflowed"
-        )
-    if math.isinf(logits[token_id]):
-        left = "plus infinity" if logits[token_id] > 0 else "nothing but minus infinity: no token is left to choose"
-        raise BadLogits(f"row {row} of the logits holds {left}")
+    if error := why_no_peak(token_id, float(logits[token_id])):
+        raise BadLogits(error)
     return token_id
 
 

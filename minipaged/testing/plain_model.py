@@ -40,11 +40,12 @@ def _choose(row: Sequence[float], wanted: SamplingInput) -> Sampled:
         noise = [r.gauss(0, SPREAD * params.temperature) for _ in row]
     allowed = {*(params.allowed_token_ids or range(len(row)))} - {*wanted.forbidden_token_ids}
     token = max(sorted(allowed), key=lambda token: row[token] + noise[token])
-    return _report(row, token, params.logprobs)
+    return _report(row, token, params.num_likeliest, params.logprob_token_ids)
 
 
-def _report(row: Sequence[float], token: int, num_logprobs: int | None) -> Sampled:
-    return Sampled(token, row[token], None if num_logprobs is None else {token: row[token]})
+def _report(row: Sequence[float], token: int, num_likeliest: int | None, given: Sequence[int] = ()) -> Sampled:
+    tops = None if num_likeliest is None else {each: row[each] for each in (*given, token)}
+    return Sampled(token, row[token], tops)
 
 
 class BeamSearch(contracts.BeamSearch):

@@ -107,6 +107,9 @@ def sampling_params(draw: st.DrawFn, vocab: int) -> SamplingParams:
         "min_p": draw(st.sampled_from([0.0, 0.05, math.exp(-1), 0.5, 1.0])),
         "logprobs": draw(st.sampled_from([None, None, 0, 1, 5, vocab + 3])),
     }
+    if draw(st.integers(0, 3)) == 0:
+        asked = draw(st.lists(st.integers(0, vocab - 1), max_size=9))
+        chosen |= {"logprob_token_ids": asked, "logprobs": draw(st.sampled_from([None, len(asked)]))}
     if draw(st.booleans()):
         chosen["repetition_penalty"] = draw(st.sampled_from([1.0, 1.3, 0.7]))
         chosen["presence_penalty"] = draw(st.sampled_from([0.0, 1.0, -1.0]))
@@ -115,6 +118,8 @@ def sampling_params(draw: st.DrawFn, vocab: int) -> SamplingParams:
         tokens = st.integers(0, vocab - 1)
         chosen["logit_bias"] = draw(st.dictionaries(tokens, st.sampled_from([-100.0, -1.5, 0.1, 100.0]), max_size=3))
         chosen["allowed_token_ids"] = draw(st.none() | st.lists(tokens, min_size=1, max_size=9))
+    if draw(st.integers(0, 3)) == 0:  # what is forbidden is given beside: here is only who is named for it
+        chosen |= {"bad_words": draw(st.sampled_from([(), "a"])), "min_tokens": draw(st.integers(0, 9))}
     return SamplingParams(**chosen)
 
 
@@ -167,8 +172,8 @@ def test_both_tiers_refuse_the_same_logits_for_the_same_reason(
     assert_agreement(logits, inputs, kernel_set)
 
 
-def test_both_tiers_name_the_same_row_where_several_are_bad(kernel_set: KernelSet) -> None:
-    """And row 0 only for the input that leaves nothing of it."""
+def test_both_tiers_blame_the_model_or_the_request_alike(kernel_set: KernelSet) -> None:
+    """Row 1 is the model's fault, row 0 that of the input that leaves nothing of it, and of no other."""
     logits = np.zeros((2, 3), dtype=np.float32)
     logits[1] = math.nan
     params, forbidden = SamplingParams(temperature=0), [(), (), (0, 1, 2)]

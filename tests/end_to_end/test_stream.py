@@ -181,7 +181,7 @@ def test_nan_in_one_row_ends_that_request_and_the_others_get_their_tokens(
         assert (output.finished, completion.finish_reason) == (False, "error")
         assert completion.token_ids == expected.outputs[0].token_ids[:3]
         assert output.error is not None
-        assert output.error.startswith("row 2 of the logits holds NaN (first at token 7)")
+        assert output.error.startswith("the model's logits for the next token hold NaN (first at token 7)")
     assert_all_given_back(llm)
     assert llm.generate(prompts, params)[2].outputs[0].token_ids == whole[2].outputs[0].token_ids
 
@@ -213,7 +213,7 @@ def test_a_failed_request_is_an_error_on_the_command_line(
         main(["generate", "--model", str(small_llama), *arguments])
     out, err = capsys.readouterr()
     assert exit_.value.code == 1
-    assert f"error: {place}row {len(prompts) - 1} of the logits holds NaN" in err
+    assert f"error: {place}the model's logits for the next token hold NaN" in err
     assert err.count("error: ") == 1
     assert whole.startswith(out.rstrip("\n"))
     assert len(out) < len(whole)

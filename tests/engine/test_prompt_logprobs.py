@@ -147,7 +147,7 @@ class WithNaN(ContentRunner):
     ("make_runner", "message"),
     [
         (Silent, "this runner tells no log-probabilities of prompts; ask for no prompt_logprobs"),
-        (WithNaN, "row 2 of the logits holds NaN (first at token 5)"),
+        (WithNaN, "the model's logits for the next token hold NaN (first at token 5)"),
     ],
 )
 def test_where_they_cannot_be_told_that_request_fails_and_no_other(make_runner: Any, message: str) -> None:

@@ -114,5 +114,5 @@ def test_logits_that_cannot_be_served_are_refused_after_drawing_and_not_within_i
         logits[2] = bad
         for one in (*EVERY_WAY, SamplingParams(top_p=0.5), SamplingParams(top_k=3), SamplingParams(min_p=0.5)):
             for wanted, chosen in zip(inputs([one]), sampling.sample(logits, inputs([one])), strict=True):
-                assert (chosen.error or "").startswith("row 2 of the logits holds") == (wanted.row == 2)
+                assert (chosen.error or "").startswith("the model's logits for the next token") == (wanted.row == 2)
                 assert (chosen.error is None) == (wanted.row != 2)

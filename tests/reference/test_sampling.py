@@ -185,7 +185,7 @@ def test_a_token_that_is_not_allowed_is_never_chosen(logits: FloatArray, inputs:
         if possible := may_be_chosen(wanted):
             assert sampled.token_id in possible
         else:
-            assert "no token is left" in (sampled.error or "")
+            assert (sampled.error or "").startswith("the request leaves no token to choose: ")
 
 
 def test_a_bias_is_added_before_the_penalties_and_brings_no_forbidden_token_back() -> None:
@@ -321,8 +321,8 @@ def test_draws_follow_the_distribution_along_positions_streams_and_seeds(params:
 @given(logit_rows(rows=3), st.lists(sampling_inputs(rows=3), min_size=1, max_size=8), st.randoms())
 def test_a_token_depends_on_its_own_input_alone(logits: FloatArray, inputs: list[SamplingInput], random: Any) -> None:
     def chosen(sampled: Sequence[Sampled]) -> list[object]:
-        """An error names the row, and goes with a logprob that is no number."""
-        return ["error" if one.error else one for one in sampled]
+        """An error goes with a logprob that is no number, and so not equal to itself."""
+        return [one.error or one for one in sampled]
 
     together = chosen(sample(logits, inputs))
     assert chosen([sample(logits, [wanted])[0] for wanted in inputs]) == together
@@ -377,6 +377,24 @@ def test_logprobs_are_of_the_raw_logits_and_the_top_ones_are_ranked(
             assert logprob == pytest.approx(expected[token], abs=2e-6)
 
 
+@given(logit_rows(), sampling_inputs(rows=1, logprobs=None), st.lists(st.integers(0, VOCAB - 1), min_size=1))
+def test_tokens_that_are_asked_for_are_reported_in_place_of_the_likeliest(
+    logits: FloatArray, wanted: SamplingInput, asked: list[int]
+) -> None:
+    """The model's own log-probabilities, likeliest first, the lowest id first among equals; the token is the same."""
+    [plain] = sample(logits, [wanted])
+    for logprobs in (None, len(asked)):
+        params = replace(wanted.params, logprobs=logprobs, logprob_token_ids=asked)
+        [sampled] = sample(logits, [replace(wanted, params=params)])
+        assert (sampled.token_id, sampled.error) == (plain.token_id, plain.error)
+        if sampled.error is None:
+            assert sampled.top_logprobs is not None
+            expected = log_softmax(logits[0])
+            ranking = sorted({*asked, sampled.token_id}, key=lambda token: (-logits[0, token], token))
+            assert list(sampled.top_logprobs) == ranking
+            assert list(sampled.top_logprobs.values()) == pytest.approx(expected[ranking], abs=2e-6)
+
+
 @given(logit_rows(rows=3), st.lists(st.integers(0, VOCAB - 1), min_size=3, max_size=3), st.integers(0, VOCAB + 1))
 def test_a_given_token_has_the_logprob_of_its_row_and_the_likeliest_are_ranked_before_it(
     logits: FloatArray, token_ids: list[int], count: int
@@ -394,7 +412,7 @@ def test_a_given_token_has_the_logprob_of_its_row_and_the_likeliest_are_ranked_b
 def test_a_row_that_is_no_numbers_is_an_error_of_the_token_that_is_given_for_it() -> None:
     first, bad, last = gather_logprobs(np.array([[1.0, 2.0], [0.0, np.nan], [2.0, 1.0]]), [0, 0, 0], 1)
     assert first.error is last.error is None
-    assert (bad.error or "").startswith("row 1 of the logits holds NaN")
+    assert (bad.error or "").startswith("the model's logits for the next token hold NaN (first at token 1)")
 
 
 @given(hnp.arrays(np.float32, st.integers(1, 40), elements=st.integers(-4, 4).map(float)), st.integers(0, 45))
@@ -407,9 +425,7 @@ def test_the_largest_values_come_first_and_the_lowest_index_on_ties(values: Floa
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @given(logits=logit_rows(rows=3), token=st.integers(0, VOCAB - 1))
-def test_nan_in_a_row_is_an_error_of_those_that_use_it_and_names_the_row(
-    logits: FloatArray, token: int, temperature: float
-) -> None:
+def test_nan_in_a_row_is_an_error_of_those_that_use_it(logits: FloatArray, token: int, temperature: float) -> None:
     logits[2, token] = np.nan
     params = SamplingParams(temperature=temperature)
     [alone] = sample(logits, [SamplingInput(1, params, [1], [], seed=0, stream=0)])
@@ -417,18 +433,54 @@ def test_nan_in_a_row_is_an_error_of_those_that_use_it_and_names_the_row(
     assert first == last == alone
     assert alone.error is None
     assert bad.error is not None
-    assert bad.error.startswith("row 2 of the logits holds NaN")
+    assert bad.error.startswith("the model's logits for the next token hold NaN")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_with_no_token_left_or_infinite_logits_is_an_error(temperature: float) -> None:
-    params = SamplingParams(temperature=temperature)
-    nothing_left = "row 0 of the logits holds nothing but minus infinity: no token is left to choose"
-    assert one(np.full((1, VOCAB), -np.inf, dtype=np.float32), params).error == nothing_left
-    zeros = np.zeros((1, VOCAB), dtype=np.float32)
-    assert one(zeros, params, forbidden_token_ids=tuple(range(VOCAB))).error == nothing_left
-    infinite = np.array([[0.0, np.inf]], dtype=np.float32)
-    assert one(infinite, params).error == "row 0 of the logits holds plus infinity"
+def test_logits_of_the_model_that_are_infinite_are_an_error_of_the_model(temperature: float) -> None:
+    """Whatever the request asks for besides."""
+    for more in ({}, {"allowed_token_ids": [1]}, {"repetition_penalty": 2.0}):
+        params = SamplingParams(temperature=temperature, **more)
+        lowest = np.full((1, VOCAB), -np.inf, dtype=np.float32)
+        assert (one(lowest, params).error or "").startswith("the model's logits for the next token are minus infinity")
+        highest = np.array([[0.0, np.inf]], dtype=np.float32)
+        assert (one(highest, params).error or "").startswith("the model's logits for the next token hold plus infinity")
+
+
+EVERYTHING = tuple(range(VOCAB))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("params", "place", "words"),
+    [
+        ({"min_tokens": 2}, {"forbidden_token_ids": EVERYTHING}, "min_tokens rules out every token"),
+        ({"min_tokens": 2}, {"forbidden_token_ids": EVERYTHING, "num_pending": 1}, "min_tokens rules out"),
+        ({"bad_words": ["a"]}, {"forbidden_token_ids": EVERYTHING}, "bad_words rules out every token"),
+        (
+            {"bad_words": ["a"], "min_tokens": 1},
+            {"forbidden_token_ids": EVERYTHING, "num_pending": 1},
+            "bad_words rules",
+        ),
+        ({"allowed_token_ids": [3], "bad_words": ["a"]}, {}, "allowed_token_ids rules out every token that the model"),
+        (
+            {"allowed_token_ids": [4], "bad_words": ["a"], "min_tokens": 2, "logit_bias": {4: 100.0}},
+            {"forbidden_token_ids": (4,)},
+            "allowed_token_ids, bad_words and min_tokens together rule out every token that the model allows; change "
+            "allowed_token_ids, bad_words or min_tokens",
+        ),
+        ({"repetition_penalty": 5e-324}, {"output_token_ids": [5]}, "repetition_penalty takes the logits beyond"),
+    ],
+)
+def test_a_request_that_leaves_nothing_is_told_which_of_its_fields_do(
+    params: dict[str, Any], place: dict[str, Any], words: str, temperature: float
+) -> None:
+    """The model rules token 3 out by itself; token 5 has a logit above 0."""
+    logits = np.zeros((1, VOCAB), dtype=np.float32)
+    logits[0, 3], logits[0, 5] = -np.inf, 9.0
+    with np.errstate(over="ignore"):
+        error = one(logits, SamplingParams(temperature=temperature, **params), **place).error or ""
+    assert error.removeprefix("the request leaves no token to choose: ").startswith(words)
 
 
 @given(logit_rows(), sampling_inputs(rows=1), st.sets(st.integers(0, VOCAB - 1), max_size=VOCAB - 1))
@@ -437,7 +489,7 @@ def test_a_token_that_the_model_rules_out_is_never_chosen(
 ) -> None:
     logits[0, list(ruled_out)] = -np.inf
     if not may_be_chosen(wanted) - ruled_out:
-        assert "no token is left" in (sample(logits, [wanted])[0].error or "")
+        assert (sample(logits, [wanted])[0].error or "").startswith("the request leaves no token to choose: ")
     else:
         assert sample(logits, [wanted])[0].token_id not in ruled_out
 

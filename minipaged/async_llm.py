@@ -414,7 +414,8 @@ def joined(earlier: RequestUpdate, later: RequestUpdate) -> RequestUpdate:
     for new in later.completions:
         old = parts.get(new.index)
         parts[new.index] = _joined_part(old, new) if old else new
-    return RequestUpdate(later.request_id, tuple(parts.values()), later.output)
+    prompt_logprobs = later.prompt_logprobs if earlier.prompt_logprobs is None else earlier.prompt_logprobs
+    return RequestUpdate(later.request_id, tuple(parts.values()), later.output, prompt_logprobs)
 
 
 def _joined_part(old: CompletionUpdate, new: CompletionUpdate) -> CompletionUpdate:

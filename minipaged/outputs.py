@@ -93,3 +93,5 @@ class RequestUpdate:
     """Of those sequences of which there is something new."""
     output: RequestOutput | None
     """All that it produced, once it has ended: finished, aborted or failed."""
+    prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
+    """Those of its RequestOutput, with the first update that has tokens; None in every other one."""

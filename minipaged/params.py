@@ -174,7 +174,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on past the model's end-of-sequence token."""
     max_tokens: int | None = setting(16, at_least=1, note="None: as many as fit")
-    """Tokens to generate at most (None: until `max_model_len`)."""
+    """Tokens to generate at most (None: until `max_model_len`, or as many as all n sequences have room for)."""
     min_tokens: int = setting(0, at_least=0)
     """Tokens to generate before anything may end the sequence."""
     logprobs: int | None = setting(None, at_least=0, note="None: no report")
@@ -270,8 +270,8 @@ class BeamSearchParams:
 
     beam_width: int = setting(4, at_least=1)
     """How many beams run, and how many sequences are returned."""
-    max_tokens: int = setting(16, at_least=1)
-    """Tokens to generate at most."""
+    max_tokens: int | None = setting(16, at_least=1, note="None: as many as fit")
+    """Tokens to generate at most (None: as many as all beams have room for)."""
     length_penalty: float = 1.0
     """score = sum of logprobs / length ** length_penalty: above 0 favours long sequences, below 0 short ones."""
     early_stopping: bool | Literal["never"] = False

@@ -3,7 +3,9 @@ how it is made."""
 
 from __future__ import annotations
 
+import copy
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from functools import partial
@@ -47,8 +49,8 @@ class Arrivals:
         self._scheduler = scheduler
         self._blocks = blocks
         self._sequence_ids = sequence_ids
+        self._decode_as = decode
         self._decode = naming_failures(decode) if decode else None
-        self._decode_all = naming_failures(partial(decode, skip_special_tokens=False)) if decode else None
         self._encode = encode
         self._clock = clock
         self._random = random.Random(config.seed)
@@ -71,10 +73,6 @@ class Arrivals:
         check_priority(priority, self._scheduler.policy)
         tokens = tuple(map(int, prompt_token_ids))  # NumPy's integers, for one, are not JSON
         room = self._config.max_model_len - len(tokens)
-        max_output = room if params.max_tokens is None else min(params.max_tokens, room)
-        beam_search, eos = None, self._config.eos_token_ids
-        if isinstance(params, BeamSearchParams):
-            beam_search = self._beam_search(params, len(tokens), len(tokens) + max_output, eos)
         request = Request(
             request_id=request_id,
             order=order,
@@ -82,16 +80,20 @@ class Arrivals:
             prompt=prompt,
             prompt_token_ids=tokens,
             params=params,
-            final_token_ids=final_token_ids(params, eos),
-            max_output_tokens=max_output,
+            final_token_ids=final_token_ids(params, self._config.eos_token_ids),
+            max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             reads_along=output_kind is RequestOutputKind.DELTA,
             priority=int(priority),
             sequences=[Sequence(next(self._sequence_ids), list(tokens), [], self._blocks.new_table())],
-            beam_search=beam_search,
             decode=self._decode,
         )
+        if params.max_tokens is None:
+            request.max_output_tokens = most_that_fits(request, self._config.num_blocks, self._blocks)
         if isinstance(params, SamplingParams):
             self._prepare_samples(request, params)
+        else:
+            most = len(tokens) + request.max_output_tokens
+            request.beam_search = self._beam_search(params, len(tokens), most, self._config.eos_token_ids)
         check_fits(request, self._config, self._scheduler.max_sequences, self._blocks)
         self._scheduler.asked.check_fits(request)
         if request.sampling and request.sampling.params.seed is None:  # drawn only now: a refused request uses none up
@@ -113,8 +115,9 @@ class Arrivals:
             request.prompt_logprobs = []
         if params.num_likeliest is not None:
             sequence.logprobs = []
-        if not params.skip_special_tokens:
-            request.decode = self._decode_all
+        if self._decode_as and not params.skip_special_tokens:
+            shown = {} if params.spaces_between_special_tokens else {"spaces_between_special_tokens": False}
+            request.decode = naming_failures(partial(self._decode_as, skip_special_tokens=False, **shown))
         if request.decode and (params.stop or request.reads_along):  # its text is wanted as it grows
             sequence.detokenizer = Detokenizer(
                 request.decode,
@@ -211,6 +214,18 @@ def check_priority(priority: int, policy: Policy) -> None:
             f"priority is {priority}, and this engine's policy, {type(policy).__name__}, does not look at it: leave it "
             "out, or start the engine with scheduling_policy='priority' (--scheduling-policy priority)"
         )
+
+
+def most_that_fits(request: Request, num_blocks: int, blocks: Memory) -> int:
+    """The tokens that each of the request's sequences can generate with the whole pool to themselves: no more than its
+    max_output_tokens, and 1 at least."""
+    of_one = copy.copy(request)
+
+    def most_blocks(num_tokens: int) -> int:
+        of_one.max_output_tokens = num_tokens
+        return blocks.most_blocks(of_one)
+
+    return max(1, bisect_right(range(1, request.max_output_tokens + 1), num_blocks, key=most_blocks))
 
 
 def check_fits(request: Request, config: EngineConfig, max_sequences: int, blocks: Memory) -> None:

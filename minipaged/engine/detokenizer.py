@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from minipaged.errors import DetokenizerFailed
 
 Decode = Callable[..., str]
-"""Called with token ids; and, where special tokens are to be shown, with `skip_special_tokens=False`."""
+"""Called with token ids; with `skip_special_tokens=False` where the text shows special tokens, and with
+`spaces_between_special_tokens=False` where it shows them without spaces between."""
 Encode = Callable[..., Sequence[int]]
 """Called with a text and `add_special_tokens=False`."""
 

@@ -15,11 +15,19 @@ def make_update(request: Request, output: RequestOutput | None = None) -> Reques
     if request.beam_search:
         beams = output.outputs if output else ()
         return RequestUpdate(request.request_id, tuple(map(_whole_beam, beams)), output)
+    prompt_logprobs = _of_prompt(request) if request.prompt_computed else None
+    if prompt_logprobs and any(sequence.num_reported for sequence in (*request.sequences, *request.done)):
+        prompt_logprobs = None  # they were told with the first tokens
     news = [_news(sequence) for sequence in request.sequences if sequence.num_reported < len(sequence.output_token_ids)]
     if len(request.done) > request.num_done_reported:
         news += map(_news, request.done[request.num_done_reported :])
         request.num_done_reported = len(request.done)
-    return RequestUpdate(request.request_id, tuple(news), output)
+    return RequestUpdate(request.request_id, tuple(news), output, prompt_logprobs)
+
+
+def _of_prompt(request: Request) -> tuple[dict[int, float] | None, ...] | None:
+    """The log-probabilities of the prompt's tokens, as far as they are known; the first has none."""
+    return None if request.prompt_logprobs is None else (None, *request.prompt_logprobs)
 
 
 def _news(sequence: Sequence) -> CompletionUpdate:
@@ -58,7 +66,7 @@ def make_output(request: Request, finished_time: float, *, finished: bool, error
             num_preemptions=request.num_preemptions,
         ),
         error=error,
-        prompt_logprobs=None if request.prompt_logprobs is None else (None, *request.prompt_logprobs),
+        prompt_logprobs=_of_prompt(request),
     )
 
 

@@ -288,6 +288,9 @@ def check_stream(updates: Sequence[RequestUpdate]) -> None:
     output = updates[-1].output
     assert output is not None
     assert not any(update.output for update in updates[:-1])
+    of_prompt = [update.prompt_logprobs for update in updates if update.prompt_logprobs is not None]
+    begun = any(completion.token_ids for completion in output.outputs)
+    assert of_prompt == ([output.prompt_logprobs] if begun and output.prompt_logprobs is not None else [])
     joined: dict[int, list[CompletionUpdate]] = {completion.index: [] for completion in output.outputs}
     for update in updates:
         assert update.request_id == output.request_id

@@ -306,14 +306,14 @@ def test_a_character_of_several_tokens_is_text_once_it_is_whole() -> None:
 
 
 def test_a_decoder_that_drops_the_first_space_does_not_shift_the_text() -> None:
-    """As sentencepiece does: only the difference of two decodings is new text."""
+    """As sentencepiece does: only the difference of two decodings is new text, and the prompt has the first space."""
     words = ["", " one", " two", " three"]
 
     def decode(token_ids: Sequence[int]) -> str:
         return "".join(words[token] for token in token_ids).removeprefix(" ")
 
     output = end_of([1, 2, 3, 1, 2, 3, 1, 2, 3, 1], decode, stop="three one two three one two thr")
-    assert (output.text, len(output.token_ids)) == ("one two ", 9)
+    assert (output.text, len(output.token_ids)) == (" one two ", 9)
 
 
 def test_a_stop_token_is_kept_and_named_while_the_end_of_sequence_is_not_named() -> None:

@@ -34,6 +34,7 @@ ASKED = (7, 0, 10, 7)
 PARAMS = SamplingParams(
     n=3, seed=1, max_tokens=12, ignore_eos=True, repetition_penalty=1.2, bad_words=["BC"], logprob_token_ids=ASKED
 )
+GREEDY = SamplingParams(temperature=0, seed=3, max_tokens=12, ignore_eos=True, logprob_token_ids=ASKED)
 PLAIN = replace(PARAMS, logprob_token_ids=(), seed=2)
 
 
@@ -62,7 +63,7 @@ def test_each_position_has_those_of_the_tokens_asked_for_and_the_chosen_one(
     requests = (
         WorkloadRequest(0, PROMPT, PARAMS),
         WorkloadRequest(3, PROMPT, PLAIN),
-        WorkloadRequest(4, PROMPT, replace(PARAMS, n=1, temperature=0.0)),
+        WorkloadRequest(4, PROMPT, GREEDY),
     )
     run = Run(Workload(replace(CONFIG, **settings), requests, swap_is_cheap=True), tier, listeners=[events.append])
     run.to_the_end()

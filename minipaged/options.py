@@ -74,6 +74,7 @@ WRITTEN = {
         "--allowed-token-id", kind=list[int] | None, read=lambda tokens: tokens or None, note="May be repeated."
     ),
     "bad_words": Written("--bad-word", kind=list[str] | None, note="May be repeated."),
+    "spaces_between_special_tokens": Written("--special-token-spaces/--no-special-token-spaces"),
     "include_stop_str_in_output": Written("--include-stop-str-in-output"),
     "beam_width": Written(note="0 samples instead."),
     "ignore_eos": Written("--ignore-eos"),

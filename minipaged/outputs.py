@@ -21,7 +21,8 @@ class CompletionOutput:
     cumulative_logprob: float
     """Sum of the natural-log probabilities of `token_ids`."""
     logprobs: tuple[dict[int, float], ...] | None
-    """For each token the likeliest alternatives and the token itself; None when not asked for."""
+    """For each token the likeliest at its place, or those of `logprob_token_ids`, and the token itself, likeliest
+    first; None when not asked for."""
     finish_reason: str
     """"stop" (end of sequence, stop string, stop token), "length", "abort" or "error"."""
     stop_reason: int | str | None = None

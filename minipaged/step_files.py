@@ -15,9 +15,9 @@ of its fields, in their order there, none left out:
 |             | array of a block and its bytes)                                                                      |
 | Row         | sequence, start, number of tokens, number of choices (-1: logits)                                    |
 
-`params` is a map: the fields of `SamplingParams` by name. A list of anything is an array. So a step in which all
-sequences go on and no table grows is 17 bytes, `9b n c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00`, however many they
-are.
+`params` is a map: the fields of `SamplingParams` by name; one that a recording lacks has its default. A list of
+anything is an array. So a step in which all sequences go on and no table grows is 17 bytes,
+`9b n c2 90 90 90 90 90 95 90 90 90 90 90 90 90 00`, however many they are.
 
 **A file** begins with the line `minipaged steps 2`. Then come frames, each a length in four bytes (big-endian) and so
 many bytes of MessagePack: a `Header` (a map), a `RecordedStep` (an array) for each step, and at the end the number of

@@ -110,7 +110,9 @@ SAMPLING_ARGUMENTS: dict[str, NotHere] = {
 
 GENERATE_ARGUMENTS: dict[str, NotHere] = {
     "lora_request": NotHere(_NO_LORA),
-    "tokenization_kwargs": NotHere("give the token ids in place of the text"),
+    "tokenization_kwargs": NotHere(
+        "give the token ids in place of the text; truncate_prompt_tokens is one of SamplingParams"
+    ),
     "mm_processor_kwargs": NotHere(_NO_IMAGES),
 }
 """Of `LLM.generate`."""

@@ -127,6 +127,7 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
         "kv_cache_dtype": "fp8",
         "scheduling_policy": "priority",
         "max_tokens": 99,
+        "logprobs": 1,  # as many as there are tokens to report in place of the likeliest
         "logit_bias": '{"5": 1.5}',
         "bad_words": "b",
     }
@@ -134,7 +135,8 @@ def test_options_reach_the_fields_that_they_are_called_after() -> None:
     values["kv_connector"] = "a folder"
     switches = {"ignore_eos": True, "debug": True, "enable_prefix_caching": False, "async_scheduling": False}
     switches |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
-    repeated = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words"}
+    switches |= {"spaces_between_special_tokens": False}
+    repeated = {"stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids"}
     number, line, expected = 1, ["a prompt"], dict[str, Any](switches)
     for option in COMMANDS["generate"].params:
         if option.name in switches:

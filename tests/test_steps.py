@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,8 +65,9 @@ params = st.builds(
     bad_words=st.lists(st.text(min_size=1, max_size=3), max_size=2),
     prompt_logprobs=st.none() | st.integers(0, 5),
 )
+asking = st.builds(replace, params, logprobs=st.none(), logprob_token_ids=lists)
 words = st.lists(st.lists(numbers, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple)
-samplings = st.builds(Sampling, params, st.integers(0, 2**64 - 1), numbers, lists, words)
+samplings = st.builds(Sampling, params | asking, st.integers(0, 2**64 - 1), numbers, lists, words)
 
 
 def several(what: st.SearchStrategy[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
@@ -101,6 +103,16 @@ def test_the_encoding_is_what_is_documented() -> None:
     assert encode(step).hex(" ") == (
         "9b 01 c3 90 90 91 95 02 92 03 04 02 91 05 c0 90 90 95 90 90 90 90 90 90 91 94 02 00 02 ff 03"
     )
+
+
+@given(params)
+def test_parameters_that_a_recording_does_not_have_are_the_defaults(given: SamplingParams) -> None:
+    """Those of an older version: what it did not know, nobody had asked for."""
+    step = StepInput(1, begun=(Begun(2, (3, 4), 2, (5,), Sampling(given, 7, 0)),))
+    plain = msgspec.msgpack.decode(encode(step))
+    fields = plain[4][0][4][0]
+    assert [fields.pop(name) for name in ("logprob_token_ids", "spaces_between_special_tokens")] == [[], True]
+    assert decode(msgspec.msgpack.encode(plain)) == step
 
 
 @pytest.mark.parametrize(

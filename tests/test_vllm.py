@@ -25,6 +25,7 @@ from minipaged import (
     vllm_arguments,
 )
 from minipaged.llm import LoadedModel
+from minipaged.params import TruncationSide, truncated
 from minipaged.vllm_arguments import (
     CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
@@ -154,6 +155,22 @@ def test_a_call_refuses_what_there_is_not(llm: LLM, call: str, known: dict[str, 
     assert not llm.engine.has_unfinished_requests()
 
 
+SAMPLING_PARAMS_OF_VLLM = """
+n presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p seed stop
+stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids prompt_logprob_start
+logprob_token_ids flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens include_stop_str_in_output
+output_kind stream_interval skip_clone output_text_buffer_length structured_outputs logit_bias allowed_token_ids
+extra_args bad_words skip_reading_prefix_cache thinking_token_budget repetition_detection routed_experts_prompt_start
+trace_decode_token_ids
+"""
+"""The fields of vLLM 0.33.0's SamplingParams that have no underscore before them."""
+
+
+@pytest.mark.parametrize("name", SAMPLING_PARAMS_OF_VLLM.split())
+def test_each_parameter_of_vllms_is_served_or_refused_by_name(name: str) -> None:
+    assert (name in {each.name for each in fields(SamplingParams)}) != (name in SAMPLING_ARGUMENTS)
+
+
 @pytest.mark.parametrize("name", SAMPLING_ARGUMENTS)
 def test_parameters_refuse_what_there_is_not(name: str) -> None:
     for value in SAMPLING_ARGUMENTS[name].let_through:
@@ -166,6 +183,45 @@ def test_a_parameter_that_nobody_knows_is_refused() -> None:
     with pytest.raises(TypeError, match=r"^SamplingParams\(\) got an unexpected keyword argument 'temprature'"):
         SamplingParams(temprature=0)  # type: ignore[call-arg]
     assert [*inspect.signature(SamplingParams).parameters] == [each.name for each in fields(SamplingParams)]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logprob_token_ids": range(129)}, "^logprob_token_ids holds 129 tokens, and may hold 128; give fewer$"),
+        ({"logprob_token_ids": [5, 6], "logprobs": 3}, r"^logprobs is 3, and logprob_token_ids, .* holds 2; leave"),
+        ({"logprob_token_ids": [5, 6], "logprobs": 0}, r"^logprobs is 0, and logprob_token_ids"),
+        ({"logprob_token_ids": ["a"]}, r"^logprob_token_ids is \['a'\]; token ids are whole numbers$"),
+        ({"logprob_token_ids": 5}, "^logprob_token_ids is 5; token ids are whole numbers$"),
+        ({"spaces_between_special_tokens": None}, "^spaces_between_special_tokens is None; it must be True or False$"),
+    ],
+)
+def test_parameters_are_checked_as_vllm_checks_them(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        SamplingParams(**given)
+
+
+def test_tokens_to_report_may_be_given_in_all_ways_that_vllm_takes() -> None:
+    for logprobs in (None, 3):
+        params = SamplingParams(logprob_token_ids=[7, 5, 7], logprobs=logprobs)
+        assert (params.logprob_token_ids, params.num_likeliest) == ((7, 5, 7), 0)
+    assert SamplingParams(logprob_token_ids=None) == SamplingParams(logprob_token_ids=[]) == SamplingParams()  # type: ignore[arg-type]
+    assert SamplingParams(logprob_token_ids=[], logprobs=2).num_likeliest == 2
+
+
+@pytest.mark.parametrize(
+    ("most", "side", "kept"),
+    [
+        (None, "left", [1, 2, 3, 4]),
+        (9, "left", [1, 2, 3, 4]),
+        (4, "right", [1, 2, 3, 4]),
+        (3, "left", [2, 3, 4]),
+        (3, "right", [1, 2, 3]),
+        (0, "left", []),
+    ],
+)
+def test_a_prompt_is_cut_on_the_side_that_is_named(most: int | None, side: TruncationSide, kept: list[int]) -> None:
+    assert list(truncated([1, 2, 3, 4], most, side)) == kept
 
 
 class Tensor:

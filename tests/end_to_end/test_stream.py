@@ -51,6 +51,7 @@ def assert_all_given_back(llm: LLM) -> None:
             prompt_logprobs=1,
             bad_words=["th", "one"],
             logit_bias={2: 3.0},
+            logprob_token_ids=[5, 6],
         ),
         BeamSearchParams(2, max_tokens=9),
     ],

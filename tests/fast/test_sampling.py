@@ -6,6 +6,7 @@ That it chooses as the reference does is in `tests/agreement/test_sampling.py`.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,31 @@ def test_a_batch_drawn_in_pieces_gives_the_same_tokens(device: str, monkeypatch:
     monkeypatch.setattr(sampling, "PIECE", 3 * VOCAB)
     assert list(sampling.sample(table(device=device), inputs())) == whole
     assert sizes == [3, 1] + [3] * 6 + [2]  # 4 distributions without penalties; 20 with, one for each input
+
+
+@pytest.mark.parametrize("params", EVERY_WAY)
+def test_tokens_that_are_asked_for_come_in_the_same_copy_and_cost_nothing_where_there_are_none(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    arriving, gathered, logprobs_of = sampling.Arriving, list[Any](), sampling._logprobs
+
+    def arrive(*tensors: torch.Tensor) -> sampling.Arriving:
+        copied.append(sum(map(torch.numel, tensors)))
+        return arriving(*tensors)
+
+    def gather(rows: torch.Tensor, *given: Any) -> torch.Tensor:
+        gathered.append(rows)
+        return logprobs_of(rows, *given)
+
+    monkeypatch.setattr(sampling, "Arriving", arrive)
+    monkeypatch.setattr(sampling, "_logprobs", gather)
+    asking = replace(params, logprobs=None, logprob_token_ids=[9, 3, 9])
+    for one in (params, asking):
+        list(sampling.sample(table(), inputs([one])))
+    assert len(copied) == 2
+    is_greedy = params == SamplingParams(temperature=0)
+    assert [len(rows) for rows in gathered] == [*([] if is_greedy else [20, 4 if params.logprobs else 0]), 20, 0, 60]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

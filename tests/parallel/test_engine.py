@@ -19,6 +19,7 @@ from tests.tiny_model import make_tiny_model
 
 ASKING = [
     Job((5, 6, 7, 8, 9, 10), SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2)),
+    Job((5, 6, 7), SamplingParams(n=2, seed=3, max_tokens=6, logprob_token_ids=[5, 200, 5])),
     Job((5, 6), SamplingParams(temperature=0.7, seed=3, max_tokens=9, repetition_penalty=1.3, logit_bias={7: 2.0})),
     Job((200, 201), SamplingParams(temperature=0, max_tokens=9, bad_words=["a", "bc"], min_tokens=3)),
 ]

@@ -470,6 +470,11 @@ EVERYTHING = tuple(range(VOCAB))
             "allowed_token_ids, bad_words or min_tokens",
         ),
         ({"repetition_penalty": 5e-324}, {"output_token_ids": [5]}, "repetition_penalty takes the logits beyond"),
+        (
+            {"repetition_penalty": 5e-324, "allowed_token_ids": [5]},
+            {"output_token_ids": [5]},
+            "repetition_penalty takes the logits beyond",
+        ),
     ],
 )
 def test_a_request_that_leaves_nothing_is_told_which_of_its_fields_do(

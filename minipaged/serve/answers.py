@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -17,12 +17,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from minipaged.async_llm import Asked
+from minipaged.engine.detokenizer import Decode, Detokenizer, text_without_end
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.serve.protocol import ChatBody, CompletionBody, SamplingBody
 
 Json = dict[str, Any]
 Logprobs = Sequence[Mapping[int, float]]
+PromptLogprobs = Sequence[Mapping[int, float] | None]
 LEAST_LOGPROB = -9999.0
 """JSON has no minus infinity."""
 
@@ -34,34 +36,80 @@ def event(data: Json) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """How single tokens are written in an answer."""
+    """How tokens are written in an answer."""
 
-    text_of: Callable[[int], str]
-    decode: Callable[[Sequence[int]], str]
-    """All of them together: a character may be spread over several."""
+    bytes_of: Callable[[int], bytes]
+    """The bytes of text that a token stands for, which may be a part of a character."""
+    special_ids: Container[int]
+    decode: Decode
+    """The text of all of them together, as the engine makes it of the output."""
+    decode_all: Decode
+    """The same with special tokens: a prompt that was given as tokens is echoed so."""
     as_ids: bool
-    """As "token_id:17", which is exact where a token is no whole character."""
+    """A single token is written as "token_id:17", which is exact where it is no whole character."""
 
     def __call__(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self.as_ids else self.text_of(token_id)
+
+    def text_of(self, token_id: int) -> str:
+        """The text of a single token; bytes that are no whole character are U+FFFD."""
+        return self.bytes_of(token_id).decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt of an HTTP request: its text where it was given as text, and its tokens."""
+
+    text: str | None
+    token_ids: Sequence[int]
+
+
+class Places:
+    """Where in a choice's text each of its output tokens begins, one token after another.
+
+    The parts of a character begin where it does, and a special token that is not shown has the place of what comes
+    next. A token behind the end, as the last part of a stop string, has the place that it would have.
+    """
+
+    def __init__(self, tokens: Tokens, prompt: Prompt, first: int = 0) -> None:
+        """`first`: the place of the first token."""
+        self._text = Detokenizer(tokens.decode, prompt_token_ids=prompt.token_ids, prompt=prompt.text)
+        self._next = first
+
+    def of(self, token_ids: Iterable[int]) -> list[int]:
+        """The places of the next tokens."""
+        places = []
+        for token_id in token_ids:
+            places.append(self._next)
+            self._text.add(token_id)
+            self._next += len(self._text.take())
+        return places
+
+
+def places_in_prompt(prompt: Prompt, tokens: Tokens) -> list[int]:
+    """Where in the prompt's text each of its tokens begins. Special tokens take no room in it, unless it shows them."""
+    text = Detokenizer(tokens.decode_all if prompt.text is None else tokens.decode)
+    place, places = 0, []
+    for token_id in prompt.token_ids:
+        places.append(place)
+        if prompt.text is not None and token_id in tokens.special_ids:
+            shown = tokens.text_of(token_id)
+            place += len(shown) if prompt.text.startswith(shown, place) else 0
+        else:
+            text.add(token_id)
+            place += len(text.take())
+    return places
 
 
 @dataclass(slots=True)
 class Told:
     """What a stream has said of one choice."""
 
+    places: Places | None
+    """Of its tokens, where log-probabilities are asked for."""
     num_tokens: int = 0
-    num_characters: int = 0
-
-
-@dataclass(slots=True)
-class Prompt:
-    """One prompt of an HTTP request: its text where it was given as text, and its tokens."""
-
-    text: str | None
-    token_ids: Sequence[int]
 
 
 @dataclass
@@ -103,10 +151,10 @@ class Answer(ABC):
             for place, output in enumerate(outputs)
             for one in output.outputs
         ]
-        num_generated = sum(self._num_generated(one) for output in outputs for one in output.outputs)
+        num_generated = sum(self._num_generated(one.token_ids) for output in outputs for one in output.outputs)
         num_cached = sum(output.num_cached_tokens for output in outputs)
         answer = self._head(self.KIND) | {"choices": choices, "usage": self._usage(num_generated, num_cached)}
-        prompt_logprobs = [self._prompt_logprobs(output) for output in outputs]
+        prompt_logprobs = [self._prompt_logprobs(output.prompt_token_ids, output.prompt_logprobs) for output in outputs]
         return answer | self._beside(prompt_logprobs, choices)
 
     def pieces(self, update: RequestUpdate) -> Iterator[bytes]:
@@ -118,12 +166,12 @@ class Answer(ABC):
             number = self._number(place, new.index)
             told = self._told.get(number)
             if told is None:
-                told = self._told[number] = Told()
-                yield from (self._chunk(first) for first in self._first_choices(number, self.prompts[place], told))
-            told.num_tokens += len(new.new_token_ids)
+                told = self._told[number] = Told(self._places(self.prompts[place]))
+                for first in self._first_chunks(number, self.prompts[place], update.prompt_logprobs):
+                    yield self._chunk(first)
+            told.num_tokens += self._num_generated(new.new_token_ids)
             if new.new_text or new.finish_reason or new.new_logprobs or self.body.return_token_ids:
-                yield self._chunk(self._choice_piece(number, new, told))
-                told.num_characters += len(new.new_text)
+                yield self._chunk({"choices": [self._choice_piece(number, new, told)]})
 
     def usage_piece(self) -> bytes:
         """The last chunk, which counts the tokens."""
@@ -136,8 +184,12 @@ class Answer(ABC):
         """One whole choice."""
 
     @abstractmethod
-    def _first_choices(self, number: int, prompt: Prompt, told: Told) -> Iterable[Json]:
-        """What comes before the first token of a choice, in a chunk each."""
+    def _first_chunks(self, number: int, prompt: Prompt, prompt_logprobs: PromptLogprobs | None) -> Iterable[Json]:
+        """What comes before the first token of a choice, a chunk each."""
+
+    @abstractmethod
+    def _places(self, prompt: Prompt) -> Places | None:
+        """Where the tokens of a choice begin, if that is told."""
 
     @abstractmethod
     def _choice_piece(self, number: int, new: CompletionUpdate, told: Told) -> Json:
@@ -152,14 +204,14 @@ class Answer(ABC):
     def _number(self, place: int, index: int) -> int:
         return place * (self.body.n or 1) + index
 
-    def _num_generated(self, one: CompletionOutput) -> int:
-        return len(one.token_ids)
+    def _num_generated(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _chunk(self, choice: Json) -> bytes:
-        chunk = self._head(self.CHUNK_KIND) | {"choices": [choice]}
+    def _chunk(self, content: Json) -> bytes:
+        chunk = self._head(self.CHUNK_KIND) | content
         if self.body.wants_usage_always:
             chunk["usage"] = self._usage_so_far()
         return event(chunk)
@@ -176,13 +228,15 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
 
-    def _prompt_logprobs(self, output: RequestOutput) -> list[Json | None] | None:
+    def _prompt_logprobs(
+        self, token_ids: Sequence[int], prompt_logprobs: PromptLogprobs | None
+    ) -> list[Json | None] | None:
         """As vLLM has them: for each token of the prompt {token id: its log-probability and rank}; null for the first,
         and the rank null where it is beyond those that were asked for."""
-        if self.body.prompt_logprobs is None or output.prompt_logprobs is None:
+        if self.body.prompt_logprobs is None or prompt_logprobs is None:
             return None
         number = self.body.prompt_logprobs
-        both = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
+        both = zip(token_ids, prompt_logprobs, strict=True)
         return [None if of is None else self._ranked(only(number, token, of), number) for token, of in both]
 
     def _ranked(self, logprobs: Mapping[int, float], num_ranked: int) -> Json:
@@ -205,54 +259,57 @@ class CompletionAnswer(Answer):
 
     def _choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> Json:
         prompt = self.prompts[number // (self.body.n or 1)]
-        token_ids, logprobs, text = one.token_ids, one.logprobs, one.text
+        generated, text, logprobs = one.token_ids, one.text, self._logprobs(one.token_ids, one.logprobs, prompt)
         if self._only_echo:
-            token_ids, logprobs, text = (), () if logprobs is not None else None, ""
+            generated, text, logprobs = (), "", self._logprobs((), one.logprobs, prompt)
         if self.body.echo:
             text = self._prompt_text(prompt) + text
-            token_ids = (*output.prompt_token_ids, *token_ids)
-            if logprobs is not None:
-                both = zip(output.prompt_token_ids, output.prompt_logprobs or (), strict=True)
-                asked = self.body.logprobs or 0
-                of_prompt = (None if of is None else only(asked, token, of) for token, of in both)
-                logprobs = (*of_prompt, *logprobs)  # type: ignore[arg-type]
+            logprobs = _joined(self._logprobs_of_prompt(prompt, output.prompt_logprobs), logprobs)
         choice: Json = {
             "index": number,
             "text": text,
-            "logprobs": None if logprobs is None else self._logprobs(token_ids, logprobs, 0),
+            "logprobs": logprobs,
             "finish_reason": "length" if self._only_echo else one.finish_reason,
             "stop_reason": None if self._only_echo else one.stop_reason,
         }
         if self.body.return_token_ids:
-            generated = [] if self._only_echo else list(one.token_ids)
-            choice |= {"token_ids": generated, "prompt_token_ids": list(output.prompt_token_ids)}
+            choice |= {"token_ids": list(generated), "prompt_token_ids": list(output.prompt_token_ids)}
         return choice
 
-    def _num_generated(self, one: CompletionOutput) -> int:
-        return 0 if self._only_echo else len(one.token_ids)
+    def _num_generated(self, token_ids: Sequence[int]) -> int:
+        return 0 if self._only_echo else len(token_ids)
 
     @property
     def _only_echo(self) -> bool:
         """Nothing is to be generated; the engine has made one token, for the prompt's sake."""
         return self.body.max_tokens == 0
 
-    def _first_choices(self, number: int, prompt: Prompt, told: Told) -> Iterable[Json]:
-        if self.body.echo:
-            text = self._prompt_text(prompt)
-            told.num_characters += len(text)
-            yield {"index": number, "text": text, "logprobs": None, "finish_reason": None, "stop_reason": None}
+    def _first_chunks(self, number: int, prompt: Prompt, prompt_logprobs: PromptLogprobs | None) -> Iterable[Json]:
+        first: Json = {}
+        if self.body.return_token_ids:
+            first["prompt_token_ids"] = list(prompt.token_ids)
+        if (ranked := self._prompt_logprobs(prompt.token_ids, prompt_logprobs)) is not None:
+            first["prompt_logprobs"] = ranked
+        if self.body.echo or first:
+            text = self._prompt_text(prompt) if self.body.echo else ""
+            logprobs = self._logprobs_of_prompt(prompt, prompt_logprobs) if self.body.echo else None
+            nothing = {"finish_reason": None, "stop_reason": None}
+            yield {"choices": [{"index": number, "text": text, "logprobs": logprobs} | nothing | first]}
 
     def _choice_piece(self, number: int, new: CompletionUpdate, told: Told) -> Json:
-        logprobs = new.new_logprobs
+        generated = () if self._only_echo else new.new_token_ids
+        logprobs = None
+        if told.places and new.new_logprobs is not None and not self._only_echo:
+            logprobs = self._with_places(generated, new.new_logprobs, told.places.of(generated))
         choice: Json = {
             "index": number,
-            "text": new.new_text,
-            "logprobs": None if logprobs is None else self._logprobs(new.new_token_ids, logprobs, told.num_characters),
-            "finish_reason": new.finish_reason,
-            "stop_reason": new.stop_reason,
+            "text": "" if self._only_echo else new.new_text,
+            "logprobs": logprobs,
+            "finish_reason": "length" if self._only_echo and new.finish_reason else new.finish_reason,
+            "stop_reason": None if self._only_echo else new.stop_reason,
         }
         if self.body.return_token_ids:
-            choice["token_ids"] = list(new.new_token_ids)
+            choice["token_ids"] = list(generated)
         return choice
 
     def _beside(self, prompt_logprobs: list[list[Json | None] | None], choices: list[Json]) -> Json:
@@ -261,24 +318,59 @@ class CompletionAnswer(Answer):
         return {}
 
     def _prompt_text(self, prompt: Prompt) -> str:
+        """The prompt as it was given. Of one that was given as tokens, special ones are shown too; the beginning of a
+        character at its end belongs to what is generated, if anything is."""
         if prompt.text is not None:
             return prompt.text
-        return self.tokens.decode(prompt.token_ids)
+        if self._only_echo:
+            return self.tokens.decode_all(prompt.token_ids)
+        return text_without_end(prompt.token_ids, self.tokens.decode_all)
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, float] | None], offset: int) -> Json:
-        texts = [self.tokens(token_id) for token_id in token_ids]
-        offsets = []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        chosen = [
-            None if of is None else max(of[token], LEAST_LOGPROB) for token, of in zip(token_ids, logprobs, strict=True)
-        ]
-        top = [
-            None if of is None else {self.tokens(token): max(logprob, LEAST_LOGPROB) for token, logprob in of.items()}
-            for of in logprobs
-        ]
-        return {"text_offset": offsets, "token_logprobs": chosen, "tokens": texts, "top_logprobs": top}
+    def _places(self, prompt: Prompt) -> Places | None:
+        if self.body.logprobs is None:
+            return None
+        return Places(self.tokens, prompt, len(self._prompt_text(prompt)) if self.body.echo else 0)
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Logprobs | None, prompt: Prompt) -> Json | None:
+        """Those of an output."""
+        places = self._places(prompt)
+        if logprobs is None or places is None:
+            return None
+        return self._with_places(token_ids, logprobs[: len(token_ids)], places.of(token_ids))
+
+    def _logprobs_of_prompt(self, prompt: Prompt, logprobs: PromptLogprobs | None) -> Json | None:
+        """Those of a prompt that is echoed, as many for each token as are asked for of the output."""
+        if self.body.logprobs is None or logprobs is None:
+            return None
+        both = zip(prompt.token_ids, logprobs, strict=True)
+        asked = [None if of is None else only(self.body.logprobs, token, of) for token, of in both]
+        return self._with_places(prompt.token_ids, asked, places_in_prompt(prompt, self.tokens))
+
+    def _with_places(
+        self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, float] | None], places: list[int]
+    ) -> Json:
+        both = list(zip(token_ids, logprobs, strict=True))
+        return {
+            "text_offset": places,
+            "token_logprobs": [None if of is None else max(of[token], LEAST_LOGPROB) for token, of in both],
+            "tokens": [self.tokens(token) for token in token_ids],
+            "top_logprobs": [None if of is None else self._by_text(token, of) for token, of in both],
+        }
+
+    def _by_text(self, chosen: int, logprobs: Mapping[int, float]) -> Json:
+        """The log-probabilities, which are in order, by the tokens' texts. Of several tokens with one text, as parts of
+        characters have it, the chosen one counts, or else the likeliest."""
+        by_text: Json = {}
+        for token, logprob in logprobs.items():
+            by_text.setdefault(self.tokens(token), max(logprob, LEAST_LOGPROB))
+        return by_text | {self.tokens(chosen): max(logprobs[chosen], LEAST_LOGPROB)}
+
+
+def _joined(first: Json | None, second: Json | None) -> Json | None:
+    """The log-probabilities of a prompt, and behind them those of its output."""
+    if first is None or second is None:
+        return second
+    return {name: [*first[name], *second[name]] for name in first}
 
 
 class ChatAnswer(Answer):
@@ -289,7 +381,7 @@ class ChatAnswer(Answer):
     body: ChatBody
 
     def _choice(self, number: int, output: RequestOutput, one: CompletionOutput) -> Json:
-        content = (self.body.messages[-1].get("content") or "") + one.text if self._echoes else one.text
+        content = self._echo + one.text
         choice: Json = {
             "index": number,
             "message": {"role": self._role, "content": content},
@@ -302,18 +394,30 @@ class ChatAnswer(Answer):
         return choice
 
     @property
-    def _echoes(self) -> bool:
-        """The message that is continued comes back in front of what continues it."""
+    def _echo(self) -> str:
+        """The message that is continued, which comes back in front of what continues it."""
         last = self.body.messages[-1]
-        return bool(self.body.echo and last.get("role") == self._role and isinstance(last.get("content"), str))
+        content = last.get("content")
+        return content if self.body.echo and last.get("role") == self._role and isinstance(content, str) else ""
 
     @property
     def _role(self) -> str:
         last = self.body.messages[-1].get("role")
         return str(last) if self.body.continue_final_message and last else "assistant"
 
-    def _first_choices(self, number: int, prompt: Prompt, told: Told) -> Iterable[Json]:
-        yield {"index": number, "delta": {"role": self._role, "content": ""}, "logprobs": None, "finish_reason": None}
+    def _first_chunks(self, number: int, prompt: Prompt, prompt_logprobs: PromptLogprobs | None) -> Iterable[Json]:
+        nothing = {"logprobs": None, "finish_reason": None}
+        first: Json = {"choices": [{"index": number, "delta": {"role": self._role, "content": ""}} | nothing]}
+        if self.body.return_token_ids:
+            first["prompt_token_ids"] = list(prompt.token_ids)
+        if (ranked := self._prompt_logprobs(prompt.token_ids, prompt_logprobs)) is not None:
+            first["prompt_logprobs"] = ranked
+        yield first
+        if self._echo:
+            yield {"choices": [{"index": number, "delta": {"content": self._echo}} | nothing]}
+
+    def _places(self, prompt: Prompt) -> None:
+        return None
 
     def _choice_piece(self, number: int, new: CompletionUpdate, told: Told) -> Json:
         logprobs = new.new_logprobs
@@ -339,12 +443,13 @@ class ChatAnswer(Answer):
         return {"content": [self._ranking(token, of) for token, of in zip(token_ids, logprobs, strict=True)]}
 
     def _ranking(self, token_id: int, logprobs: Mapping[int, float]) -> Json:
-        likeliest = list(logprobs.items())[: self.body.top_logprobs or 0]
+        number = len(logprobs) if self.body.logprob_token_ids else self.body.top_logprobs or 0
+        likeliest = list(logprobs.items())[:number]
         return self._entry(token_id, logprobs[token_id]) | {"top_logprobs": [self._entry(*one) for one in likeliest]}
 
     def _entry(self, token_id: int, logprob: float) -> Json:
-        text = self.tokens(token_id)
-        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": list(text.encode())}
+        own = list(self.tokens.bytes_of(token_id))
+        return {"token": self.tokens(token_id), "logprob": max(logprob, LEAST_LOGPROB), "bytes": own}
 
 
 def only(number: int, token_id: int, logprobs: Mapping[int, float]) -> dict[int, float]:

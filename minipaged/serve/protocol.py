@@ -2,14 +2,16 @@
 
 Types and bounds are checked here, by pydantic; what a value means to the engine is checked where it is taken
 (`SamplingParams`, `Engine.add_request`), and either way the answer is a 400. Unknown fields are let pass, as vLLM does;
-what is known, and not there (tools, images, LoRA …), is refused by name. null is as good as nothing.
+what is known, and not there (tools, images, LoRA …), is refused by name. null is as good as nothing. Every field of
+vLLM's is one of the three: served, refused (`REFUSED`), or of no effect (`WITHOUT_EFFECT`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -56,13 +58,15 @@ _ELSEWHERE = "minipaged looks nothing up and keeps nothing; leave it out, and pu
 _THOUGHTS = "models here do not think before they answer; leave it out"
 _STRUCTURE = "minipaged does not constrain output to a grammar; leave it out"
 _MEDIA = "the models that minipaged runs read and write text only; leave it out"
+_NO_EXTENSIONS = "nothing here reads it; leave it out"
 REFUSED = {
     **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _TOOLS),
     **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), _STRUCTURE),
     **dict.fromkeys(("guided_grammar", "response_format"), _STRUCTURE),
-    **dict.fromkeys(("audio", "modalities", "mm_processor_kwargs"), _MEDIA),
+    **dict.fromkeys(("audio", "modalities", "mm_processor_kwargs", "media_io_kwargs"), _MEDIA),
     **dict.fromkeys(("web_search_options", "documents", "store"), _ELSEWHERE),
     **dict.fromkeys(("reasoning_effort", "thinking_token_budget", "verbosity"), _THOUGHTS),
+    **dict.fromkeys(("vllm_xargs", "ec_transfer_params"), _NO_EXTENSIONS),
     "prediction": "minipaged does not take a guess at its output; leave it out, it would change no token",
     "service_tier": "all requests are served alike; leave it out, or use priority, where the server looks at that",
     "kv_transfer_params": "blocks are asked for by their tokens (--kv-connector); leave it out",
@@ -72,17 +76,44 @@ REFUSED = {
     "cache_salt": "equal prefixes share their blocks, whoever sent them; --no-prefix-caching keeps them apart",
     "lora_request": "minipaged loads no adapters; merge it into the weights",
     "prompt_embeds": "minipaged takes prompts as text or token ids",
+    "repetition_detection": "minipaged ends no text for repeating itself; use stop or repetition_penalty",
+    "stream_interval": "each step's tokens are sent at once; leave it out",
+    "watermarking": "minipaged puts no mark into the text; leave it out",
+    "return_prompt_text": "the text is not sent back; /tokenize with these messages, and /detokenize, give it",
+    "return_token_offsets": "minipaged tells where tokens begin with echo and logprobs; leave it out",
+    "return_weight_versions": "a model's weights are the same from its start to its end; leave it out",
+    "routed_experts_prompt_start": "the models that minipaged runs have no experts; leave it out",
 }
 """Fields that are known and not there, and what to do instead."""
-DONE_ANYWAY = {
+DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "ec_transfer_params"), ({},)),
+    "kv_transfer_params": ({},),
     "best_of": (1,),
     "service_tier": ("default",),
     "verbosity": ("medium",),
     "reasoning_effort": ("minimal",),
+    "thinking_token_budget": (-1,),
+    "stream_interval": (1,),
 }
 """Values of theirs that ask for what is done here without them."""
+WITHOUT_EFFECT = {
+    "session_id": "it says whose a request is, and all requests are served alike",
+    "parallel_tool_calls": "it says how tools are called, and there are none",
+    "include_reasoning": "models here do not think before they answer, so there is nothing to leave out",
+    **dict.fromkeys(("mm_payload", "return_mm_kwargs"), "it is about images, and there are none"),
+}
+"""Fields of vLLM's that are let pass, whatever they say, and why they make no difference."""
 NOT_WITH_BEAMS = (
-    *("logprobs", "prompt_logprobs", "stop", "stop_token_ids", "min_tokens", "logit_bias", "allowed_token_ids"),
+    *(
+        "logprobs",
+        "logprob_token_ids",
+        "prompt_logprobs",
+        "stop",
+        "stop_token_ids",
+        "min_tokens",
+        "logit_bias",
+        "allowed_token_ids",
+    ),
     *("bad_words", "presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
 ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, [], "", "none", "auto", ["text"], {"type": "text"})
@@ -90,6 +121,12 @@ ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, [], "", "none", "auto", ["text
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
+
+    def check(self) -> None:
+        """Raise InvalidRequest for what is not there, and for what goes against something else that is asked for."""
+        for name, value in (self.model_extra or {}).items():
+            if name in REFUSED and value not in (*ASKS_FOR_NOTHING, *DONE_ANYWAY.get(name, ())):
+                raise InvalidRequest(f"{name} is not supported: {REFUSED[name]}")
 
 
 class StreamOptions(_Body):
@@ -120,7 +157,11 @@ class SamplingBody(_Body):
     logit_bias: LogitBias | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Words | None = None
+    logprob_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    truncation_side: Literal["left", "right"] | None = None
+    """Which end of the prompt is cut off."""
     truncate_prompt_tokens: Annotated[Whole, Field(ge=-1)] | None = None
     prompt_logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     use_beam_search: bool | None = False
@@ -134,14 +175,13 @@ class SamplingBody(_Body):
     user: str | None = None
 
     def check(self) -> None:
-        """Raise InvalidRequest for what goes against something else that is asked for."""
-        for name, value in (self.model_extra or {}).items():
-            if name in REFUSED and value not in (*ASKS_FOR_NOTHING, *DONE_ANYWAY.get(name, ())):
-                raise InvalidRequest(f"{name} is not supported: {REFUSED[name]}")
-        if self.stream_options is not None and not self.stream:
+        super().check()
+        if not self.stream and self.stream_options is not None and self.stream_options.model_fields_set:
             raise InvalidRequest("stream_options has a meaning only with stream=true; set that, or leave it out")
-        if self.stream and self.prompt_logprobs is not None:
-            raise InvalidRequest("prompt_logprobs cannot be streamed; leave out stream")
+        if self.stream and self.prompt_logprobs:
+            raise InvalidRequest("prompt_logprobs above 0 cannot be streamed; leave out stream")
+        if self.logprob_token_ids and self.reported is None:
+            raise InvalidRequest("logprob_token_ids has a meaning only with logprobs; set that, or leave it out")
         if self.stream and self.use_beam_search:
             raise InvalidRequest("beam search has nothing that stays before its end; leave out stream")
         if not self.use_beam_search and self.length_penalty not in (None, 1.0):
@@ -154,21 +194,24 @@ class SamplingBody(_Body):
             if getattr(self, name, None) not in (None, False, [], {}, type(self).model_fields[name].default):
                 raise InvalidRequest(f"{name} has no meaning with use_beam_search, which does not sample; leave it out")
 
-    def params(
-        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None, room: int
-    ) -> SamplingParams | BeamSearchParams:
-        """What the engine is to do. `room`: tokens that max_model_len leaves. Raises InvalidRequest."""
+    @property
+    @abstractmethod
+    def reported(self) -> int | None:
+        """The number of likeliest tokens whose log-probabilities are asked for; None: of no token."""
+
+    def params(self, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams | BeamSearchParams:
+        """What the engine is to do. `max_tokens`: None for as many as fit. Raises InvalidRequest."""
         if self.use_beam_search:
             return BeamSearchParams(
                 beam_width=self.n or 1,
-                max_tokens=room if max_tokens is None else max_tokens,
+                max_tokens=max_tokens,
                 length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
                 ignore_eos=bool(self.ignore_eos),
             )
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}
         if self.logit_bias is not None:
             given["logit_bias"] = {_token(key): value for key, value in self.logit_bias.items()}
-        asked = {"max_tokens": max_tokens, "logprobs": logprobs}
+        asked = {"max_tokens": max_tokens, "logprobs": None if self.logprob_token_ids else self.reported}
         if prompt_logprobs is not None:
             asked["prompt_logprobs"] = prompt_logprobs
         return SamplingParams(**given | asked)
@@ -208,12 +251,25 @@ class CompletionBody(SamplingBody):
     echo: bool | None = False
     add_special_tokens: bool | None = True
 
+    @property
+    def reported(self) -> int | None:
+        return self.logprobs
+
+    def check(self) -> None:
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise InvalidRequest("max_tokens is 0, which asks for nothing; only with echo=true it asks for the prompt")
+        if self.max_tokens == 0 and self.logprob_token_ids:
+            raise InvalidRequest(
+                "logprob_token_ids is about generated tokens, and max_tokens is 0; leave one of them out"
+            )
+
     def prompts(self) -> list[str] | list[list[int]]:
-        """Raises InvalidRequest for none, an empty one, and more than are taken."""
+        """Raises InvalidRequest for none, and for more than are taken."""
         prompt = self.prompt
         one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))  # type: ignore[index]
         prompts = [prompt] if one else prompt
-        if not prompts or not all(prompts):
+        if not prompts:
             raise InvalidRequest("prompt is empty; give it at least one token")
         if len(prompts) > MOST_PROMPTS:
             raise InvalidRequest(f"prompt holds {len(prompts)} prompts; at most {MOST_PROMPTS} are taken at a time")
@@ -221,6 +277,7 @@ class CompletionBody(SamplingBody):
 
 
 Message = dict[str, Any]
+_TEMPLATE_WRITES_THEM = "add_special_tokens is not supported: the chat template writes them; leave it out"
 SHAPES = {
     "prompt": f"a text, a list of texts, a list of token ids, or a list of such lists of at most {2**18:,}",
     "stop": f"a text, or a list of at most {MOST_STOP_STRINGS}, of {MOST_CHARACTERS_TO_LOOK_FOR:,} characters at most",
@@ -240,7 +297,7 @@ def check_messages(messages: Sequence[Message]) -> None:
         for name in ("tool_calls", "function_call"):
             if message.get(name):
                 raise InvalidRequest(f'{where} has "{name}": {_TOOLS}')
-        if message.get("content") is None:
+        if message.get("content") is None and role != "assistant":
             raise InvalidRequest(f'{where} has no "content"; give it one, which may be ""')
         try:
             with_plain_content(message)
@@ -262,14 +319,16 @@ class ChatBody(SamplingBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    @property
+    def reported(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
     def check(self) -> None:
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs has a meaning only with logprobs=true; set that, or leave it out")
         if (self.model_extra or {}).get("add_special_tokens"):
-            raise InvalidRequest("add_special_tokens is not supported: the chat template writes them; leave it out")
-        if self.echo and self.stream:
-            raise InvalidRequest("echo cannot be streamed; leave out stream")
+            raise InvalidRequest(_TEMPLATE_WRITES_THEM)
 
 
 class TokenizeBody(_Body):
@@ -284,6 +343,13 @@ class TokenizeBody(_Body):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = False
+
+    def check(self) -> None:
+        super().check()
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either prompt or messages")
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidRequest(_TEMPLATE_WRITES_THEM)
 
 
 class DetokenizeBody(_Body):

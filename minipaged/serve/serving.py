@@ -15,7 +15,7 @@ from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.models.config import ModelConfig
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
-from minipaged.params import EngineConfig
+from minipaged.params import EngineConfig, truncated
 from minipaged.serve.answers import ChatAnswer, CompletionAnswer, Json, Prompt, Tokens
 from minipaged.serve.live.watch import Watch
 from minipaged.serve.metrics import Metrics
@@ -95,7 +95,7 @@ class Words(ABC):
         self.names = names
         self._trust_chat_templates = trust_chat_templates
         self._config = allm.llm.config
-        self._text_of = lru_cache(self._config.vocab_size)(self._token_text)
+        self._bytes_of = lru_cache(self._config.vocab_size)(lambda token_id: self._tokenizer.token_bytes(token_id))
 
     @abstractmethod
     async def check_health(self) -> None:
@@ -123,16 +123,11 @@ class Words(ABC):
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         prompts = await self._prompts(body, max_tokens)
         prompt_logprobs = body.prompt_logprobs
-        if body.echo and body.stream and (body.logprobs is not None or max_tokens == 0):
-            raise InvalidRequest("echo with logprobs, or with max_tokens 0, cannot be streamed; leave out stream")
         if body.echo and body.logprobs is not None:
             prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
-        if max_tokens == 0 and not body.echo:
-            raise InvalidRequest("max_tokens is 0, which asks for nothing; only with echo=true it asks for the prompt")
         answer = CompletionAnswer(answer_id, engine_id, self._name(body.model), body, prompts, self._tokens(body))
         answer.params = [
-            body.params(max(1, max_tokens), body.logprobs, prompt_logprobs, self._room(prompt, max_tokens))
-            for prompt in prompts
+            body.params(self._most(prompt, body, max(1, max_tokens)), prompt_logprobs) for prompt in prompts
         ]
         return answer
 
@@ -144,31 +139,29 @@ class Words(ABC):
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         max_tokens: int | None = getattr(body, name)
         prompts = [self._prompt(None, token_ids, body, max_tokens)]
-        logprobs = body.top_logprobs or 0 if body.logprobs else None
         answer = ChatAnswer(answer_id, engine_id, self._name(body.model), body, prompts, self._tokens(body))
-        room = self._room(prompts[0], max_tokens, name, "messages")
-        answer.params = [body.params(max_tokens, logprobs, body.prompt_logprobs, room)]
+        answer.params = [body.params(self._most(prompts[0], body, max_tokens, name, "messages"), body.prompt_logprobs)]
         return answer
 
     async def tokenize(self, body: TokenizeBody) -> Json:
         """The tokens of a prompt or of a conversation."""
         self.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("give either prompt or messages")
+        body.check()
         if body.prompt is not None:
             [tokens] = await self._encode([body.prompt], body.add_special_tokens)
         else:
             assert body.messages is not None
             tokens = await self._encode_chat(body.messages, body)
-        texts = [self._text_of(token) for token in tokens] if body.return_token_strs else None
+        names = [self._tokenizer.token_name(token) for token in tokens] if body.return_token_strs else None
         length = self._config.max_model_len
-        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": texts}
+        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": names}
 
     async def detokenize(self, body: DetokenizeBody) -> Json:
-        """The text of tokens."""
+        """The text of tokens, special ones too."""
         self.check_model(body.model)
         self._check_tokens(body.tokens)
-        return {"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens)}
+        decode = partial(self._tokenizer.decode, skip_special_tokens=False)
+        return {"prompt": await asyncio.to_thread(decode, body.tokens)}
 
     def check_model(self, name: str | None) -> None:
         """Raise UnknownModel for one that is not served; no name will do."""
@@ -208,13 +201,15 @@ class Words(ABC):
         return [self._prompt(None, tokens, body, max_tokens) for tokens in given]
 
     def _prompt(self, text: str | None, tokens: Sequence[int], body: SamplingBody, max_tokens: int | None) -> Prompt:
-        """The prompt, or its last tokens where it is to be truncated: so many, or (-1) as many as there is room for."""
+        """The prompt, or what is kept of it where it is to be truncated: `truncate_prompt_tokens`, or, for -1, as many
+        tokens as leave room for `max_tokens`. Raises InvalidRequest for a prompt without tokens."""
+        if not tokens:
+            raise InvalidRequest("prompt is empty; give it at least one token")
         most = body.truncate_prompt_tokens
         if most == -1:
-            most = self._config.max_model_len - max(1, max_tokens or 1)
-        if most is None or len(tokens) <= most:
-            return Prompt(text, tokens)
-        return Prompt(None, tokens[-most:])
+            most = max(1, self._config.max_model_len - max(1, max_tokens or 1))
+        kept = truncated(tokens, most, body.truncation_side or "left")
+        return Prompt(text if len(kept) == len(tokens) else None, kept)
 
     def _check_length(self, num_characters: int, param: str) -> None:
         """Refuse at once what will be too long as tokens, which would take seconds to find out."""
@@ -252,21 +247,34 @@ class Words(ABC):
             return await asyncio.to_thread(encode)  # the first one imports a library
         return await self.allm.tokenizing(length, encode)
 
-    def _room(self, prompt: Prompt, max_tokens: int | None, name: str = "max_tokens", of_prompt: str = "prompt") -> int:
-        """How many tokens max_model_len leaves. Raises TooLong: more are asked for, in the field `name`, or the prompt,
-        in the field `of_prompt`, leaves none."""
-        length, room = len(prompt.token_ids), self._config.max_model_len - len(prompt.token_ids)
-        if room < (max_tokens or 1):
-            if max_tokens and room > 0:
-                raise TooLong(
-                    f"{name} is {max_tokens}; {self._longest}, and the prompt has {length}: "
-                    f"shorten it, or lower {name} to {room}",
-                    name,
-                )
+    def _most(
+        self,
+        prompt: Prompt,
+        body: SamplingBody,
+        max_tokens: int | None,
+        name: str = "max_tokens",
+        of_prompt: str = "prompt",
+    ) -> int | None:
+        """The tokens to generate at most: `max_tokens`, or None, for as many as fit, where the prompt leaves room for
+        fewer. As in vLLM, only more than max_model_len is refused.
+
+        Raises TooLong for more, in the field `name`, and for a prompt, in the field `of_prompt`, that leaves no room.
+        """
+        length, most = len(prompt.token_ids), self._config.max_model_len
+        if max_tokens is not None and max_tokens > most:
+            raise TooLong(f"{name} is {max_tokens}, and {self._longest}; lower it to that", name)
+        if length >= most:
             raise TooLong(
                 f"{self._longest}, and the prompt has {length}; shorten it, or give truncate_prompt_tokens", of_prompt
             )
-        return room
+        room = most - length
+        if body.min_tokens and body.min_tokens > room and not (max_tokens and body.min_tokens > max_tokens):
+            raise TooLong(
+                f"min_tokens is {body.min_tokens}; {self._longest}, and the prompt has {length}: "
+                f"shorten it, or lower min_tokens to {room}",
+                "min_tokens",
+            )
+        return max_tokens if max_tokens is not None and max_tokens <= room else None
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -274,10 +282,11 @@ class Words(ABC):
                 raise InvalidRequest(f"tokens holds {token}; tokens are the numbers 0 to {self._config.vocab_size - 1}")
 
     def _tokens(self, body: SamplingBody) -> Tokens:
-        return Tokens(self._text_of, self._tokenizer.decode, bool(body.return_tokens_as_token_ids))
-
-    def _token_text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        decode, spaces = self._tokenizer.decode, body.spaces_between_special_tokens is not False
+        decode_all = partial(decode, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        shown = decode if body.skip_special_tokens is not False or body.use_beam_search else decode_all
+        special_ids = self._tokenizer.special_token_ids
+        return Tokens(self._bytes_of, special_ids, shown, decode_all, bool(body.return_tokens_as_token_ids))
 
 
 class Serving(Words):

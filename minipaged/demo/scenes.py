@@ -16,7 +16,7 @@ from typing import Any
 from minipaged.demo.measures import Measures
 from minipaged.demo.stage import Arrival, Run, Stage
 from minipaged.demo.ticker import printable
-from minipaged.engine.detokenizer import Decode
+from minipaged.engine.detokenizer import Decode, text_of
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
 from minipaged.models.shards import Shard, shard_of
@@ -260,7 +260,7 @@ def beam_tree(decode: Decode, beams: Sequence[tuple[Sequence[int], float]], star
         while end < shortest and len({tokens[end] for tokens, _ in same}) == 1:
             end += 1
         last = i == len(groups) - 1
-        words = " ".join(decode(list(same[0][0][start:end])).split())
+        words = " ".join(text_of(same[0][0][start:end], decode, same[0][0][:start]).split())
         scored = f"({same[0][1]:.2f}) " if len(same) == 1 else ""
         yield f"{'`' if last else '|'}- {scored}{printable(words)}".rstrip()
         if len(same) > 1:

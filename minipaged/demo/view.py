@@ -28,7 +28,7 @@ from rich.segment import Segment
 from rich.style import Style
 
 from minipaged.demo.ticker import printable
-from minipaged.engine.detokenizer import Decode
+from minipaged.engine.detokenizer import Decode, text_of
 from minipaged.replay.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, Pool, State
 from minipaged.replay.teller import Sentence
 
@@ -119,6 +119,10 @@ class Frame:
         return "\n".join("".join(text for text, _, _ in line).rstrip() for line in self.lines)
 
 
+BEHIND = 12
+"""Tokens that are decoded before those that are shown: a character may begin in them."""
+
+
 @dataclass(slots=True)
 class View:
     """Draws states. `decode` turns token ids into text (None: they are shown as numbers)."""
@@ -129,11 +133,12 @@ class View:
     unicode: bool = True
     questions: Mapping[str, str] = field(default_factory=dict)
     """The prompt of a request as a reader wants it: without the chat template around it."""
-    _words: Callable[[tuple[int, ...]], str] = field(init=False)
+    _words: Callable[..., str] = field(init=False)
+    """The text of tokens, and of tokens behind others."""
 
     def __post_init__(self) -> None:
         decode = self.decode or (lambda tokens: "".join(f" {token}" for token in tokens))
-        self._words = lru_cache(maxsize=4096)(lambda tokens: printable(decode(tokens)))
+        self._words = lru_cache(maxsize=4096)(lambda tokens, behind=(): printable(text_of(tokens, decode, behind)))
 
     def word(self, token: int) -> str:
         """The text of one token."""
@@ -382,7 +387,7 @@ class View:
         """The end of its text, the question before it."""
         kept = sequence.output[-max(40, width // 2) :]
         cut = len(kept) < len(sequence.output)
-        text = self._words(tuple(kept)).strip()
+        text = self._words(tuple(kept), tuple(sequence.tokens[: len(sequence.tokens) - len(kept)][-BEHIND:])).strip()
         question = self.questions.get(sequence.request.name, "")
         if not question and not sequence.output:
             question = self._words(tuple(sequence.prompt[-60:])).strip()

@@ -33,6 +33,7 @@ from minipaged.replay.teller import Topic, numbers
 from minipaged.replay.timeline import Timeline
 from minipaged.shared_storage import SharedStorageConnector
 from tests.tiny_model import make_tiny_model
+from tests.tokens import bytes_joined, token
 
 NAMES = [scene.name for scene in SCENES]
 EVERY = [*NAMES, "tensor-parallel", "disaggregated"]
@@ -193,6 +194,13 @@ def test_beams_are_a_tree_of_what_they_have_in_common() -> None:
         "   |  `- (-0.40) wide",
         "   `- (-0.20) sky",
     ]
+
+
+def test_a_tree_of_beams_cuts_no_character() -> None:
+    """Two beams may part within one."""
+    euro = [token(bytes([byte])) for byte in "€".encode()]
+    beams = [((token(b"a"), *euro[:2], euro[2]), -0.1), ((token(b"a"), *euro[:2], token(b"b")), -0.2)]
+    assert list(beam_tree(bytes_joined, beams)) == ["`- a\ufffd", "   |- (-0.10) €", "   `- (-0.20) \ufffdb"]
 
 
 def test_all_but_the_first_request_find_the_shared_prompt_in_the_cache(played: dict[str, Outcome]) -> None:

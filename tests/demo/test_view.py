@@ -26,12 +26,14 @@ from minipaged.events import (
     RequestRefused,
     StepFinished,
     SwappedIn,
+    TokenGenerated,
     TokensComputed,
 )
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.replay.state import State
 from minipaged.replay.teller import tell
 from minipaged.replay.timeline import Timeline
+from tests.tokens import bytes_joined, token
 from tests.workloads import Run, Workload, WorkloadRequest, letters, random_workload
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -230,6 +232,21 @@ def test_names_reasons_and_prompts_cannot_command_the_terminal() -> None:
         frame = view.frame(timeline.state, 100, 30, replace(CAPTION, run=evil), notes, Status())
         assert all(line.isprintable() for line in frame.text().splitlines())
     assert notes, "nothing was told"
+
+
+def test_a_character_that_begins_in_the_prompt_is_whole_in_the_answer() -> None:
+    """And so is one at which the end of a long answer is cut (text-of-all)."""
+    view = View(bytes_joined)
+    parts = [token(bytes([byte])) for byte in "€".encode()]
+    for number in (0, 200):
+        state = State()
+        state.apply(EngineStarted(64, 0, 16, 1024))
+        state.apply(RequestArrived("r", 0, tuple(parts[:1]), 1))
+        state.apply(TokensComputed(0, 1, (0,), 0))
+        for one in parts[1:] + parts * number:
+            state.apply(TokenGenerated("r", 0, one, -0.1))
+        [sequence] = state.sequences.values()
+        assert set(view._text(sequence, 100)) <= {"€", "…"}
 
 
 def test_the_newest_words_are_seen_even_when_every_character_is_two_columns_wide() -> None:

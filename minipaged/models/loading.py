@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from minipaged.errors import ModelError
 from minipaged.models.config import ModelConfig, token_ids, weight_shapes
+from minipaged.models.json_files import parse_json, read_json
 from minipaged.models.quantized import check_unquantized, formats_of
 from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor
 from minipaged.models.quantized.stored import StoredMatrix
@@ -309,7 +310,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header_size = int.from_bytes(file.read(8), "little")
         if 8 + header_size > size:
             raise ModelError(f"{path} is truncated: {size} bytes, but its header alone takes {8 + header_size}")
-        header = _parse_json(file.read(header_size), path)
+        header = parse_json(file.read(header_size), path)
     header.pop("__metadata__", None)
     tensors, end_of_file = {}, 8 + header_size
     for name, entry in header.items():
@@ -397,18 +398,3 @@ def _read_columns(
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Tensors that some checkpoints carry although they follow from the rest."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`, or ModelError."""
-    return _parse_json(path.read_bytes(), path)
-
-
-def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
-    try:
-        parsed = json.loads(data)
-    except ValueError as error:
-        raise ModelError(f"{path} is damaged: its JSON does not parse ({error})") from None
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{path} is damaged: its JSON is not an object")
-    return parsed

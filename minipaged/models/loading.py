@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +34,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minipaged.errors import ModelError
-from minipaged.models.config import ModelConfig, token_ids, weight_shapes
+from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.models.end_tokens import end_token_ids
 from minipaged.models.json_files import parse_json, read_json
 from minipaged.models.quantized import check_unquantized, formats_of
 from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor
@@ -71,19 +71,14 @@ QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model's shape, from `config.json`; the tokens that end a text from `generation_config.json` if it says."""
+    """The model's shape, from `config.json`, and the tokens that end an answer, from all files that name one."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} holds no config.json; name a folder in the format of the Hugging Face hub")
     config = ModelConfig.from_dict(read_json(path))
     if formats := load_formats(folder):  # refuses what is not read
         config = replace(config, kv_cache_dtype=formats.kv_cache_dtype)
-    # A chat model often ends its turn with another token than the base model ends a document with. transformers
-    # lets generation_config.json decide, and so do we.
-    generation = folder / "generation_config.json"
-    if generation.is_file() and (eos := token_ids(read_json(generation).get("eos_token_id"), "eos_token_id")):
-        config = replace(config, eos_token_ids=eos)
-    return config
+    return replace(config, eos_token_ids=end_token_ids(folder, config))
 
 
 def load_formats(folder: Path) -> Formats | None:

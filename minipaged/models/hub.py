@@ -37,6 +37,7 @@ HUB_FILES = ["config.json", "generation_config.json", "model*.safetensors", "mod
 HUB_FILES += [
     "tokenizer*.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template*",
     "quant_config.json",
     "quantize_config.json",

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +34,9 @@ import numpy as np
 import numpy.typing as npt
 
 from minipaged.errors import ModelError
-from minipaged.models.config import ModelConfig, token_ids, weight_shapes
+from minipaged.models.config import ModelConfig, weight_shapes
+from minipaged.models.end_tokens import end_token_ids
+from minipaged.models.json_files import parse_json, read_json
 from minipaged.models.quantized import check_unquantized, formats_of
 from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor
 from minipaged.models.quantized.stored import StoredMatrix
@@ -70,19 +71,14 @@ QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model's shape, from `config.json`; the tokens that end a text from `generation_config.json` if it says."""
+    """The model's shape, from `config.json`, and the tokens that end an answer, from all files that name one."""
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} holds no config.json; name a folder in the format of the Hugging Face hub")
     config = ModelConfig.from_dict(read_json(path))
     if formats := load_formats(folder):  # refuses what is not read
         config = replace(config, kv_cache_dtype=formats.kv_cache_dtype)
-    # A chat model often ends its turn with another token than the base model ends a document with. transformers
-    # lets generation_config.json decide, and so do we.
-    generation = folder / "generation_config.json"
-    if generation.is_file() and (eos := token_ids(read_json(generation).get("eos_token_id"), "eos_token_id")):
-        config = replace(config, eos_token_ids=eos)
-    return config
+    return replace(config, eos_token_ids=end_token_ids(folder, config))
 
 
 def load_formats(folder: Path) -> Formats | None:
@@ -309,7 +305,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         header_size = int.from_bytes(file.read(8), "little")
         if 8 + header_size > size:
             raise ModelError(f"{path} is truncated: {size} bytes, but its header alone takes {8 + header_size}")
-        header = _parse_json(file.read(header_size), path)
+        header = parse_json(file.read(header_size), path)
     header.pop("__metadata__", None)
     tensors, end_of_file = {}, 8 + header_size
     for name, entry in header.items():
@@ -397,18 +393,3 @@ def _read_columns(
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Tensors that some checkpoints carry although they follow from the rest."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`, or ModelError."""
-    return _parse_json(path.read_bytes(), path)
-
-
-def _parse_json(data: bytes, path: Path) -> dict[str, Any]:
-    try:
-        parsed = json.loads(data)
-    except ValueError as error:
-        raise ModelError(f"{path} is damaged: its JSON does not parse ({error})") from None
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{path} is damaged: its JSON is not an object")
-    return parsed

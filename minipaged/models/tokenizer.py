@@ -1,6 +1,7 @@
 """Text to token ids and back, as the model was trained to see them.
 
-`tokenizer.json` holds the whole tokenizer (vocabulary, merges, special tokens), and the `tokenizers` library runs it.
+`tokenizer.json` holds the tokenizer (vocabulary, merges, special tokens), the files beside it may add special tokens
+(`tokenizer_files.py`), and the `tokenizers` library runs it.
 A chat is one text too: the model's *chat template* writes the messages out with the special tokens that mark who
 speaks, and ends where the model's answer begins. Only for that is transformers imported, and only when a chat is
 asked for: importing it takes longer than everything else here.
@@ -18,10 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from minipaged.errors import InvalidRequest, ModelError
-from minipaged.models.loading import read_json
+from minipaged.models.tokenizer_files import read_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
 
 Message = Mapping[str, Any]
@@ -45,19 +47,10 @@ class Tokenizer:
     """The tokenizer of the model in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError when `folder` holds no readable `tokenizer.json`."""
-        from tokenizers import Tokenizer as Backend
-
+        """Raises ModelError when `folder` holds no readable tokenizer."""
         self.folder = folder
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{folder} holds no tokenizer.json; put the model's tokenizer.json there")
-        try:
-            self._backend: Backend = Backend.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
-            raise ModelError(f"{path} is damaged or of another format: {error}") from None
-        self._backend.no_truncation()
-        self._backend.no_padding()
+        self._files = read_tokenizer(folder)
+        self._backend = self._files.backend
 
     @cached_property
     def longest_token(self) -> int:
@@ -135,8 +128,9 @@ class Tokenizer:
         """The ids of a chat, up to where the model's answer begins. The options are those of `ChatOptions`.
 
         Each message has a "role" ("system", "user", "assistant") and a "content": a text, or a list of parts like
-        {"type": "text", "text": ...}, which become its lines. Raises InvalidRequest for messages the template cannot
-        write out, ModelError when the model has no template and none is given.
+        {"type": "text", "text": ...}, which become its lines. An assistant's content may be None. Raises
+        InvalidRequest for messages the template cannot write out, ModelError when the model has no template and none
+        is given.
         """
         if not messages:
             raise InvalidRequest("the chat is empty; give at least one message")
@@ -171,16 +165,10 @@ class Tokenizer:
         # The template has written the special tokens itself, the first one included.
         return self._encode(text, add_special_tokens=False)
 
-    @cached_property
+    @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text, as `tokenizer_config.json` names it."""
-        path = self.folder / "tokenizer_config.json"
-        if not path.is_file():
-            return None
-        token = read_json(path).get("eos_token")
-        if isinstance(token, dict):  # a token written out with its properties
-            token = token["content"]
-        return None if token is None else self._backend.token_to_id(token)
+        """The token that ends a text, as the tokenizer's files name it. A model may have more of them."""
+        return self._files.eos_token_id
 
     @cached_property
     def _added_tokens(self) -> dict[int, AddedToken]:
@@ -220,19 +208,51 @@ class Tokenizer:
             [found] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         except TypeError:
             # A lone surrogate (half a character, as a broken escape leaves behind) has no UTF-8 form.
-            raise InvalidRequest(f"a prompt must be text that can be written as UTF-8; got {text!r}") from None
+            raise InvalidRequest(f"a text must be one that can be written as UTF-8; got {text!r}") from None
         ids: list[int] = found.ids
         return ids
 
     @cached_property
     def in_transformers(self) -> PreTrainedTokenizerFast:
-        """The same tokenizer as transformers has it."""
+        """The same tokenizer as transformers has it. Raises ModelError where it is another one there.
+
+        Its `decode` cleans no spaces up, whatever the files say, because vLLM's engine does not either.
+        """
         # transformers would tell the reader that PyTorch is missing, which is as it should be here.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
+        untyped: dict[str, Any] = {role: self._files.roles[role] for role in self._files.untyped}
+        try:
+            tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+                self.folder, local_files_only=True, clean_up_tokenization_spaces=False, **untyped
+            )
+        except Exception as error:  # the files are the model's, and may say anything
+            raise ModelError(f"transformers cannot read the tokenizer in {self.folder}: {error}") from error
+        if differing := _differences(self._backend, tokenizer.backend_tokenizer):
+            raise ModelError(
+                f"the tokenizer in {self.folder} is another one in transformers (it differs in {differing}); save it "
+                "there again with tokenizer.save_pretrained of transformers"
+            )
         return tokenizer
+
+
+def _differences(ours: Backend, theirs: Backend) -> str:
+    """What two tokenizers differ in, as far as their files can make them differ."""
+
+    def parts(backend: Backend) -> dict[str, object]:
+        added = backend.get_added_tokens_decoder()
+        return {
+            "added tokens": {token_id: token.__getstate__() for token_id, token in added.items()},
+            "vocabulary size": backend.get_vocab_size(),
+            "normalizer": _steps(backend.normalizer),
+            "pre-tokenizer": _steps(backend.pre_tokenizer),
+            "decoder": _steps(backend.decoder),
+            "splitting of special tokens": backend.encode_special_tokens,
+        }
+
+    of_ours, of_theirs = parts(ours), parts(theirs)
+    return ", ".join(what for what in of_ours if of_ours[what] != of_theirs[what])
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:
@@ -262,12 +282,23 @@ BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def with_plain_content(message: Message) -> dict[str, Any]:
-    """The message, its content one text. As in vLLM, each part is a line."""
+    """The message as a template is given it: its content one text, and no key that says nothing.
+
+    As in vLLM, each part of a content is a line, and an assistant that says None says "". A key other than these two
+    says nothing if it is None, "", [] or {}: a template that asks whether there are "tool_calls" takes [] for some.
+    """
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         raise InvalidRequest(f'a message has a "role" and a "content"; got {message!r}')
-    content = message["content"]
+    content = _plain(message["role"], message["content"])
+    said = {key: value for key, value in message.items() if value is not None and value not in ("", [], {})}
+    return {**said, "role": message["role"], "content": content}
+
+
+def _plain(role: object, content: object) -> str:
     if isinstance(content, str):
-        return dict(message)
+        return content
+    if content is None and role == "assistant":
+        return ""
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequest(f'a "content" is a text, or a list of parts that are text; got {content!r}')
     lines = []
@@ -279,4 +310,4 @@ def with_plain_content(message: Message) -> dict[str, Any]:
                 f'a part of a "content" is {{"type": "text", "text": ...}}; models here read no part {what}'
             )
         lines.append(part["text"])
-    return {**message, "content": "\n".join(lines)}
+    return "\n".join(lines)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -160,8 +160,38 @@ def test_what_is_no_variable_of_a_template_is_refused(folder: Path, name: str) -
 
 
 def test_half_a_character_is_refused(folder: Path) -> None:
-    with pytest.raises(InvalidRequest, match="UTF-8"):
+    """Whatever the text is for: prompts, stop strings and bad words are all encoded here."""
+    with pytest.raises(InvalidRequest, match=r"^a text must be one that can be written as UTF-8"):
         Tokenizer(folder).encode("a\ud800")
+
+
+SAYS_NOTHING: list[Any] = [None, [], {}, ""]
+
+
+@pytest.mark.parametrize("value", SAYS_NOTHING)
+@pytest.mark.parametrize("key", ["tool_calls", "name", "reasoning_content"])
+def test_a_key_of_a_message_that_says_nothing_does_not_reach_the_template(folder: Path, key: str, value: Any) -> None:
+    template = "{% for m in messages %}{{ m.keys() | list }}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(folder)
+    chat = [{"role": "user", "content": "", key: value}]
+    given = tokenizer.encode_chat(chat, chat_template=template)
+    assert tokenizer.decode(given) == "['role', 'content']"
+    assert chat == [{"role": "user", "content": "", key: value}]  # it is the caller's
+
+
+@pytest.mark.parametrize("value", [0, False, "x", [0], {"a": None}])
+def test_a_key_of_a_message_that_says_something_does(folder: Path, value: Any) -> None:
+    tokenizer = Tokenizer(folder)
+    ids = tokenizer.encode_chat([HI[0] | {"key": value}], chat_template="{{ messages[0]['key'] }}")
+    assert tokenizer.decode(ids) == str(value)
+
+
+def test_an_assistant_that_says_none_says_an_empty_text(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    chat = [HI[0], {"role": "assistant", "content": None}, HI[0]]
+    assert tokenizer.encode_chat(chat) == tokenizer.encode_chat([HI[0], {"role": "assistant", "content": ""}, HI[0]])
+    with pytest.raises(InvalidRequest, match="got None"):
+        tokenizer.encode_chat([{"role": "user", "content": None}])
 
 
 def test_a_missing_or_damaged_tokenizer_is_named(folder: Path) -> None:
@@ -318,3 +348,126 @@ def test_a_tokenizer_that_writes_no_spaces_between_tokens_leaves_none_out(
     ids = data.draw(st.lists(st.integers(0, 259) | st.integers(0, 2)))
     shown = with_bytes.decode(ids, **SHOWN)
     assert with_bytes.decode(ids, **SHOWN, spaces_between_special_tokens=False) == shown
+
+
+# Tokenizers of one folder ------------------------------------------------------------------------------------------
+
+NAMES = ("<|a|>", "<|b|>", "<tool>", "</s>", "the", "Ġ", "▁the", "é", " x ")
+PROPERTIES = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def written_tokens(typed: bool) -> st.SearchStrategy[dict[str, Any]]:
+    flags = st.fixed_dictionaries({}, optional={flag: st.booleans() for flag in PROPERTIES})
+    mark = {"__type": "AddedToken"} if typed else {}
+    return st.builds(lambda name, given: {"content": name} | mark | given, st.sampled_from(NAMES), flags)
+
+
+ROLE_TOKENS = st.sampled_from(NAMES) | written_tokens(typed=True)
+ROLES_OF_A_FILE = st.fixed_dictionaries(
+    {}, optional={role: st.none() | ROLE_TOKENS for role in ("bos_token", "eos_token", "unk_token", "pad_token")}
+)
+TOKENIZER_CONFIGS = st.builds(
+    lambda *parts: {key: value for part in parts for key, value in part.items()},
+    ROLES_OF_A_FILE,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "additional_special_tokens": st.lists(st.sampled_from(NAMES), max_size=3),
+            "extra_special_tokens": st.lists(ROLE_TOKENS, max_size=3)
+            | st.dictionaries(st.sampled_from(["image_token", "x_token"]), st.sampled_from(NAMES)),
+            "added_tokens_decoder": st.dictionaries(
+                st.integers(0, 500).map(str), written_tokens(typed=False), max_size=3
+            ),
+            "image_token": st.sampled_from(NAMES),
+            "split_special_tokens": st.booleans(),
+            "add_bos_token": st.booleans(),
+            "add_eos_token": st.booleans(),
+            "add_prefix_space": st.booleans(),
+            "clean_up_tokenization_spaces": st.booleans(),
+        },
+    ),
+)
+OLDER_CONFIGS = st.builds(
+    lambda roles, extra: roles | extra,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            role: st.sampled_from(NAMES) | written_tokens(typed=False) for role in ("eos_token", "pad_token", "y_token")
+        },
+    ),
+    st.fixed_dictionaries({}, optional={"additional_special_tokens": st.lists(st.sampled_from(NAMES), max_size=2)}),
+)
+ADDED_TOKENS = st.dictionaries(st.sampled_from(NAMES), st.integers(0, 500), max_size=3)
+MAKERS = [*WITH_BYTES, tokenizers.word_piece]
+
+
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    make=st.sampled_from(MAKERS),
+    config=TOKENIZER_CONFIGS,
+    older=st.none() | OLDER_CONFIGS,
+    added=st.none() | ADDED_TOKENS,
+    padding=st.sampled_from([None, "</s>", "<|pad|>"]),
+    text=st.lists(st.sampled_from([*NAMES, "<|pad|>", "t", " ", "in", "né", "."])).map("".join),
+)
+def test_a_tokenizer_is_the_same_one_in_transformers(
+    tmp_path: Path,
+    make: Callable[[], Any],
+    config: dict[str, Any],
+    older: dict[str, Any] | None,
+    added: dict[str, int] | None,
+    padding: str | None,
+    text: str,
+) -> None:
+    """Whatever the files beside tokenizer.json declare. Where they contradict themselves, transformers says so or we
+    do; but a text is never encoded in two ways."""
+    backend = make()
+    if padding:
+        backend.enable_padding(pad_token=padding)
+    folder = tokenizers.write(backend, tmp_path, **config)
+    for name, said in (("special_tokens_map.json", older), ("added_tokens.json", added)):
+        (folder / name).unlink(missing_ok=True)
+        if said is not None:
+            (folder / name).write_text(json.dumps(said))
+    try:
+        theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:
+        event(f"transformers refuses: {type(error).__name__} {error}")
+        with pytest.raises(ModelError):
+            _ = Tokenizer(folder).in_transformers
+        return
+    ours = Tokenizer(folder)
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
+    ids = ours.encode(text)
+    for skip in (False, True):
+        shown = ours.decode(ids, skip_special_tokens=skip)
+        assert shown == theirs.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert shown == ours.in_transformers.decode(ids, skip_special_tokens=skip)
+    assert ours.in_transformers.get_added_vocab() == theirs.get_added_vocab()
+    assert ours.eos_token_id == theirs.eos_token_id
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_role_written_as_an_object_is_the_same_token_in_transformers(tmp_path: Path, typed: bool) -> None:
+    """With "__type" as transformers writes it, or without, which transformers itself does not read."""
+    eos = {"content": "<|end|>", "lstrip": True} | ({"__type": "AddedToken"} if typed else {})
+    tokenizer = Tokenizer(tokenizers.write(tokenizers.byte_level(), tmp_path, eos_token=eos))
+    assert tokenizer.eos_token_id == tokenizer.in_transformers.eos_token_id == tokenizer.encode("<|end|>")[0]
+    for text in ("<|end|>", " t <|end|>t"):
+        assert tokenizer.encode(text) == tokenizer.in_transformers.encode(text)
+
+
+@pytest.mark.parametrize("value", [3, {"text": "<|end|>"}, ["<|end|>"], {"content": "a", "lstrip": "yes"}])
+def test_a_special_token_that_is_no_token_is_refused(tmp_path: Path, value: Any) -> None:
+    folder = tokenizers.write(tokenizers.byte_level(), tmp_path, eos_token=value)
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: eos_token reads .*expected a token's text"):
+        Tokenizer(folder)
+
+
+def test_a_tokenizer_that_is_another_one_in_transformers_is_refused(tmp_path: Path) -> None:
+    """A version of transformers may read the files in another way than this one does."""
+    tokenizer = Tokenizer(tokenizers.write(tokenizers.byte_level(), tmp_path))
+    tokenizers.write(tokenizers.byte_level(), tmp_path, eos_token="<|end|>")
+    with pytest.raises(ModelError, match=r"another one in transformers .it differs in added tokens, vocabulary size"):
+        _ = tokenizer.in_transformers

@@ -26,7 +26,8 @@ import numpy as np
 
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig, weight_shapes
-from minipaged.models.loading import STORED_DTYPES, StoredTensor, checkpoint_tensors, read_json
+from minipaged.models.json_files import read_json
+from minipaged.models.loading import STORED_DTYPES, StoredTensor, checkpoint_tensors
 from minipaged.models.quantized.format import Tensor, divided
 from minipaged.models.quantized.gptq import ONES
 from minipaged.models.quantized.recipe import Recipe

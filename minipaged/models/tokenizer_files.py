@@ -1,0 +1,165 @@
+"""Reads the tokenizer that the files of a folder describe together, as transformers does.
+
+`tokenizer.json` holds a whole tokenizer. Three files beside it may declare tokens that it lacks, or say that one of
+its tokens is special:
+
+    tokenizer_config.json     "eos_token", "pad_token", ...: a special token for each role
+                              "extra_special_tokens" (before: "additional_special_tokens"): others
+                              "added_tokens_decoder": tokens with their properties; where it is there, the next two
+                              files do not count
+    special_tokens_map.json   the same roles, of older checkpoints
+    added_tokens.json         {token: id}, of still older ones
+
+A token that `tokenizer.json` lacks gets the next free id, whatever id is written beside it. Whether beginning and end
+of a text get a token is up to `tokenizer.json` alone: "add_bos_token" and "add_eos_token" are not heeded beside it, and
+neither is "add_prefix_space".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minipaged.errors import ModelError
+from minipaged.models.json_files import read_json_if_there
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+TOKENIZER, CONFIG, OLDER_CONFIG = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The roles that every tokenizer of transformers may have. Others end in "_token" as well ("image_token")."""
+EXTRA, ADDITIONAL = EXTRAS = ("extra_special_tokens", "additional_special_tokens")
+PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A folder's tokenizer."""
+
+    backend: Tokenizer
+    """With every token that is declared."""
+    roles: dict[str, AddedToken]
+    """The special tokens by what they are for: "eos_token", ..."""
+    untyped: frozenset[str] = field(default_factory=frozenset)
+    """Roles whose token is written as a plain object, without "__type", which transformers does not take."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The token that ends a text, or None where no file names one."""
+        eos = self.roles.get("eos_token")
+        return None if eos is None else self.backend.token_to_id(eos.content)
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """The tokenizer in `folder`. Raises ModelError where there is none, or a file does not say what it should."""
+    from tokenizers import Tokenizer
+
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise ModelError(f"{folder} holds no tokenizer.json; put the model's tokenizer.json there")
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ModelError(f"{path} is damaged or of another format: {error}") from None
+    config = read_json_if_there(folder / CONFIG)
+    older = {} if "added_tokens_decoder" in config else read_json_if_there(folder / OLDER_CONFIG)
+    padding = None if backend.padding is None else str(backend.padding["pad_token"])
+    roles, extra, special = _declared(folder, config, older, padding)
+    listed, by_content = _listed(folder, config, backend, special)
+    roles |= {role: by_content.get(roles[role].content, roles[role]) for role in roles.keys() & set(ROLES)}
+
+    known = {each.content for each in (*backend.get_added_tokens_decoder().values(), *listed)}
+    tokens = [*listed]
+    for token in (*roles.values(), *extra):
+        if token.content not in known and token not in tokens:
+            tokens.append(token)
+    named = {each.content for each in roles.values()}
+    for token in tokens:
+        token.special |= token.content in named
+    backend.add_tokens(tokens)
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    backend.no_truncation()
+    backend.no_padding()
+    untyped = {role for role in ROLES if isinstance(said := config.get(role), dict) and "__type" not in said}
+    return TokenizerFiles(backend, roles, frozenset(untyped - older.keys()))
+
+
+def _declared(
+    folder: Path, config: Mapping[str, Any], older: Mapping[str, Any], padding: str | None
+) -> tuple[dict[str, AddedToken], list[AddedToken], set[str]]:
+    """The special tokens by role, those without a role, and which of both an added_tokens.json would know of.
+
+    The older file's word counts where both name a role. `padding`: the token that tokenizer.json itself pads with.
+    """
+    roles: dict[str, AddedToken | None] = dict.fromkeys(ROLES)
+    if padding is not None and "pad_token" not in {**config, **older}:
+        roles["pad_token"] = _token(padding, f"{folder / TOKENIZER}: padding")
+    others: dict[str, AddedToken] = {}
+    plain: dict[str, AddedToken] = {}  # those of the newer file that are texts come last, and count there
+    for file, said in ((CONFIG, config), (OLDER_CONFIG, older)):
+        for key, value in said.items():
+            where = f"{folder / file}: {key}"
+            if file == OLDER_CONFIG and isinstance(value, dict) and key != EXTRA:
+                value = value | {"special": True}
+            if key in ROLES:
+                roles[key] = None if value is None else _token(value, where)
+            elif key.endswith("_token") and isinstance(value, str | dict):  # "add_bos_token" is a bool
+                (plain if file == CONFIG and isinstance(value, str) else others)[key] = _token(value, where)
+
+    # A list, or a dict of more roles; under its older name where the newer one says nothing.
+    lists = {key: config[key] for key in EXTRAS if key in config}
+    if not lists.get(EXTRA) and ADDITIONAL in lists:
+        lists[EXTRA] = lists.pop(ADDITIONAL)
+    for said in (lists, older):
+        if isinstance(more := said.get(EXTRA), dict):
+            plain |= {role: _token(value, f"{folder}: {EXTRA}") for role, value in more.items()}
+            lists.pop(EXTRA, None)
+    if isinstance(older.get(EXTRA), list):
+        lists[EXTRA] = [*(lists.get(EXTRA) or ()), *older[EXTRA]]
+    if ADDITIONAL in older:
+        lists[ADDITIONAL] = older[ADDITIONAL]
+    extra = [_token(value, f"{folder}: {EXTRA}") for value in lists.get(EXTRA, lists.get(ADDITIONAL)) or ()]
+    present = {role: token for role, token in (roles | others | plain).items() if token is not None}
+    written = {role for role in ROLES if role in older or isinstance(config.get(role), str)}
+    special = {present[role].content for role in written & present.keys()}
+    special |= {each for each in lists.get(EXTRA) or () if isinstance(each, str)}
+    return present, extra, special
+
+
+def _listed(
+    folder: Path, config: Mapping[str, Any], backend: Tokenizer, special: set[str]
+) -> tuple[list[AddedToken], dict[str, AddedToken]]:
+    """The tokens that are listed with an id, in the order of these; and all of them by content, those included whose
+    id is another one's. `special`: those of added_tokens.json that are."""
+    from tokenizers import AddedToken
+
+    listed: list[tuple[int, AddedToken]] = []
+    try:
+        if "added_tokens_decoder" in config:
+            for token_id, value in config["added_tokens_decoder"].items():
+                listed.append((int(token_id), _token(value, f"added_tokens_decoder[{token_id!r}]")))
+        else:
+            for content, token_id in read_json_if_there(folder / "added_tokens.json").items():
+                token = AddedToken(content, normalized=content not in special, special=content in special)
+                listed.append((int(token_id), token))
+            listed += backend.get_added_tokens_decoder().items()
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelError(f"{folder}: the list of added tokens is damaged ({error})") from None
+    by_id = dict(listed)
+    return [by_id[token_id] for token_id in sorted(by_id)], {token.content: token for _, token in listed}
+
+
+def _token(value: Any, where: str) -> AddedToken:
+    """A token as a file writes it: its text, which makes it a special one, or an object with its properties."""
+    from tokenizers import AddedToken
+
+    if isinstance(value, str):
+        return AddedToken(value, special=True)
+    if isinstance(value, dict) and isinstance(value.get("content"), str):
+        properties = {key: value[key] for key in PROPERTIES if key in value}
+        if all(isinstance(each, bool) for each in properties.values()):
+            return AddedToken(value["content"], **properties)
+    raise ModelError(f"{where} reads {value!r}; expected a token's text, or an object with its 'content'")

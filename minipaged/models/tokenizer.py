@@ -43,6 +43,10 @@ class ChatOptions(TypedDict, total=False):
     """What else the template is to know, by name."""
 
 
+MOST_COMPOSED = 4
+"""Characters of a text that Unicode's composed forms make one of, at most: a Greek vowel with three marks."""
+
+
 class Tokenizer:
     """The tokenizer of the model in `folder`."""
 
@@ -52,10 +56,25 @@ class Tokenizer:
         self._files = read_tokenizer(folder)
         self._backend = self._files.backend
 
+    def least_tokens(self, num_characters: int) -> int:
+        """No text of so many characters has fewer tokens; 0 where this tokenizer may make a few of any text."""
+        return num_characters // self._most_characters_a_token if self._most_characters_a_token else 0
+
     @cached_property
-    def longest_token(self) -> int:
-        """No token stands for more bytes of a text than this."""
-        return max(map(len, self._backend.get_vocab()))
+    def _most_characters_a_token(self) -> int | None:
+        """The characters of a text that a token can stand for; None if there is no limit.
+
+        There is none where the tokenizer drops text, as spaces between words, or has one token for anything unknown,
+        or a special token that takes the spaces beside it.
+        """
+        model, words = self._backend.model, _steps(self._backend.pre_tokenizer)
+        keeps_bytes = getattr(model, "byte_fallback", False) or any(step["type"] == "ByteLevel" for step in words)
+        takes_spaces = any(token.lstrip or token.rstrip for token in self._added_tokens.values())
+        normalizers = _steps(self._backend.normalizer)
+        if not keeps_bytes or takes_spaces or not all(map(_keeps_text, [*normalizers, *words])):
+            return None
+        composes = any(step["type"] in ("NFC", "NFKC") for step in normalizers)
+        return max(map(len, self._backend.get_vocab())) * (MOST_COMPOSED if composes else 1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`; the model's beginning-of-text token comes first where the model is used to one, unless
@@ -253,6 +272,17 @@ def _differences(ours: Backend, theirs: Backend) -> str:
 
     of_ours, of_theirs = parts(ours), parts(theirs)
     return ", ".join(what for what in of_ours if of_ours[what] != of_theirs[what])
+
+
+def _keeps_text(step: Mapping[str, Any]) -> bool:
+    """Whether a declared step of a normalizer or pre-tokenizer leaves no character out, though it may change some."""
+    kind = step["type"]
+    if kind == "Replace":
+        pattern = step["pattern"].get("String")
+        return pattern is not None and len(step["content"]) >= len(pattern)
+    if kind in ("Split", "Punctuation"):
+        return bool(step["behavior"] != "Removed")
+    return kind in ("ByteLevel", "Digits", "Lowercase", "Metaspace", "NFC", "NFKC", "NFD", "NFKD", "Prepend")
 
 
 def _steps(component: Any) -> list[dict[str, Any]]:

@@ -213,8 +213,7 @@ class Words(ABC):
 
     def _check_length(self, num_characters: int, param: str) -> None:
         """Refuse at once what will be too long as tokens, which would take seconds to find out."""
-        least = num_characters // self._tokenizer.longest_token
-        if least > self._config.max_model_len:
+        if self._tokenizer.least_tokens(num_characters) > self._config.max_model_len:
             raise TooLong(f"{self._longest}, and the prompt has {num_characters:,} characters; shorten it", param)
 
     @property

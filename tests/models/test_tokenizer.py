@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from minipaged.errors import InvalidRequest, ModelError
@@ -471,3 +473,42 @@ def test_a_tokenizer_that_is_another_one_in_transformers_is_refused(tmp_path: Pa
     tokenizers.write(tokenizers.byte_level(), tmp_path, eos_token="<|end|>")
     with pytest.raises(ModelError, match=r"another one in transformers .it differs in added tokens, vocabulary size"):
         _ = tokenizer.in_transformers
+
+
+# --- The least tokens of a text -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [tokenizers.byte_level, tokenizers.bpe_with_byte_fallback, tokenizers.word_piece])
+@settings(max_examples=examples(60))
+@given(st.lists(st.sampled_from(["the", " ", "\t", "é", "😀", "x", "<s>", "e\u0301"]), max_size=60).map("".join))
+def test_no_text_has_fewer_tokens_than_its_length_says(
+    make: Callable[[], Backend], tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
+    tokenizer = Tokenizer(tokenizers.write(make(), tmp_path_factory.getbasetemp() / f"least-{make.__name__}"))
+    assert tokenizer.least_tokens(len(text)) <= len(tokenizer.encode(text))
+
+
+def test_a_tokenizer_that_keeps_all_text_bounds_its_length(tmp_path: Path) -> None:
+    """And one that drops spaces, takes them into a token, or has a token for anything unknown, does not."""
+
+    def least(name: str, made: Backend) -> int:
+        return Tokenizer(tokenizers.write(made, tmp_path / name)).least_tokens(1000)
+
+    assert least("bytes", tokenizers.byte_level()) > 0
+    assert least("fallback", tokenizers.bpe_with_byte_fallback()) > 0
+    assert least("words", tokenizers.word_piece()) == 0
+    composing = tokenizers.byte_level()
+    composing.normalizer = normalizers.NFC()
+    assert 0 < least("composing", composing) < least("bytes", tokenizers.byte_level())
+    for number, step in enumerate((normalizers.Strip(), normalizers.Replace("a", ""), normalizers.StripAccents())):
+        dropping = tokenizers.byte_level()
+        dropping.normalizer = step
+        assert least(f"dropping {number}", dropping) == 0
+    removing = tokenizers.byte_level()
+    removing.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    assert least("removing", removing) == 0
+    taking = tokenizers.byte_level()
+    taking.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
+    assert least("taking", taking) == 0

@@ -317,7 +317,7 @@ class SamplingInput:
         if len(self.forbidden_token_ids):
             forbidding = ["bad_words"] if self.params.bad_words else []
             if self.position - len(self.prompt_token_ids) < self.params.min_tokens:
-                forbidding.append("min_tokens")
+                forbidding += ["min_tokens", "stop_token_ids"] if self.params.stop_token_ids else ["min_tokens"]
             names += forbidding or ["forbidden_token_ids"]
         return names
 

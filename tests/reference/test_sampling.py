@@ -456,6 +456,12 @@ EVERYTHING = tuple(range(VOCAB))
     [
         ({"min_tokens": 2}, {"forbidden_token_ids": EVERYTHING}, "min_tokens rules out every token"),
         ({"min_tokens": 2}, {"forbidden_token_ids": EVERYTHING, "num_pending": 1}, "min_tokens rules out"),
+        (
+            {"min_tokens": 2, "stop_token_ids": EVERYTHING},
+            {"forbidden_token_ids": EVERYTHING},
+            "min_tokens and stop_token_ids together rule out every token that the model allows; change min_tokens or "
+            "stop_token_ids",
+        ),
         ({"bad_words": ["a"]}, {"forbidden_token_ids": EVERYTHING}, "bad_words rules out every token"),
         (
             {"bad_words": ["a"], "min_tokens": 1},

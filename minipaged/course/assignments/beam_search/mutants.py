@@ -123,7 +123,7 @@ BUGS = {
     "the best is to be beaten": (OVER, "<= self._finished_scores[-1]", "<= self._finished_scores[0]"),
     "equals are given another chance": (OVER, "<= self._finished_scores[-1]", "< self._finished_scores[-1]"),
     "all that finished are reported": (OVER, KEPT, "return ended"),
-    "NaN is let through": (BAD, "likeliest_token(logits[row], row)", "int(np.argmax(logits[row]))"),
+    "NaN is let through": (BAD, "likeliest_token(logits[row])", "int(np.argmax(logits[row]))"),
     "tokens that are ruled out go on": (BAD, "if move.cumulative_logprob > -np.inf]", "if True]"),
     "a copy is no copy": (
         COPIES,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -99,7 +99,6 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
 
     token_ids = likeliest[rows]  # [inputs]
     _draw_into(token_ids, logits, peaks, inputs, [(index, inputs[index].row) for index in plain], kernels)
-    ruled_out_by = {index: inputs[index].ruled_out_by for index in altered}
     altered_peaks = peaks[:0]
     if altered:
         table = penalise(logits, [inputs[index] for index in altered])  # [altered, vocab]
@@ -119,7 +118,7 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
 
     def fetch() -> list[Sampled]:
         *found, of_raw, raw_peaks, of_altered = on_the_way.arrays()
-        return _without_bad(_sampled(inputs, ranked, *found), of_raw, raw_peaks, ruled_out_by, of_altered)
+        return _without_bad(_sampled(inputs, ranked, *found), inputs, altered, of_raw, raw_peaks, of_altered)
 
     return Samples(token_ids, fetch)
 
@@ -169,7 +168,7 @@ def _likeliest(
     rows = np.array([wanted.row for wanted in inputs])
     chosen = zip(likeliest[rows].tolist(), (-log_totals[rows]).tolist(), strict=True)
     sampled = [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
-    return _without_bad(sampled, likeliest[rows], peaks[rows], {}, peaks[:0])
+    return _without_bad(sampled, inputs, (), likeliest[rows], peaks[rows], peaks[:0])
 
 
 def _sampled(inputs: Sequence[SamplingInput], ranked: Sequence[int], *results: NDArray[Any]) -> list[Sampled]:
@@ -394,17 +393,19 @@ def receive(*tensors: Tensor) -> list[NDArray[Any]]:
 
 def _without_bad(
     sampled: list[Sampled],
+    inputs: Sequence[SamplingInput],
+    altered: Sequence[int],
     likeliest: NDArray[np.int64],
     peaks: NDArray[np.float64],
-    ruled_out_by: Mapping[int, Sequence[str]],
     altered_peaks: NDArray[np.float64],
 ) -> list[Sampled]:
-    """With the error in place of the token where the row of an input has no finite peak, or none once penalised.
-    `ruled_out_by`: by the indices of the altered inputs, in order."""
-    altered = zip(ruled_out_by.items(), altered_peaks.tolist(), strict=True)
-    errors = {index: why_nothing_left(names, peak) for (index, names), peak in altered if not math.isfinite(peak)}
+    """With the error in place of the token where the row of an input has no finite peak, or none once penalised."""
+    errors: dict[int, str | None] = {}
+    for place in np.flatnonzero(~np.isfinite(altered_peaks)).tolist():
+        index = altered[place]
+        errors[index] = why_nothing_left(inputs[index].ruled_out_by, float(altered_peaks[place]))
     for index in np.flatnonzero(~np.isfinite(peaks)).tolist():  # then it is not the request that leaves nothing
-        errors[index] = why_no_peak(likeliest[index], peaks[index]) or ""
+        errors[index] = why_no_peak(likeliest[index], peaks[index])
     for index, error in errors.items():
         sampled[index] = Sampled(0, math.nan, None, error)
     return sampled

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from minipaged.errors import ModelError
-from minipaged.models.config import ARCHITECTURES, ModelConfig, weight_shapes
+from minipaged.models.config import ARCHITECTURES, ModelConfig, RopeScaling, weight_shapes
 from minipaged.models.gguf_tokenizer import build_tokenizer, tokenizer_config
 from minipaged.models.loading import STORED_DTYPES
 from minipaged.models.quantized.gguf_blocks import BLOCKS
+from minipaged.models.rope import divisors as divisors_of
+from minipaged.models.rope import plain_frequencies
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -169,30 +172,14 @@ def _rope_scaling(
     # The file keeps what Llama 3's scaling came to, not its parameters. All of Meta's models share them, except for
     # the factor, which the lowest frequency shows: take these if they give exactly what the file holds.
     divisors = tensors[ROPE_FREQS].data  # [head_dim / 2]
-    scaling = {
-        "rope_type": "llama3",
-        "factor": _shortest(float(divisors.max())),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    expected = _llama3_divisors(scaling, metadata.get(f"{own}.freq_base", 10000.0), head_dim)
+    scaling = RopeScaling("llama3", _shortest(float(divisors.max())), 1.0, 4.0, 8192)
+    expected = divisors_of(scaling, plain_frequencies(metadata.get(f"{own}.freq_base", 10000.0), head_dim))
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4, atol=0):
         raise ModelError(
-            f"{ROPE_FREQS} does not hold the frequencies of Llama 3.1 to 3.3 with factor {scaling['factor']}; "
+            f"{ROPE_FREQS} does not hold the frequencies of Llama 3.1 to 3.3 with factor {scaling.factor}; "
             "use the safetensors checkpoint of this model, whose config.json gives the parameters"
         )
-    return scaling
-
-
-def _llama3_divisors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> npt.NDArray[np.float64]:
-    """[head_dim / 2]: 1 for short wavelengths, `factor` for long ones, in between a blend of the frequencies."""
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)  # in tokens
-    turns = scaling["original_max_position_embeddings"] / wavelengths
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0, 1)  # the share of the frequency that stays as it was
-    divisors: npt.NDArray[np.float64] = 1 / (kept + (1 - kept) / scaling["factor"])
-    return divisors
+    return asdict(scaling)
 
 
 def _write_tokenizer(folder: Path, gguf_path: Path, metadata: Mapping[str, Any]) -> None:

@@ -15,8 +15,9 @@ transformers has written the rotary settings in two ways, and both are read:
     v4    "rope_theta": 10000.0, "rope_scaling": null or {"rope_type": ..., "factor": ...}   (older: "type")
     v5    "rope_parameters": {"rope_theta": 10000.0, "rope_type": ..., "factor": ...}
 
-Anything that would make the result wrong if it were ignored (another architecture, another activation) is refused
-here, before a single weight is read; quantized weights that are not read, by `quantized/`.
+Anything that would make the result wrong if it were ignored (another architecture, another activation, a factor that
+only other architectures have) is refused here, before a single weight is read; quantized weights that are not read, by
+`quantized/`.
 """
 
 from __future__ import annotations
@@ -83,7 +84,6 @@ class ModelConfig:
     def from_dict(cls, d: Mapping[str, Any]) -> ModelConfig:
         """What a `config.json` says. Raises ModelError for a key that is missing or a model that cannot run here."""
         model_type = _model_type(d)
-        _check_supported(d)
         d = {**ARCHITECTURES[model_type][1], **d}
         hidden_size = _size(d, "hidden_size")
         num_heads = _size(d, "num_attention_heads")
@@ -101,6 +101,7 @@ class ModelConfig:
         head_dim = _size(d, "head_dim", default=hidden_size // num_heads)
         if head_dim % 2:
             raise ModelError(f"config.json: head_dim = {head_dim} is odd; rotary embeddings turn pairs of dimensions")
+        _check_supported(d, model_type, head_dim)
         rope = _rope_parameters(d)
         bos = d.get("bos_token_id")
         attention_bias = model_type in ("llama", "qwen3") and bool(d.get("attention_bias"))  # the others do not heed it
@@ -193,9 +194,79 @@ def _model_type(d: Mapping[str, Any]) -> str:
     )
 
 
-def _check_supported(d: Mapping[str, Any]) -> None:
-    if (activation := d.get("hidden_act", "silu")) != "silu":
-        raise ModelError(f"config.json: hidden_act = {activation!r} is not supported; a Llama uses 'silu'")
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("silu", "swish"),
+    # which tokens a token sees, and with what weight
+    "is_causal": (True,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "use_bidirectional_attention": (False,),
+    "alibi": (False,),
+    "use_alibi": (False,),
+    "attention_chunk_size": (0,),
+    "attn_logit_softcapping": (0,),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "clip_qkv": (0,),
+    # where tokens stand
+    "position_embedding_type": (
+        "rope",
+        "rotary",
+        "absolute",
+    ),  # the last is older versions' default, which says nothing
+    "partial_rotary_factor": (1,),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "rope_local_base_freq": (),
+    "no_rope_layer_interval": (0,),
+    # what is added up, and what comes out
+    "use_parallel_residual": (False,),
+    "parallel_attn": (False,),
+    "embedding_multiplier": (1,),
+    "embedding_scale": (1,),
+    "scale_emb": (1,),
+    "residual_multiplier": (1,),
+    "residual_scale": (1,),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "lm_head_multiplier": (1,),
+    "final_logit_softcapping": (0,),
+    # other layers
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+}
+"""Keys by which checkpoints say that they are another computation, and the values with which they say nothing; null
+says nothing under any of them. transformers' Llama does not read most of them, but who writes one means it. All other
+keys that its Llama, Mistral, Qwen2 and Qwen3 do not read are let through: they tell of training, of tools, of nothing.
+"""
+
+
+def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> None:
+    """Raises ModelError for a key that says that the model is another computation than the one done here."""
+    harmless = HARMLESS | {
+        "attention_multiplier": (head_dim**-0.5,),
+        "query_pre_attn_scalar": (head_dim,),
+        "v_head_dim": (head_dim,),
+        "use_qk_norm": (model_type == "qwen3",),
+        "qk_layernorm": (model_type == "qwen3",),
+    }
+    for key, values in harmless.items():
+        if (value := d.get(key)) is not None and value not in values:
+            wanted = " or ".join(map(repr, values)) or "null"
+            raise ModelError(
+                f"config.json: {key} = {value!r} is not supported; {ARCHITECTURES[model_type][0]} has {wanted}"
+            )
+    if not all(d.get("no_rope_layers") or ()):
+        raise ModelError("config.json: no_rope_layers names layers without rotary embeddings, which are not supported")
+    known = {"full_attention", "sliding_attention"} if model_type != "llama" else {"full_attention"}
+    kinds = set(d.get("layer_types") or ())
+    if not kinds <= known or (model_type == "mistral" and len(kinds) > 1):
+        raise ModelError(
+            f"config.json: layer_types names {', '.join(sorted(map(repr, kinds)))}, and {ARCHITECTURES[model_type][0]} "
+            f"has {' or '.join(sorted(map(repr, known)))}"
+        )
 
 
 def _sliding_window(d: Mapping[str, Any], model_type: str) -> int | None:
@@ -212,29 +283,58 @@ def _sliding_window(d: Mapping[str, Any], model_type: str) -> int | None:
 
 
 def _rope_parameters(d: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings in the shape of transformers v5, whichever version wrote them."""
-    older = {"rope_theta": d["rope_theta"]} if "rope_theta" in d else {}
-    return older | (d.get("rope_scaling") or {}) | (d.get("rope_parameters") or {})
+    """The rotary settings in the shape of transformers v5, whichever version wrote them; as there, those of v4 count
+    where both are written."""
+    written = d.get("rope_scaling") or d.get("rope_parameters") or {}
+    if not isinstance(written, dict):
+        raise ModelError(f"config.json: the rotary settings read {written!r}; expected an object or null")
+    rope = {"rope_theta": d["rope_theta"]} if "rope_theta" in d else {}
+    rope |= written
+    if (original := d.get("original_max_position_embeddings")) is not None:
+        rope["original_max_position_embeddings"] = original
+    return rope
+
+
+ROPE_KEYS: dict[str, set[str]] = {
+    "default": set(),
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+}
+"""By its type, what says how rotary embeddings are scaled."""
+ROPE_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "factor": (1,),
+    "partial_rotary_factor": (1,),
+    "attention_factor": (1,),
+    "mscale": (0, 1),
+    "mscale_all_dim": (0, 1),
+}
+"""What the others may be; keys that are not known here, and the settings of single layers, null."""
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    match rope.get("rope_type", rope.get("type", "default")):
-        case "default":
-            return None
-        case "linear":
-            return RopeScaling("linear", _number(rope, "factor"))
-        case "llama3":
-            return RopeScaling(
-                "llama3",
-                factor=_number(rope, "factor"),
-                low_freq_factor=_number(rope, "low_freq_factor"),
-                high_freq_factor=_number(rope, "high_freq_factor"),
-                original_max_position_embeddings=_size(rope, "original_max_position_embeddings"),
-            )
-        case other:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KEYS:
+        raise ModelError(
+            f"config.json: rope type {kind!r} is not supported; supported are 'default', 'linear' and 'llama3'"
+        )
+    read = ROPE_KEYS[kind] | {"rope_theta", "rope_type", "type", "original_max_position_embeddings"}
+    for key, value in rope.items():
+        if key not in read and value is not None and value not in ROPE_HARMLESS.get(key, ()):
             raise ModelError(
-                f"config.json: rope type {other!r} is not supported; supported are 'default', 'linear' and 'llama3'"
+                f"config.json: {key} = {value!r} in the rotary settings of type {kind!r} is not supported; leave it "
+                "out where it means nothing, or name the type that it belongs to"
             )
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", _number(rope, "factor"))
+    return RopeScaling(
+        "llama3",
+        factor=_number(rope, "factor"),
+        low_freq_factor=_number(rope, "low_freq_factor"),
+        high_freq_factor=_number(rope, "high_freq_factor"),
+        original_max_position_embeddings=_size(rope, "original_max_position_embeddings"),
+    )
 
 
 def _size(d: Mapping[str, Any], key: str, default: int | None = None) -> int:

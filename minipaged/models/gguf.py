@@ -14,8 +14,10 @@ weights, usually quantized. Here they are converted once, so that every later st
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from minipaged.errors import ModelError
-from minipaged.models.config import ARCHITECTURES, ModelConfig, weight_shapes
-from minipaged.models.gguf_tokenizer import build_tokenizer, tokenizer_config
+from minipaged.models.config import ARCHITECTURES, ModelConfig, RopeScaling, weight_shapes
+from minipaged.models.gguf_tokenizer import build_tokenizer, end_token_ids, token_id, tokenizer_config
 from minipaged.models.loading import STORED_DTYPES
 from minipaged.models.quantized.gguf_blocks import BLOCKS
+from minipaged.models.rope import divisors as divisors_of
+from minipaged.models.rope import plain_frequencies
+from minipaged.models.tokenizer_files import OLDER_CONFIG, TOKENIZER
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -124,81 +129,160 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
         raise ModelError(f"the model is a mixture of {experts} experts; only dense Llamas run here")
     if metadata.get("split.count", 1) > 1:
         raise ModelError(f"the model is split into {metadata['split.count']} files; merge them with llama-gguf-split")
-    hidden_size = metadata[f"{architecture}.embedding_length"]
-    num_heads = metadata[f"{architecture}.attention.head_count"]
-    head_dim = metadata.get(f"{architecture}.attention.key_length", hidden_size // num_heads)
-    rotary_dim = metadata.get(f"{architecture}.rope.dimension_count", head_dim)
-    if rotary_dim != head_dim:
-        raise ModelError(f"only {rotary_dim} of {head_dim} dimensions of a head are rotary; a Llama turns them all")
+    own = _own_settings(metadata, f"{architecture}.")
+    hidden_size, num_heads = own["embedding_length"], own["attention.head_count"]
+    head_dim = own.get("attention.key_length", hidden_size // num_heads)
+    _check_settings(metadata, own, architecture, head_dim)
+    bos, pad = (token_id(metadata, role) for role in ("bos", "padding"))
     return {
         "architectures": [ARCHITECTURES[architecture][0]],
         "model_type": architecture,
         "torch_dtype": "float32",
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden_size,
-        "intermediate_size": metadata[f"{architecture}.feed_forward_length"],
-        "num_hidden_layers": metadata[f"{architecture}.block_count"],
+        "intermediate_size": own["feed_forward_length"],
+        "num_hidden_layers": own["block_count"],
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.get(f"{architecture}.attention.head_count_kv", num_heads),
+        "num_key_value_heads": own.get("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_output.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
-        "rms_norm_eps": _shortest(metadata[f"{architecture}.attention.layer_norm_rms_epsilon"]),
-        "rope_theta": _shortest(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(metadata, tensors, head_dim),
-        "max_position_embeddings": metadata[f"{architecture}.context_length"],
+        "rms_norm_eps": _shortest(own["attention.layer_norm_rms_epsilon"]),
+        "rope_theta": _shortest(own.get("rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(own, f"{architecture}.rope", tensors, head_dim),
+        "max_position_embeddings": own["context_length"],
         "tie_word_embeddings": "output.weight" not in tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": bos,
+        "eos_token_id": end_token_ids(metadata),
+        "pad_token_id": pad,
     }
 
 
+class Settings(dict[str, Any]):
+    """The metadata of one architecture without its name in front; a missing key is named with it."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(self.prefix + key)
+
+
+def _own_settings(metadata: Mapping[str, Any], prefix: str) -> Settings:
+    """What the file says of the model's shape. A number for each layer becomes one, if they are the same."""
+    own = Settings(prefix)
+    for key, value in metadata.items():
+        name = key.removeprefix(prefix)
+        if name == key:
+            continue
+        if name in OF_EACH_LAYER and isinstance(value, list):
+            if len(set(value)) != 1:
+                raise ModelError(f"{key} differs from layer to layer ({value}); only models of equal layers run here")
+            value = value[0]
+        own[name] = value
+    return own
+
+
+OF_EACH_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+
+READ = {
+    *("block_count", "context_length", "embedding_length", *OF_EACH_LAYER, "attention.key_length"),
+    *("attention.layer_norm_rms_epsilon", "rope.freq_base"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
+}
+"""The keys of an architecture that become part of its config.json."""
+
+ANY = object()
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "vocab_size": (ANY,),  # the embedding tells
+    "attention.layer_norm_epsilon": (ANY,),  # of norms that a Llama has not
+    "attention.causal": (True,),
+    "tensor_data_layout": ("Meta AI original pth",),  # the order of rows that is put right here
+    "rope.scaling.original_context_length": (ANY,),  # of YaRN, like the next two
+    "rope.scaling.finetuned": (ANY,),
+    "rope.scaling.yarn_log_multiplier": (ANY,),
+    "rope.scaling.attn_factor": (1.0,),
+    "residual_scale": (1.0, 0.0),
+    "embedding_scale": (1.0, 0.0),
+    "logit_scale": (1.0, 0.0),
+}
+"""Keys of an architecture that change nothing with these values. Any other key changes nothing with False, zero, or
+an empty text or list. All else means another computation, also where the key is not known here."""
+
+OTHER_FILES = ("adapter.", "clip.", "diffusion.", "xielu.")
+"""What keys begin with that only something else than a Llama has."""
+
+
+def _check_settings(metadata: Mapping[str, Any], own: Mapping[str, Any], architecture: str, head_dim: int) -> None:
+    """Raises ModelError for a key that changes the result and is not read."""
+    if (rotary_dim := own.get("rope.dimension_count", head_dim)) != head_dim:
+        raise ModelError(f"only {rotary_dim} of {head_dim} dimensions of a head are rotary; a Llama turns them all")
+    harmless = HARMLESS | {
+        "rope.dimension_count": (head_dim,),
+        "attention.value_length": (head_dim,),
+    }
+    odd = {
+        f"{architecture}.{key}": value
+        for key, value in own.items()
+        if key not in READ and not (_is_one_of(value, harmless[key]) if key in harmless else _says_nothing(value))
+    }
+    if (scale := own.get("attention.scale")) and math.isclose(scale, head_dim**-0.5, rel_tol=1e-5):
+        del odd[f"{architecture}.attention.scale"]
+    if own.get("attention.sliding_window", 0) >= own["context_length"]:
+        odd.pop(f"{architecture}.attention.sliding_window", None)
+    odd |= {key: value for key, value in metadata.items() if key.startswith(OTHER_FILES)}
+    if (kind := metadata.get("general.type", "model")) != "model":
+        odd["general.type"] = kind
+    if odd:
+        key, value = min(odd.items())
+        raise ModelError(
+            f"{key} is {value!r}, which no Llama computed here has; use the safetensors checkpoint of this model, or a "
+            "file that was converted without it"
+        )
+
+
+def _says_nothing(value: Any) -> bool:
+    return not any(value) if isinstance(value, list) else not value
+
+
+def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
+    return ANY in harmless or value in harmless
+
+
 def _rope_scaling(
-    metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor], head_dim: int
+    own: Mapping[str, Any], prefix: str, tensors: Mapping[str, ReaderTensor], head_dim: int
 ) -> dict[str, Any] | None:
-    own = f"{metadata['general.architecture']}.rope"
-    kind = metadata.get(f"{own}.scaling.type", "none")
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": _shortest(metadata[f"{own}.scaling.factor"])}
-    if kind != "none":
-        raise ModelError(f"{own}.scaling.type is {kind!r}; supported are 'none' and 'linear'")
+    """As llama.cpp has it: a factor without a type is linear, and 0 is none; `scale_linear` is its older name."""
+    kind = own.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear"):
+        raise ModelError(f"{prefix}.scaling.type is {kind!r}; supported are 'none' and 'linear'")
+    factor = own.get("rope.scaling.factor", own.get("rope.scale_linear", 0.0)) if kind == "linear" else 0.0
+    if factor not in (0.0, 1.0):
+        if ROPE_FREQS in tensors and not (tensors[ROPE_FREQS].data == 1).all():
+            raise ModelError(f"{prefix}.scaling.factor is {factor}, and {ROPE_FREQS} scales too; only one of them can")
+        return {"rope_type": "linear", "factor": _shortest(factor)}
     if ROPE_FREQS not in tensors:
         return None
     # The file keeps what Llama 3's scaling came to, not its parameters. All of Meta's models share them, except for
     # the factor, which the lowest frequency shows: take these if they give exactly what the file holds.
     divisors = tensors[ROPE_FREQS].data  # [head_dim / 2]
-    scaling = {
-        "rope_type": "llama3",
-        "factor": _shortest(float(divisors.max())),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    expected = _llama3_divisors(scaling, metadata.get(f"{own}.freq_base", 10000.0), head_dim)
+    scaling = RopeScaling("llama3", _shortest(float(divisors.max())), 1.0, 4.0, 8192)
+    expected = divisors_of(scaling, plain_frequencies(own.get("rope.freq_base", 10000.0), head_dim))
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4, atol=0):
         raise ModelError(
-            f"{ROPE_FREQS} does not hold the frequencies of Llama 3.1 to 3.3 with factor {scaling['factor']}; "
+            f"{ROPE_FREQS} does not hold the frequencies of Llama 3.1 to 3.3 with factor {scaling.factor}; "
             "use the safetensors checkpoint of this model, whose config.json gives the parameters"
         )
-    return scaling
-
-
-def _llama3_divisors(scaling: Mapping[str, Any], theta: float, head_dim: int) -> npt.NDArray[np.float64]:
-    """[head_dim / 2]: 1 for short wavelengths, `factor` for long ones, in between a blend of the frequencies."""
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)  # in tokens
-    turns = scaling["original_max_position_embeddings"] / wavelengths
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    kept = np.clip((turns - low) / (high - low), 0, 1)  # the share of the frequency that stays as it was
-    divisors: npt.NDArray[np.float64] = 1 / (kept + (1 - kept) / scaling["factor"])
-    return divisors
+    return asdict(scaling)
 
 
 def _write_tokenizer(folder: Path, gguf_path: Path, metadata: Mapping[str, Any]) -> None:
     beside, settings = gguf_path.parent, tokenizer_config(metadata)
     if (beside / "tokenizer.json").is_file():
-        shutil.copyfile(beside / "tokenizer.json", folder / "tokenizer.json")
+        for name in (TOKENIZER, OLDER_CONFIG, "added_tokens.json"):
+            if (beside / name).is_file():
+                shutil.copyfile(beside / name, folder / name)
     else:
         build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
     if (beside / "tokenizer_config.json").is_file():

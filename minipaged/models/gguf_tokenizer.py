@@ -45,6 +45,9 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     if kind != "gpt2":
         raise ModelError(f"the GGUF file has a tokenizer of kind {kind!r}; only 'gpt2' (BPE) is known here: {WAY_OUT}")
+    for key in ("add_sep_token", "add_space_prefix", "remove_extra_whitespaces", "precompiled_charsmap"):
+        if metadata.get(f"tokenizer.ggml.{key}"):
+            raise ModelError(f"tokenizer.ggml.{key} is set, which no tokenizer built here does: {WAY_OUT}")
     # A missing rule is llama.cpp's "default": its guess for files of converters that did not know the tokenizer.
     rule = metadata.get("tokenizer.ggml.pre", "default")
     is_llama3 = rule == "llama-bpe"
@@ -66,21 +69,56 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif token_type == TokenType.USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
-    # llama.cpp begins every text with BOS where the file says so, and for Llama 3 where it says nothing.
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", is_llama3):
+    # llama.cpp begins every text with BOS where the file says so, and for Llama 3 where it says nothing; and it ends
+    # it with EOS where the file says so.
+    first, last = token_id(metadata, "bos"), token_id(metadata, "eos")
+    first = first if metadata.get("tokenizer.ggml.add_bos_token", is_llama3) else None
+    last = last if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if (first, last) != (None, None):
+        before, after = (None if each is None else tokens[each] for each in (first, last))
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A $B", special_tokens=[(tokens[bos], bos)]
+            single=[each for each in (before, "$A", after) if each],
+            pair=[each for each in (before, "$A", "$B", after) if each],
+            special_tokens=[(tokens[each], each) for each in {first, last} if each is not None],
         )
     return tokenizer
+
+
+def token_id(metadata: Mapping[str, Any], role: str) -> int | None:
+    """The token that a file names for a role ("bos", "eos", ...). As in llama.cpp, an id without a token is none."""
+    found = metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return found if isinstance(found, int) and 0 <= found < len(metadata.get("tokenizer.ggml.tokens", ())) else None
+
+
+def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer, as llama.cpp finds them.
+
+    They are those that the file names as the end of a text, a turn or a message, and control tokens with one of the
+    END_NAMES.
+    """
+    named = [token_id(metadata, role) for role in ("eos", "eot", "eom")]
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    called = [
+        i
+        for i, (token, kind) in enumerate(zip(metadata.get("tokenizer.ggml.tokens", ()), types, strict=False))
+        if kind == TokenType.CONTROL and token in END_NAMES
+    ]
+    return list(dict.fromkeys(each for each in (*named, *called) if each is not None))
+
+
+END_NAMES = {
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
+    *("<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+}
+"""What the tokens are called that end a text or a turn, in models whose files name only one of them."""
 
 
 def tokenizer_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What `tokenizer_config.json` says beside it: the special tokens by role, and the chat template."""
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
-        if (token_id := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None:
-            config[f"{role}_token"] = metadata["tokenizer.ggml.tokens"][token_id]
+        if (found := token_id(metadata, key)) is not None:
+            config[f"{role}_token"] = metadata["tokenizer.ggml.tokens"][found]
     if (length := metadata.get(f"{metadata.get('general.architecture')}.context_length")) is not None:
         config["model_max_length"] = length
     if (template := metadata.get("tokenizer.chat_template")) is not None:

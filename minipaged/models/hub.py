@@ -30,7 +30,7 @@ KNOWN_MODELS: dict[str, WheelModel] = {
     "smollm2-135m-instruct-q4_1": SMOLLM2_Q4_1,
 }
 
-FORMAT = "v1"
+FORMAT = "v2"
 """Names the folder in the cache. It changes whenever what we write there does, so that old folders are not used."""
 
 HUB_FILES = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
@@ -122,8 +122,7 @@ def _converted(path: Path) -> Path:
 
     stat = path.stat()
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
-    # "gguf" has folders in it of the time when their weights were expanded.
-    return _once(cache_folder() / FORMAT / "gguf-packed" / f"{path.stem}-{key}", lambda folder: convert(path, folder))
+    return _once(cache_folder() / FORMAT / "gguf" / f"{path.stem}-{key}", lambda folder: convert(path, folder))
 
 
 def _from_hub(repository: str) -> Path:

@@ -40,10 +40,18 @@ from minipaged.models.json_files import parse_json, read_json
 from minipaged.models.quantized import check_unquantized, formats_of
 from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor
 from minipaged.models.quantized.stored import StoredMatrix
+from minipaged.models.rope import are_the_frequencies
 from minipaged.models.shards import Shard, cut, cut_weights, local_name, part_of, shard_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PIECE = 1 << 20
+"""Numbers that are compared at once."""
+
+FREQUENCY_ERRORS = {"F64": 1e-4, "F32": 1e-4, "F16": 2**-10, "BF16": 2**-7}
+"""How far rotary frequencies in a file may be off, in proportion."""
 
 STORED_DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(code)
@@ -71,13 +79,20 @@ QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json")
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model's shape, from `config.json`, and the tokens that end an answer, from all files that name one."""
+    """The model's shape, from `config.json`, and the tokens that end an answer, from all files that name one.
+
+    As in transformers, a checkpoint with a head that differs from the embedding is not tied.
+    """
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} holds no config.json; name a folder in the format of the Hugging Face hub")
     config = ModelConfig.from_dict(read_json(path))
     if formats := load_formats(folder):  # refuses what is not read
         config = replace(config, kv_cache_dtype=formats.kv_cache_dtype)
+    if config.tie_word_embeddings and any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        # Where a head of its own lies beside the embedding, the model has it, whatever config.json says.
+        stored = checkpoint_tensors(folder)
+        config = replace(config, tie_word_embeddings=not {HEAD, EMBEDDING} <= stored.keys() or _head_is_tied(stored))
     return replace(config, eos_token_ids=end_token_ids(folder, config))
 
 
@@ -122,6 +137,8 @@ def load_weights(
     """
     shard = shard or shard_of(config, rank=0, size=1)
     stored = checkpoint_tensors(folder)
+    if config.tie_word_embeddings and EMBEDDING not in stored and HEAD in stored:  # tied the other way
+        stored[EMBEDDING] = stored.pop(HEAD)
     wanted = _wanted(folder, config, stored)
     _check(folder, config, wanted, stored)
     parts = {each.name: part for each in wanted if (part := cut(config, shard, each.name)) is not None}
@@ -211,8 +228,8 @@ def _check(folder: Path, config: ModelConfig, wanted: list[Wanted], stored: Mapp
             f"{folder}: tensor '{missing[0]}' is missing ({len(missing)} of {len(required)} are); "
             f"{_asking(each)} asks for it{_with_shape(part)}"
         )
-    others = _kv_names(config)
-    surplus = sorted(name for name in stored.keys() - parts.keys() - others.keys() if not _is_redundant(name, config))
+    others = stored.keys() - parts.keys() - _kv_names(config).keys()
+    surplus = sorted(name for name in others if not _is_redundant(name, config, stored))
     if surplus:
         raise ModelError(
             f"{folder}: tensor '{surplus[0]}' has no place in the model that config.json describes "
@@ -282,7 +299,9 @@ def _kv_scales(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[
         values = _read_tensor(tensor).astype(np.float32).reshape(-1)
         if not (np.isfinite(values) & (values > 0)).all():
             raise ModelError(f"{tensor.file}: tensor '{name}' holds scales that are not positive numbers")
-        scales |= dict.fromkeys(ours, values)
+        for each in ours:
+            if not np.array_equal(scales.setdefault(each, values), values):
+                raise ModelError(f"{tensor.file}: tensor '{name}' and another one for '{each}' differ; leave only one")
     return scales
 
 
@@ -340,7 +359,11 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> tuple[St
 
 
 def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tables of contents of all of a model's files, as one."""
+    """The tables of contents of all of a model's files, as one.
+
+    A whole `model.safetensors` counts before an index, as in transformers. Of several files that hold a tensor, the
+    one that the index names counts.
+    """
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
@@ -348,13 +371,27 @@ def checkpoint_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{folder} holds neither {WEIGHTS} nor {INDEX}; only safetensors checkpoints and .gguf files are read"
         )
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise ModelError(f"{folder / INDEX} has no 'weight_map'")
-    tensors: dict[str, StoredTensor] = {}
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ModelError(f"{folder / INDEX} has no 'weight_map' from tensors to names of files")
+    files: dict[str, dict[str, StoredTensor]] = {}
     for file in sorted(set(weight_map.values())):
+        if Path(file).name != file or "\\" in file:
+            raise ModelError(f"{folder / INDEX} names the file {file!r}; only names of files beside it are read")
         if not (folder / file).is_file():
             raise ModelError(f"{folder}: {INDEX} names the file {file}, which is not there")
-        tensors |= read_header(folder / file)
+        files[file] = read_header(folder / file)
+    tensors: dict[str, StoredTensor] = {}
+    for name in sorted({*weight_map, *itertools.chain.from_iterable(files.values())}):
+        holders = [file for file, header in files.items() if name in header]
+        chosen = weight_map.get(name, holders[0] if len(holders) == 1 else None)
+        if chosen is None:
+            raise ModelError(
+                f"{folder}: {' and '.join(holders)} each have a tensor '{name}', and {INDEX} does not say which "
+                "counts; add it there, or leave it in one file only"
+            )
+        if chosen not in holders:
+            raise ModelError(f"{folder}: {INDEX} says that tensor '{name}' is in {chosen}, which does not hold it")
+        tensors[name] = files[chosen][name]
     return tensors
 
 
@@ -390,6 +427,27 @@ def _read_columns(
     return values
 
 
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints carry although they follow from the rest."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+def _is_redundant(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether a tensor that some checkpoints carry does follow from the rest. Raises ModelError if it should and does
+    not."""
+    if name.endswith("rotary_emb.inv_freq"):
+        found, dtype = _read_tensor(stored[name]), stored[name].dtype
+        if dtype not in FREQUENCY_ERRORS or not are_the_frequencies(found, config, FREQUENCY_ERRORS[dtype]):
+            raise ModelError(
+                f"{stored[name].file}: tensor '{name}' does not hold the rotary frequencies that config.json gives; "
+                "correct its rope_theta or rope_scaling, or remove the tensor"
+            )
+        return True
+    return name == HEAD and config.tie_word_embeddings and _head_is_tied(stored)
+
+
+def _head_is_tied(stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether head and embedding are there with the same numbers. They are compared in pieces."""
+    one, other = stored[EMBEDDING], stored[HEAD]
+    if one.shape != other.shape or not one.shape:
+        return False
+    if one.dtype != other.dtype and not {one.dtype, other.dtype} <= set(FLOATS):
+        return False
+    step = max(1, PIECE // max(1, math.prod(one.shape[1:])))  # rows
+    pieces = ((slice(row, row + step),) for row in range(0, one.shape[0], step))
+    return all(np.array_equal(_read_tensor(one, part), _read_tensor(other, part)) for part in pieces)

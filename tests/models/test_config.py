@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from minipaged.errors import ModelError
-from minipaged.models.config import ModelConfig, RopeScaling, weight_shapes
+from minipaged.models.config import HARMLESS, ModelConfig, RopeScaling, weight_shapes
+from minipaged.reference.llama import inverse_frequencies
 from tests.effort import examples
 
 LLAMA3 = {
@@ -166,3 +168,114 @@ def test_a_missing_key_is_named(valid: dict[str, Any], key: str) -> None:
     del valid[key]
     with pytest.raises(ModelError, match=f"'{key}' is missing"):
         ModelConfig.from_dict(valid)
+
+
+ANOTHER_COMPUTATION: list[tuple[str, Any]] = [
+    ("hidden_activation", "gelu"),
+    ("is_causal", False),
+    ("is_encoder_decoder", True),
+    ("add_cross_attention", True),
+    ("use_bidirectional_attention", True),
+    ("alibi", True),
+    ("attention_chunk_size", 8192),
+    ("attn_logit_softcapping", 50.0),
+    ("final_logit_softcapping", 30.0),
+    ("attention_multiplier", 0.5),
+    ("query_pre_attn_scalar", 144),
+    ("clip_qkv", 8.0),
+    ("position_embedding_type", "relative_key"),
+    ("partial_rotary_factor", 0.5),
+    ("rope_interleave", True),
+    ("rope_local_base_freq", 10000.0),
+    ("no_rope_layer_interval", 4),
+    ("no_rope_layers", [1, 1, 1, 0]),
+    ("layer_types", ["full_attention", "chunked_attention"]),
+    ("layer_types", ["sliding_attention"]),
+    ("use_parallel_residual", True),
+    ("embedding_multiplier", 12.0),
+    ("residual_multiplier", 0.22),
+    ("logits_scaling", 8.0),
+    ("logit_scale", 0.0625),
+    ("num_experts", 8),
+    ("num_local_experts", 8),
+    ("use_qk_norm", True),
+    ("v_head_dim", 64),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), ANOTHER_COMPUTATION)
+def test_a_key_that_says_another_computation_is_refused_by_name(valid: dict[str, Any], key: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json: {key}\b"):
+        ModelConfig.from_dict(valid | {key: value})
+    assert ModelConfig.from_dict(valid | {key: None}) == ModelConfig.from_dict(valid)
+
+
+def test_every_key_that_is_refused_has_a_test() -> None:
+    same = {"use_alibi", "rope_interleaved", "parallel_attn", "embedding_scale", "scale_emb", "residual_scale"}
+    same |= {"lm_head_multiplier", "n_routed_experts", "hidden_act"}
+    assert {key for key, _ in ANOTHER_COMPUTATION} | same >= HARMLESS.keys()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"hidden_act": "swish", "hidden_activation": "silu", "is_causal": True, "pretraining_tp": 2},
+        {"attention_multiplier": 0.25, "query_pre_attn_scalar": 16, "v_head_dim": 16, "logits_scaling": 1.0},
+        {"embedding_multiplier": 1, "residual_multiplier": 1.0, "partial_rotary_factor": 1.0, "alibi": False},
+        {"attn_logit_softcapping": 0.0, "num_experts": 0, "no_rope_layers": [1, 1], "layer_types": ["full_attention"]},
+        {"use_qk_norm": False, "use_cache": False, "attention_dropout": 0.1, "initializer_range": 0.5, "task": "chat"},
+        {"sliding_window": 7, "use_sliding_window": False, "max_window_layers": 3, "num_nextn_predict_layers": 1},
+        {"no_rope_layers": [], "layer_types": None, "position_embedding_type": "absolute"},
+    ],
+)
+def test_a_key_that_says_nothing_is_let_through(valid: dict[str, Any], said: dict[str, Any]) -> None:
+    assert ModelConfig.from_dict(valid | said) == ModelConfig.from_dict(valid)
+
+
+def test_norms_of_heads_are_qwen3s(valid: dict[str, Any]) -> None:
+    qwen3 = {key: value for key, value in valid.items() if key != "architectures"} | {"model_type": "qwen3"}
+    assert ModelConfig.from_dict(qwen3 | {"use_qk_norm": True}) == ModelConfig.from_dict(qwen3)
+    with pytest.raises(ModelError, match="use_qk_norm = False"):
+        ModelConfig.from_dict(qwen3 | {"use_qk_norm": False})
+
+
+@pytest.mark.parametrize(
+    ("rope", "says"),
+    [
+        ({"factor": 4.0}, "factor = 4.0 .*'default'"),
+        ({"rope_type": "linear", "factor": 4.0, "attention_factor": 1.2}, "attention_factor = 1.2"),
+        ({"rope_type": "linear", "factor": 4.0, "low_freq_factor": 1.0}, "low_freq_factor = 1.0"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+        ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section = "),
+        ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}, "full_attention = "),
+        (LLAMA3 | {"beta_fast": 32}, "beta_fast = 32"),
+        ([4.0], "expected an object"),
+    ],
+)
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_a_rotary_setting_that_is_not_read_is_refused_by_name(
+    valid: dict[str, Any], key: str, rope: Any, says: str
+) -> None:
+    del valid["rope_parameters"]
+    with pytest.raises(ModelError, match=says):
+        ModelConfig.from_dict(valid | {key: rope})
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": LLAMA3},
+        {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
+        {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}, "original_max_position_embeddings": 128},
+        {"rope_parameters": {"rope_type": "default", "factor": 1.0, "attention_factor": None, "rope_theta": 500.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}, "rope_theta": 500.0},
+    ],
+)
+def test_rotary_settings_written_twice_are_read_as_transformers_reads_them(
+    valid: dict[str, Any], written: dict[str, Any]
+) -> None:
+    """Its frequencies are ours."""
+    del valid["rope_parameters"]
+    valid |= {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8} | written
+    theirs = LlamaForCausalLM(LlamaConfig(**valid)).model.rotary_emb.inv_freq.numpy()
+    np.testing.assert_allclose(inverse_frequencies(ModelConfig.from_dict(valid)), theirs, rtol=1e-6)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +120,9 @@ def test_the_config_says_what_the_metadata_says(tiny_llama: MakeLlama, write_ggu
     model = tiny_llama()
     convert(write_gguf(model), tmp_path / "out")
     model.config.save_pretrained(tmp_path / "theirs")
-    assert load_config(tmp_path / "out") == load_config(tmp_path / "theirs")
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 2
+    theirs = load_config(tmp_path / "theirs")
+    assert load_config(tmp_path / "out") == replace(theirs, eos_token_ids=(2, 0))  # 0 is <|endoftext|>
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
 def test_llama3_frequencies_give_back_their_parameters(
@@ -151,7 +154,7 @@ def test_llama3_frequencies_give_back_their_parameters(
         ({"llama.block_count": 3}, "tensor 'model.layers.2.input_layernorm.weight' is missing .9 tensors"),
         ({"llama.feed_forward_length": 100}, r"gate_proj.weight' has shape \(96, 64\), but .* \(100, 64\)"),
         ({"extra_tensors": {"blk.0.attn_q.bias": np.zeros(64, np.float32)}}, "q_proj.bias' is not part of"),
-        ({"tokenizer.ggml.bos_token_id": 1_000_000}, "its metadata contradicts itself"),
+        ({"llama.attention.head_count": "four"}, "its metadata contradicts itself"),
         ({"tokenizer.ggml.model": "llama"}, "kind 'llama'.*put the model's tokenizer.json .* beside"),
         ({"tokenizer.ggml.pre": "jais"}, "the rule 'jais'.*put the model's tokenizer.json .* beside"),
     ],
@@ -163,6 +166,141 @@ def test_what_cannot_run_is_refused_by_name(
     with pytest.raises(ModelError, match=says) as raised:
         convert(path, tmp_path / "out")
     assert str(path) in str(raised.value)
+
+
+MEANS_NOTHING: list[dict[str, Any]] = [
+    {"llama.vocab_size": 320, "llama.attention.value_length": 16, "llama.attention.layer_norm_epsilon": 1e-5},
+    {"llama.tensor_data_layout": "Meta AI original pth", "llama.attention.causal": True, "general.type": "model"},
+    {"llama.rope.scaling.original_context_length": 64, "llama.rope.scaling.finetuned": True},
+    {"llama.rope.scaling.attn_factor": 1.0, "llama.logit_scale": 1.0, "llama.residual_scale": 0.0},
+    {"llama.attention.scale": 0.25, "llama.attention.clamp_kqv": 0.0, "llama.unheard_of": 0, "llama.pooling_type": 0},
+    {"llama.expert_count": 0, "llama.expert_used_count": 0, "llama.use_parallel_residual": False},
+    {"llama.attention.head_count": [4, 4], "llama.attention.head_count_kv": [2, 2]},
+    {"llama.feed_forward_length": [96, 96], "llama.rope.dimension_sections": [0, 0, 0, 0]},
+    {"llama.attention.sliding_window": 128, "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
+    {"llama.rope.scaling.factor": 0.0, "llama.rope.scale_linear": 4.0},  # the newer name counts
+    {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1.0},
+    {"general.name": "tiny", "general.quantized_by": "somebody", "quantize.imatrix.chunks_count": 3, "split.count": 1},
+]
+
+
+@pytest.mark.parametrize("changes", MEANS_NOTHING)
+def test_a_key_that_changes_nothing_is_let_through(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    convert(write_gguf(tiny_llama()), tmp_path / "without")
+    convert(write_gguf(tiny_llama(), **changes), tmp_path / "with")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes()
+
+
+CHANGES_THE_RESULT: list[tuple[str, Any]] = [
+    ("llama.attention.value_length", 8),
+    ("llama.attention.causal", False),
+    ("llama.attention.scale", 0.5),
+    ("llama.attention.clamp_kqv", 8.0),
+    ("llama.attention.max_alibi_bias", 8.0),
+    ("llama.attention.sliding_window", 64),
+    ("llama.attention.sliding_window_pattern", [True, False]),
+    ("llama.attn_logit_softcapping", 50.0),
+    ("llama.final_logit_softcapping", 30.0),
+    ("llama.logit_scale", 0.0625),
+    ("llama.residual_scale", 0.22),
+    ("llama.embedding_scale", 12.0),
+    ("llama.expert_used_count", 2),
+    ("llama.use_parallel_residual", True),
+    ("llama.pooling_type", 1),
+    ("llama.tensor_data_layout", "reference"),
+    ("llama.rope.dimension_sections", [8, 4, 4, 0]),
+    ("llama.rope.scaling.attn_factor", 1.2),
+    ("llama.rope.scaling.alpha", 1000.0),
+    ("llama.rope.freq_base_swa", 10000.0),
+    ("llama.unheard_of", 3),
+    ("adapter.type", "lora"),
+    ("general.type", "adapter"),
+    ("diffusion.shift_logits", True),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), CHANGES_THE_RESULT)
+def test_a_key_that_changes_the_result_is_refused_by_name(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, key: str, value: Any
+) -> None:
+    with pytest.raises(ModelError, match=rf"{re.escape(key)} is .*use the safetensors checkpoint"):
+        convert(write_gguf(tiny_llama(), **{key: value}), tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["attention.head_count", "attention.head_count_kv", "feed_forward_length"])
+def test_layers_that_differ_are_refused(tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, key: str) -> None:
+    with pytest.raises(ModelError, match=rf"llama.{key} differs from layer to layer .\[4, 2\]"):
+        convert(write_gguf(tiny_llama(), **{f"llama.{key}": [4, 2]}), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+        {"rope.scaling.factor": 4.0},
+        {"rope.scale_linear": 4.0},
+        {"rope.scaling.type": "linear", "rope.scale_linear": 4.0},
+        {"rope.scaling.factor": 4.0, "rope.scale_linear": 8.0},
+    ],
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_a_rope_factor_is_linear_under_either_name(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, model_type: str, said: dict[str, Any]
+) -> None:
+    convert(write_gguf(tiny_llama(model_type), **{f"{model_type}.{k}": v for k, v in said.items()}), tmp_path / "out")
+    assert load_config(tmp_path / "out").rope_scaling == RopeScaling("linear", 4.0)
+
+
+def test_two_scalings_of_the_frequencies_are_refused(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"llama.rope.scaling.factor": 4.0}
+    ones = np.ones(8, np.float32)
+    convert(write_gguf(tiny_llama(), extra_tensors={"rope_freqs.weight": ones}, **changes), tmp_path / "one")
+    assert load_config(tmp_path / "one").rope_scaling == RopeScaling("linear", 4.0)
+    path = write_gguf(tiny_llama(), extra_tensors={"rope_freqs.weight": ones * 2}, **changes)
+    with pytest.raises(ModelError, match=r"scaling.factor is 4.0, and rope_freqs.weight scales too"):
+        convert(path, tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("said", "ends"),
+    [
+        ({}, [2, 0]),
+        ({"eot": 5}, [2, 5, 0]),
+        ({"eot": 5, "eom": 7}, [2, 5, 7, 0]),
+        ({"eos": None, "eom": 7}, [7, 0, 2]),
+        ({"eos": 0, "eot": 0}, [0, 2]),
+        ({"eos": 2**32 - 1}, [0, 2]),  # how old files write that there is none
+        ({"eot": 320}, [2, 0]),
+    ],
+)
+def test_end_tokens_are_those_of_llama_cpp(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, said: dict[str, int | None], ends: list[int]
+) -> None:
+    """The ids of the file, and control tokens by their names: 0 is <|endoftext|>, 2 is <|im_end|>."""
+    changes = {f"tokenizer.ggml.{role}_token_id": token_id for role, token_id in said.items()}
+    convert(write_gguf(tiny_llama(), **changes), tmp_path / "out")
+    assert load_config(tmp_path / "out").eos_token_ids == tuple(ends)
+
+
+def test_a_token_that_is_no_control_token_ends_nothing_by_its_name(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, gguf_metadata: dict[str, Any]
+) -> None:
+    types = gguf_metadata["tokenizer.ggml.token_type"]
+    convert(write_gguf(tiny_llama(), **{"tokenizer.ggml.token_type": [1, *types[1:]]}), tmp_path / "out")
+    assert load_config(tmp_path / "out").eos_token_ids == (2,)
+
+
+def test_the_files_beside_name_end_tokens_too(tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path) -> None:
+    convert(write_gguf(tiny_llama()), tmp_path / "known")
+    shutil.copyfile(tmp_path / "known" / "tokenizer.json", tmp_path / "tokenizer.json")
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_start|>"}')
+    convert(write_gguf(tiny_llama()), tmp_path / "out")
+    assert load_config(tmp_path / "out").eos_token_ids == (2, 0, 1)
 
 
 def test_a_tokenizer_beside_the_file_is_used(tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path) -> None:

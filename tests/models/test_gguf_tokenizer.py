@@ -95,3 +95,26 @@ def test_the_settings_name_the_special_tokens(gguf_metadata: Metadata) -> None:
     named = {role: config[f"{role}_token"] for role in ("bos", "eos", "unk", "pad")}
     assert named == {"bos": "<|im_start|>", "eos": "<|im_end|>", "unk": "<|endoftext|>", "pad": "<|im_end|>"}
     assert config["chat_template"] == gguf_metadata["tokenizer.chat_template"]
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("eos", [False, True])
+def test_a_text_begins_and_ends_as_the_file_says(gguf_metadata: Metadata, bos: bool, eos: bool) -> None:
+    said = {"tokenizer.ggml.add_bos_token": bos, "tokenizer.ggml.add_eos_token": eos}
+    tokenizer = build_tokenizer(gguf_metadata | said)
+    within = tokenizer.encode("in the", add_special_tokens=False).ids
+    assert tokenizer.encode("in the").ids == [1] * bos + within + [2] * eos
+    assert tokenizer.encode("in the", "in the").ids == [1] * bos + within + within + [2] * eos
+
+
+@pytest.mark.parametrize("key", ["add_sep_token", "add_space_prefix", "remove_extra_whitespaces"])
+def test_what_another_kind_of_tokenizer_does_is_refused(gguf_metadata: Metadata, key: str) -> None:
+    assert build_tokenizer(gguf_metadata | {f"tokenizer.ggml.{key}": False})
+    with pytest.raises(ModelError, match=rf"tokenizer.ggml.{key} is set.*put the model's tokenizer.json"):
+        build_tokenizer(gguf_metadata | {f"tokenizer.ggml.{key}": True})
+
+
+def test_a_special_token_without_an_entry_is_none(gguf_metadata: Metadata) -> None:
+    metadata = gguf_metadata | {"tokenizer.ggml.bos_token_id": 2**32 - 1, "tokenizer.ggml.add_bos_token": True}
+    assert "bos_token" not in tokenizer_config(metadata)
+    assert build_tokenizer(metadata).encode("in").ids == build_tokenizer(gguf_metadata).encode("in").ids

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from minipaged.errors import ModelError
+from minipaged.models import loading
 from minipaged.models.loading import load_config, load_weights
 from tests.effort import examples
 
@@ -97,6 +99,7 @@ def test_a_process_that_reads_smollm2_stays_well_under_twice_its_size(smollm2: P
     # VmHWM and not getrusage: the latter counts the parent's memory too, from before the child became a new program.
     program = f"""
 from pathlib import Path
+from minipaged.models import loading
 from minipaged.models.loading import load_config, load_weights
 folder = Path({str(smollm2)!r})
 weights = load_weights(folder, load_config(folder))
@@ -115,12 +118,149 @@ def test_progress_counts_the_tensors(checkpoint: Path) -> None:
     assert seen == [(i + 1, len(weights)) for i in range(len(weights))]
 
 
-def test_tensors_that_follow_from_the_rest_are_ignored(tiny_llama: MakeLlama, tmp_path: Path) -> None:
-    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
-    without = load(tmp_path)
-    extra = {"lm_head.weight": torch.zeros(320, 64), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
-    change(tmp_path, lambda tensors: tensors.update(extra))
-    assert load(tmp_path).keys() == without.keys()
+# --- Two sources for one tensor -------------------------------------------------------------------
+
+
+def as_transformers(folder: Path) -> dict[str, np.ndarray]:
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    return {name: values.numpy() for name, values in state.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has", ["both", "both, equal", "the embedding", "the head"])
+def test_a_tied_head_is_the_one_that_transformers_takes(
+    tiny_llama: MakeLlama, tmp_path: Path, has: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that differs from the embedding is the model's, and one that is alone is the embedding too."""
+    monkeypatch.setattr(loading, "PIECE", 300)  # numbers, so that there are many pieces
+    tiny_llama().to(dtype).save_pretrained(tmp_path)
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    changes: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+        "both": lambda t: t.update({head: t[embedding].index_fill(0, torch.tensor([319]), 0.5)}),  # in its last row
+        "both, equal": lambda t: t.update({head: t[embedding].clone()}),
+        "the embedding": lambda t: t.pop(head),
+        "the head": lambda t: t.pop(embedding),
+    }
+    change(tmp_path, lambda tensors: [changes[has](tensors)].clear())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    expected, found = as_transformers(tmp_path), load(tmp_path)
+    assert load_config(tmp_path).tie_word_embeddings == (has != "both")
+    assert (head in found) == (has == "both")
+    np.testing.assert_array_equal(found[embedding], expected[embedding])
+    np.testing.assert_array_equal(found.get(head, found[embedding]), expected[head])
+
+
+def test_a_head_is_not_dropped_unread(checkpoint: Path) -> None:
+    """Also where somebody else than `load_config` says that it is tied."""
+    config = replace(load_config(checkpoint), tie_word_embeddings=True)
+    with pytest.raises(ModelError, match=r"'lm_head.weight' has no place"):
+        load_weights(checkpoint, config)
+
+
+ROPES = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_theta": 500000.0,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotary_frequencies_are_ignored_if_they_are_those_of_the_config(
+    tiny_llama: MakeLlama, tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    model = tiny_llama(rope_parameters=ROPES[kind])
+    model.save_pretrained(tmp_path)
+    without, name = load(tmp_path), "model.layers.0.self_attn.rotary_emb.inv_freq"
+    theta = ROPES[kind]["rope_theta"]
+    plain = 1 / theta ** (torch.arange(0, 16, 2) / 16)
+    for frequencies in (model.model.rotary_emb.inv_freq, plain):
+        change(tmp_path, lambda tensors, stored=frequencies: tensors.update({name: stored.to(dtype).clone()}))
+        assert load(tmp_path).keys() == without.keys()
+    for wrong in (plain * 1.05, plain[:-1], torch.zeros(8), 1 / (2 * theta) ** (torch.arange(0, 16, 2) / 16)):
+        change(tmp_path, lambda tensors, stored=wrong: tensors.update({name: stored.to(dtype).clone()}))
+        with pytest.raises(ModelError, match=rf"'{name}' does not hold the rotary frequencies .*rope_theta"):
+            load(tmp_path)
+
+
+def test_the_index_decides_which_file_a_tensor_is_from(checkpoint: Path) -> None:
+    tensors, name = load_file(checkpoint / "model.safetensors"), "model.norm.weight"
+    expected = load(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    others = {key: torch.zeros_like(values) for key, values in tensors.items()}
+    for first in (False, True):
+        right, wrong = ("a.safetensors", "b.safetensors") if first else ("b.safetensors", "a.safetensors")
+        save_file(tensors, checkpoint / right)
+        save_file(others, checkpoint / wrong)
+        weight_map = dict.fromkeys(tensors, right)
+        # The other file is named for a tensor of its own.
+        save_file(others | {"model.layers.0.self_attn.k_scale": torch.ones(1)}, checkpoint / wrong)
+        write_index(checkpoint, weight_map | {"model.layers.0.self_attn.k_scale": wrong})
+        found = load(checkpoint)
+        for key, values in expected.items():
+            np.testing.assert_array_equal(found[key], values)
+        del weight_map[name]
+        write_index(checkpoint, weight_map | {"model.layers.0.self_attn.k_scale": wrong})
+        message = rf"a.safetensors and b.safetensors each have a tensor '{name}', and .* does not say which"
+        with pytest.raises(ModelError, match=message):
+            load(checkpoint)
+
+
+def write_index(folder: Path, weight_map: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("other", ["self_attn.k_proj.k_scale", "self_attn.k_proj.output_scale", "self_attn.kv_scale"])
+def test_a_scale_under_two_names_has_one_value(checkpoint: Path, other: str) -> None:
+    layer, one = "model.layers.0", torch.ones(1)
+    change(checkpoint, lambda t: t.update({f"{layer}.self_attn.k_scale": one, f"{layer}.{other}": one.clone()}))
+    assert load(checkpoint)[f"{layer}.self_attn.k_scale"] == 1
+    change(checkpoint, lambda t: t.update({f"{layer}.{other}": one * 2}))
+    with pytest.raises(ModelError, match=rf"'{layer}.{other}' and another one for '{layer}.self_attn.k_scale' differ"):
+        load(checkpoint)
+
+
+def test_a_whole_file_counts_before_an_index_as_in_transformers(checkpoint: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(64)}, checkpoint / "a.safetensors")
+    write_index(checkpoint, {"model.norm.weight": "a.safetensors"})
+    np.testing.assert_array_equal(
+        load(checkpoint)["model.norm.weight"], as_transformers(checkpoint)["model.norm.weight"]
+    )
+    assert load(checkpoint)["model.norm.weight"].any()
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "says"),
+    [
+        ({"model.norm.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}, "'lm_head.weight' is in b.safe"),
+        ({"no.such.weight": "a.safetensors"}, "'no.such.weight' is in a.safetensors, which does not hold it"),
+        ({"model.norm.weight": "../a.safetensors"}, r"names the file '\.\./a.safetensors'; only names of files beside"),
+        ({"model.norm.weight": "/etc/passwd"}, "names the file '/etc/passwd'; only names of files beside it"),
+        ({"model.norm.weight": ".."}, r"names the file \.\., which is not there"),
+        ({"model.norm.weight": ""}, "names the file"),
+        ({"model.norm.weight": 3}, "no 'weight_map' from tensors to names of files"),
+        ({"model.norm.weight": None}, "no 'weight_map' from tensors to names of files"),
+        (["a.safetensors"], "no 'weight_map'"),
+        (None, "no 'weight_map'"),
+    ],
+)
+def test_an_index_that_says_something_else_than_the_files_is_refused(
+    checkpoint: Path, weight_map: object, says: str
+) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "a.safetensors")
+    save_file({"model.layers.0.self_attn.k_scale": torch.ones(1)}, checkpoint / "b.safetensors")
+    save_file({"model.norm.weight": torch.zeros(64)}, checkpoint.parent / "a.safetensors")
+    write_index(checkpoint, weight_map)
+    with pytest.raises(ModelError, match=says):
+        load(checkpoint)
 
 
 def test_generation_config_says_which_tokens_end_a_text(checkpoint: Path) -> None:

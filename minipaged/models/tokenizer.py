@@ -314,12 +314,16 @@ BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 def with_plain_content(message: Message) -> dict[str, Any]:
     """The message as a template is given it: its content one text, and no key that says nothing.
 
-    As in vLLM, each part of a content is a line, and an assistant that says None says "". A key other than these two
+    As in vLLM, each part of a content is a line, and an assistant's content that is None or left out is "". Another key
     says nothing if it is None, "", [] or {}: a template that asks whether there are "tool_calls" takes [] for some.
     """
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+    if (
+        not isinstance(message, Mapping)
+        or "role" not in message
+        or not ("content" in message or message["role"] == "assistant")
+    ):
         raise InvalidRequest(f'a message has a "role" and a "content"; got {message!r}')
-    content = _plain(message["role"], message["content"])
+    content = _plain(message["role"], message.get("content"))
     said = {key: value for key, value in message.items() if value is not None and value not in ("", [], {})}
     return {**said, "role": message["role"], "content": content}
 

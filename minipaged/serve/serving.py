@@ -239,7 +239,7 @@ class Words(ABC):
             "chat_template_kwargs": body.chat_template_kwargs,
         }
         check_messages(messages)
-        length = sum(len(str(message["content"])) for message in messages)
+        length = sum(len(str(message.get("content") or "")) for message in messages)
         self._check_length(length, "messages")
         encode = partial(self._tokenizer.encode_chat, messages, **options)
         if length <= LONG_TEXT:

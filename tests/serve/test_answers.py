@@ -337,12 +337,14 @@ def test_an_empty_text_that_has_a_token_is_taken(tmp_path: Path) -> None:
 
 
 def test_an_assistants_message_may_have_no_content(case: Case) -> None:
-    messages: list[Json] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": []}]
-    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
-    answer = case.server.post("/v1/chat/completions", body)
-    assert answer.status_code == 200, answer.text
-    empty = [messages[0], {"role": "assistant", "content": ""}]
-    assert answer.json()["prompt_token_ids"] == case.server.allm.llm.encode_chat(empty)
+    asks: Json = {"role": "user", "content": "x"}
+    empty = case.server.allm.llm.encode_chat([asks, {"role": "assistant", "content": ""}])
+    for says_nothing in ({"content": None}, {"content": None, "tool_calls": []}, {}):
+        messages = [asks, {"role": "assistant", **says_nothing}]
+        body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+        answer = case.server.post("/v1/chat/completions", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["prompt_token_ids"] == empty == case.server.allm.llm.encode_chat(messages)
 
 
 # --- The length of several sequences --------------------------------------------------------------

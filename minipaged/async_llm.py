@@ -63,6 +63,9 @@ class Observer(Protocol):
     def added(self, request_id: str, params: Params, num_prompt_tokens: int, arrival_time: float) -> None:
         """The engine has taken this request. Times are in seconds of `time.perf_counter`."""
 
+    def refused(self, number: int) -> None:
+        """The queue was full, and this number of requests was refused (QueueFull)."""
+
     def after_step(
         self, updates: Sequence[RequestUpdate], stats: Stats, num_running: int, num_waiting: int, now: float
     ) -> None:
@@ -329,6 +332,8 @@ class AsyncLLM:
         new = sum(request.first_scheduled_time is None for request in engine.scheduler.waiting)
         try:
             if self.max_waiting is not None and new >= self.max_waiting:
+                for observer in self.observers:
+                    observer.refused(len(asked))
                 raise QueueFull(f"{self.max_waiting} requests wait already; ask again later, or another server")
             for one in asked:
                 engine.add_request(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import resource
@@ -10,7 +11,9 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -192,6 +195,38 @@ def test_where_all_are_served_the_next_is_refused_at_once_and_can_read_why(small
         assert all(map(is_open, streams[1:]))
     assert [("as many as there are files for" in line) for line in lines] == [True]
     small.check_nothing_is_left()
+
+
+def test_where_the_system_has_no_more_files_it_tries_again_after_a_while(
+    small: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have taken those that were spared."""
+    monkeypatch.setattr("minipaged.serve.connections.LINGER_S", 0.1)
+    door, tries = small.server.door, []
+    [listening] = door._listening
+
+    class Exhausted:
+        fileno = listening.fileno
+
+        def accept(self) -> None:
+            tries.append(time.monotonic())
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    exhausted: Any = Exhausted()
+    with logged() as lines, connect(small.url) as idle:
+        wait_until(lambda: len(door.silent) == 1)
+        time.sleep(2 * SILENT_S)
+        door._listening[:] = [exhausted]
+        small.server.loop.call_soon_threadsafe(door._take_in, exhausted)
+        with connect(small.url) as waiting:
+            waiting.sendall(HEALTH)
+            wait_until(lambda: len(tries) >= 3)
+            assert not is_open(idle)
+            assert min(after - before for before, after in pairwise(tries)) > 0.05
+            exhausted.accept = listening.accept
+            assert waiting.recv(2**16).startswith(b"HTTP/1.1 200")
+    assert [line.startswith("no connection can be taken in: Too many open files") for line in lines][:1] == [True]
+    assert len(lines) == 1
 
 
 def test_what_is_logged_of_the_bound_is_said_again_after_a_while(small: Served) -> None:

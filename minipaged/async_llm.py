@@ -34,11 +34,11 @@ from uuid import uuid4
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, QueueFull, ShuttingDown
 from minipaged.events import Listener
-from minipaged.llm import LLM, LoadedModel, Params
+from minipaged.llm import LLM, LoadedModel, Params, check_before_loading
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams
 from minipaged.prompts import Prompt
-from minipaged.settings import GivenSettings, takes_settings
+from minipaged.settings import GivenSettings, Settings, takes_settings
 
 Result = TypeVar("Result")
 LONG_TEXT = 2_000
@@ -62,6 +62,9 @@ class Observer(Protocol):
 
     def added(self, request_id: str, params: Params, num_prompt_tokens: int, arrival_time: float) -> None:
         """The engine has taken this request. Times are in seconds of `time.perf_counter`."""
+
+    def refused(self, number: int) -> None:
+        """The queue was full, and this number of requests was refused (QueueFull)."""
 
     def after_step(
         self, updates: Sequence[RequestUpdate], stats: Stats, num_running: int, num_waiting: int, now: float
@@ -139,7 +142,8 @@ class AsyncLLM:
     """An `LLM` whose requests come from one event loop, as many at a time as there are.
 
     What a step raises is the end of it: every reader is told (EngineDead). What is one request's trouble (bad logits,
-    tokens without a text) is in its output, as everywhere.
+    tokens without a text) is in its output, as everywhere. Raises InvalidRequest, beside what `LLM` raises, where
+    `max_model_len` is longer than the pool: a server's clients are told it.
 
     `max_waiting`: where so many requests wait for their first turn, further ones are refused (QueueFull); those of one
     `add` are taken together, though they may be more. `observers` are told what happens, on the engine's thread. The
@@ -158,6 +162,13 @@ class AsyncLLM:
         **settings: Unpack[GivenSettings],
     ) -> None:
         self.llm = LLM(model, listeners=listeners, host_sharers=host_sharers, **settings)
+        config = self.llm.config
+        try:
+            _check_servable(config.max_model_len, config.num_blocks, config.block_size)
+        except InvalidRequest:
+            if self.llm.loaded is not model:  # nobody else has it
+                self.llm.close()
+            raise
         self.max_waiting = max_waiting
         self.observers = list(observers)
         self.error: BaseException | None = None
@@ -329,6 +340,8 @@ class AsyncLLM:
         new = sum(request.first_scheduled_time is None for request in engine.scheduler.waiting)
         try:
             if self.max_waiting is not None and new >= self.max_waiting:
+                for observer in self.observers:
+                    observer.refused(len(asked))
                 raise QueueFull(f"{self.max_waiting} requests wait already; ask again later, or another server")
             for one in asked:
                 engine.add_request(
@@ -391,6 +404,25 @@ class AsyncLLM:
         self._note_ends()
         if self.on_death:
             self.on_death(error)
+
+
+def check_before_serving(**settings: Unpack[GivenSettings]) -> None:
+    """Raise InvalidRequest for settings of an AsyncLLM that are wrong whatever its model."""
+    check_before_loading(**settings)
+    asked = Settings(**settings)
+    if asked.max_model_len is not None and asked.num_blocks is not None:
+        _check_servable(asked.max_model_len, asked.num_blocks, asked.block_size)
+
+
+def _check_servable(max_model_len: int, num_blocks: int, block_size: int) -> None:
+    """Raise InvalidRequest where a sequence may be longer than all blocks together: clients of a server are told
+    max_model_len, and go by it."""
+    room = num_blocks * block_size
+    if max_model_len > room:
+        raise InvalidRequest(
+            f"max_model_len is {max_model_len}, and no sequence could become so long: the pool holds {room} tokens "
+            f"({num_blocks} blocks of {block_size}); lower max_model_len to {room} or leave it out, or raise num_blocks"
+        )
 
 
 def told(error: BaseException) -> str:

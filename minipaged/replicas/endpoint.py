@@ -232,7 +232,8 @@ class Replicated(Words):
 
 
 class _Told:
-    """A collector of what was collected elsewhere: the samples of one name together."""
+    """A collector of what was collected elsewhere: the samples of one name together, and those of equal labels (vLLM's,
+    which do not tell engines apart) as their sum."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = sorted(metrics, key=lambda metric: metric.name)
@@ -241,7 +242,12 @@ class _Told:
         together = []
         for _, group in groupby(self._metrics, key=lambda metric: metric.name):
             first, *others = group
-            first.samples += [sample for other in others for sample in other.samples]
+            samples: dict[Any, Any] = {}
+            for sample in (sample for one in (first, *others) for sample in one.samples):
+                key = (sample.name, *sorted(sample.labels.items()))
+                before = samples[key].value if key in samples else 0
+                samples[key] = sample._replace(value=before + sample.value)
+            first.samples = list(samples.values())
             together.append(first)
         return together
 

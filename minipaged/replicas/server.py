@@ -26,6 +26,7 @@ from ray.serve.config import AutoscalingConfig, HTTPOptions, ProxyLocation, Requ
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import LoggingConfig
 
+from minipaged.async_llm import check_before_serving
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import check_before_loading
 from minipaged.models import hub
@@ -35,6 +36,7 @@ from minipaged.replicas.endpoint import Endpoint
 from minipaged.replicas.ray_router import RayRouter
 from minipaged.replicas.replica import Facts, Replica
 from minipaged.replicas.settings import ReplicaSettings
+from minipaged.serve.connections import raise_file_limit
 from minipaged.serve.server import LAST_MOMENT_S, listen
 from minipaged.serve.settings import ServeSettings
 from minipaged.settings import Settings
@@ -120,7 +122,7 @@ def from_arguments(arguments: Mapping[str, Any]) -> serve.Application:
                 f"args: {name} is {text!r}; write it as after --{name.replace('_', '-')}, or leave it out"
             )
         engine[name] = FROM_TEXT[name](text)
-    check_before_loading(**engine)
+    check_before_serving(**engine)
     replicas = ReplicaSettings(**({"replicas": 1} | own))
     gpus = replicas.gpus_per_replica
     if gpus is None:
@@ -135,7 +137,8 @@ def serve_replicas(model: str, settings: ServeSettings, replicas: ReplicaSetting
     Raises InvalidRequest for an address that cannot be had and for settings that suit no model, before anything is
     started, and ModelError where no replica can be.
     """
-    check_before_loading(**engine)
+    check_before_serving(**engine)
+    raise_file_limit()  # Ray's processes have it from this one
     config = load_config(hub.resolve(model))  # fetched once, and not by each of them
     check_before_loading(config, **engine)
     with listen(settings.host, settings.port) as listening:  # Ray would try for ever

@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -30,6 +30,7 @@ from starlette.types import Receive, Scope, Send
 
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, ModelError, QueueFull, ShuttingDown
 from minipaged.serve.answers import DONE, Answer, Json, event
+from minipaged.serve.bodies import json_route
 from minipaged.serve.guards import KeyGuard, LengthGuard, Load, LoadGuard
 from minipaged.serve.live.routes import live_routes
 from minipaged.serve.protocol import FIELDS, SHAPES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -70,7 +71,7 @@ def create_app(serving: Words, *, key: str | None = None, cors_origins: Sequence
     for router in routers:
         app.include_router(router)
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
-    paths = [route.path.replace(":path}", "}") for route in routes] + ["/openapi.json"]
+    paths = [route.path.replace(":path}", "}") for route in routes if route.path != "/v1/models/"] + ["/openapi.json"]
     if serving.watch:
         app.include_router(live_routes(serving.watch))
         paths.append("/")
@@ -91,26 +92,6 @@ def create_app(serving: Words, *, key: str | None = None, cors_origins: Sequence
     return app
 
 
-class JsonRequest(Request):
-    """A request whose body is JSON as it should be: no NaN, no halves of characters, not nested without end."""
-
-    async def json(self) -> Any:
-        try:
-            return msgspec.json.decode(await self.body())
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise json.JSONDecodeError(str(error), "", 0) from None
-
-
-class JsonRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def strictly(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
-
-        return strictly
-
-
 # --- Endpoints that generate ----------------------------------------------------------------------
 
 ERROR = {"error": {"type": "object"}}
@@ -128,7 +109,8 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def _generating(serving: Words) -> APIRouter:
-    router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+    thread = ThreadPoolExecutor(1, "minipaged-bodies")
+    router = APIRouter(route_class=json_route(thread), responses=ERRORS)
     pieces: Json = {"text/event-stream": {}}
     told: dict[int | str, dict[str, Any]] = {200: {"description": "In pieces with stream=true.", "content": pieces}}
 
@@ -256,6 +238,11 @@ def answered(data: Json | None, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(data), status, headers, "application/json")
 
 
+def unavailable(message: str) -> Response:
+    """503, with the time after which to ask again."""
+    return answered(_error(message, "ServiceUnavailableError", 503), 503, {"Retry-After": RETRY_AFTER})
+
+
 # --- Endpoints that tell --------------------------------------------------------------------------
 
 
@@ -264,6 +251,7 @@ def _telling(serving: Words, load: Load) -> APIRouter:
     started = int(time.time())
 
     @router.get("/v1/models", summary="The model, by its names")
+    @router.get("/v1/models/", include_in_schema=False)  # which would be a model without a name
     async def models() -> Response:
         return answered({"object": "list", "data": [serving.card(name, started) for name in serving.names]})
 
@@ -325,8 +313,18 @@ def _shape(fault: Json, body: Any) -> str | None:
 
 
 def _given(value: Any) -> str:
-    given = repr(value)
+    """The value, cut: of a long one only the beginning is written out at all."""
+    given = repr(_beginning(value, iter(range(MOST_CHARACTERS))))
     return given if len(given) <= MOST_CHARACTERS else given[:MOST_CHARACTERS] + "…"
+
+
+def _beginning(value: Any, left: Iterator[int]) -> Any:
+    """The first values of lists and objects, as many as are `left`."""
+    if isinstance(value, list):
+        return [_beginning(each, left) for each, _ in zip(value, left, strict=False)]
+    if isinstance(value, dict):
+        return {name: _beginning(each, left) for (name, each), _ in zip(value.items(), left, strict=False)}
+    return value[: MOST_CHARACTERS + 1] if isinstance(value, str | bytes) else value
 
 
 def _fault(fault: Json) -> str:

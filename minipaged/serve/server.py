@@ -25,10 +25,11 @@ from typing import Any
 
 import uvicorn
 
-from minipaged.async_llm import AsyncLLM, told
+from minipaged.async_llm import AsyncLLM, check_before_serving, told
 from minipaged.errors import InvalidRequest
-from minipaged.llm import LoadedModel, check_before_loading
-from minipaged.serve.app import create_app
+from minipaged.llm import LoadedModel
+from minipaged.serve.app import create_app, unavailable
+from minipaged.serve.connections import Connection, Door, as_bytes, most_connections, raise_file_limit
 from minipaged.serve.serving import Serving
 from minipaged.serve.settings import ServeSettings
 
@@ -48,7 +49,8 @@ def serve(model: str, settings: ServeSettings, **engine: Any) -> int:
     Raises InvalidRequest for an address that cannot be had and for settings that suit no model, before one is loaded;
     and what `LLM` raises.
     """
-    check_before_loading(**engine)
+    check_before_serving(**engine)
+    raise_file_limit()
     with listen(settings.host, settings.port) as listening:
         print(f"loading {model} ...", file=sys.stderr, flush=True)
         use_one_heap()
@@ -71,13 +73,14 @@ def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any
     names = settings.served_model_name or (str(allm.llm.folder.name if isinstance(model, LoadedModel) else model),)
     serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template, page=settings.page)
     app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
-    # h11: httptools, which uvicorn prefers where it is installed, takes headers without end. lifespan: nothing is to be
-    # started with the app, and what is to be ended has an end of its own.
+    # Connection is h11's: httptools, which uvicorn prefers where it is installed, takes headers without end. lifespan:
+    # nothing is to be started with the app, and what is to be ended has an end of its own. What is still there after
+    # the last moment is cut off (`Server.shutdown`), and ends by itself; cancelling it would fill the log.
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=Connection,
         log_level=settings.log_level,
-        timeout_graceful_shutdown=LAST_MOMENT_S,
+        timeout_graceful_shutdown=2 * LAST_MOMENT_S,
         lifespan="off",
         server_header=False,
     )
@@ -105,13 +108,25 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.serving.allm.start()
-        await super().startup(sockets)
+        full = unavailable("the server has as many connections as it has room for; ask again later, or another server")
+        self.door = Door(self.config, self.server_state, most_connections(), full)
+        await super().startup([])
+        self.door.open(sockets or [])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """All is said; a page that looks would stay for ever."""
         if self.serving.watch:
             self.serving.watch.close()
+        self.door.close()
+        self.loop.call_later(LAST_MOMENT_S, self._cut_off)
         await super().shutdown(sockets)
+
+    def _cut_off(self) -> None:
+        """End what is left: half a request, a step without end, a client that takes nothing."""
+        over = as_bytes(unavailable("the server has shut down before the request could be answered; ask another"))
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.cut_off(over)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal has come, at any moment."""

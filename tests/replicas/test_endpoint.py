@@ -405,3 +405,22 @@ def test_what_the_model_cannot_have_is_refused_before_ray_is_started(
         serve_replicas(model, ServeSettings(port=0), two, tensor_parallel_size=5)
     with pytest.raises(InvalidRequest, match="max_model_len is 99999"):
         serve_replicas(model, ServeSettings(port=0), two, max_model_len=99_999)
+    with pytest.raises(InvalidRequest, match=r"max_model_len is 100, .* lower max_model_len to 32"):
+        serve_replicas(model, ServeSettings(port=0), two, max_model_len=100, num_blocks=2)
+
+
+def test_of_what_vllm_does_not_tell_apart_by_engine_there_is_the_sum() -> None:
+    """Two samples with the same labels would make a scrape fail."""
+    from minipaged.replicas.endpoint import _exposition
+    from minipaged.serve.metrics import Metrics
+
+    config = EngineConfig(num_blocks=4, max_model_len=16, vocab_size=11)
+    metrics = [Metrics("tiny", config, engine=name) for name in ("a", "b", "c")]
+    for number, each in enumerate(metrics):
+        each.refused(number)
+    lines = _exposition("", [one for each in metrics for one in each.collect()])[0].decode().splitlines()
+    rejected = 'vllm:admission_rejections_total{model_name="tiny",reason="max_num_queued_reqs"}'
+    assert [line for line in lines if line.startswith(rejected)] == [f"{rejected} 3.0"]
+    assert len([line for line in lines if line.startswith("vllm:num_requests_running{")]) == 3
+    samples = [line.rpartition(" ")[0] for line in lines if line and not line.startswith("#")]
+    assert len(samples) == len(set(samples))

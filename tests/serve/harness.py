@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import pytest
 
 from minipaged.async_llm import AsyncLLM
 from minipaged.llm import LoadedModel
@@ -125,6 +130,35 @@ def served(
         thread.join(PATIENCE_S)
         listening.close()
         assert not thread.is_alive()
+
+
+@contextmanager
+def process(
+    folder: Path, *options: str, files: int | None = None, said: list[str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`minipaged serve` as a program, and its address. `files`: how many it may open; `said`: gets its lines."""
+
+    def limit() -> None:
+        if files:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+
+    said = [] if said is None else said
+    command = [sys.executable, "-m", "minipaged", "serve", str(folder), "--tier", "reference", "--port", "0", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=limit) as program:
+        assert program.stderr is not None
+        for line in program.stderr:
+            said.append(line)
+            if "listening on " in line:
+                break
+        else:
+            pytest.fail("".join(said))
+        draining = threading.Thread(target=lambda: said.extend(program.stderr or ()), daemon=True)
+        draining.start()
+        try:
+            yield program, line.split("listening on ")[1].split()[0]
+        finally:
+            program.kill()
+            draining.join()
 
 
 def run(work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:

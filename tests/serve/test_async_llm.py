@@ -296,6 +296,9 @@ def test_observers_are_told_on_the_engines_thread_of_all_that_is_taken(tiny: Loa
             assert arrival_time <= time.perf_counter()
             self.names.append(request_id)
 
+        def refused(self, number: int) -> None:
+            raise AssertionError("the queue was not full")
+
         def after_step(self, updates: Any, stats: Stats, num_running: int, num_waiting: int, now: float) -> None:
             self.threads.add(threading.current_thread().name)
             self.num_tokens += sum(len(new.new_token_ids) for update in updates for new in update.completions)

@@ -13,8 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from minipaged.serve.server import Server, make_server, serve
 from minipaged.serve.serving import Serving
 from minipaged.serve.settings import ServeSettings
 from tests.effort import examples, thorough
-from tests.serve.harness import PATIENCE_S, Served, check_empty, run, served, wait_until
+from tests.serve.harness import PATIENCE_S, Served, check_empty, process, run, served, wait_until
 
 LONG = {"prompt": "a prompt that takes several steps", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 300, "ignore_eos": True}
@@ -307,6 +306,7 @@ def test_settings_that_suit_no_model_are_refused_before_one_is_loaded(capsys: py
         ({"tier": "nope"}, "tier is 'nope'"),
         ({"dtype": "nope"}, "dtype is 'nope'"),
         ({"num_blocks": 0}, "num_blocks is 0"),
+        ({"num_blocks": 1, "max_model_len": 8192}, "max_model_len is 8192, .* lower max_model_len to 16 or"),
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"scheduling_policy": "nope"}, "scheduling_policy is 'nope'"),
         ({"preemption": "swap", "num_swap_blocks": 0}, "num_swap_blocks is 0"),
@@ -332,27 +332,6 @@ def test_the_log_is_of_requests_and_not_of_those_who_watch(tiny: LoadedModel, ca
         ("/health", "", 503),
         ("/v1/completions", "", 200),
     ]
-
-
-@contextmanager
-def process(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`minipaged serve` as a program, and its address."""
-    command = [sys.executable, "-m", "minipaged", "serve", str(folder), "--tier", "reference", "--port", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
-        assert program.stderr is not None
-        said = []
-        for line in program.stderr:
-            said.append(line)
-            if "listening on " in line:
-                break
-        else:
-            pytest.fail("".join(said))
-        draining = threading.Thread(target=lambda: said.extend(program.stderr or ()), daemon=True)
-        draining.start()
-        try:
-            yield program, line.split("listening on ")[1].split()[0]
-        finally:
-            program.kill()
 
 
 @pytest.mark.parametrize(

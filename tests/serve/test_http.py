@@ -252,6 +252,15 @@ def test_another_content_type_is_refused(server: Served, content_type: str) -> N
     assert "application/json" in error["message"]
 
 
+def test_a_slash_at_the_end_asks_for_the_list_of_models(server: Served) -> None:
+    """A model without a name would be none."""
+    models = server.get("/v1/models/")
+    assert models.json()["object"] == "list"
+    assert models.json() == server.get("/v1/models").json()
+    assert server.get("/v1/models/tiny").json() in models.json()["data"]
+    assert "/v1/models/," not in error_of(server.get("/v1/nonsense"), 404)["message"]
+
+
 def test_another_method_is_refused_and_the_right_one_named(server: Served) -> None:
     error = error_of(server.get("/v1/completions"), 405)
     assert error["message"] == "/v1/completions takes POST, not GET"
@@ -508,6 +517,9 @@ def test_a_full_queue_says_when_to_ask_again(tiny: LoadedModel) -> None:
         answer = running.post("/v1/completions", COMPLETE)
         error_of(answer, 503)
         assert answer.headers["retry-after"] == "1"
+        error_of(running.post("/v1/completions", COMPLETE | {"prompt": ["x", "y"]}), 503)
+        rejected = 'vllm:admission_rejections_total{model_name="tiny",reason="max_num_queued_reqs"} 3.0'
+        assert rejected in running.get("/metrics").text.splitlines()
         for stream in streams:
             stream.close()
         running.check_nothing_is_left()

@@ -1,0 +1,244 @@
+"""Connections: how many there may be, which one makes room when all are taken, and how a client's leaving is noticed.
+
+Each connection is a file to the system, and a process may open only so many. At that bound asyncio would try to accept
+the next one again and again, and log each attempt. So the server accepts by itself (`Door`), and never beyond what is
+left of the files:
+
+- While there is room, a connection is taken in.
+- At the bound, the connection that has been silent the longest makes room: one that has sent nothing yet, or half of a
+  request, or that waits between two requests. So idle connections keep nobody out.
+- Where none is silent, the newcomer is answered 503 at once and let go.
+
+A connection reads on while its request is served, because that is how the end of a connection is noticed. What a client
+sends ahead meanwhile is kept for later, up to a bound (`Connection`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import socket
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import uvicorn
+from starlette.responses import Response
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+MOST_FILES = 2**16
+"""Files that the process asks the system for, where that allows more: vLLM does so, too."""
+SPARE_FILES = 64
+"""Files that are no connection's: those read while serving, connections that are refused or are being closed."""
+AT_ONCE = 16
+"""Connections taken in before the event loop does something else; and refused ones that are open at a time."""
+SILENT_S = 0.25
+"""Seconds in which nothing was heard of a connection that makes room: a new one has its first request on the way."""
+LINGER_S = 1.0
+"""Seconds in which a refused client can read why, and that the door stays shut when the system has no more files."""
+QUIET_S = 60.0
+"""Seconds from one line in the log to the next that says the same."""
+MOST_AHEAD = 2**16
+"""Bytes that are kept of what a client sends while its request is served. HTTP calls it pipelining."""
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system lets it, up to `MOST_FILES`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):  # some systems have a lower limit beside this one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def most_connections() -> int:
+    """The number of connections that this process has files for, beside those that it has open now."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(1, most - len(os.listdir("/dev/fd")) - SPARE_FILES)
+
+
+class Connection(H11Protocol):
+    """uvicorn's, which stops reading when a client sends a request ahead, and then does not notice that it has left."""
+
+    def __init__(self, door: Door, **given: Any) -> None:
+        super().__init__(**given)
+        self._door = door
+        self._ahead = bytearray()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._note()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.forget(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_served:
+            super().data_received(data)
+            self._note()
+        elif self.cycle.keep_alive:
+            self._ahead += data
+            if len(self._ahead) > MOST_AHEAD:  # the request is answered, and nothing after it
+                self._ahead.clear()
+                self.cycle.keep_alive = False
+                self.cycle.default_headers = [*self.cycle.default_headers, CLOSE_HEADER]
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._note()
+        if self._ahead and not self.transport.is_closing():
+            data, self._ahead = bytes(self._ahead), bytearray()
+            self.data_received(data)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._note()
+
+    def cut_off(self, refusal: bytes) -> None:
+        """End the connection now, with `refusal` where an answer is expected and has not begun."""
+        if self.cycle and not self.cycle.response_started and not self.transport.is_closing():
+            self.transport.write(refusal)
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    @property
+    def _is_served(self) -> bool:
+        """Whether a request is here as a whole, and its answer is not complete."""
+        return bool(self.cycle) and not self.cycle.response_complete and not self.cycle.more_body
+
+    def _note(self) -> None:
+        """Something was heard, or said: is it the client's turn now?"""
+        silent = self._door.silent
+        silent.pop(self, None)
+        if not (self._is_served or self.flow.write_paused or self.transport.is_closing()):
+            silent[self] = self.loop.time()  # the last of them
+
+
+class Door:
+    """Takes connections in for a server, `most` at a time. `refusal`: the answer to those beyond that."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, most: int, refusal: Response) -> None:
+        self.most = most
+        self.refusal = as_bytes(refusal)
+        self.silent: dict[Connection, float] = {}
+        """The connections whose clients have nothing to wait for, and since when; the longest comes first."""
+        self._config = config
+        self._state = state
+        self._loop = asyncio.get_running_loop()
+        self._listening: list[socket.socket] = []
+        self._open: set[Connection] = set()
+        self._beginning: set[asyncio.Task[Any]] = set()
+        self._refused: deque[socket.socket] = deque()
+        self._told_at = -QUIET_S
+
+    def open(self, sockets: Sequence[socket.socket]) -> None:
+        """Listen to these sockets."""
+        for listening in sockets:
+            listening.setblocking(False)
+            self._listening.append(listening)
+            self._loop.add_reader(listening.fileno(), self._take_in, listening)
+
+    def close(self) -> None:
+        """Take no more in."""
+        for listening in self._listening:
+            self._loop.remove_reader(listening.fileno())
+        self._listening.clear()
+        while self._refused:
+            self._let_go(self._refused[0])
+
+    def _take_in(self, listening: socket.socket) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                client, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # others have taken the files that were spared
+                self._tell(f"no connection can be taken in: {error.strerror}; those that are silent are closed")
+                for _ in range(AT_ONCE):
+                    self._make_room()
+                self._loop.remove_reader(listening.fileno())
+                self._loop.call_later(LINGER_S, self._open_again, listening)
+                return
+            client.setblocking(False)
+            if len(self._open) < self.most or self._make_room():
+                self._begin(client)
+            else:
+                self._refuse(client)
+
+    def _open_again(self, listening: socket.socket) -> None:
+        if listening in self._listening:
+            self._loop.add_reader(listening.fileno(), self._take_in, listening)
+
+    def forget(self, connection: Connection) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+        self.silent.pop(connection, None)
+
+    def _begin(self, client: socket.socket) -> None:
+        given = {"config": self._config, "server_state": self._state, "app_state": {}, "_loop": self._loop}
+        connection = Connection(self, **given)
+
+        def begun(task: asyncio.Task[Any]) -> None:
+            self._beginning.discard(task)
+            if task.cancelled() or task.exception():  # it has gone already
+                self.forget(connection)
+                client.close()
+
+        self._open.add(connection)
+        task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, client))
+        self._beginning.add(task)
+        task.add_done_callback(begun)
+
+    def _make_room(self) -> bool:
+        """Close the connection that has been silent the longest, if that is long enough."""
+        longest = next(iter(self.silent), None)
+        if longest is None or self._loop.time() - self.silent[longest] < SILENT_S:
+            return False
+        self._tell_bound()
+        del self.silent[longest]
+        longest.transport.abort()
+        return True
+
+    def _refuse(self, client: socket.socket) -> None:
+        self._tell_bound()
+        with suppress(OSError):
+            client.send(self.refusal)
+            client.shutdown(socket.SHUT_WR)
+        self._refused.append(client)
+        self._loop.call_later(LINGER_S, self._let_go, client)
+        if len(self._refused) > AT_ONCE:
+            self._let_go(self._refused[0])
+
+    def _let_go(self, client: socket.socket) -> None:
+        if client in self._refused:
+            self._refused.remove(client)
+            with suppress(OSError):
+                client.recv(2**16)  # closing with something unread would take the answer back
+            client.close()
+
+    def _tell_bound(self) -> None:
+        self._tell(
+            f"{self.most:,} connections are open, as many as there are files for (ulimit -n): new ones take the place "
+            "of those that are silent, or are refused with 503"
+        )
+
+    def _tell(self, message: str) -> None:
+        """Log it, unless something of the kind was said a moment ago."""
+        if self._loop.time() - self._told_at >= QUIET_S:
+            self._told_at = self._loop.time()
+            logging.getLogger("uvicorn.error").warning(message)
+
+
+def as_bytes(response: Response) -> bytes:
+    """A response as it is written to a connection that is closed after it."""
+    headers = [*response.raw_headers, CLOSE_HEADER]
+    lines = [f"HTTP/1.1 {response.status_code} Service Unavailable".encode(), *(b": ".join(pair) for pair in headers)]
+    return b"\r\n".join([*lines, b"", bytes(response.body)])

@@ -54,7 +54,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """No token stands for more bytes of a text than this."""
+        """No token that is in the vocabulary stands for more characters of a text than this."""
         return max(map(len, self._backend.get_vocab()))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

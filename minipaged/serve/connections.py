@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import socket
+import sys
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,6 +30,9 @@ from starlette.responses import Response
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+if sys.platform != "win32":
+    import resource
 
 MOST_FILES = 2**16
 """Files that the process asks the system for, where that allows more: vLLM does so, too."""

@@ -89,9 +89,8 @@ class Metrics:
         self._labels = {"model_name": model_name, "engine": engine}
         self._open: dict[str, _Open] = {}
         self._stats = Stats(blocks_total=config.num_blocks)  # after the latest step
-        self._num_begun = self._num_in_steps = (
-            0  # sequences that have a first token; tokens that steps were said to have
-        )
+        self._num_begun = 0  # sequences that have a first token
+        self._num_in_steps = 0  # tokens that were observed as some step's
         self._num_running = self._num_waiting = self._num_prompt_tokens = self._num_refused = 0
         self._finished = dict.fromkeys(FINISHED_REASONS, 0)
         self._histograms: list[_Histogram] = []

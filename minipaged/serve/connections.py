@@ -9,6 +9,8 @@ left of the files:
   request, or that waits between two requests. So idle connections keep nobody out.
 - Where none is silent, the newcomer is answered 503 at once and let go.
 
+(Windows has no such bound, and no event loop that can wait at the door: uvicorn accepts there.)
+
 A connection reads on while its request is served, because that is how the end of a connection is noticed. What a client
 sends ahead meanwhile is kept for later, up to a bound (`Connection`).
 """
@@ -52,6 +54,8 @@ MOST_AHEAD = 2**16
 
 def raise_file_limit() -> None:
     """Let this process open as many files as the system lets it, up to `MOST_FILES`."""
+    if sys.platform == "win32":  # which has no such limit
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -78,7 +78,7 @@ def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any
     # the last moment is cut off (`Server.shutdown`), and ends by itself; cancelling it would fill the log.
     config = uvicorn.Config(
         app,
-        http=Connection,
+        http="h11" if sys.platform == "win32" else Connection,
         log_level=settings.log_level,
         timeout_graceful_shutdown=2 * LAST_MOMENT_S,
         lifespan="off",
@@ -103,11 +103,15 @@ class Server(uvicorn.Server):
         self.serving = serving
         self._shutdown_timeout = shutdown_timeout
         self._ending: asyncio.Task[None] | None = None
+        self.door: Door | None = None
         serving.allm.on_death = self._engine_died
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
         self.serving.allm.start()
+        if sys.platform == "win32":
+            await super().startup(sockets)
+            return
         full = unavailable("the server has as many connections as it has room for; ask again later, or another server")
         self.door = Door(self.config, self.server_state, most_connections(), full)
         await super().startup([])
@@ -117,7 +121,8 @@ class Server(uvicorn.Server):
         """All is said; a page that looks would stay for ever."""
         if self.serving.watch:
             self.serving.watch.close()
-        self.door.close()
+        if self.door:
+            self.door.close()
         self.loop.call_later(LAST_MOMENT_S, self._cut_off)
         await super().shutdown(sockets)
 

@@ -41,8 +41,8 @@ MOST_TOKENS = 64
 class Detokenizer:
     """The growing text of one sequence's output, up to the first of its stop strings (`keeps_stop`: with it).
 
-    `prompt_token_ids` come before the output, and `prompt` is their text, where the text was given: its last character
-    is whole then. The prompt is decoded with the first token that is added.
+    `prompt_token_ids` come before the output. `prompt` is their text, if they were given as text; its last character is
+    then whole. The prompt is decoded with the first token that is added.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Detokenizer:
     def of_all(
         cls, token_ids: Sequence[int], decode: Decode, prompt_token_ids: Sequence[int] = (), prompt: str | None = None
     ) -> Detokenizer:
-        """The detokenizer of a whole output, finished. It decodes twice where that is sure to give the same text as
-        adding the tokens one by one."""
+        """The detokenizer of a whole output, finished. Decodes all tokens at once if that surely gives the same text,
+        and one by one otherwise."""
         made = cls(decode, prompt_token_ids=prompt_token_ids, prompt=prompt)
         if not token_ids:
             return made
@@ -150,8 +150,8 @@ def text_of(
 def _end_of_prompt(prompt_token_ids: Sequence[int], prompt: str | None, decode: Decode) -> tuple[list[int], str]:
     """The last tokens of a prompt, and their text without the beginning of a character.
 
-    They begin with a character, and have some text if the prompt has any: behind special tokens alone, or behind a
-    space that the decoder drops, the first word of the output would lose the space before it.
+    They begin with a whole character, and have some text if the prompt has any. With no text before it (special tokens
+    alone, or a space that the decoder drops), the first word of the output would lose the space before it.
     """
     tokens, text = list(prompt_token_ids[-CONTEXT_TOKENS:]), ""
     for count in _doublings(CONTEXT_TOKENS, len(prompt_token_ids)):
@@ -161,14 +161,14 @@ def _end_of_prompt(prompt_token_ids: Sequence[int], prompt: str | None, decode: 
             if count >= MOST_TOKENS or not text.startswith(NOT_WHOLE):
                 break
     if prompt is not None and prompt.endswith(text[len(text.rstrip(NOT_WHOLE)) :]):
-        return tokens, text  # U+FFFD is a character too, and stands in the prompt
+        return tokens, text  # the prompt's own text ends with these U+FFFD
     return tokens, text_without_end(tokens, decode)
 
 
 def text_without_end(token_ids: Sequence[int], decode: Decode) -> str:
     """The text of a prompt that is given as tokens, without the beginning of a character at its end.
 
-    Some decoders show all bytes around a bad one as U+FFFD. The characters before it are seen without the last tokens.
+    Some decoders show all bytes around a bad one as U+FFFD. Decoding fewer tokens then shows the characters before it.
     """
     text = _known_part(decode(token_ids))
     for count in range(MOST_DOUBTFUL + 1):

@@ -16,8 +16,8 @@ transformers has written the rotary settings in two ways, and both are read:
     v5    "rope_parameters": {"rope_theta": 10000.0, "rope_type": ..., "factor": ...}
 
 Anything that would make the result wrong if it were ignored (another architecture, another activation, a factor that
-only other architectures have) is refused here, before a single weight is read; quantized weights that are not read, by
-`quantized/`.
+only other architectures have) is refused here, before a single weight is read; `quantized/` refuses quantized weights
+that it cannot read.
 """
 
 from __future__ import annotations
@@ -210,11 +210,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "query_pre_attn_scalar": (),
     "clip_qkv": (0,),
     # where tokens stand
-    "position_embedding_type": (
-        "rope",
-        "rotary",
-        "absolute",
-    ),  # the last is older versions' default, which says nothing
+    # "absolute" is older versions' default, which says nothing
+    "position_embedding_type": ("rope", "rotary", "absolute"),
     "partial_rotary_factor": (1,),
     "rope_interleave": (False,),
     "rope_interleaved": (False,),
@@ -237,14 +234,14 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
 }
-"""Keys by which checkpoints say that they are another computation, and the values with which they say nothing; null
-says nothing under any of them. transformers' Llama does not read most of them, but who writes one means it. All other
-keys that its Llama, Mistral, Qwen2 and Qwen3 do not read are let through: they tell of training, of tools, of nothing.
+"""Keys by which a checkpoint asks for another computation, and the values with which it does not; null never does.
+transformers' Llama ignores most of them, but a checkpoint that has one means it. All other keys that transformers'
+Llama, Mistral, Qwen2 and Qwen3 ignore are let through: they do not change the result.
 """
 
 
 def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> None:
-    """Raises ModelError for a key that says that the model is another computation than the one done here."""
+    """Raises ModelError for a key that asks for another computation than the one done here."""
     harmless = HARMLESS | {
         "attention_multiplier": (head_dim**-0.5,),
         "query_pre_attn_scalar": (head_dim,),
@@ -283,8 +280,7 @@ def _sliding_window(d: Mapping[str, Any], model_type: str) -> int | None:
 
 
 def _rope_parameters(d: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary settings in the shape of transformers v5, whichever version wrote them; as there, those of v4 count
-    where both are written."""
+    """The rotary settings in the shape of transformers v5. If v4's are written too, they count, as in transformers."""
     written = d.get("rope_scaling") or d.get("rope_parameters") or {}
     if not isinstance(written, dict):
         raise ModelError(f"config.json: the rotary settings read {written!r}; expected an object or null")
@@ -300,7 +296,7 @@ ROPE_KEYS: dict[str, set[str]] = {
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
 }
-"""By its type, what says how rotary embeddings are scaled."""
+"""The keys that describe the scaling, for each type of rotary embeddings."""
 ROPE_HARMLESS: dict[str, tuple[Any, ...]] = {
     "factor": (1,),
     "partial_rotary_factor": (1,),
@@ -308,7 +304,7 @@ ROPE_HARMLESS: dict[str, tuple[Any, ...]] = {
     "mscale": (0, 1),
     "mscale_all_dim": (0, 1),
 }
-"""What the others may be; keys that are not known here, and the settings of single layers, null."""
+"""Values of other keys that change nothing. Keys in neither table, and the settings of single layers, must be null."""
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:

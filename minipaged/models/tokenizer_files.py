@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
 
 TOKENIZER, CONFIG, OLDER_CONFIG = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+ADDED = "added_tokens.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The roles that every tokenizer of transformers may have. Others end in "_token" as well ("image_token")."""
 EXTRA, ADDITIONAL = EXTRAS = ("extra_special_tokens", "additional_special_tokens")
@@ -40,11 +42,11 @@ class TokenizerFiles:
     """A folder's tokenizer."""
 
     backend: Tokenizer
-    """With every token that is declared."""
+    """The tokenizer, with every declared token."""
     roles: dict[str, AddedToken]
     """The special tokens by what they are for: "eos_token", ..."""
     untyped: frozenset[str] = field(default_factory=frozenset)
-    """Roles whose token is written as a plain object, without "__type", which transformers does not take."""
+    """Roles whose token is an object without "__type", which transformers does not take."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -55,11 +57,19 @@ class TokenizerFiles:
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
     """The tokenizer in `folder`. Raises ModelError where there is none, or a file does not say what it should."""
-    from tokenizers import Tokenizer
-
     path = folder / TOKENIZER
     if not path.is_file():
         raise ModelError(f"{folder} holds no tokenizer.json; put the model's tokenizer.json there")
+    files = (folder / name for name in (TOKENIZER, CONFIG, OLDER_CONFIG, ADDED))
+    return _read(folder, tuple(file.stat().st_mtime_ns if file.is_file() else None for file in files))
+
+
+@lru_cache(maxsize=1)  # a model's configuration asks for its end token first: a large file is read once for both
+def _read(folder: Path, changed: tuple[int | None, ...]) -> TokenizerFiles:
+    """`changed`: when each of the files was, in nanoseconds."""
+    from tokenizers import Tokenizer
+
+    path = folder / TOKENIZER
     try:
         backend = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exceptions
@@ -90,15 +100,15 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 def _declared(
     folder: Path, config: Mapping[str, Any], older: Mapping[str, Any], padding: str | None
 ) -> tuple[dict[str, AddedToken], list[AddedToken], set[str]]:
-    """The special tokens by role, those without a role, and which of both an added_tokens.json would know of.
+    """The special tokens with a role, those without, and the texts that are special where added_tokens.json has them.
 
-    The older file's word counts where both name a role. `padding`: the token that tokenizer.json itself pads with.
+    Where both files name one of `ROLES`, the older file counts. `padding`: the token that tokenizer.json pads with.
     """
     roles: dict[str, AddedToken | None] = dict.fromkeys(ROLES)
     if padding is not None and "pad_token" not in {**config, **older}:
         roles["pad_token"] = _token(padding, f"{folder / TOKENIZER}: padding")
     others: dict[str, AddedToken] = {}
-    plain: dict[str, AddedToken] = {}  # those of the newer file that are texts come last, and count there
+    plain: dict[str, AddedToken] = {}  # texts in the newer file come last, and override the others
     for file, said in ((CONFIG, config), (OLDER_CONFIG, older)):
         for key, value in said.items():
             where = f"{folder / file}: {key}"
@@ -132,8 +142,8 @@ def _declared(
 def _listed(
     folder: Path, config: Mapping[str, Any], backend: Tokenizer, special: set[str]
 ) -> tuple[list[AddedToken], dict[str, AddedToken]]:
-    """The tokens that are listed with an id, in the order of these; and all of them by content, those included whose
-    id is another one's. `special`: those of added_tokens.json that are."""
+    """The tokens that are listed with an id, in the order of the ids; and the same by content, including those whose id
+    a later entry takes. `special`: the texts that are special tokens if added_tokens.json lists them."""
     from tokenizers import AddedToken
 
     listed: list[tuple[int, AddedToken]] = []
@@ -142,7 +152,7 @@ def _listed(
             for token_id, value in config["added_tokens_decoder"].items():
                 listed.append((int(token_id), _token(value, f"added_tokens_decoder[{token_id!r}]")))
         else:
-            for content, token_id in read_json_if_there(folder / "added_tokens.json").items():
+            for content, token_id in read_json_if_there(folder / ADDED).items():
                 token = AddedToken(content, normalized=content not in special, special=content in special)
                 listed.append((int(token_id), token))
             listed += backend.get_added_tokens_decoder().items()

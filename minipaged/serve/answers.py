@@ -46,7 +46,7 @@ class Tokens:
     decode: Decode
     """The text of all of them together, as the engine makes it of the output."""
     decode_all: Decode
-    """The same with special tokens: a prompt that was given as tokens is echoed so."""
+    """The same with special tokens, for the echo of a prompt that was given as tokens."""
     as_ids: bool
     """A single token is written as "token_id:17", which is exact where it is no whole character."""
 
@@ -108,7 +108,7 @@ class Told:
     """What a stream has said of one choice."""
 
     places: Places | None
-    """Of its tokens, where log-probabilities are asked for."""
+    """The places of its tokens; None where no log-probabilities are asked for."""
     num_tokens: int = 0
 
 
@@ -189,7 +189,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _places(self, prompt: Prompt) -> Places | None:
-        """Where the tokens of a choice begin, if that is told."""
+        """Where the tokens of a choice begin; None if the answer does not say."""
 
     @abstractmethod
     def _choice_piece(self, number: int, new: CompletionUpdate, told: Told) -> Json:
@@ -318,8 +318,8 @@ class CompletionAnswer(Answer):
         return {}
 
     def _prompt_text(self, prompt: Prompt) -> str:
-        """The prompt as it was given. Of one that was given as tokens, special ones are shown too; the beginning of a
-        character at its end belongs to what is generated, if anything is."""
+        """The prompt as it was given. A prompt of token ids is shown with its special tokens; the beginning of a
+        character at its end is left to the generated text, if there is any."""
         if prompt.text is not None:
             return prompt.text
         if self._only_echo:
@@ -332,14 +332,14 @@ class CompletionAnswer(Answer):
         return Places(self.tokens, prompt, len(self._prompt_text(prompt)) if self.body.echo else 0)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Logprobs | None, prompt: Prompt) -> Json | None:
-        """Those of an output."""
+        """The log-probabilities of an output."""
         places = self._places(prompt)
         if logprobs is None or places is None:
             return None
         return self._with_places(token_ids, logprobs[: len(token_ids)], places.of(token_ids))
 
     def _logprobs_of_prompt(self, prompt: Prompt, logprobs: PromptLogprobs | None) -> Json | None:
-        """Those of a prompt that is echoed, as many for each token as are asked for of the output."""
+        """The log-probabilities of an echoed prompt: for each token the number that is asked for of the output."""
         if self.body.logprobs is None or logprobs is None:
             return None
         both = zip(prompt.token_ids, logprobs, strict=True)
@@ -358,8 +358,8 @@ class CompletionAnswer(Answer):
         }
 
     def _by_text(self, chosen: int, logprobs: Mapping[int, float]) -> Json:
-        """The log-probabilities, which are in order, by the tokens' texts. Of several tokens with one text, as parts of
-        characters have it, the chosen one counts, or else the likeliest."""
+        """Log-probabilities by the tokens' texts, the likeliest first. Of several tokens with one text, such as parts
+        of characters, it has the chosen one, or else the likeliest."""
         by_text: Json = {}
         for token, logprob in logprobs.items():
             by_text.setdefault(self.tokens(token), max(logprob, LEAST_LOGPROB))

@@ -1,9 +1,9 @@
 """Bodies: from bytes to what is asked, with nobody else kept waiting.
 
 A small body is decoded at once and validated by FastAPI. A large one would keep the event loop for seconds: it is
-decoded and validated in a thread, one at a time. The thread gives way only between two calls into a library, so no call
-may be long: what holds more values than are taken is refused before they are decoded, and lists of token ids are
-decoded one by one.
+decoded and validated in a thread, one at a time. Other threads get a turn only between two calls into a library, so
+each call must be short: a body with too many values is refused before it is decoded, and lists of token ids are decoded
+one by one.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from minipaged.serve.protocol import MOST_PROMPTS
 
 Body = TypeVar("Body", bound=BaseModel)
 LARGE = 2**16
-"""Bytes; decoding and validating a longer body takes longer than the event loop should stand still."""
+"""Bytes; a longer body is read in a thread, because it would hold up the event loop for too long."""
 MOST_VALUES = 2**18
-"""Values of one field that are taken, and of one list of token ids: half a dozen milliseconds of decoding."""
+"""The most values in one field, and in one list of token ids: decoding them takes half a dozen milliseconds."""
 FEW_TEXTS = 2**13
-"""Quotes in a body that is little else than numbers."""
+"""A body with more quotes than this holds many texts: it is bounded and decoded as a whole, not field by field."""
 LISTS = 8
-"""A list or an object takes as long to make as so many numbers."""
+"""Making a list or an object takes as long as making this number of numbers."""
 
 NO_OBJECT = "the body must be a JSON object, with the fields of the request"
 LONE_HALF = re.compile(
     rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)", re.DOTALL
 )
-"""Escapes, of which the first group has a surrogate without its other half."""
+"""Matches each escape; the first group is set if it is a surrogate without its other half."""
 AT_BYTE = re.compile(r" \(byte (\d+)\)$")
 WORD = re.compile(rb"-?[A-Za-z_]\w*")
 
@@ -74,7 +74,7 @@ def json_route(thread: Executor) -> type[APIRoute]:
             async def strictly(request: Request) -> Response:
                 try:
                     return await handle(JsonRequest(request, kind, thread))
-                except HTTPException as error:  # FastAPI's, for whatever `json` raises beside errors of JSON
+                except HTTPException as error:  # FastAPI raises it for any error of `json` that is not about JSON
                     if isinstance(error.__cause__, InvalidRequest | RequestValidationError):
                         raise error.__cause__ from None
                     raise
@@ -112,7 +112,7 @@ def decoded(body: bytes) -> dict[str, Any]:
 
 
 def _weight(text: bytes) -> int:
-    """How many numbers the JSON takes as long as, at most: commas in texts count too."""
+    """An upper bound on the cost of decoding the JSON, in numbers: commas in texts count too."""
     return text.count(b",") + LISTS * (text.count(b"[") + text.count(b"{"))
 
 
@@ -141,7 +141,7 @@ def _lists(name: str, text: bytes) -> list[bytes] | None:
 
 
 def _check_number(text: bytes, what: str) -> None:
-    """Raise InvalidRequest for more values than are taken. Texts are passed over, whatever is in them."""
+    """Raise InvalidRequest if the JSON holds more values than are taken. Commas and brackets in texts do not count."""
     weight = at = 0
     while weight <= MOST_VALUES:
         begin = text.find(b'"', at)

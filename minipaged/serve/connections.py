@@ -7,7 +7,7 @@ left of the files:
 - While there is room, a connection is taken in.
 - At the bound, the connection that has been silent the longest makes room: one that has sent nothing yet, or half of a
   request, or that waits between two requests. So idle connections keep nobody out.
-- Where none is silent, the newcomer is answered 503 at once and let go.
+- If none has been silent long enough, the newcomer is answered 503 at once and let go.
 
 (Windows has no such bound, and no event loop that can wait at the door: uvicorn accepts there.)
 
@@ -39,15 +39,15 @@ if sys.platform != "win32":
 MOST_FILES = 2**16
 """Files that the process asks the system for, where that allows more: vLLM does so, too."""
 SPARE_FILES = 64
-"""Files that are no connection's: those read while serving, connections that are refused or are being closed."""
+"""Files kept free for everything but connections: those read while serving, connections being refused or closed."""
 AT_ONCE = 16
-"""Connections taken in before the event loop does something else; and refused ones that are open at a time."""
+"""The most connections taken in before the event loop does something else, and the most refused ones left open."""
 SILENT_S = 0.25
-"""Seconds in which nothing was heard of a connection that makes room: a new one has its first request on the way."""
+"""Seconds a connection must have been silent before it is closed for a new one: a first request may be on its way."""
 LINGER_S = 1.0
-"""Seconds in which a refused client can read why, and that the door stays shut when the system has no more files."""
+"""Seconds a refused client has to read why; also how long the door stays shut when the system has no more files."""
 QUIET_S = 60.0
-"""Seconds from one line in the log to the next that says the same."""
+"""Seconds between two lines of the door in the log, at least."""
 MOST_AHEAD = 2**16
 """Bytes that are kept of what a client sends while its request is served. HTTP calls it pipelining."""
 
@@ -71,7 +71,8 @@ def most_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which stops reading when a client sends a request ahead, and then does not notice that it has left."""
+    """uvicorn's connection, but one that keeps reading when a client sends a request ahead: so it notices when the
+    client leaves."""
 
     def __init__(self, door: Door, **given: Any) -> None:
         super().__init__(**given)
@@ -122,11 +123,11 @@ class Connection(H11Protocol):
         return bool(self.cycle) and not self.cycle.response_complete and not self.cycle.more_body
 
     def _note(self) -> None:
-        """Something was heard, or said: is it the client's turn now?"""
+        """Something was received or sent. If it is the client's turn now, the connection is silent from now on."""
         silent = self._door.silent
         silent.pop(self, None)
         if not (self._is_served or self.flow.write_paused or self.transport.is_closing()):
-            silent[self] = self.loop.time()  # the last of them
+            silent[self] = self.loop.time()  # added at the end, so that `silent` stays in order of time
 
 
 class Door:
@@ -136,7 +137,7 @@ class Door:
         self.most = most
         self.refusal = as_bytes(refusal)
         self.silent: dict[Connection, float] = {}
-        """The connections whose clients have nothing to wait for, and since when; the longest comes first."""
+        """The connections that wait for their clients, and since when; the longest comes first."""
         self._config = config
         self._state = state
         self._loop = asyncio.get_running_loop()
@@ -167,7 +168,7 @@ class Door:
                 client, _ = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # others have taken the files that were spared
+            except OSError as error:  # the spare files are used up
                 self._tell(f"no connection can be taken in: {error.strerror}; those that are silent are closed")
                 for _ in range(AT_ONCE):
                     self._make_room()
@@ -185,7 +186,7 @@ class Door:
             self._loop.add_reader(listening.fileno(), self._take_in, listening)
 
     def forget(self, connection: Connection) -> None:
-        """It is closed."""
+        """Forget a connection that has closed."""
         self._open.discard(connection)
         self.silent.pop(connection, None)
 
@@ -228,7 +229,7 @@ class Door:
         if client in self._refused:
             self._refused.remove(client)
             with suppress(OSError):
-                client.recv(2**16)  # closing with something unread would take the answer back
+                client.recv(2**16)  # closing with unread data would reset the connection, and lose the answer
             client.close()
 
     def _tell_bound(self) -> None:
@@ -238,7 +239,7 @@ class Door:
         )
 
     def _tell(self, message: str) -> None:
-        """Log it, unless something of the kind was said a moment ago."""
+        """Log the message, unless the door logged one in the last `QUIET_S` seconds."""
         if self._loop.time() - self._told_at >= QUIET_S:
             self._told_at = self._loop.time()
             logging.getLogger("uvicorn.error").warning(message)

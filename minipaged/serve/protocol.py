@@ -3,7 +3,7 @@
 Types and bounds are checked here, by pydantic; what a value means to the engine is checked where it is taken
 (`SamplingParams`, `Engine.add_request`), and either way the answer is a 400. Unknown fields are let pass, as vLLM does;
 what is known, and not there (tools, images, LoRA …), is refused by name. null is as good as nothing. Every field of
-vLLM's is one of the three: served, refused (`REFUSED`), or of no effect (`WITHOUT_EFFECT`).
+vLLM's is served, refused (`REFUSED`), or without effect (`WITHOUT_EFFECT`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ DONE_ANYWAY: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (-1,),
     "stream_interval": (1,),
 }
-"""Values of theirs that ask for what is done here without them."""
+"""Values of these fields that ask for what is done here anyway."""
 WITHOUT_EFFECT = {
     "session_id": "it says whose a request is, and all requests are served alike",
     "parallel_tool_calls": "it says how tools are called, and there are none",
@@ -123,7 +123,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     def check(self) -> None:
-        """Raise InvalidRequest for what is not there, and for what goes against something else that is asked for."""
+        """Raise InvalidRequest for a field that is not supported, or that conflicts with another one."""
         for name, value in (self.model_extra or {}).items():
             if name in REFUSED and value not in (*ASKS_FOR_NOTHING, *DONE_ANYWAY.get(name, ())):
                 raise InvalidRequest(f"{name} is not supported: {REFUSED[name]}")
@@ -197,7 +197,7 @@ class SamplingBody(_Body):
     @property
     @abstractmethod
     def reported(self) -> int | None:
-        """The number of likeliest tokens whose log-probabilities are asked for; None: of no token."""
+        """The number of likeliest tokens to report with each token; None: no log-probabilities."""
 
     def params(self, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams | BeamSearchParams:
         """What the engine is to do. `max_tokens`: None for as many as fit. Raises InvalidRequest."""
@@ -265,7 +265,7 @@ class CompletionBody(SamplingBody):
             )
 
     def prompts(self) -> list[str] | list[list[int]]:
-        """Raises InvalidRequest for none, and for more than are taken."""
+        """The prompts, as texts or as token ids. Raises InvalidRequest if there are none, or too many."""
         prompt = self.prompt
         one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))  # type: ignore[index]
         prompts = [prompt] if one else prompt

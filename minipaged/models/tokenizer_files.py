@@ -61,12 +61,12 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     if not path.is_file():
         raise ModelError(f"{folder} holds no tokenizer.json; put the model's tokenizer.json there")
     files = (folder / name for name in (TOKENIZER, CONFIG, OLDER_CONFIG, ADDED))
-    return _read(folder, tuple(file.stat().st_mtime_ns if file.is_file() else None for file in files))
+    return _read(folder, tuple(file.read_bytes() if file.is_file() else b"" for file in files))
 
 
 @lru_cache(maxsize=1)  # a model's configuration asks for its end token first: a large file is read once for both
-def _read(folder: Path, changed: tuple[int | None, ...]) -> TokenizerFiles:
-    """`changed`: when each of the files was, in nanoseconds."""
+def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
+    """The tokenizer in `folder`, whose files have these contents."""
     from tokenizers import Tokenizer
 
     path = folder / TOKENIZER

@@ -170,8 +170,11 @@ def text_without_end(token_ids: Sequence[int], decode: Decode) -> str:
 
     Some decoders show all bytes around a bad one as U+FFFD. Decoding fewer tokens then shows the characters before it.
     """
-    text = _known_part(decode(token_ids))
-    for count in range(MOST_DOUBTFUL + 1):
+    whole = decode(token_ids)
+    if not whole.endswith(NOT_WHOLE):
+        return whole
+    text = _known_part(whole)
+    for count in range(1, MOST_DOUBTFUL + 1):
         shorter = decode(token_ids[: len(token_ids) - count])
         if not shorter.endswith(NOT_WHOLE):
             return shorter if text.endswith(NOT_WHOLE) or len(shorter) > len(text) else text

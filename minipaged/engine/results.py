@@ -15,9 +15,9 @@ def make_update(request: Request, output: RequestOutput | None = None) -> Reques
     if request.beam_search:
         beams = output.outputs if output else ()
         return RequestUpdate(request.request_id, tuple(map(_whole_beam, beams)), output)
-    prompt_logprobs = _of_prompt(request) if request.prompt_computed else None
-    if prompt_logprobs and any(sequence.num_reported for sequence in (*request.sequences, *request.done)):
-        prompt_logprobs = None  # they were told with the first tokens
+    prompt_logprobs = None
+    if request.prompt_computed and not any(each.num_reported for each in (*request.sequences, *request.done)):
+        prompt_logprobs = _of_prompt(request)  # with the first tokens
     news = [_news(sequence) for sequence in request.sequences if sequence.num_reported < len(sequence.output_token_ids)]
     if len(request.done) > request.num_done_reported:
         news += map(_news, request.done[request.num_done_reported :])

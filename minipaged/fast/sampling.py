@@ -154,8 +154,7 @@ def gather_logprobs(logits: Tensor, token_ids: Sequence[int], num_logprobs: int)
 
 def _is_plainly_greedy(wanted: SamplingInput) -> bool:
     params = wanted.params
-    reports = params.logprobs is not None or params.logprob_token_ids
-    return params.temperature == 0 and not reports and wanted.leaves_logits_alone
+    return params.temperature == 0 and params.num_likeliest is None and wanted.leaves_logits_alone
 
 
 def _likeliest(

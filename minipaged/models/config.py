@@ -255,6 +255,9 @@ def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> No
             raise ModelError(
                 f"config.json: {key} = {value!r} is not supported; {ARCHITECTURES[model_type][0]} has {wanted}"
             )
+    for key in ("no_rope_layers", "layer_types"):
+        if not isinstance(d.get(key), list | None):
+            raise ModelError(f"config.json: {key} = {d[key]!r}; expected a list, with an entry for each layer")
     if not all(d.get("no_rope_layers") or ()):
         raise ModelError("config.json: no_rope_layers names layers without rotary embeddings, which are not supported")
     known = {"full_attention", "sliding_attention"} if model_type != "llama" else {"full_attention"}

@@ -151,7 +151,10 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
         "rms_norm_eps": _shortest(own["attention.layer_norm_rms_epsilon"]),
         "rope_theta": _shortest(own.get("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(own, f"{architecture}.rope", tensors, head_dim),
-        "max_position_embeddings": own["context_length"],
+        # A window hides nothing up to its length, and beyond it nothing is served here.
+        "max_position_embeddings": min(
+            own["context_length"], own.get("attention.sliding_window") or own["context_length"]
+        ),
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": bos,
         "eos_token_id": end_token_ids(metadata),
@@ -188,7 +191,7 @@ OF_EACH_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_
 
 READ = {
     *("block_count", "context_length", "embedding_length", *OF_EACH_LAYER, "attention.key_length"),
-    *("attention.layer_norm_rms_epsilon", "rope.freq_base"),
+    *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "rope.freq_base"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scale_linear"),
 }
 """The keys of an architecture that become part of its config.json."""
@@ -225,12 +228,12 @@ def _check_settings(metadata: Mapping[str, Any], own: Mapping[str, Any], archite
     odd = {
         f"{architecture}.{key}": value
         for key, value in own.items()
-        if key not in READ and not (_is_one_of(value, harmless[key]) if key in harmless else _says_nothing(value))
+        if key not in READ
+        and not (key.startswith("rope.scaling.") and own.get("rope.scaling.type") == "none")
+        and not (_is_one_of(value, harmless[key]) if key in harmless else _says_nothing(value))
     }
     if (scale := own.get("attention.scale")) and math.isclose(scale, head_dim**-0.5, rel_tol=1e-5):
         del odd[f"{architecture}.attention.scale"]
-    if own.get("attention.sliding_window", 0) >= own["context_length"]:
-        odd.pop(f"{architecture}.attention.sliding_window", None)
     odd |= {key: value for key, value in metadata.items() if key.startswith(OTHER_FILES)}
     if (kind := metadata.get("general.type", "model")) != "model":
         odd["general.type"] = kind

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import IntEnum
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from minipaged.errors import ModelError
@@ -64,8 +65,8 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata.get("tokenizer.ggml.token_type", [])
-    for token, token_type in zip(tokens, types, strict=False):
-        if token_type == TokenType.CONTROL:
+    for token, token_type in zip_longest(tokens, types[: len(tokens)]):
+        if _is_control(token, token_type):
             tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif token_type == TokenType.USER_DEFINED:
             tokenizer.add_tokens([AddedToken(token, special=False, normalized=False)])
@@ -93,21 +94,23 @@ def token_id(metadata: Mapping[str, Any], role: str) -> int | None:
 def end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     """The tokens that end an answer, as llama.cpp finds them.
 
-    They are those that the file names as the end of a text, a turn or a message, and control tokens with one of the
-    END_NAMES.
+    They are those that the file names as the end of a text, a turn or a message, and those with one of the END_NAMES.
     """
     named = [token_id(metadata, role) for role in ("eos", "eot", "eom")]
-    types = metadata.get("tokenizer.ggml.token_type", [])
-    called = [
-        i
-        for i, (token, kind) in enumerate(zip(metadata.get("tokenizer.ggml.tokens", ()), types, strict=False))
-        if kind == TokenType.CONTROL and token in END_NAMES
-    ]
+    tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", [])
+    both = enumerate(zip_longest(tokens, types[: len(tokens)]))
+    called = [i for i, (token, kind) in both if token in END_NAMES and _is_control(token, kind)]
     return list(dict.fromkeys(each for each in (*named, *called) if each is not None))
 
 
+def _is_control(token: str, token_type: int | None) -> bool:
+    """Whether a token is a control token: by its type, or, as in llama.cpp, by its name, whatever its type. (But "</s>"
+    is also a piece of HTML.)"""
+    return token_type == TokenType.CONTROL or (token in END_NAMES and token != "</s>")
+
+
 END_NAMES = {
-    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"),
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>"),
     *("<|im_end|>", "<|end|>", "<end_of_turn>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
 }
 """What the tokens are called that end a text or a turn, in models whose files name only one of them."""

@@ -40,7 +40,6 @@ from minipaged.models.json_files import parse_json, read_json
 from minipaged.models.quantized import check_unquantized, formats_of
 from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor
 from minipaged.models.quantized.stored import StoredMatrix
-from minipaged.models.rope import are_the_frequencies
 from minipaged.models.shards import Shard, cut, cut_weights, local_name, part_of, shard_of
 
 WEIGHTS = "model.safetensors"
@@ -48,10 +47,7 @@ INDEX = "model.safetensors.index.json"
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PIECE = 1 << 20
-"""Numbers that are compared at once."""
-
-FREQUENCY_ERRORS = {"F64": 1e-4, "F32": 1e-4, "F16": 2**-10, "BF16": 2**-7}
-"""How far rotary frequencies in a file may be off, in proportion."""
+"""Numbers, or bytes, that are compared at once."""
 
 STORED_DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(code)
@@ -428,17 +424,10 @@ def _read_columns(
 
 
 def _is_redundant(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether a tensor that some checkpoints carry does follow from the rest. Raises ModelError if it should and does
-    not."""
-    if name.endswith("rotary_emb.inv_freq"):
-        found, dtype = _read_tensor(stored[name]), stored[name].dtype
-        if dtype not in FREQUENCY_ERRORS or not are_the_frequencies(found, config, FREQUENCY_ERRORS[dtype]):
-            raise ModelError(
-                f"{stored[name].file}: tensor '{name}' does not hold the rotary frequencies that config.json gives; "
-                "correct its rope_theta or rope_scaling, or remove the tensor"
-            )
-        return True
-    return name == HEAD and config.tie_word_embeddings and _head_is_tied(stored)
+    """Whether a tensor that some checkpoints carry follows from the rest. (Rotary frequencies are computed from
+    config.json, as by transformers, whatever an old file keeps.)"""
+    is_tied_head = name == HEAD and config.tie_word_embeddings and _head_is_tied(stored)
+    return is_tied_head or name.endswith("rotary_emb.inv_freq")
 
 
 def _head_is_tied(stored: Mapping[str, StoredTensor]) -> bool:
@@ -446,8 +435,23 @@ def _head_is_tied(stored: Mapping[str, StoredTensor]) -> bool:
     one, other = stored[EMBEDDING], stored[HEAD]
     if one.shape != other.shape or not one.shape:
         return False
-    if one.dtype != other.dtype and not {one.dtype, other.dtype} <= set(FLOATS):
+    if one.dtype == other.dtype:  # as bytes, at the speed of reading
+        return _same_bytes(one, other)
+    if not {one.dtype, other.dtype} <= set(FLOATS):
         return False
     step = max(1, PIECE // max(1, math.prod(one.shape[1:])))  # rows
     pieces = ((slice(row, row + step),) for row in range(0, one.shape[0], step))
     return all(np.array_equal(_read_tensor(one, part), _read_tensor(other, part)) for part in pieces)
+
+
+def _same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of one dtype and shape are the same."""
+    left = math.prod(one.shape) * STORED_DTYPES[one.dtype].itemsize
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        while left > 0:
+            if first.read(min(left, PIECE)) != second.read(min(left, PIECE)):
+                return False
+            left -= PIECE
+    return True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from minipaged.models.config import ModelConfig, RopeScaling
+from minipaged.models.config import RopeScaling
 
 Array = npt.NDArray[np.float64]
 
@@ -31,14 +31,3 @@ def divisors(scaling: RopeScaling, plain: Array) -> Array:
     kept = np.clip((turns - low) / (high - low), 0, 1)  # the share of the frequency that stays as it was
     found: Array = 1 / (kept + (1 - kept) / scaling.factor)
     return found
-
-
-def are_the_frequencies(found: npt.NDArray[np.generic], config: ModelConfig, error: float) -> bool:
-    """Whether `found` are the rotary frequencies of `config`, scaled or not yet, up to `error` in proportion."""
-    plain = plain_frequencies(config.rope_theta, config.head_dim)
-    scaled = plain if config.rope_scaling is None else plain / divisors(config.rope_scaling, plain)
-    return any(
-        # The smallest of them are below what 16 bits have in full.
-        found.shape == each.shape and np.allclose(found.astype(np.float64), each, rtol=error, atol=2**-24)
-        for each in (plain, scaled)
-    )

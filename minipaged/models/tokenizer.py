@@ -94,13 +94,14 @@ class Tokenizer:
         added token and ordinary ones stay.
         """
         ids = list(ids)
-        text, done = "", 0
+        pieces, begin = [], 0
         if not (skip_special_tokens or spaces_between_special_tokens):
             for i in range(1, len(ids)):
-                if ids[i - 1] in self._added_tokens and ids[i] in self._added_tokens:
-                    text += self._shown(ids[:i], done) + self._added_tokens[ids[i]].content
-                    done = i + 1
-        return text + self._shown(ids, done, skip_special_tokens)
+                if ids[i] in self._added_tokens and ids[i - 1] in self._added_tokens:
+                    pieces.append(str(self._backend.decode(ids[begin:i], skip_special_tokens=False)))
+                    begin = i  # a decoder writes no space before the first token
+        pieces.append(str(self._backend.decode(ids[begin:], skip_special_tokens=skip_special_tokens)))
+        return "".join(pieces)
 
     def token_name(self, token_id: int) -> str:
         """The token as the vocabulary writes it ("Ġis", "▁is", "<0x0A>", "<|im_end|>"); "" for an id without an
@@ -215,11 +216,6 @@ class Tokenizer:
         if not rules and any(step["type"] == "ByteLevel" for step in _steps(self._backend.pre_tokenizer)):
             rules["ByteLevel"] = ()
         return rules
-
-    def _shown(self, ids: list[int], done: int, skip_special_tokens: bool = False) -> str:
-        """What the text of `ids` has after the text of the first `done` of them."""
-        text = str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
-        return text.removeprefix(str(self._backend.decode(ids[:done], skip_special_tokens=False))) if done else text
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

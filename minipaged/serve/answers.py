@@ -58,12 +58,15 @@ class Tokens:
         return self.bytes_of(token_id).decode(errors="replace")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """One prompt of an HTTP request: its text where it was given as text, and its tokens."""
 
     text: str | None
     token_ids: Sequence[int]
+    echo: str | None = None
+    """The text that all its choices begin with, once it is made; and `echoed_logprobs`, those of its tokens."""
+    echoed_logprobs: Json | None = None
 
 
 class Places:
@@ -143,6 +146,14 @@ class Answer(ABC):
             Asked(request_id, prompt.token_ids, params, prompt.text, self.body.priority or 0)
             for request_id, prompt, params in zip(self.request_ids, self.prompts, self.params, strict=True)
         ]
+
+    def num_told(self, outputs: Sequence[RequestOutput]) -> int:
+        """The tokens of which the answer in one piece says something each."""
+        if not self.body.echo and self.body.reported is None and self.body.prompt_logprobs is None:
+            return 0
+        return sum(
+            len(output.prompt_token_ids) + sum(len(one.token_ids) for one in output.outputs) for output in outputs
+        )
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Json:
         """The answer in one piece."""
@@ -322,9 +333,10 @@ class CompletionAnswer(Answer):
         character at its end is left to the generated text, if there is any."""
         if prompt.text is not None:
             return prompt.text
-        if self._only_echo:
-            return self.tokens.decode_all(prompt.token_ids)
-        return text_without_end(prompt.token_ids, self.tokens.decode_all)
+        if prompt.echo is None:
+            shown, decode = prompt.token_ids, self.tokens.decode_all
+            prompt.echo = decode(shown) if self._only_echo else text_without_end(shown, decode)
+        return prompt.echo
 
     def _places(self, prompt: Prompt) -> Places | None:
         if self.body.logprobs is None:
@@ -342,9 +354,12 @@ class CompletionAnswer(Answer):
         """The log-probabilities of an echoed prompt: for each token the number that is asked for of the output."""
         if self.body.logprobs is None or logprobs is None:
             return None
-        both = zip(prompt.token_ids, logprobs, strict=True)
-        asked = [None if of is None else only(self.body.logprobs, token, of) for token, of in both]
-        return self._with_places(prompt.token_ids, asked, places_in_prompt(prompt, self.tokens))
+        if prompt.echoed_logprobs is None:
+            both = zip(prompt.token_ids, logprobs, strict=True)
+            asked = [None if of is None else only(self.body.logprobs, token, of) for token, of in both]
+            places = places_in_prompt(prompt, self.tokens)
+            prompt.echoed_logprobs = self._with_places(prompt.token_ids, asked, places)
+        return prompt.echoed_logprobs
 
     def _with_places(
         self, token_ids: Sequence[int], logprobs: Sequence[Mapping[int, float] | None], places: list[int]

@@ -12,8 +12,9 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -46,6 +47,8 @@ RETRY_AFTER = "1"
 """Seconds, with each 503: the queue is full, or another server is there by then."""
 ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 CLIENT_GONE = 499
+MANY_TOKENS = 500
+"""To say something of each takes ten milliseconds or so."""
 
 STATUS = {
     InvalidRequest: (400, "BadRequestError"),
@@ -163,7 +166,7 @@ async def _respond(serving: Words, answer: Answer | None, request: Request) -> R
             stream.close()
         if error := next((output.error for output in outputs if output.error), None):
             raise HTTPException(500, error)
-        return answer.whole(outputs)
+        return await written(answer.num_told(outputs), partial(answer.whole, outputs))
 
     return answered(await unless_gone(request, work()))
 
@@ -196,7 +199,8 @@ class EventStream(Response):
         status, kind = 500, "InternalServerError"
         try:
             async for update in self._stream:
-                if pieces := b"".join(self._answer.pieces(update)):
+                write = partial(b"".join, self._answer.pieces(update))
+                if pieces := await written(len(update.prompt_logprobs or ()), write):
                     await send({"type": "http.response.body", "body": pieces, "more_body": True})
                 if update.output and update.output.error:
                     error = update.output.error
@@ -210,6 +214,12 @@ class EventStream(Response):
             error = f"{type(failed).__name__}: {failed}"
         end = (event(_error(error, kind, status)) if error else b"") + DONE
         await send({"type": "http.response.body", "body": end})
+
+
+async def written(num_tokens: int, write: Callable[[], Result]) -> Result:
+    """The result of `write`, which says something of each of so many tokens. If there are many, a thread makes it, and
+    the event loop goes on meanwhile."""
+    return write() if num_tokens <= MANY_TOKENS else await asyncio.to_thread(write)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:

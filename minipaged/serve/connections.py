@@ -18,6 +18,7 @@ sends ahead meanwhile is kept for later, up to a bound (`Connection`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -46,6 +47,8 @@ SILENT_S = 0.25
 """Seconds a connection must have been silent before it is closed for a new one: a first request may be on its way."""
 LINGER_S = 1.0
 """Seconds a refused client has to read why; also how long the door stays shut when the system has no more files."""
+EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+"""Errors of a system that has no more files, or memory, for a connection: the spare files are used up."""
 QUIET_S = 60.0
 """Seconds between two lines of the door in the log, at least."""
 MOST_AHEAD = 2**16
@@ -168,7 +171,9 @@ class Door:
                 client, _ = listening.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # the spare files are used up
+            except OSError as error:
+                if error.errno not in EXHAUSTED:
+                    continue  # it was of the connection, which is gone
                 self._tell(f"no connection can be taken in: {error.strerror}; those that are silent are closed")
                 for _ in range(AT_ONCE):
                     self._make_room()

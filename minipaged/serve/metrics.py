@@ -165,8 +165,10 @@ class Metrics:
         with self._lock:
             self._num_begun += self._count_tokens(updates, now)
             if steps := stats.steps - self._stats.steps:  # a call can commit two, of which only the sum is known
-                run_once = stats.query_tokens - stats.tokens_recomputed
-                number, self._num_in_steps = run_once + self._num_begun - self._num_in_steps, run_once + self._num_begun
+                total = stats.query_tokens - stats.tokens_recomputed + self._num_begun
+                # What the next step recomputes is known before its tokens are: a step has no tokens less for that.
+                number = max(0, total - self._num_in_steps)
+                self._num_in_steps += number
                 self._step_tokens.observe(number / steps, steps)
             self._stats, self._num_running, self._num_waiting = stats, num_running, num_waiting
 

@@ -172,6 +172,7 @@ class SamplingBody(_Body):
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
+    echo: bool | None = False
     user: str | None = None
 
     def check(self) -> None:
@@ -248,7 +249,6 @@ class CompletionBody(SamplingBody):
     prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)] | None = None
     max_tokens: Count | None = COMPLETION_TOKENS
     logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    echo: bool | None = False
     add_special_tokens: bool | None = True
 
     @property
@@ -313,7 +313,6 @@ class ChatBody(SamplingBody):
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[Whole, Field(ge=0, le=MOST_LOGPROBS)] | None = 0
-    echo: bool | None = False
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     chat_template: str | None = None

@@ -189,6 +189,8 @@ ANOTHER_COMPUTATION: list[tuple[str, Any]] = [
     ("rope_local_base_freq", 10000.0),
     ("no_rope_layer_interval", 4),
     ("no_rope_layers", [1, 1, 1, 0]),
+    ("no_rope_layers", 3),
+    ("layer_types", 1),
     ("layer_types", ["full_attention", "chunked_attention"]),
     ("layer_types", ["sliding_attention"]),
     ("use_parallel_residual", True),

@@ -178,6 +178,7 @@ MEANS_NOTHING: list[dict[str, Any]] = [
     {"llama.attention.head_count": [4, 4], "llama.attention.head_count_kv": [2, 2]},
     {"llama.feed_forward_length": [96, 96], "llama.rope.dimension_sections": [0, 0, 0, 0]},
     {"llama.attention.sliding_window": 128, "llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0},
+    {"llama.rope.scaling.type": "none", "llama.rope.scaling.yarn_ext_factor": 1.0},
     {"llama.rope.scaling.factor": 0.0, "llama.rope.scale_linear": 4.0},  # the newer name counts
     {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1.0},
     {"general.name": "tiny", "general.quantized_by": "somebody", "quantize.imatrix.chunks_count": 3, "split.count": 1},
@@ -200,7 +201,6 @@ CHANGES_THE_RESULT: list[tuple[str, Any]] = [
     ("llama.attention.scale", 0.5),
     ("llama.attention.clamp_kqv", 8.0),
     ("llama.attention.max_alibi_bias", 8.0),
-    ("llama.attention.sliding_window", 64),
     ("llama.attention.sliding_window_pattern", [True, False]),
     ("llama.attn_logit_softcapping", 50.0),
     ("llama.final_logit_softcapping", 30.0),
@@ -287,12 +287,19 @@ def test_end_tokens_are_those_of_llama_cpp(
     assert load_config(tmp_path / "out").eos_token_ids == tuple(ends)
 
 
-def test_a_token_that_is_no_control_token_ends_nothing_by_its_name(
-    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, gguf_metadata: dict[str, Any]
+@pytest.mark.parametrize("token_type", [1, 4])
+def test_a_token_that_looks_like_a_control_token_is_one_as_in_llama_cpp(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path, gguf_metadata: dict[str, Any], token_type: int
 ) -> None:
-    types = gguf_metadata["tokenizer.ggml.token_type"]
-    convert(write_gguf(tiny_llama(), **{"tokenizer.ggml.token_type": [1, *types[1:]]}), tmp_path / "out")
-    assert load_config(tmp_path / "out").eos_token_ids == (2,)
+    """Whatever its type. (But "</s>" is a piece of HTML too.)"""
+    types, names = gguf_metadata["tokenizer.ggml.token_type"], gguf_metadata["tokenizer.ggml.tokens"]
+    changes = {"tokenizer.ggml.token_type": [token_type, *types[1:]]}
+    convert(write_gguf(tiny_llama(), **changes), tmp_path / "out")
+    assert load_config(tmp_path / "out").eos_token_ids == (2, 0)
+    assert Tokenizer(tmp_path / "out").special_token_ids >= {0, 2}
+    changes["tokenizer.ggml.tokens"] = ["</s>", *names[1:]]
+    convert(write_gguf(tiny_llama(), **changes), tmp_path / "html")
+    assert load_config(tmp_path / "html").eos_token_ids == (2,)
 
 
 def test_the_files_beside_name_end_tokens_too(tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path) -> None:
@@ -367,3 +374,11 @@ print(Tokenizer(folder).encode_chat([{{"role": "user", "content": "hi"}}])[:1])
 @pytest.mark.model
 def test_smollm2_has_the_weights_that_transformers_reads_from_the_same_file(smollm2: Path) -> None:
     assert {name: yardstick.digest(values) for name, values in load(smollm2).items()} == yardstick.kept()["weights"]
+
+
+def test_a_sliding_window_is_as_far_as_a_model_is_served(
+    tiny_llama: MakeLlama, write_gguf: WriteGGUF, tmp_path: Path
+) -> None:
+    """As with a Mistral's config.json."""
+    convert(write_gguf(tiny_llama(), **{"llama.attention.sliding_window": 64}), tmp_path / "out")
+    assert load_config(tmp_path / "out").context_length == 64

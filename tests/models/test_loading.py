@@ -174,7 +174,7 @@ ROPES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ROPES)
-def test_rotary_frequencies_are_ignored_if_they_are_those_of_the_config(
+def test_rotary_frequencies_come_from_the_config_as_in_transformers_whatever_an_old_file_keeps(
     tiny_llama: MakeLlama, tmp_path: Path, kind: str, dtype: torch.dtype
 ) -> None:
     model = tiny_llama(rope_parameters=ROPES[kind])
@@ -182,13 +182,9 @@ def test_rotary_frequencies_are_ignored_if_they_are_those_of_the_config(
     without, name = load(tmp_path), "model.layers.0.self_attn.rotary_emb.inv_freq"
     theta = ROPES[kind]["rope_theta"]
     plain = 1 / theta ** (torch.arange(0, 16, 2) / 16)
-    for frequencies in (model.model.rotary_emb.inv_freq, plain):
+    for frequencies in (model.model.rotary_emb.inv_freq, plain, plain * 1.05):
         change(tmp_path, lambda tensors, stored=frequencies: tensors.update({name: stored.to(dtype).clone()}))
         assert load(tmp_path).keys() == without.keys()
-    for wrong in (plain * 1.05, plain[:-1], torch.zeros(8), 1 / (2 * theta) ** (torch.arange(0, 16, 2) / 16)):
-        change(tmp_path, lambda tensors, stored=wrong: tensors.update({name: stored.to(dtype).clone()}))
-        with pytest.raises(ModelError, match=rf"'{name}' does not hold the rotary frequencies .*rope_theta"):
-            load(tmp_path)
 
 
 def test_the_index_decides_which_file_a_tensor_is_from(checkpoint: Path) -> None:

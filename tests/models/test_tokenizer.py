@@ -512,3 +512,21 @@ def test_a_tokenizer_that_keeps_all_text_bounds_its_length(tmp_path: Path) -> No
     taking = tokenizers.byte_level()
     taking.add_special_tokens([AddedToken("<mask>", lstrip=True, special=True)])
     assert least("taking", taking) == 0
+
+
+def test_special_tokens_without_spaces_are_decoded_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of nothing else would take ever longer."""
+    tokenizer, decoded = Tokenizer(tokenizers.write(tokenizers.word_piece(), tmp_path)), list[int]()
+
+    class Counting:
+        def decode(self, ids: list[int], **options: bool) -> str:
+            decoded.extend(ids)
+            return str(backend.decode(ids, **options))
+
+    assert tokenizer.special_token_ids
+    backend, ids = tokenizer._backend, [1, 2, *tokenizer.encode("the inner"), 1, 1] * 100
+    expected = tokenizer.decode(ids, skip_special_tokens=False).replace("> <", "><")
+    monkeypatch.setattr(tokenizer, "_backend", Counting())
+    without = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+    assert tokenizer.decode(ids, **without) == expected
+    assert decoded == ids

@@ -229,6 +229,31 @@ def test_where_the_system_has_no_more_files_it_tries_again_after_a_while(
     assert len(lines) == 1
 
 
+def test_an_error_of_a_connection_that_is_gone_costs_no_other(small: Served) -> None:
+    """The system tells errors of the network as errors of taking the connection in."""
+    door = small.server.door
+    [listening] = door._listening
+    errors = [errno.EPROTO, errno.EHOSTUNREACH, errno.EPERM]
+
+    class Failing:
+        fileno = listening.fileno
+
+        def accept(self) -> Any:
+            if errors:
+                raise OSError(errors.pop(), "it is gone")
+            raise BlockingIOError
+
+    with logged() as lines, connect(small.url) as idle:
+        wait_until(lambda: len(door.silent) == 1)
+        time.sleep(2 * SILENT_S)
+        small.server.loop.call_soon_threadsafe(door._take_in, Failing())
+        wait_until(lambda: not errors)
+        assert is_open(idle)
+        idle.sendall(HEALTH)
+        assert idle.recv(2**16).startswith(b"HTTP/1.1 200")
+    assert lines == []
+
+
 def test_what_is_logged_of_the_bound_is_said_again_after_a_while(small: Served) -> None:
     assert QUIET_S >= 10
     with logged() as lines:

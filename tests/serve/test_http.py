@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 from minipaged.engine.detokenizer import naming_failures
 from minipaged.llm import LoadedModel
 from minipaged.models.tokenizer import Tokenizer
+from minipaged.serve import answers
+from minipaged.serve.app import MANY_TOKENS
 from minipaged.serve.protocol import SHAPES
 from minipaged.serve.settings import ServeSettings
 from tests.effort import thorough
@@ -127,6 +130,27 @@ def test_a_long_prompt_keeps_nobody_waiting(server: Served, monkeypatch: pytest.
     watching.cancel()
     assert len(meanwhile) == 1
     assert meanwhile[0] > 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_to_write_a_long_answer_keeps_nobody_waiting(
+    server: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Places and log-probabilities of many tokens are made while the event loop goes on."""
+    threads: list[str] = []
+    places = answers.places_in_prompt
+
+    def watched(*given: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return places(*given)
+
+    monkeypatch.setattr(answers, "places_in_prompt", watched)
+    own = server.thread.name
+    for length, is_long in ((10, False), (MANY_TOKENS + 10, True)):
+        body = {"prompt": [70] * length, "max_tokens": 1, "echo": True, "logprobs": 0, "n": 3, "stream": stream}
+        assert server.post("/v1/completions", body).status_code == 200
+        assert [name != own for name in threads] == [is_long]  # once for all choices
+        threads.clear()
 
 
 def error_of(answer: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:

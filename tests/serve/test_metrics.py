@@ -551,6 +551,28 @@ def test_what_is_computed_again_after_a_preemption_is_none_of_a_steps_tokens() -
     assert reading("vllm:request_num_preemptions_sum") == reading("vllm:num_preemptions_total") > 0
 
 
+def test_no_step_has_less_than_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step computes again is counted when it is launched, its other tokens when it is done: with asynchronous
+    scheduling that is later."""
+    sizes: dict[str, Any] = {"num_blocks": 12, "max_model_len": 40, "vocab_size": 11, "block_size": 4}
+    server = Server(EngineConfig(**sizes, async_scheduling=True, preemption="recompute"))
+    observed: list[float] = []
+    histogram = server.metrics._step_tokens
+    observe = histogram.observe
+
+    def watched(value: float, times: int = 1) -> None:
+        observed.append(value)
+        observe(value, times)
+
+    monkeypatch.setattr(histogram, "observe", watched)
+    for first in range(6):
+        server.add(SamplingParams(max_tokens=20, ignore_eos=True, seed=first), [first, 3, 4, 5, 6])
+    reading = server.finish()
+    assert reading("minipaged:tokens_recomputed_total") > 0
+    assert min(observed) >= 0
+    assert reading("vllm:iteration_tokens_total_sum") == 6 * (5 + 20)
+
+
 def test_the_sizes_of_the_cache_are_told_in_tokens_and_sequences() -> None:
     """64 blocks of 4 tokens, of which a sequence of 30 takes 8."""
     text = Metrics("tiny", replace(TEN, max_model_len=30)).exposition()[0].decode()

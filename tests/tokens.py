@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
+from minipaged.engine.detokenizer import text_without_end
+
 _EURO, _SMILE = "€".encode(), "😀".encode()
 PIECES = (
     *(b"a", b"b", b" ", b" a", b"ab", b"", b"\xff", b"\x80", _EURO, _SMILE, _SMILE[:2], _SMILE[2:], _EURO[:2]),
@@ -40,11 +42,11 @@ def bytes_alone(token_ids: Sequence[int]) -> str:
 
 def text_behind(prompt_token_ids: Sequence[int], token_ids: Sequence[int]) -> str:
     """The text of an output behind a prompt, by `bytes_joined`: what is left of the text of all their tokens without
-    the prompt's text. Up to three U+FFFD at the end of the prompt may begin a character and belong to the output."""
+    the prompt's text, which ends before a character that it only begins."""
     if not token_ids:
         return ""
-    prompt = bytes_joined(prompt_token_ids)
-    shown = prompt[: max(len(prompt.rstrip("\ufffd")), len(prompt) - 3)]
+    shown = text_without_end(prompt_token_ids, bytes_joined)
     whole = bytes_joined([*prompt_token_ids, *token_ids])
     assert whole.startswith(shown)
+    assert bytes_joined(prompt_token_ids).removeprefix(shown).strip("\ufffd") == ""
     return whole.removeprefix(shown)

@@ -213,7 +213,7 @@ with record("Three samples of one prompt", model.decode) as run:
     while engine.has_unfinished_requests():
         updates = engine.step()  # what is new of each request; of one that has ended, the whole output too
 for completion in updates[0].output.outputs:
-    print(completion.text)
+    print(f"…{completion.text}")
 run
 
 # %% [markdown]

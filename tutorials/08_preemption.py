@@ -182,7 +182,7 @@ with record("Two samples are preempted together", model.decode) as siblings:
     while engine.has_unfinished_requests():
         updates += engine.step()
 for output in [update.output for update in updates if update.output]:
-    print(f"{output.request_id}:", *(f"… {completion.text}" for completion in output.outputs))
+    print(f"{output.request_id}:", *(f"…{completion.text}" for completion in output.outputs))
 
 [out] = [event for event in siblings.events if isinstance(event, SwappedOut)]
 [back] = [event for event in siblings.events if isinstance(event, SwappedIn)]

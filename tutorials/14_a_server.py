@@ -438,7 +438,7 @@ with record("B hangs up", model.decode) as hung_up:
 
 print(f"{held} blocks held, and after the abort {left}")
 for output in ended:
-    print(f"{output.request_id}: {output.outputs[0].finish_reason}, … {output.outputs[0].text}")
+    print(f"{output.request_id}: {output.outputs[0].finish_reason}, …{output.outputs[0].text}")
 assert (held, left) == (4, 2)
 assert [(output.request_id, output.finished) for output in ended] == [("B", False), ("A", True)]
 hung_up

@@ -174,7 +174,7 @@ def text_without_end(token_ids: Sequence[int], decode: Decode) -> str:
     if not whole.endswith(NOT_WHOLE):
         return whole
     text = _known_part(whole)
-    for count in range(1, MOST_DOUBTFUL + 1):
+    for count in range(1, CONTEXT_TOKENS):  # some of them may be special tokens, which have no text
         shorter = decode(token_ids[: len(token_ids) - count])
         if not shorter.endswith(NOT_WHOLE):
             return shorter if text.endswith(NOT_WHOLE) or len(shorter) > len(text) else text
@@ -192,12 +192,13 @@ def _doublings(first: int, last: int) -> Iterator[int]:
 
 def _last_tokens(tokens: list[int], decode: Decode) -> tuple[list[int], str]:
     """The latest tokens, from the beginning of a character on, and what is known of their text."""
-    for count in range(CONTEXT_TOKENS, CONTEXT_TOKENS + MOST_DOUBTFUL + 1):
+    for count in (*range(CONTEXT_TOKENS, CONTEXT_TOKENS + MOST_DOUBTFUL), 2 * CONTEXT_TOKENS, MOST_TOKENS):
         latest = tokens[-count:]
         text = decode(latest)
         if not text.startswith(NOT_WHOLE):
-            break
-    return latest, _known_part(text)
+            return latest, _known_part(text)
+    latest = tokens[-CONTEXT_TOKENS - MOST_DOUBTFUL :]  # there is no character in sight
+    return latest, _known_part(decode(latest))
 
 
 def _known_part(text: str) -> str:

@@ -205,14 +205,16 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
     "use_alibi": (False,),
     "attention_chunk_size": (0,),
-    "attn_logit_softcapping": (0,),
+    **dict.fromkeys(("attn_logit_softcapping", "logit_softcapping", "attention_logit_cap"), (0,)),
+    **dict.fromkeys(("attn_output_gate", "attn_temperature_tuning"), (False,)),
+    "attention_scaling": (1,),
     "attention_multiplier": (),
     "query_pre_attn_scalar": (),
     "clip_qkv": (0,),
     # where tokens stand
     # "absolute" is older versions' default, which says nothing
     "position_embedding_type": ("rope", "rotary", "absolute"),
-    "partial_rotary_factor": (1,),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "rope_pct"), (1,)),
     "rope_interleave": (False,),
     "rope_interleaved": (False,),
     "rope_local_base_freq": (),
@@ -246,8 +248,7 @@ def _check_supported(d: Mapping[str, Any], model_type: str, head_dim: int) -> No
         "attention_multiplier": (head_dim**-0.5,),
         "query_pre_attn_scalar": (head_dim,),
         "v_head_dim": (head_dim,),
-        "use_qk_norm": (model_type == "qwen3",),
-        "qk_layernorm": (model_type == "qwen3",),
+        **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), (model_type == "qwen3",)),
     }
     for key, values in harmless.items():
         if (value := d.get(key)) is not None and value not in values:

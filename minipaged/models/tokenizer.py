@@ -22,7 +22,7 @@ from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.tokenizer_files import read_tokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, Encoding
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
 
@@ -80,6 +80,18 @@ class Tokenizer:
         """The ids of `text`; the model's beginning-of-text token comes first where the model is used to one, unless
         no special tokens are to be added."""
         return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def places(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Where in `text` each token of its encoding begins. The parts of a character begin where it does; a space that
+        belongs to a token is its beginning; a token that is added to the text takes no room."""
+        encoding = self._encoding(text, add_special_tokens)
+        places, end = [], 0
+        for (begin, stop), is_added in zip(encoding.offsets, encoding.special_tokens_mask, strict=True):
+            if is_added or text[end:begin].isspace():  # some tokenizers leave spaces out of their offsets
+                begin = end
+            places.append(begin)
+            end = end if is_added else max(end, stop)
+        return places
 
     def decode(
         self, ids: Iterable[int], *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -218,14 +230,17 @@ class Tokenizer:
         return rules
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._encoding(text, add_special_tokens).ids
+        return ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
         try:
             # As a batch of one: the library lets other threads go on meanwhile, which its `encode` does not.
             [found] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         except TypeError:
             # A lone surrogate (half a character, as a broken escape leaves behind) has no UTF-8 form.
             raise InvalidRequest(f"a text must be one that can be written as UTF-8; got {text!r}") from None
-        ids: list[int] = found.ids
-        return ids
+        return found
 
     @cached_property
     def in_transformers(self) -> PreTrainedTokenizerFast:
@@ -320,8 +335,12 @@ def with_plain_content(message: Message) -> dict[str, Any]:
     ):
         raise InvalidRequest(f'a message has a "role" and a "content"; got {message!r}')
     content = _plain(message["role"], message.get("content"))
-    said = {key: value for key, value in message.items() if value is not None and value not in ("", [], {})}
+    said = {key: value for key, value in message.items() if not _says_nothing(value)}
     return {**said, "role": message["role"], "content": content}
+
+
+def _says_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, str | Sequence | Mapping) and not value)
 
 
 def _plain(role: object, content: object) -> str:

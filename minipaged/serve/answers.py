@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ import msgspec
 
 from minipaged.async_llm import Asked
 from minipaged.engine.detokenizer import Decode, Detokenizer, text_without_end
+from minipaged.models.tokenizer import with_plain_content
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.serve.protocol import ChatBody, CompletionBody, SamplingBody
@@ -42,7 +43,8 @@ class Tokens:
 
     bytes_of: Callable[[int], bytes]
     """The bytes of text that a token stands for, which may be a part of a character."""
-    special_ids: Container[int]
+    places: Callable[[str], list[int]]
+    """Where in a text each of its tokens begins."""
     decode: Decode
     """The text of all of them together, as the engine makes it of the output."""
     decode_all: Decode
@@ -92,17 +94,14 @@ class Places:
 
 
 def places_in_prompt(prompt: Prompt, tokens: Tokens) -> list[int]:
-    """Where in the prompt's text each of its tokens begins. Special tokens take no room in it, unless it shows them."""
-    text = Detokenizer(tokens.decode_all if prompt.text is None else tokens.decode)
-    place, places = 0, []
+    """Where in the prompt's text each of its tokens begins. The text of a prompt of tokens shows special ones."""
+    if prompt.text is not None:
+        return tokens.places(prompt.text)
+    text, place, places = Detokenizer(tokens.decode_all), 0, []
     for token_id in prompt.token_ids:
         places.append(place)
-        if prompt.text is not None and token_id in tokens.special_ids:
-            shown = tokens.text_of(token_id)
-            place += len(shown) if prompt.text.startswith(shown, place) else 0
-        else:
-            text.add(token_id)
-            place += len(text.take())
+        text.add(token_id)
+        place += len(text.take())
     return places
 
 
@@ -412,8 +411,9 @@ class ChatAnswer(Answer):
     def _echo(self) -> str:
         """The message that is continued, which comes back in front of what continues it."""
         last = self.body.messages[-1]
-        content = last.get("content")
-        return content if self.body.echo and last.get("role") == self._role and isinstance(content, str) else ""
+        if not self.body.echo or last.get("role") != self._role:
+            return ""
+        return str(with_plain_content(last)["content"])
 
     @property
     def _role(self) -> str:

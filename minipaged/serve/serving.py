@@ -254,8 +254,8 @@ class Words(ABC):
         name: str = "max_tokens",
         of_prompt: str = "prompt",
     ) -> int | None:
-        """The tokens to generate at most: `max_tokens`, or None, for as many as fit, where the prompt leaves room for
-        fewer. As in vLLM, only more than max_model_len is refused.
+        """The tokens that each sequence generates at most: `max_tokens`, lowered to the room that there is; None, which
+        is as many as fit, if that is left open. As in vLLM, only more than max_model_len is refused.
 
         Raises TooLong for more, in the field `name`, and for a prompt, in the field `of_prompt`, that leaves no room.
         """
@@ -266,14 +266,30 @@ class Words(ABC):
             raise TooLong(
                 f"{self._longest}, and the prompt has {length}; shorten it, or give truncate_prompt_tokens", of_prompt
             )
-        room = most - length
+        room = self._room(length, body.n or 1)
         if body.min_tokens and body.min_tokens > room and not (max_tokens and body.min_tokens > max_tokens):
             raise TooLong(
                 f"min_tokens is {body.min_tokens}; {self._longest}, and the prompt has {length}: "
-                f"shorten it, or lower min_tokens to {room}",
+                + (
+                    "shorten it, or "
+                    if (body.n or 1) == 1
+                    else f"with n = {body.n} there is room for {room}; lower n, or "
+                )
+                + f"lower min_tokens to {room}",
                 "min_tokens",
             )
-        return max_tokens if max_tokens is not None and max_tokens <= room else None
+        return None if max_tokens is None else min(max_tokens, room)
+
+    def _room(self, prompt_length: int, num_sequences: int) -> int:
+        """The tokens that each of so many sequences has room for: what max_model_len leaves, and an equal part of the
+        pool, of which they share the prompt's full blocks. The last token needs no slot."""
+        room = self._config.max_model_len - prompt_length
+        if num_sequences == 1:
+            return room
+        size = self._config.block_size
+        shared = prompt_length // size
+        blocks = shared + (self._config.num_blocks - shared) // num_sequences
+        return max(1, min(room, blocks * size - prompt_length + 1))
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -284,8 +300,9 @@ class Words(ABC):
         decode, spaces = self._tokenizer.decode, body.spaces_between_special_tokens is not False
         decode_all = partial(decode, skip_special_tokens=False, spaces_between_special_tokens=spaces)
         shown = decode if body.skip_special_tokens is not False or body.use_beam_search else decode_all
-        special_ids = self._tokenizer.special_token_ids
-        return Tokens(self._bytes_of, special_ids, shown, decode_all, bool(body.return_tokens_as_token_ids))
+        add_special_tokens = getattr(body, "add_special_tokens", None) is not False
+        places = partial(self._tokenizer.places, add_special_tokens=add_special_tokens)
+        return Tokens(self._bytes_of, places, shown, decode_all, bool(body.return_tokens_as_token_ids))
 
 
 class Serving(Words):

@@ -222,6 +222,30 @@ def test_a_character_that_stands_in_the_prompts_text_is_not_in_the_outputs(
         assert prompt + text_of(rest, decode, prompt_token_ids, prompt) == decode(token_ids)
 
 
+@pytest.mark.parametrize("kind", FALL_BACK_TO_BYTES)
+@settings(max_examples=examples(100))
+@given(
+    st.lists(st.tuples(st.sampled_from(["é", "€", "😀", "the"]), st.integers(0, 4)), min_size=1, max_size=6),
+    st.integers(1, 30),
+)
+@example([("😀", 2), ("😀", 0), ("😀", 3)], 1)
+@example([("the", 0), ("😀", 2)], 4)
+def test_a_special_token_within_a_character_changes_nothing(
+    kind: Tokenizer, parts: list[tuple[str, int]], cut: int
+) -> None:
+    """Stream-equals-final and text-of-all where a decoder joins the bytes on both sides of it."""
+    decode, token_ids = kind.decode, list[int]()
+    for text, place in parts:
+        some = kind.encode(text).ids
+        token_ids += [*some[:place], 1, *some[place:]]
+    prompt, output = token_ids[:cut], token_ids[cut:]
+    shown = text_without_end(prompt, decode)
+    detokenizer = Detokenizer(decode, prompt_token_ids=prompt)
+    assert "".join(add_all(detokenizer, output)) == text_of(output, decode, prompt)
+    if output:
+        assert shown + detokenizer.text == decode(token_ids)
+
+
 def test_a_stop_string_may_begin_with_the_space_before_the_first_word() -> None:
     decode, token_ids = KINDS["bytes to fall back to"].decode, KINDS["bytes to fall back to"].encode("the the").ids
     detokenizer = Detokenizer(decode, (" the",), prompt_token_ids=token_ids[:1])

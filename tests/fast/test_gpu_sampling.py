@@ -62,7 +62,7 @@ def test_the_likeliest_token_and_its_logprob_are_the_references(
     assert [found.dtype for found in (token_ids, peaks, log_totals)] == [torch.int64, torch.float64, torch.float64]
     wide = logits.float().numpy()
     for i, row in enumerate(wide):
-        prediction = reference.Prediction(row.astype(np.float64), i)
+        prediction = reference.Prediction(row.astype(np.float64))
         assert token_ids[i].item() == prediction.likeliest
         assert peaks[i].item() == prediction.peak
         assert log_totals[i].item() == pytest.approx(prediction.log_total, rel=2e-6, abs=2e-6)

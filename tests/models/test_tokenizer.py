@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -530,3 +530,30 @@ def test_special_tokens_without_spaces_are_decoded_once_each(tmp_path: Path, mon
     without = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
     assert tokenizer.decode(ids, **without) == expected
     assert decoded == ids
+
+
+# --- Where tokens begin ---------------------------------------------------------------------------
+
+
+def test_a_token_begins_in_the_text_where_its_characters_do(tmp_path: Path) -> None:
+    """Also where the tokenizer changes the text first, takes spaces into a token, or leaves them out."""
+
+    def places(name: str, made: Backend, text: str) -> list[int]:
+        return Tokenizer(tokenizers.write(made, tmp_path / name)).places(text)
+
+    assert places("bytes", tokenizers.byte_level(), "the the<s>€x") == [0, 3, 7, 10, 10, 10, 11]
+    composing = tokenizers.byte_level()
+    composing.normalizer = normalizers.NFC()
+    assert places("composing", composing, "e\u0301xy") == [0, 2, 3]
+    taking = tokenizers.byte_level()
+    taking.add_special_tokens(
+        [AddedToken("<a>", lstrip=True, special=True), AddedToken("<b>", rstrip=True, special=True)]
+    )
+    assert places("taking", taking, "x <a> y<b> z") == [0, 1, 5, 6, 7, 11]
+    trimming = tokenizers.byte_level()
+    trimming.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert places("trimming", trimming, "the the") == [0, 3]
+    begun = tokenizers.bpe_with_byte_fallback()
+    begun.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    assert places("begun", begun, "the the") == [0, 0, 3, 7]
+    assert places("words", tokenizers.word_piece(), "the <s> inner") == [0, 3, 7, 10]

@@ -273,6 +273,10 @@ def test_a_message_that_is_continued_is_echoed_in_a_stream(case: Case) -> None:
     answer = case.server.post("/v1/chat/completions", {"temperature": 0, **fields}).json()
     assert streamed == answer["choices"][0]["message"]["content"]
     assert streamed.startswith("the")
+    parts = [{"type": "text", "text": "the"}, {"type": "text", "text": "x"}]
+    fields["messages"][1]["content"] = parts
+    answer = case.server.post("/v1/chat/completions", {"temperature": 0, **fields}).json()
+    assert answer["choices"][0]["message"]["content"].startswith("the\nx")
 
 
 @pytest.mark.parametrize("side", ["left", "right", None])
@@ -365,6 +369,27 @@ def test_where_max_tokens_is_left_open_it_is_what_fits_all_sequences(case: Case,
         assert usage["completion_tokens"] == fields["n"] * min(room, 128 - usage["prompt_tokens"])
         error = running.post("/v1/chat/completions", body | {"n": 257}).json()["error"]
         assert "at most 256 sequences run at once" in error["message"]
+
+
+def test_a_prompt_leaves_each_of_several_sequences_an_equal_part_of_the_pool(case: Case) -> None:
+    """More is lowered to it, whatever more it is; and no fewer than min_tokens are generated in silence."""
+    prompt = case.token_ids[:1] * 5
+    with served(case.server.allm.llm.loaded, block_size=4, num_blocks=16) as running:
+        body = {"prompt": prompt, "n": 3, "ignore_eos": True, "return_token_ids": True}
+        lengths = set()
+        for asked in (16, 20, 40, 64):
+            answer = running.post("/v1/completions", body | {"max_tokens": asked})
+            assert answer.status_code == 200, answer.text
+            lengths |= {len(choice["token_ids"]) for choice in answer.json()["choices"]}
+        assert lengths == {4 * (1 + 15 // 3) - 5 + 1, 16}
+        for path in ("completions", "chat/completions"):
+            messages = {"messages": [{"role": "user", "content": "x"}]}
+            asks = {"n": 3, "min_tokens": 30} | (messages if path.startswith("chat") else {"prompt": prompt})
+            asks |= {} if path.startswith("chat") else {"max_tokens": 64}
+            error = running.post(f"/v1/{path}", asks).json()["error"]
+            assert (error["param"], error["code"]) == ("min_tokens", "context_length_exceeded")
+            assert "with n = 3 there is room for" in error["message"]
+        running.check_nothing_is_left()
 
 
 # --- vLLM's fields --------------------------------------------------------------------------------

@@ -254,8 +254,8 @@ def test_a_reciters_samples_part_and_its_reads_hold_through_copies_and_preemptio
     three, one = SamplingParams(n=3, max_tokens=5), SamplingParams(max_tokens=9)  # beyond the end of its text
     texts = served(engine, [(prompt, one), (prompt, three)])
     assert texts == [
-        ["four five six seven eight eight eight eight eight"],
-        ["four five six seven eight", "four FIVE SIX SEVEN EIGHT", "four 5 6 7 8"],
+        [" four five six seven eight eight eight eight eight"],
+        [" four five six seven eight", " four FIVE SIX SEVEN EIGHT", " four 5 6 7 8"],
     ]
     assert any(isinstance(event, BlockCopied) for event in heard)
     assert any(isinstance(event, SwappedIn) for event in heard) == (preemption == "swap")

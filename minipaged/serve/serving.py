@@ -266,16 +266,13 @@ class Words(ABC):
             raise TooLong(
                 f"{self._longest}, and the prompt has {length}; shorten it, or give truncate_prompt_tokens", of_prompt
             )
-        room = self._room(length, body.n or 1)
+        number = body.n or 1
+        room = self._room(length, number)
         if body.min_tokens and body.min_tokens > room and not (max_tokens and body.min_tokens > max_tokens):
+            several = f", and n is {number}" if number > 1 else ""
             raise TooLong(
-                f"min_tokens is {body.min_tokens}; {self._longest}, and the prompt has {length}: "
-                + (
-                    "shorten it, or "
-                    if (body.n or 1) == 1
-                    else f"with n = {body.n} there is room for {room}; lower n, or "
-                )
-                + f"lower min_tokens to {room}",
+                f"min_tokens is {body.min_tokens}; {self._longest}, the prompt has {length}{several}: lower min_tokens to "
+                f"{room}, or shorten the prompt",
                 "min_tokens",
             )
         return None if max_tokens is None else min(max_tokens, room)

@@ -388,7 +388,7 @@ def test_a_prompt_leaves_each_of_several_sequences_an_equal_part_of_the_pool(cas
             asks |= {} if path.startswith("chat") else {"max_tokens": 64}
             error = running.post(f"/v1/{path}", asks).json()["error"]
             assert (error["param"], error["code"]) == ("min_tokens", "context_length_exceeded")
-            assert "with n = 3 there is room for" in error["message"]
+            assert ", and n is 3: lower min_tokens to" in error["message"]
         running.check_nothing_is_left()
 
 

@@ -271,8 +271,8 @@ class Words(ABC):
         if body.min_tokens and body.min_tokens > room and not (max_tokens and body.min_tokens > max_tokens):
             several = f", and n is {number}" if number > 1 else ""
             raise TooLong(
-                f"min_tokens is {body.min_tokens}; {self._longest}, the prompt has {length}{several}: lower min_tokens to "
-                f"{room}, or shorten the prompt",
+                f"min_tokens is {body.min_tokens}; {self._longest}, the prompt has {length}{several}: "
+                f"lower min_tokens to {room}, or shorten the prompt",
                 "min_tokens",
             )
         return None if max_tokens is None else min(max_tokens, room)

@@ -30,6 +30,8 @@ Encode = Callable[..., Sequence[int]]
 
 NOT_WHOLE = "\ufffd"
 """What decoders show for bytes that are no character, or none yet."""
+PANIC = "PanicException"
+"""What the tokenizers library raises, which is no `Exception`, where it fails in Rust."""
 MOST_DOUBTFUL = 3
 """Bytes of a character (in UTF-8) that is not whole: some decoders show U+FFFD for each, others one for all."""
 CONTEXT_TOKENS = 6
@@ -229,7 +231,9 @@ def naming_failures(decode: Decode) -> Decode:
     def named(token_ids: Sequence[int]) -> str:
         try:
             return decode(token_ids)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != PANIC:
+                raise
             raise DetokenizerFailed(
                 f"the tokens {[*token_ids[-3:]]} at the end of {len(token_ids)} could not be decoded: "
                 f"{type(error).__name__}: {error}; see that the tokenizer is this model's"

@@ -188,6 +188,23 @@ def test_with_the_tokenizer_of_another_model_every_request_fails() -> None:
     assert all(completion.text == "" for output in run.outputs.values() for completion in output.outputs)
 
 
+def test_a_panic_of_the_decoder_is_its_requests_failure_and_an_interrupt_is_not() -> None:
+    """The tokenizers library raises what is no Exception."""
+    from tokenizers import decoders
+
+    panicking = decoders.Strip(" ", 2, 1)
+    run = Run(replace(WORKLOADS["swap"], requests=ALL_KINDS), decode=lambda token_ids: str(panicking.decode([""])))
+    errors = run_to_its_end(run)
+    assert errors.keys() == run.outputs.keys()
+    assert all("PanicException" in error for error in errors.values())
+
+    def interrupted(token_ids: Sequence[int]) -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_to_its_end(Run(replace(WORKLOADS["swap"], requests=ALL_KINDS), decode=interrupted))
+
+
 # --- A listener that raises -----------------------------------------------------------------------
 
 

@@ -95,4 +95,4 @@ class RequestUpdate:
     output: RequestOutput | None
     """All that it produced, once it has ended: finished, aborted or failed."""
     prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
-    """Those of its RequestOutput, with the first update that has tokens; None in every other one."""
+    """The prompt_logprobs of its RequestOutput, in the first update that has tokens; None in every other one."""

@@ -107,7 +107,7 @@ def test_the_encoding_is_what_is_documented() -> None:
 
 @given(params)
 def test_parameters_that_a_recording_does_not_have_are_the_defaults(given: SamplingParams) -> None:
-    """Those of an older version: what it did not know, nobody had asked for."""
+    """Recordings of an older version lack them: nobody could ask for them then."""
     step = StepInput(1, begun=(Begun(2, (3, 4), 2, (5,), Sampling(given, 7, 0)),))
     plain = msgspec.msgpack.decode(encode(step))
     fields = plain[4][0][4][0]

@@ -256,7 +256,8 @@ def _is_one_of(value: Any, harmless: tuple[Any, ...]) -> bool:
 def _rope_scaling(
     own: Mapping[str, Any], prefix: str, tensors: Mapping[str, ReaderTensor], head_dim: int
 ) -> dict[str, Any] | None:
-    """As llama.cpp has it: a factor without a type is linear, and 0 is none; `scale_linear` is its older name."""
+    """The rotary scaling, by llama.cpp's rules: a factor without a type is linear, and 0 is none. `scale_linear` is its
+    older name."""
     kind = own.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise ModelError(f"{prefix}.scaling.type is {kind!r}; supported are 'none' and 'linear'")

@@ -48,7 +48,7 @@ class Tokens:
     decode: Decode
     """The text of all of them together, as the engine makes it of the output."""
     decode_all: Decode
-    """The same with special tokens, for the echo of a prompt that was given as tokens."""
+    """The text of all of them with special tokens, for the echo of a prompt that was given as tokens."""
     as_ids: bool
     """A single token is written as "token_id:17", which is exact where it is no whole character."""
 

@@ -45,7 +45,7 @@ def connect(url: str) -> socket.socket:
 
 @contextmanager
 def connected(url: str, number: int) -> Iterator[list[socket.socket]]:
-    """So many connections that send nothing."""
+    """`number` connections that send nothing."""
     with ExitStack() as stack:
         yield [stack.enter_context(connect(url)) for _ in range(number)]
 
@@ -110,11 +110,10 @@ def test_more_connections_than_files_keep_nobody_out(tiny_folder: Path) -> None:
 @thorough
 def test_thousands_of_idle_connections_are_kept(tiny_folder: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 6000:
-        pytest.skip("the system allows too few files")
+    number = min(5000, hard - 1000)  # as many as the system allows, if it allows fewer
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        with process(tiny_folder, "--num-blocks", "64") as (_, url), connected(url, 5000) as idle:
+        with process(tiny_folder, "--num-blocks", "64") as (_, url), connected(url, number) as idle:
             for _ in range(5):
                 assert httpx.get(url + "/health", timeout=PATIENCE_S).status_code == 200
                 assert httpx.post(url + "/v1/completions", json={"prompt": "x"}, timeout=PATIENCE_S).status_code == 200

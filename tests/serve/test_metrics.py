@@ -525,7 +525,7 @@ def test_a_steps_tokens_are_the_prompts_it_computed_and_what_it_generated(size: 
 
 
 def test_what_the_prefix_cache_had_is_none_of_a_steps_tokens() -> None:
-    """Of nine tokens two blocks of four."""
+    """The cache has two blocks of four of the nine tokens."""
     server = Server(TEN)
     for _ in range(2):
         server.add(SamplingParams(max_tokens=10, ignore_eos=True), range(1, 10))

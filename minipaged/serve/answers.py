@@ -111,7 +111,13 @@ class Told:
 
     places: Places | None
     """The places of its tokens; None where no log-probabilities are asked for."""
+    first: Json
+    """What the first chunk of the choice says beside its text, until that is sent."""
     num_tokens: int = 0
+
+    def take_first(self) -> Json:
+        taken, self.first = self.first, {}
+        return taken
 
 
 @dataclass
@@ -176,8 +182,9 @@ class Answer(ABC):
             number = self._number(place, new.index)
             told = self._told.get(number)
             if told is None:
-                told = self._told[number] = Told(self._places(self.prompts[place]))
-                for first in self._first_chunks(number, self.prompts[place], update.prompt_logprobs):
+                prompt = self.prompts[place]
+                told = self._told[number] = Told(self._places(prompt), self._of_prompt(prompt, update.prompt_logprobs))
+                for first in self._first_chunks(number, prompt, told, update.prompt_logprobs):
                     yield self._chunk(first)
             told.num_tokens += self._num_generated(new.new_token_ids)
             if new.new_text or new.finish_reason or new.new_logprobs or self.body.return_token_ids:
@@ -194,7 +201,9 @@ class Answer(ABC):
         """One whole choice."""
 
     @abstractmethod
-    def _first_chunks(self, number: int, prompt: Prompt, prompt_logprobs: PromptLogprobs | None) -> Iterable[Json]:
+    def _first_chunks(
+        self, number: int, prompt: Prompt, told: Told, prompt_logprobs: PromptLogprobs | None
+    ) -> Iterable[Json]:
         """What comes before the first token of a choice, a chunk each."""
 
     @abstractmethod
@@ -216,6 +225,13 @@ class Answer(ABC):
 
     def _num_generated(self, token_ids: Sequence[int]) -> int:
         return len(token_ids)
+
+    def _of_prompt(self, prompt: Prompt, prompt_logprobs: PromptLogprobs | None) -> Json:
+        """What a stream says of a prompt beside its text, once for each choice."""
+        said: Json = {"prompt_token_ids": list(prompt.token_ids)} if self.body.return_token_ids else {}
+        if (ranked := self._prompt_logprobs(prompt.token_ids, prompt_logprobs)) is not None:
+            said["prompt_logprobs"] = ranked
+        return said
 
     def _head(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
@@ -294,17 +310,13 @@ class CompletionAnswer(Answer):
         """Nothing is to be generated; the engine has made one token, for the prompt's sake."""
         return self.body.max_tokens == 0
 
-    def _first_chunks(self, number: int, prompt: Prompt, prompt_logprobs: PromptLogprobs | None) -> Iterable[Json]:
-        first: Json = {}
-        if self.body.return_token_ids:
-            first["prompt_token_ids"] = list(prompt.token_ids)
-        if (ranked := self._prompt_logprobs(prompt.token_ids, prompt_logprobs)) is not None:
-            first["prompt_logprobs"] = ranked
-        if self.body.echo or first:
-            text = self._prompt_text(prompt) if self.body.echo else ""
-            logprobs = self._logprobs_of_prompt(prompt, prompt_logprobs) if self.body.echo else None
+    def _first_chunks(
+        self, number: int, prompt: Prompt, told: Told, prompt_logprobs: PromptLogprobs | None
+    ) -> Iterable[Json]:
+        if self.body.echo:
+            shown = {"text": self._prompt_text(prompt), "logprobs": self._logprobs_of_prompt(prompt, prompt_logprobs)}
             nothing = {"finish_reason": None, "stop_reason": None}
-            yield {"choices": [{"index": number, "text": text, "logprobs": logprobs} | nothing | first]}
+            yield {"choices": [{"index": number} | shown | nothing | told.take_first()]}
 
     def _choice_piece(self, number: int, new: CompletionUpdate, told: Told) -> Json:
         generated = () if self._only_echo else new.new_token_ids
@@ -320,7 +332,7 @@ class CompletionAnswer(Answer):
         }
         if self.body.return_token_ids:
             choice["token_ids"] = list(generated)
-        return choice
+        return choice | told.take_first()
 
     def _beside(self, prompt_logprobs: list[list[Json | None] | None], choices: list[Json]) -> Json:
         for choice in choices:
@@ -420,14 +432,12 @@ class ChatAnswer(Answer):
         last = self.body.messages[-1].get("role")
         return str(last) if self.body.continue_final_message and last else "assistant"
 
-    def _first_chunks(self, number: int, prompt: Prompt, prompt_logprobs: PromptLogprobs | None) -> Iterable[Json]:
+    def _first_chunks(
+        self, number: int, prompt: Prompt, told: Told, prompt_logprobs: PromptLogprobs | None
+    ) -> Iterable[Json]:
         nothing = {"logprobs": None, "finish_reason": None}
-        first: Json = {"choices": [{"index": number, "delta": {"role": self._role, "content": ""}} | nothing]}
-        if self.body.return_token_ids:
-            first["prompt_token_ids"] = list(prompt.token_ids)
-        if (ranked := self._prompt_logprobs(prompt.token_ids, prompt_logprobs)) is not None:
-            first["prompt_logprobs"] = ranked
-        yield first
+        role = {"index": number, "delta": {"role": self._role, "content": ""}}
+        yield {"choices": [role | nothing]} | told.take_first()
         if self._echo:
             yield {"choices": [{"index": number, "delta": {"content": self._echo}} | nothing]}
 

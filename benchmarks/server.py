@@ -90,8 +90,6 @@ class FirstTokens:
 
     def added(self, request_id: str, params: Any, num_prompt_tokens: int, arrival_time: float) -> None: ...
 
-    def refused(self, number: int) -> None: ...
-
     def after_step(
         self, updates: Sequence[RequestUpdate], stats: Stats, num_running: int, num_waiting: int, now: float
     ) -> None:

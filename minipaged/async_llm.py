@@ -64,7 +64,7 @@ class Observer(Protocol):
         """The engine has taken this request. Times are in seconds of `time.perf_counter`."""
 
     def refused(self, number: int) -> None:
-        """The queue was full, and this number of requests was refused (QueueFull)."""
+        """The queue was full, and this number of requests was refused (QueueFull). An observer need not have this."""
 
     def after_step(
         self, updates: Sequence[RequestUpdate], stats: Stats, num_running: int, num_waiting: int, now: float
@@ -341,7 +341,8 @@ class AsyncLLM:
         try:
             if self.max_waiting is not None and new >= self.max_waiting:
                 for observer in self.observers:
-                    observer.refused(len(asked))
+                    if hasattr(observer, "refused"):
+                        observer.refused(len(asked))
                 raise QueueFull(f"{self.max_waiting} requests wait already; ask again later, or another server")
             for one in asked:
                 engine.add_request(

@@ -224,7 +224,7 @@ def test_it_belongs_to_one_event_loop(tiny: LoadedModel) -> None:
 
 def test_a_full_queue_refuses(tiny: LoadedModel) -> None:
     async def work() -> None:
-        async with serving(tiny, max_num_seqs=1, max_waiting=2) as allm:
+        async with serving(tiny, max_num_seqs=1, max_waiting=2, observers=[Uninterested()]) as allm:
             streams = [await allm.add([Asked(str(i), [5, 6], LONG)]) for i in range(2)]
             await anext(streams[0])  # it runs, and one waits
             streams.append(await allm.add([Asked("2", [5, 6], LONG)]))
@@ -282,6 +282,14 @@ def test_when_the_engine_dies_everybody_is_told(tiny: LoadedModel) -> None:
 
     run(work)
     assert [str(error) for error in deaths] == ["no memory"]
+
+
+class Uninterested:
+    """An observer that does without what it need not have."""
+
+    def added(self, request_id: str, params: Any, num_prompt_tokens: int, arrival_time: float) -> None: ...
+
+    def after_step(self, updates: Any, stats: Stats, num_running: int, num_waiting: int, now: float) -> None: ...
 
 
 def test_observers_are_told_on_the_engines_thread_of_all_that_is_taken(tiny: LoadedModel) -> None:

@@ -16,8 +16,9 @@ def make_update(request: Request, output: RequestOutput | None = None) -> Reques
         beams = output.outputs if output else ()
         return RequestUpdate(request.request_id, tuple(map(_whole_beam, beams)), output)
     prompt_logprobs = None
-    if request.prompt_computed and not any(each.num_reported for each in (*request.sequences, *request.done)):
-        prompt_logprobs = _of_prompt(request)  # with the first tokens
+    if request.prompt_logprobs is not None and request.prompt_computed:
+        is_told = any(each.num_reported for each in (*request.sequences, *request.done))  # with the first tokens
+        prompt_logprobs = None if is_told else _of_prompt(request)
     news = [_news(sequence) for sequence in request.sequences if sequence.num_reported < len(sequence.output_token_ids)]
     if len(request.done) > request.num_done_reported:
         news += map(_news, request.done[request.num_done_reported :])

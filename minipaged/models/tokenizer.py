@@ -244,7 +244,7 @@ class Tokenizer:
 
     @cached_property
     def in_transformers(self) -> PreTrainedTokenizerFast:
-        """The same tokenizer as transformers has it. Raises ModelError where it is another one there.
+        """This tokenizer as transformers has it. Raises ModelError where it is another one there.
 
         Its `decode` cleans no spaces up, whatever the files say, because vLLM's engine does not either.
         """

@@ -97,6 +97,12 @@ def watching(browser: Browser | Firefox, **settings: Any) -> Iterator[Watched]:
         watched.page.close()
 
 
+def stop_time(page: Page) -> None:
+    """The page's clock stands still; `page.clock.run_for` alone moves it, however busy the machine is."""
+    page.clock.install(time=0)
+    page.clock.pause_at(3600)  # later than however long the page has taken since then
+
+
 SCREENS = {
     "desktop": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"},

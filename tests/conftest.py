@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; programs under test get Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from tests import effort  # registers the profiles
+from tests import durations, effort  # registers the profiles
 from tests.memory import give_back
 from tests.tiny_model import make_tiny_model
 from tests.triton_interpreter import skip_idle_work
@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 
 
 settings.load_profile("quick")  # unless --hypothesis-profile names another
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Test processes measure what each test costs, and the one that starts them collects it."""
+    if not config.getoption("numprocesses", None):
+        config.pluginmanager.register(durations.Measured())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Collected())
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -17,7 +17,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.reference.attention import attend
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.stepper.attention import KIND, LENGTHS, SCRIPT, Walk, watch_attention
-from tests.browser import SCREENS, axe_script, watching
+from tests.browser import SCREENS, axe_script, stop_time, watching
 
 rng = np.random.default_rng(4)
 QUERIES = rng.standard_normal((4, 4)).astype(np.float32)  # [queries, head_dim], at positions 7 to 10
@@ -192,7 +192,7 @@ def test_it_steps_by_button_key_and_slider_and_stops_at_both_ends(opened: Any) -
 
 
 def test_it_plays_to_its_end_or_until_somebody_steps(opened: Any) -> None:
-    opened.clock.install()
+    stop_time(opened)
     player, count = opened.locator(".tools button").nth(2), opened.locator(".n")
     player.click()
     assert player.text_content() == "Pause"

@@ -18,7 +18,7 @@ from minipaged.demo.view import COLORS
 from minipaged.events import BlocksFreed, EngineStarted, Event, StepStarted
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import UNSEEN, as_data, page
-from tests.browser import SCREENS, Watched, axe_script, watching
+from tests.browser import SCREENS, Watched, axe_script, stop_time, watching
 from tests.workloads import Run, random_workload
 
 
@@ -140,7 +140,7 @@ def test_a_stepper_hears_of_links_as_long_as_it_is_on_the_page(opened: Any) -> N
 
 
 def test_it_plays_and_pauses(opened: Any) -> None:
-    opened.clock.install()
+    stop_time(opened)
     opened.get_by_role("button", name="Play").click()
     opened.clock.run_for(3100)
     assert opened.locator(".n").text_content().startswith("3 /")
@@ -568,7 +568,7 @@ def test_n_leads_to_the_next_event_of_interest_and_shift_to_engine_steps(opened:
 
 
 def test_it_plays_at_other_speeds(opened: Any) -> None:
-    opened.clock.install()
+    stop_time(opened)
     opened.get_by_role("combobox", name="Speed").select_option("4×")
     opened.get_by_role("button", name="Play").click()
     opened.clock.run_for(1600)

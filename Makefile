@@ -23,7 +23,7 @@ serve: .venv/serve
 # One BLAS thread in each of the two test processes: four threads on two cores would mostly wait for each other. And what
 # a model took is given back to the system when it goes (glibc keeps pieces that are smaller than the threshold). And what
 # Python compiles is kept, whatever is set elsewhere: hundreds of processes would do it again, pytest alone for 5 s.
-PYTEST = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1048576 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
+PYTEST = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1048576 $(BIN)/python -m pytest -n 2 --dist worksteal
 SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 test: .venv/test

@@ -6,14 +6,11 @@ import asyncio
 import gc
 import importlib.util
 import os
-import resource
 import signal
-import sys
-from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
@@ -26,8 +23,11 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; programs under test get Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from tests import durations, effort  # registers the profiles
+from tests import effort  # registers the profiles
+from tests.durations import Measuring
+from tests.left_running import LeftRunning
 from tests.memory import give_back
+from tests.progress import Progress
 from tests.tiny_model import make_tiny_model
 from tests.triton_interpreter import skip_idle_work
 
@@ -41,11 +41,12 @@ settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Test processes measure what each test costs, and the one that starts them collects it."""
-    if not config.getoption("numprocesses", None):
-        config.pluginmanager.register(durations.Measured())
+    """Each test process measures what tests cost; the one that people see says it."""
+    if config.getoption("numprocesses", None) is None or hasattr(config, "workerinput"):
+        config.pluginmanager.register(Measuring())
+        config.pluginmanager.register(LeftRunning())
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(durations.Collected())
+        config.pluginmanager.register(Progress(config))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -69,57 +70,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """What a test of the real model let go of is given back before another is loaded."""
     ran = yield
-    if (peak := most_bytes()) > _peak["bytes"]:
-        _peak.update({"bytes": peak, "at": item.path.relative_to(Path(__file__).parent).as_posix()})
     if item.get_closest_marker("model"):
         give_back()
     return ran
-
-
-# --- What was left out, and how much memory it took -----------------------------------------------
-
-Told = dict[str, Any]
-"""What one test process has to say at the end."""
-
-_left_out: Counter[str] = Counter()
-_told: list[Told] = []
-_peak: Told = {"bytes": 0, "at": "the start"}
-
-
-def most_bytes() -> int:
-    """The most memory that this process has had, as long as it runs."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Count by room what `-m` leaves out (in each process, which all have the whole list)."""
-    _left_out.update(item.path.relative_to(Path(__file__).parent).parts[0] for item in items)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Say what this process knows: to the one that started it, or to the terminal."""
-    told = {"left out": dict(_left_out), **_peak}
-    getattr(session.config, "workeroutput", {}).update(told)
-    if not session.config.getoption("numprocesses", None):
-        _told.append(told)
-
-
-def pytest_testnodedown(node: Any) -> None:
-    """Hear what a process said that has ended."""
-    _told.append(getattr(node, "workeroutput", {}))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the run took, and what it was not about."""
-    peaks = [f"{told['bytes'] / 2**30:.2f} GiB (in {told['at']})" for told in _told if "bytes" in told]
-    terminalreporter.write_line(f"most memory of a test process: {', '.join(peaks)}")
-    left_out = _told[0].get("left out", {}) if _told else {}
-    if left_out and settings.get_current_profile_name() == "quick":
-        rooms = ", ".join(f"{name} {number}" for name, number in sorted(left_out.items()))
-        terminalreporter.write_line(
-            f"left out: {sum(left_out.values())} thorough tests ({rooms}), and nine tenths of the random examples. "
-            "Everything: make test-all"
-        )
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,13 +1,13 @@
-"""Where a test run's time goes: each run writes `build/durations.json` and ends with one screen about itself.
+"""Where a test run's time goes: each run writes `build/durations.json`, and its dearest parts are said at its end.
 
     python -m tests.durations OLD NEW     # compare two such files: rooms, files, fixtures and tests
 
-Each test has three phases (setup, call, teardown), and each phase has seconds by the clock, seconds of processor and the
-most memory (MiB) that the test process held in it. Processor time is what counts: it hardly changes when other programs
-want the same processor. It includes every process that the test started, running or ended. A fixture's own time is
-listed by itself as well, without the fixtures that it asks for.
+Each test has three phases (setup, call, teardown). Each phase has seconds by the clock, seconds of processor, and the
+most memory (MiB) that the test process held in it. What a fixture costs stands by itself, and is not in the setup that
+asked for it. Processor time is what counts: it hardly changes when other programs want the same processor. It includes
+every process that the test started.
 
-A run of `make test` (everything that is not thorough) also has a budget, `tests/budget.toml`.
+`tests/budget.toml` says what a run may cost: `over_budget` compares.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import json
 import resource
 import sys
 import time
+import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,72 +29,66 @@ import pytest
 
 TESTS = Path(__file__).parent
 WRITTEN = TESTS.parent / "build" / "durations.json"
-DEAREST = 20
+BUDGET = TESTS / "budget.toml"
 LOOK_S = 0.05
-"""A phase shorter than this is not worth a look at the running child processes, which costs about 2 ms."""
+"""A shorter phase is not worth a look at the running child processes, which costs about 2 ms."""
 
 
 @dataclass(frozen=True)
-class Phase:
-    """What one phase of a test, or one fixture's setup, cost."""
+class Cost:
+    """What one phase of a test cost, or the setup of one fixture."""
 
     test: str
-    """The test's id; for a fixture, its file and name (`serve/conftest.py: served`)."""
+    """The id of the test (of the first test that asked for the fixture)."""
 
     phase: str
-    """setup, call, teardown, or fixture."""
+    """setup, call or teardown; of a fixture, its scope: function, class, module, package or session."""
 
     wall: float
     """Seconds by the clock."""
 
     processor: float
-    """Seconds of processor, of this process and of every process that it started."""
+    """Seconds of processor, of the test process and of every process that it started."""
 
     memory: float = 0.0
-    """MiB: the most memory that the test process held; 0 where the system does not say."""
+    """MiB: the most memory that the test process held."""
+
+    fixture: str | None = None
+    """Where the fixture is defined, and its name: `tests/serve/conftest.py: served`."""
 
     @property
-    def file(self) -> str:
-        return self.test.partition("::")[0]
+    def owner(self) -> str:
+        """The file that pays: the test's; for a fixture that several tests share, the one that defines it."""
+        shared = self.fixture is not None and self.phase != "function"
+        return self.fixture.partition(": ")[0] if shared and self.fixture else self.test.partition("::")[0]
+
+    @property
+    def room(self) -> str:
+        return room(self.owner)
+
+
+def room(file: str) -> str:
+    """`tests/engine/test_x.py` is in `engine`; files beside the rooms, and fixtures of all rooms, are in `tests`."""
+    parts = Path(file.partition("::")[0]).parts
+    return parts[1] if len(parts) > 1 and not parts[1].endswith(".py") else "tests"
 
 
 # --- In each test process: measure ----------------------------------------------------------------
 
 
 def processor_seconds() -> float:
-    """Seconds of processor that this process and its descendants have used, without those that run now."""
+    """Seconds of processor of this process and of its descendants that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def seconds_of_running() -> float:
-    """Seconds of processor of the descendants that run now, and of what they started and outlived."""
+    """Seconds of processor of the descendants that run now, and of those that they outlived."""
     total = 0.0
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            total += sum(child.cpu_times()[:4])  # user, system, and both of its ended children
+            total += sum(child.cpu_times()[:4])  # user and system, its own and its ended children's
     return total
-
-
-class Meter:
-    """Measures one stretch of a test process after the other."""
-
-    def __init__(self) -> None:
-        self._running = 0.0  # of descendants that ran when they were last looked at
-
-    def measure(self) -> Callable[[], tuple[float, float]]:
-        """Begins a stretch; what it returns ends it, and returns its seconds by the clock and of processor."""
-        began, used = time.perf_counter(), processor_seconds()
-
-        def end() -> tuple[float, float]:
-            wall, own = time.perf_counter() - began, processor_seconds() - used
-            if wall > LOOK_S:
-                running = seconds_of_running()
-                own += running - self._running  # less, by what has ended and is in `own` now
-                self._running = running
-            return wall, max(own, 0.0)
-
-        return end
 
 
 def forget_peak() -> None:
@@ -102,8 +97,8 @@ def forget_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak() -> float:
-    """MiB: this process's most memory since `forget_peak`; where only the whole life's is known, that."""
+def peak_mib() -> float:
+    """This process's most memory since `forget_peak`; where the system cannot forget, in its whole life."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -111,22 +106,51 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 1024)
 
 
-class Measured:
-    """The plugin of a test process: adds `costs` to each report, which pytest-xdist carries to where the run ends."""
+class Meter:
+    """Measures stretches of a test process. A stretch within another is not counted in the outer one."""
+
+    def __init__(self) -> None:
+        self._running = 0.0  # of descendants that ran when they were last looked at
+        self._inner = [(0.0, 0.0)]  # (wall, processor) of the stretches that ended within each open one
+
+    def measure(self) -> Callable[[], tuple[float, float]]:
+        """Begins a stretch; the function that it returns ends it, and returns its seconds: wall, processor."""
+        began, used = time.perf_counter(), processor_seconds()
+        self._inner.append((0.0, 0.0))
+
+        def end() -> tuple[float, float]:
+            wall, processor = time.perf_counter() - began, processor_seconds() - used
+            if wall > LOOK_S:
+                running = seconds_of_running()
+                processor += running - self._running  # negative where a process ended, which `processor` has now
+                self._running = running
+            inner_wall, inner_processor = self._inner.pop()
+            outer_wall, outer_processor = self._inner[-1]
+            self._inner[-1] = (outer_wall + wall, outer_processor + processor)
+            return wall - inner_wall, max(processor - inner_processor, 0.0)
+
+        return end
+
+
+class Measuring:
+    """The plugin of a test process: puts `costs` into each report. pytest-xdist takes reports to where the run ends."""
 
     def __init__(self) -> None:
         self._meter = Meter()
-        self._costs: list[Phase] = []
+        self._costs: list[Cost] = []
+        self._left_out: Counter[str] = Counter()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef: Any) -> Generator[None, object, object]:
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Generator[None, object, object]:
         end = self._meter.measure()
         try:
             return (yield)
         finally:
             wall, processor = end()
-            if processor > LOOK_S or wall > LOOK_S:
-                self._costs.append(Phase(f"{fixturedef.baseid or 'pytest'}: {fixturedef.argname}", "fixture", wall, processor))
+            name = f"{fixturedef.baseid or 'plugins'}: {fixturedef.argname}"
+            test = request._pyfuncitem.nodeid
+            if max(wall, processor) >= 0.001:
+                self._costs.append(Cost(test, fixturedef.scope, wall, processor, fixture=name))
 
     def _phase(self, item: pytest.Item, phase: str) -> Generator[None, object, object]:
         forget_peak()
@@ -134,7 +158,7 @@ class Measured:
         try:
             return (yield)
         finally:
-            self._costs.append(Phase(item.nodeid, phase, *end(), peak()))
+            self._costs.append(Cost(item.nodeid, phase, *end(), peak_mib()))
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -149,96 +173,103 @@ class Measured:
         return (yield from self._phase(item, "teardown"))
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        report = yield
-        report.costs = [asdict(cost) for cost in self._costs]  # type: ignore[attr-defined]
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report: Any = yield
+        report.costs = [asdict(cost) for cost in self._costs]
+        report.thorough = item.get_closest_marker("thorough") is not None
         self._costs.clear()
         return report
 
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self._left_out.update(room(item.nodeid) for item in items)
 
-# --- Where the run ends: write, and say -----------------------------------------------------------
-
-
-class Collected:
-    """The plugin of the process that people see: hears of every report."""
-
-    def __init__(self) -> None:
-        self.costs: list[Phase] = []
-        self._began = time.time()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.costs += (Phase(**cost) for cost in getattr(report, "costs", []))
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionfinish(self) -> None:
-        WRITTEN.parent.mkdir(exist_ok=True)
-        began = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(self._began))
-        run = {"began": began, "seconds": round(time.time() - self._began, 1), "command": sys.argv[1:]}
-        costs = [{k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(c).items()} for c in self.costs]
-        WRITTEN.write_text(json.dumps({**run, "phases": costs}, indent=0) + "\n")
-
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        for line in dearest(self.costs):
-            terminalreporter.write_line(line)
+    def pytest_sessionfinish(self, session: Any) -> None:
+        session.left_out = dict(self._left_out)
+        getattr(session.config, "workeroutput", {})["left out"] = session.left_out
 
 
-def by(costs: Iterable[Phase], key: Callable[[Phase], str]) -> dict[str, tuple[float, float]]:
-    """(seconds of processor, seconds by the clock) for each key, the dearest first."""
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+# --- Where the run ends: add up, and compare with the budget --------------------------------------
+
+
+Sums = dict[str, tuple[float, float]]
+"""(seconds of processor, seconds by the clock) by name, the dearest first."""
+
+
+def sums(costs: Iterable[Cost], key: Callable[[Cost], str | None]) -> Sums:
+    """Added up by `key`; costs for which it returns None are left out."""
+    added: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for cost in costs:
-        sums[key(cost)][0] += cost.processor
-        sums[key(cost)][1] += cost.wall
-    return {name: (p, w) for name, (p, w) in sorted(sums.items(), key=lambda each: -each[1][0])}
+        if (name := key(cost)) is not None:
+            added[name][0] += cost.processor
+            added[name][1] += cost.wall
+    return {name: (processor, wall) for name, (processor, wall) in sorted(added.items(), key=lambda each: -each[1][0])}
 
 
-def room(test: str) -> str:
-    """`tests/engine/test_x.py::test_y` is in `engine`; a file beside the rooms is a room of its own."""
-    parts = Path(test.partition("::")[0]).parts
-    return parts[1].removesuffix(".py") if len(parts) > 1 else parts[0]
+def by_room(costs: Iterable[Cost]) -> Sums:
+    return sums(costs, lambda cost: cost.room)
 
 
-def split(costs: Iterable[Phase]) -> tuple[list[Phase], list[Phase]]:
-    """The phases of tests, and those of fixtures (which are within the setups of tests)."""
-    tests, fixtures = [], []
-    for cost in costs:
-        (fixtures if cost.phase == "fixture" else tests).append(cost)
-    return tests, fixtures
+def by_file(costs: Iterable[Cost]) -> Sums:
+    return sums(costs, lambda cost: cost.owner)
 
 
-def dearest(costs: Iterable[Phase]) -> list[str]:
-    tests, fixtures = split(costs)
-    lines = []
-    for what, sums in (("files", by(tests, lambda c: c.file)), ("fixtures", by(fixtures, lambda c: c.test))):
-        lines.append(f"dearest {what} (seconds of processor, seconds by the clock):")
-        lines += [f"  {p:7.1f} {w:7.1f}  {name}" for name, (p, w) in list(sums.items())[:DEAREST]]
-    lines.append(f"all tests: {sum(c.processor for c in tests):.0f} s of processor; written to {WRITTEN}")
+def by_fixture(costs: Iterable[Cost]) -> Sums:
+    return sums(costs, lambda cost: cost.fixture)
+
+
+def by_test(costs: Iterable[Cost]) -> Sums:
+    """Without the fixtures that a test shares with others."""
+    return sums(costs, lambda cost: cost.test if cost.fixture is None or cost.phase == "function" else None)
+
+
+def budget() -> dict[str, Any]:
+    return tomllib.loads(BUDGET.read_text())
+
+
+def over_budget(costs: list[Cost], thorough: set[str], rooms: Mapping[str, float]) -> list[str]:
+    """What costs more than `tests/budget.toml` allows, a line each: tests that are not `thorough`, and `rooms`."""
+    allows = budget()
+    lines = [
+        f"{test} took {processor:.1f} s of processor; a test over {allows['test']} s is to be marked thorough"
+        for test, (processor, _) in by_test(costs).items()
+        if processor > allows["test"] and test not in thorough
+    ]
+    for name, (processor, _) in by_room(costs).items():
+        if rooms and processor > (allowed := rooms.get(name, 0) * allows["margin"]):
+            lines.append(f"tests/{name} took {processor:.0f} s of processor in all; its budget allows {allowed:.0f}")
     return lines
+
+
+def write(costs: Iterable[Cost], seconds: float) -> None:
+    WRITTEN.parent.mkdir(exist_ok=True)
+    rows = [{k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(cost).items()} for cost in costs]
+    run = {"ended": time.strftime("%Y-%m-%dT%H:%M:%S"), "seconds": round(seconds, 1), "command": sys.argv[1:]}
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    WRITTEN.write_text(json.dumps(run)[:-1] + f', "costs": [\n{lines}\n]}}\n')
 
 
 # --- Two runs side by side ------------------------------------------------------------------------
 
 
-def read(path: str) -> list[Phase]:
-    return [Phase(**phase) for phase in json.loads(Path(path).read_text())["phases"]]
+def read(path: str) -> list[Cost]:
+    return [Cost(**row) for row in json.loads(Path(path).read_text())["costs"]]
 
 
-def compare(old: list[Phase], new: list[Phase]) -> list[str]:
-    """Seconds of processor before and after, where they differ most."""
-    (old, old_fixtures), (new, new_fixtures) = split(old), split(new)
+def compare(old: list[Cost], new: list[Cost], most: int = 20) -> list[str]:
+    """Seconds of processor before and now, where they differ most."""
     lines = []
-    for what, key, before, after in (
-        ("rooms", lambda c: room(c.test), old, new),
-        ("files", lambda c: c.file, old, new),
-        ("fixtures", lambda c: c.test, old_fixtures, new_fixtures),
-        ("tests", lambda c: c.test, old, new),
-    ):
-        was, now = ({name: p for name, (p, _) in by(each, key).items()} for each in (before, after))
-        change = Counter({name: now.get(name, 0.0) - was.get(name, 0.0) for name in was | now})
+    for what, add_up in (("rooms", by_room), ("files", by_file), ("fixtures", by_fixture), ("tests", by_test)):
+        was, now = ({name: processor for name, (processor, _) in add_up(costs).items()} for costs in (old, new))
+        change = {name: now.get(name, 0.0) - was.get(name, 0.0) for name in was | now}
         lines.append(f"{what}: {sum(was.values()):.1f} s of processor before, {sum(now.values()):.1f} s now")
-        most = sorted(change, key=lambda name: -abs(change[name]))[:DEAREST]
-        lines += [f"  {was.get(n, 0):7.1f} {now.get(n, 0):7.1f} {change[n]:+7.1f}  {n}" for n in most if abs(change[n]) >= 0.1]
+        for name in sorted(change, key=lambda name: -abs(change[name]))[:most]:
+            if abs(change[name]) >= 0.1:
+                before, after = (f"{each[name]:.1f}" if name in each else "-" for each in (was, now))
+                lines.append(f"  {before:>7} {after:>7} {change[name]:+7.1f}  {name}")
     return lines
 
 
 if __name__ == "__main__":
-    print("\n".join(compare(*map(read, sys.argv[1:3]))))
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m tests.durations OLD NEW (two files that a run wrote as build/durations.json)")
+    print("\n".join(compare(*map(read, sys.argv[1:]))))

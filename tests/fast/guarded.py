@@ -20,6 +20,11 @@ ALLOCATING = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.ne
 
 
 class GuardedMemory(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here by torch, and skipping it would import all of it (1.7 s of processor)."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.allocated: list[Tensor] = []

@@ -198,6 +198,11 @@ class Graph:
 class Gpu(TorchDispatchMode):
     """Does what torch is asked to, and puts it on the clocks of `order`."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """See `GuardedMemory`."""
+        return False
+
     def __init__(self) -> None:
         super().__init__()
         self.order = Order()

@@ -9,14 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from tests.effort import thorough
 
@@ -24,13 +19,12 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this machine", allow_module_level=True)
 
 from tests.fast.compile_kernels import WGMMA
+from tests.fast.kept import kept
 
 SHARED_MEMORY = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes that one program may have, by architecture (CUDA C++ Programming Guide, technical specifications).
 
 sm_80 itself has 163 KB; but what suits it must suit consumer chips too (sm_86, 89, 120), which have 99 KB."""
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = thorough
 
@@ -38,31 +32,17 @@ Report = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the reports are: one file an architecture. Compiled once, also when tests run in several processes."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # all workers'
-    with FileLock(folder / "kernels.lock"):
-        if not (folder / "kernels-are-compiled").exists():
-            environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-            command = [sys.executable, "-m", "tests.fast.compile_kernels", "--arch"]
-            compilers = []
-            for arch in SHARED_MEMORY:
-                with (folder / f"sm_{arch}.jsonl").open("w") as out, (folder / f"sm_{arch}.log").open("w") as log:
-                    compilers.append(
-                        subprocess.Popen([*command, str(arch)], cwd=ROOT, env=environment, stdout=out, stderr=log)
-                    )
-            for arch, compiler in zip(SHARED_MEMORY, compilers, strict=True):
-                assert compiler.wait() == 0, (folder / f"sm_{arch}.log").read_text()
-            (folder / "kernels-are-compiled").touch()
-    return folder
+def all_reports() -> list[Report]:
+    """One for each kernel on each architecture, all compiled by one process, and only if something has changed."""
+    return [json.loads(line) for line in kept("compiled-kernels", "tests.fast.compile_kernels").splitlines()]
 
 
 @pytest.fixture(params=SHARED_MEMORY, ids=lambda arch: f"sm_{arch}")
-def reports(request: pytest.FixtureRequest, folder: Path) -> list[Report]:
+def reports(request: pytest.FixtureRequest, all_reports: list[Report]) -> list[Report]:
     """One for each kernel."""
-    return [json.loads(line) for line in (folder / f"sm_{request.param}.jsonl").read_text().splitlines()]
+    found = [report for report in all_reports if report["arch"] == request.param]
+    assert found
+    return found
 
 
 def names(reports: list[Report]) -> list[str]:

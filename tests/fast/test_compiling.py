@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,8 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this machine", allow_module_level=True)
 
 from minipaged.fast import gpu
+from tests.fast.kept import kept
 from tests.fast.test_compiled_kernels import SHARED_MEMORY
-
-ROOT = Path(__file__).parents[2]
 
 Report = dict[str, Any]
 
@@ -70,25 +67,29 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
-def rehearse(cases: list[dict[str, Any]]) -> list[Report]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["OMP_NUM_THREADS"] = "1"  # the tensors are small
-    command = [sys.executable, "-m", "tests.fast.rehearse_compiling", json.dumps(cases)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+BROKEN = [{"fault": fault} for fault in FAULTS] + [{"fault": "captures at once", "requests": 0}]
+READ_BACK = [{"capability": capability, "vocab": 4100, "read_back": True} for capability in SHARED_MEMORY]
+THOROUGH = BROKEN + MODELS + SIZES + READ_BACK
+"""All that is rehearsed for thorough tests, by one process."""
+
+
+def rehearse(name: str, cases: list[dict[str, Any]]) -> list[Report]:
+    """Only if something has changed since they were rehearsed."""
+    printed = kept(name, "tests.fast.rehearse_compiling", json.dumps(cases))
+    return [json.loads(line) for line in printed.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return rehearse([{"requests": 40, "packed": "int8"}])[0]
+    return rehearse("rehearsed-compiling", [{"requests": 40, "packed": "int8"}])[0]
 
 
 @pytest.fixture(scope="module")
-def broken() -> dict[str, Report]:
-    """By fault."""
-    cases = [{"fault": fault} for fault in FAULTS] + [{"fault": "captures at once", "requests": 0}]
-    return dict(zip([*FAULTS, "captures at once"], rehearse(cases), strict=True))
+def report_of() -> Callable[[dict[str, Any]], Report]:
+    """For each of the thorough cases."""
+    reports = rehearse("rehearsed-compiling-thoroughly", THOROUGH)
+    assert len(reports) == len(THOROUGH)
+    return lambda case: reports[THOROUGH.index(case)]
 
 
 def kernels(compiled: list[str]) -> set[str]:
@@ -115,20 +116,20 @@ def test_the_rehearsal_comes_to_all_kernels_and_to_all_that_moves_blocks(report:
 
 
 @thorough
-@pytest.mark.parametrize("cases", [MODELS, SIZES], ids=["models", "sizes"])
-def test_nothing_compiles_while_requests_are_served_whatever_the_shapes(cases: list[dict[str, Any]]) -> None:
-    for case, report in zip(cases, rehearse(cases), strict=True):
-        try:
-            check(report)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from None
+@pytest.mark.parametrize("case", MODELS + SIZES, ids=str)
+def test_nothing_compiles_while_requests_are_served_whatever_the_shapes(
+    case: dict[str, Any], report_of: Callable[[dict[str, Any]], Report]
+) -> None:
+    check(report_of(case))
 
 
 @thorough
-@pytest.mark.parametrize("capability", SHARED_MEMORY)
-def test_all_that_is_compiled_fits_the_chip_and_reads_what_is_there(capability: int) -> None:
+@pytest.mark.parametrize("case", READ_BACK, ids=lambda case: str(case["capability"]))
+def test_all_that_is_compiled_fits_the_chip_and_reads_what_is_there(
+    case: dict[str, Any], report_of: Callable[[dict[str, Any]], Report]
+) -> None:
     """Each kernel for the very types, constants and numbers it is asked for with, not those of `compile_kernels.py`."""
-    [report] = rehearse([{"capability": capability, "vocab": 4100, "read_back": True}])
+    report, capability = report_of(case), case["capability"]
     assert {kernel["kernel"] for kernel in report["kernels"]} >= set(report["launched"])
     for kernel in report["kernels"]:
         assert kernel["spills"] == kernel["stack_bytes"] == 0, kernel
@@ -139,16 +140,17 @@ def test_all_that_is_compiled_fits_the_chip_and_reads_what_is_there(capability: 
 
 
 @thorough
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_not_warmed_up_is_found(fault: str, broken: dict[str, Report]) -> None:
-    assert kernels(broken[fault]["compiled"]["serving"]) == FAULTS[fault]
+@pytest.mark.parametrize("case", BROKEN[:-1], ids=lambda case: case["fault"])
+def test_what_is_not_warmed_up_is_found(case: dict[str, Any], report_of: Callable[[dict[str, Any]], Report]) -> None:
+    assert kernels(report_of(case)["compiled"]["serving"]) == FAULTS[case["fault"]]
 
 
 @thorough
-def test_a_function_of_numba_that_is_not_warmed_up_is_found(broken: dict[str, Report]) -> None:
-    assert kernels(broken["greedy only"]["compiled by numba while serving"]) == {"_uniform"}
+def test_a_function_of_numba_that_is_not_warmed_up_is_found(report_of: Callable[[dict[str, Any]], Report]) -> None:
+    report = report_of({"fault": "greedy only"})
+    assert kernels(report["compiled by numba while serving"]) == {"_uniform"}
 
 
 @thorough
-def test_what_is_compiled_during_a_capture_is_found(broken: dict[str, Report]) -> None:
-    assert "_decode_kernel" in kernels(broken["captures at once"]["compiled"]["capture"])
+def test_what_is_compiled_during_a_capture_is_found(report_of: Callable[[dict[str, Any]], Report]) -> None:
+    assert "_decode_kernel" in kernels(report_of(BROKEN[-1])["compiled"]["capture"])

@@ -2,18 +2,19 @@
 
 In Triton's interpreter, on memory that exists only where it is touched. Each kernel gets the same numbers twice, at low
 addresses and at high ones, and has to do the same with them. That this would show a 32-bit offset is tried, too: with
-each widening to 64 bits taken out of the kernels' source.
+each widening to 64 bits taken out of the kernels' source, at high addresses, until the first result that differs.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -42,7 +43,8 @@ APART = 2**30
 NO_RESERVE = 0x4000
 """MAP_NORESERVE, which Python has no name for before 3.13: the system need not have as much memory."""
 
-Results = list[Tensor]
+Results = Generator[Tensor, None, None]
+"""One after the other, each computed when it is asked for. None is changed afterwards."""
 
 
 def untouched(elements: int, dtype: torch.dtype) -> Tensor:
@@ -108,8 +110,10 @@ def attention(module: ModuleType, high: bool) -> Results:
     """Decode, in one part and in splits that are added up; prefill. Results, too, lie where the others do."""
     _, spread = placed(high)
     with patch.object(torch, "empty_like", lambda query, **_: spread(torch.zeros(query.shape, dtype=query.dtype))):
-        plain = [*attended(module, high), *attended_by_many_heads(module, high), split_decode(module, high)]
-        return [*plain, *attended_in_8_bits(module, high)]
+        yield from attended(module, high)
+        yield from attended_by_many_heads(module, high)
+        yield split_decode(module, high)
+        yield from attended_in_8_bits(module, high)
 
 
 def attended(module: ModuleType, high: bool) -> Results:
@@ -118,10 +122,9 @@ def attended(module: ModuleType, high: bool) -> Results:
     keys, values = cache[:, 1, 0], cache[:, 1, 1]
     tables, rows, lengths = spread(integers([-1] * 3, [-1] * 3, blocks)), integers(2, 2, 2), integers(1, 20, 41)
     query = spread(numbers(3, HEADS, HEAD_DIM))
-    decoded = module.paged_decode(query, keys, values, tables, rows, lengths, 0.1)
+    yield module.paged_decode(query, keys, values, tables, rows, lengths, 0.1)
     start = integers(0, 3)
-    filled = module.paged_prefill(query, keys, values, tables, rows[:1], start, lengths[2:], 0.1, max_query_len=3)
-    return [decoded, filled]
+    yield module.paged_prefill(query, keys, values, tables, rows[:1], start, lengths[2:], 0.1, max_query_len=3)
 
 
 def attended_in_8_bits(module: ModuleType, high: bool) -> Results:
@@ -137,12 +140,9 @@ def attended_in_8_bits(module: ModuleType, high: bool) -> Results:
     keys, values = codes.unbind(1)
     tables, rows, lengths = spread(integers([-1] * 3, [-1] * 3, blocks)), integers(2, 2, 2), integers(1, 20, 41)
     query = spread(numbers(3, HEADS, HEAD_DIM))
-    decoded = module.paged_decode(query, keys, values, tables, rows, lengths, 0.1, scales)
+    yield module.paged_decode(query, keys, values, tables, rows, lengths, 0.1, scales)
     start = integers(0, 3)
-    filled = module.paged_prefill(
-        query, keys, values, tables, rows[:1], start, lengths[2:], 0.1, scales, max_query_len=3
-    )
-    return [decoded, filled]
+    yield module.paged_prefill(query, keys, values, tables, rows[:1], start, lengths[2:], 0.1, scales, max_query_len=3)
 
 
 def attended_by_many_heads(module: ModuleType, high: bool) -> Results:
@@ -150,10 +150,8 @@ def attended_by_many_heads(module: ModuleType, high: bool) -> Results:
     _, spread = placed(high)
     keys, values = (spread(numbers(3, 2, BLOCK_SIZE, 16) * i).transpose(0, 1) for i in (1, 2))
     query, tables, rows, lengths = numbers(1, 3, 16), integers([1, 0]), integers(0), integers(20)
-    return [
-        module.paged_decode(query, keys, values, tables, rows, lengths, 0.1),
-        module.paged_prefill(query, keys, values, tables, rows, integers(0, 1), lengths, 0.1, max_query_len=1),
-    ]
+    yield module.paged_decode(query, keys, values, tables, rows, lengths, 0.1)
+    yield module.paged_prefill(query, keys, values, tables, rows, integers(0, 1), lengths, 0.1, max_query_len=1)
 
 
 def split_decode(module: ModuleType, high: bool) -> Tensor:
@@ -193,7 +191,7 @@ def block_table(module: ModuleType, high: bool) -> Results:
     slots = module.slot_mapping(tables, rows, positions, 4)
     lengths, further = torch.zeros_like(rows), torch.zeros_like(rows)
     module.advance_decode(tables, rows, positions, further, lengths, 4)
-    return [tables, slots, positions, further, lengths]
+    yield from (tables, slots, positions, further, lengths)
 
 
 def kv_cache(module: ModuleType, high: bool) -> Results:
@@ -212,20 +210,18 @@ def kv_cache(module: ModuleType, high: bool) -> Results:
     module.write(slots, key, key, cache[:, 0, 0], cache[:, 0, 1])
     others = [block - 1 for block in blocks]
     module.copy_blocks(cache, integers(*zip(blocks, others, strict=True)))
-    results = [query, cache[blocks].clone(), cache[others].clone()]
+    yield from (query, cache[blocks].clone(), cache[others].clone())
     module.poison_blocks(cache, integers(*blocks))
-    return [*results, cache[blocks].isnan(), cache[others].isnan()]
+    yield from (cache[blocks].isnan(), cache[others].isnan())
 
 
 def llama(module: ModuleType, high: bool) -> Results:
     _, spread = placed(high)
     x, residual, weight = spread(numbers(3, 20)), spread(numbers(3, 20) + 1), numbers(20)
-    return [
-        module.rms_norm(x, weight, 1e-5),
-        module.add_rms_norm(x, residual, weight, 1e-5),
-        residual,
-        module.swiglu(x),
-    ]
+    yield module.rms_norm(x, weight, 1e-5)
+    yield module.add_rms_norm(x, residual, weight, 1e-5)
+    yield residual
+    yield module.swiglu(x)
 
 
 def packed(module: ModuleType, high: bool) -> Results:
@@ -236,16 +232,15 @@ def packed(module: ModuleType, high: bool) -> Results:
     x, bias = spread(numbers(3, 128, dtype=torch.float32)), numbers(OUTPUTS, dtype=torch.float32)
     multiply = laid_apart(module.packed(matrix, bias, torch.float32, x.device), high)
     with few_programs(module), patch.object(Tensor, "new_empty", thrifty(Tensor.new_empty)):
-        whole = multiply(x)
+        yield multiply(x)[:, :OUTPUTS]
         with patch.object(module, "_steps_a_split", lambda *_: 1), patch.object(torch, "empty", thrifty(torch.empty)):
-            in_splits = multiply(x)
+            yield multiply(x)[:, :OUTPUTS]
     if high:
         multiply.shape = (APART, APART)
     with patch.object(torch, "empty", thrifty(torch.empty)):
-        rows = multiply.rows(integers(5, 0, OUTPUTS - 1))
-    quantized = module.quantized(x, Activations("int8", symmetric=False))
-    of_codes = scaled_by_groups(module, module.packed(codes, None, torch.float32, x.device), high)
-    return [whole[:, :OUTPUTS], in_splits[:, :OUTPUTS], rows[:, :128], *quantized, of_codes]
+        yield multiply.rows(integers(5, 0, OUTPUTS - 1))[:, :128]
+    yield from module.quantized(x, Activations("int8", symmetric=False))
+    yield scaled_by_groups(module, module.packed(codes, None, torch.float32, x.device), high)
 
 
 OUTPUTS = 256
@@ -321,21 +316,40 @@ def sampling(module: ModuleType, high: bool) -> Results:
     ones, zeros = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     rows = torch.arange(3)
     drawn = module.draw(logits, rows, peaks, ones, -torch.inf * ones, zeros, 0 * ones, rows, 0.6 * ones, depth=0)
-    return [token_ids, peaks, log_totals, drawn]
+    yield from (token_ids, peaks, log_totals, drawn)
 
 
 SETS = [attention, block_table, kv_cache, llama, packed, sampling]
 
 
-def same(low: Results, high: Results) -> bool:
+def module_of(kernels: Callable[..., Results]) -> ModuleType:
+    return importlib.import_module(f"minipaged.fast.gpu.{kernels.__name__}")
+
+
+@pytest.fixture(scope="module")
+def low() -> Callable[[Callable[..., Results]], list[Tensor]]:
+    """What a set of kernels comes to at low addresses."""
+
+    @functools.cache
+    def computed(kernels: Callable[..., Results]) -> list[Tensor]:
+        with within_their_tensors():
+            return list(kernels(module_of(kernels), high=False))
+
+    return computed
+
+
+def same(low: list[Tensor], high: Results) -> bool:
+    """`high` is computed up to the first difference."""
     return all(torch.equal(a, b) for a, b in zip(low, high, strict=True))
 
 
 @pytest.mark.parametrize("kernels", SETS)
-def test_what_lies_far_apart_is_found_like_what_lies_together(kernels: Callable[..., Results]) -> None:
-    module = importlib.import_module(f"minipaged.fast.gpu.{kernels.__name__}")
-    with within_their_tensors():
-        assert same(kernels(module, high=False), kernels(module, high=True))
+def test_what_lies_far_apart_is_found_like_what_lies_together(
+    kernels: Callable[..., Results], low: Callable[[Callable[..., Results]], list[Tensor]]
+) -> None:
+    together = low(kernels)
+    with within_their_tensors(), closing(kernels(module_of(kernels), high=True)) as apart:
+        assert same(together, apart)
 
 
 # --- Offsets of 32 bits, to see them found ----------------------------------------------------------------
@@ -387,12 +401,14 @@ def widenings() -> list[Narrow]:
 
 @thorough
 @pytest.mark.parametrize("narrow", widenings(), ids=lambda narrow: narrow.line)
-def test_an_offset_of_32_bits_is_found(narrow: Narrow, tmp_path: Path) -> None:
+def test_an_offset_of_32_bits_is_found(
+    narrow: Narrow, low: Callable[[Callable[..., Results]], list[Tensor]], tmp_path: Path
+) -> None:
     kernels = next(one for one in SETS if f"{one.__name__}.py" == narrow.file)
-    module = narrow.module(tmp_path)
-    with within_their_tensors():
+    together = low(kernels)  # for which 32 bits suffice
+    with within_their_tensors(), closing(kernels(narrow.module(tmp_path), high=True)) as apart:
         try:
-            found = not same(kernels(module, high=False), kernels(module, high=True))
+            found = not same(together, apart)
         except InterpreterError:  # of an overflow, or of memory that is not the kernel's
             found = True
     assert found

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from tests.effort import thorough
+from tests.fast.kept import kept
 from tests.fast.stream_mistakes import MISTAKES, Mistake
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this machine", allow_module_level=True)
-
-ROOT = Path(__file__).parents[2]
 
 pytestmark = thorough
 
@@ -31,19 +25,10 @@ Report = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
-    """By name. Rehearsed once, also when tests run in several processes."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # all workers'
-    told = folder / "rehearsed-streams.jsonl"
-    with FileLock(folder / "rehearsed-streams.lock"):
-        if not told.exists():
-            command = [sys.executable, "-m", "tests.fast.rehearse_streams"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-            told.write_text(done.stdout)
-    return {report["name"]: report for report in map(json.loads, told.read_text().splitlines())}
+def reports() -> dict[str, Report]:
+    """By name. Rehearsed by one process, and only if something has changed."""
+    printed = kept("rehearsed-streams", "tests.fast.rehearse_streams")
+    return {report["name"]: report for report in map(json.loads, printed.splitlines())}
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minipaged import InvalidRequest, InvariantViolation, SamplingParams
+from minipaged.cli import main
 from minipaged.demo import replay, run_demo
 from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, beam_tree, compare
 from minipaged.demo.stage import Stage
@@ -32,6 +35,7 @@ from minipaged.reference.sharded import ShardedLlama
 from minipaged.replay.teller import Topic, numbers
 from minipaged.replay.timeline import Timeline
 from minipaged.shared_storage import SharedStorageConnector
+from tests.effort import thorough
 from tests.tiny_model import make_tiny_model
 from tests.tokens import bytes_joined, token
 
@@ -39,10 +43,28 @@ NAMES = [scene.name for scene in SCENES]
 EVERY = [*NAMES, "tensor-parallel", "disaggregated"]
 
 
-@pytest.fixture(scope="session")
-def played(tiny_model: Path) -> dict[str, Outcome]:
+@dataclass(frozen=True)
+class Show:
     """Every scene, played once."""
-    return dict(zip(EVERY, run_demo(model=tiny_model, scene=",".join(EVERY)), strict=True))
+
+    outcomes: dict[str, Outcome]
+    printed: str
+
+    @classmethod
+    def of(cls, model: Path, **options: Any) -> Show:
+        with redirect_stdout(io.StringIO()) as out:
+            outcomes = run_demo(model=model, scene=",".join(EVERY), **options)
+        return cls(dict(zip(EVERY, outcomes, strict=True)), out.getvalue())
+
+
+@pytest.fixture(scope="session")
+def show(tiny_model: Path) -> Show:
+    return Show.of(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def played(show: Show) -> dict[str, Outcome]:
+    return show.outcomes
 
 
 # --- Every scene ----------------------------------------------------------------------------------
@@ -68,12 +90,7 @@ def test_the_breakdown_of_memory_adds_up_to_the_pool(played: dict[str, Outcome],
         assert 0 < run.peak_blocks_used <= run.num_blocks
 
 
-@pytest.mark.parametrize("block_size", [None, 64])
-def test_a_scene_is_printed_in_eighty_columns_without_control_characters(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str], block_size: int | None
-) -> None:
-    run_demo(model=tiny_model, block_size=block_size, scene=",".join(EVERY))
-    printed = capsys.readouterr().out
+def check_is_printed_in_eighty_columns_without_control_characters(printed: str) -> None:
     assert max(len(line) for line in printed.split("\n")) <= 80
     assert "\x1b" not in printed
     for name in EVERY:
@@ -82,6 +99,10 @@ def test_a_scene_is_printed_in_eighty_columns_without_control_characters(
         ["rank", "0", "0"],
         ["rank", "1", "1"],
     ]
+
+
+def test_every_scene_is_printed_in_eighty_columns_without_control_characters(show: Show) -> None:
+    check_is_printed_in_eighty_columns_without_control_characters(show.printed)
 
 
 def test_json_is_one_document_with_all_scenes(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,10 +118,12 @@ def test_json_is_one_document_with_all_scenes(tiny_model: Path, capsys: pytest.C
         assert scene["texts"][0]["prompt"]
 
 
-@pytest.mark.parametrize("block_size", [1, 256])
-def test_every_scene_runs_with_any_block_size(tiny_model: Path, block_size: int) -> None:
-    outcomes = run_demo(model=tiny_model, block_size=block_size, scene=",".join(EVERY))
-    assert all(run.block_size == block_size for outcome in outcomes for run in outcome.runs)
+@pytest.mark.parametrize("block_size", [256, pytest.param(64, marks=thorough), pytest.param(1, marks=thorough)])
+def test_every_scene_runs_and_is_printed_with_any_block_size(tiny_model: Path, block_size: int) -> None:
+    show = Show.of(tiny_model, block_size=block_size)
+    assert all(run.block_size == block_size for outcome in show.outcomes.values() for run in outcome.runs)
+    if block_size > 1:
+        check_is_printed_in_eighty_columns_without_control_characters(show.printed)
 
 
 def test_every_scene_runs_on_a_model_with_a_short_context_and_no_chat_template(tmp_path: Path) -> None:
@@ -347,6 +370,7 @@ def test_an_allocator_that_breaks_a_rule_is_told_which(tiny_model: Path) -> None
 
 def test_the_module_is_the_same_as_the_command(tiny_model: Path) -> None:
     asked = ["--scene", "one-request", "--model", str(tiny_model), "--block-size", "8", "--num-blocks", "9", "--json"]
+    asked += ["--tier", "reference"]
     done = subprocess.run([sys.executable, "-m", "minipaged.demo", *asked], capture_output=True, text=True, check=True)
     (scene,) = json.loads(done.stdout)["scenes"]
     assert (scene["runs"][0]["block_size"], scene["runs"][0]["num_blocks"]) == (8, 9)
@@ -397,12 +421,13 @@ def test_ones_own_prompts_are_answered(tiny_model: Path, scene: str | None) -> N
     assert all(text.outputs[0] for text in outcome.texts)
 
 
-def test_ones_own_prompts_can_come_from_a_file(tiny_model: Path, tmp_path: Path) -> None:
-    asked = ["--scene", "yours", "--model", str(tiny_model), "--tier", "reference", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "minipaged.demo", *asked], input="one\ntwo\n\nthree\n", capture_output=True, text=True
-    )
-    (scene,) = json.loads(done.stdout)["scenes"]
+def test_ones_own_prompts_can_come_from_a_file(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n\nthree\n"))
+    with pytest.raises(SystemExit):
+        main(["demo", "--scene", "yours", "--model", str(tiny_model), "--tier", "reference", "--json"])
+    (scene,) = json.loads(capsys.readouterr().out)["scenes"]
     assert [text["prompt"] for text in scene["texts"]] == ["one", "two"]
 
 

@@ -10,9 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 
@@ -25,11 +26,13 @@ tty = pytest.importorskip("tty")
 
 from rich.console import Console  # noqa: E402
 
+from minipaged.cli import main  # noqa: E402
 from minipaged.demo.terminal import ENTER, LEAVE, Terminal  # noqa: E402
 from tests.demo.test_view import small_run  # noqa: E402
+from tests.serve.harness import PATIENCE_S  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 90.0  # for a busy machine to load a model
+Held = TypeVar("Held")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,7 @@ class Session:
         known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
         known |= {"TERM": "xterm-256color", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
         command = ["-m", "minipaged", "demo", *arguments]
-        self.child = pexpect.spawn(sys.executable, command, dimensions=(height, width), env=known, timeout=SECONDS)
+        self.child = pexpect.spawn(sys.executable, command, dimensions=(height, width), env=known, timeout=PATIENCE_S)
         self.before = termios.tcgetattr(self.child.child_fd)
         self.raw = b""
         self.screen = pyte.Screen(width, height)
@@ -68,15 +71,21 @@ class Session:
         self._stream.feed(got)
         return True
 
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        """Until the screen shows it."""
-        until = time.monotonic() + SECONDS
+    def wait_until(self, holds: Callable[[], Held]) -> Held:
+        """Read until something holds of the screen; returns what it says."""
+        until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
-            if match := re.search(pattern, self.text):
-                return match
+            if found := holds():
+                return found
             if not self.read():
                 break
-        raise AssertionError(f"{pattern!r} is not on the screen:\n{self.text}")
+        raise AssertionError(f"it is not on the screen:\n{self.text}")
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Until the screen shows it."""
+        match = self.wait_until(lambda: re.search(pattern, self.text))
+        assert match
+        return match
 
     def press(self, keys: str) -> None:
         self.child.send(keys)
@@ -87,7 +96,7 @@ class Session:
 
     def end(self) -> int:
         """Wait for its end; its exit status."""
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + PATIENCE_S
         while self.read() and time.monotonic() < until:
             pass
         self.child.wait()
@@ -122,9 +131,9 @@ def test_pause_step_back_and_on_resize_and_quit(live: Session) -> None:
         live.wait_for(f"PAUSED event {place + 1 - step}/")
     live.press("\x1bOC" * 3)  # the same arrow, as some terminals send it
     live.wait_for(f"PAUSED event {place + 1}/")
-    time.sleep(0.2)
-    live.read()
-    assert live.text == there
+    live.wait_until(lambda: live.text == there)
+    live.read(0.2)
+    assert live.text == there  # and so it stays
     live.resize(110, 30)
     live.wait_for(r"q quit[^\n]*\Z")  # in the last line, which has moved
     live.press("x")  # a key that means nothing
@@ -212,14 +221,18 @@ def test_a_dumb_terminal_gets_lines(run_file: Path) -> None:
     assert b"preempted by swap" in session.raw
 
 
-def test_in_a_pipe_force_color_makes_headings_stand_out(tiny_model: Path) -> None:
-    command = [sys.executable, "-m", "minipaged", "demo", "--model", str(tiny_model), "--tier", "reference"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "FORCE_COLOR": "1"}
-    environment.pop("NO_COLOR", None)
-    done = subprocess.run([*command, "--scene", "one-request"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "\x1b[1m=== 1/1 One request" in done.stdout
-    assert LEAVE not in done.stdout
+def test_in_a_pipe_force_color_makes_headings_stand_out(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    with pytest.raises(SystemExit) as end:
+        main(["demo", "--model", str(tiny_model), "--tier", "reference", "--scene", "one-request"])
+    assert end.value.code in (0, None)
+    printed = capsys.readouterr().out
+    assert "\x1b[1m=== 1/1 One request" in printed
+    assert LEAVE not in printed
 
 
 def test_an_error_leaves_the_terminal_as_it_was_and_is_told_afterwards(tiny_model: Path) -> None:
@@ -273,19 +286,20 @@ def test_keys_of_several_bytes_may_come_in_pieces_and_unknown_ones_take_no_other
         monkeypatch.setattr(sys, "stdin", stdin)
         terminal = Terminal(Console(file=stdout, force_terminal=True), stdout)
 
-        def keys(typed: bytes) -> list[str]:
+        def check(typed: bytes, keys: list[str]) -> None:
             os.write(ours, typed)
-            return list(iter(lambda: terminal.key(0.05), None))  # type: ignore[arg-type]
+            assert [terminal.key(PATIENCE_S) for _ in keys] == keys
+            assert terminal.key(0.05) is None
 
-        assert keys(b"\x1b[C" * 30) == ["right"] * 30
-        assert keys(b"\x1b[15~qs") == ["other", "q", "s"]
-        assert keys(b"\x1b[1;5Cq") == ["other", "q"]
+        check(b"\x1b[C" * 30, ["right"] * 30)
+        check(b"\x1b[15~qs", ["other", "q", "s"])
+        check(b"\x1b[1;5Cq", ["other", "q"])
+        check(b"\x1b", ["other"])  # Escape alone
+        monkeypatch.setattr("minipaged.demo.terminal.BEGUN_SECONDS", PATIENCE_S)
         os.write(ours, b"\x1b[")
         later = threading.Timer(0.02, os.write, (ours, b"D"))
         later.start()
-        assert terminal.key(0.5) == "left"
-        os.write(ours, b"\x1b")
-        assert terminal.key(0.5) == "other", "Escape alone"
+        assert terminal.key(PATIENCE_S) == "left"
     os.close(ours)
 
 

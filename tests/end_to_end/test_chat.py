@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from minipaged.chat import BlockCounts, Conversation, Progress, TerminalView
 from minipaged.cli import main
 from minipaged.events import BlockDeduplicated, Event, StepFinished
 from tests.effort import examples, thorough
+from tests.serve.harness import PATIENCE_S, wait_until
 from tests.tiny_model import make_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -379,6 +381,18 @@ def test_the_map_is_one_line_at_any_width_and_shows_every_state() -> None:
     assert BlockCounts(64, 0, 0, 64).bar(16, "abc.") == "a" * 16
 
 
+def sleeps(pid: int) -> bool:
+    """Whether a process has waited for the same thing, say a key, for a moment."""
+    process = psutil.Process(pid)
+
+    def waits() -> int | None:
+        return process.num_ctx_switches().voluntary if process.status() == psutil.STATUS_SLEEPING else None
+
+    before = waits()
+    time.sleep(0.05)
+    return before is not None and waits() == before
+
+
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
 def test_in_a_terminal_ctrl_c_stops_an_answer_ctrl_d_ends_the_chat_and_all_is_left_as_it_was(tiny_model: Path) -> None:
     import termios
@@ -406,9 +420,9 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_ctrl_d_ends_the_chat_and_all_is_le
     )
     seen = b""
 
-    def until(words: bytes, seconds: float = 60) -> None:
+    def until(words: bytes) -> None:
         nonlocal seen
-        end, fresh = time.monotonic() + seconds, b""
+        end, fresh = time.monotonic() + PATIENCE_S, b""
         while words not in fresh:
             assert time.monotonic() < end, f"no {words!r} in {fresh[-800:]!r}"
             if select.select([controller], [], [], 0.1)[0]:
@@ -421,12 +435,12 @@ def test_in_a_terminal_ctrl_c_stops_an_answer_ctrl_d_ends_the_chat_and_all_is_le
         until(b" used, ")
         os.write(controller, b"\x03")
         until(b"all its blocks are given back\x1b[0m\r\n> ")
-        time.sleep(1)  # a signal between readline's prompt and its waiting would be seen at the next key only
+        wait_until(lambda: sleeps(child.pid))  # a signal between readline's prompt and its waiting would be seen late
         os.write(controller, b"\x03")
         until(b"Ctrl-D ends the chat\x1b[0m\r\n> ")
         os.write(controller, b"\x04")
         until(b"\n")
-        assert child.wait(60) == 0
+        assert child.wait(PATIENCE_S) == 0
         assert termios.tcgetattr(terminal) == before
         assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h") == 1, "the cursor is shown again"
     finally:

@@ -24,6 +24,7 @@ from minipaged.replicas.routing import CacheNews
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
 from tests.effort import thorough
+from tests.serve.harness import PATIENCE_S
 from tests.tiny_model import make_tiny_model
 
 pytestmark = thorough
@@ -90,7 +91,7 @@ def taken() -> Any:
 
 def test_what_a_replica_raises_is_told_at_once_and_nobody_else_is_asked() -> None:
     async def ask() -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(ZeroDivisionError, match="by nothing"):
                 await engines(Replies(raised_there(ZeroDivisionError("by nothing")))).add(ASKED)
             stream = await engines(Replies(taken(), raised_there(ZeroDivisionError("later")))).add(ASKED)
@@ -139,7 +140,7 @@ def test_whose_time_to_finish_is_over_is_told_so_wherever_he_is() -> None:
         await both.shutdown(0.05)
         for one in (reading, anext(sleeps), sleeps.outputs()):
             with pytest.raises(ShuttingDown, match="time to finish is over"):
-                await asyncio.wait_for(one, 5)
+                await asyncio.wait_for(one, PATIENCE_S)
         with pytest.raises(ShuttingDown, match="takes no more requests"):
             await both.add(ASKED)
         assert all(each.cancelled.is_set() for each in replies)
@@ -154,11 +155,11 @@ def test_draining_waits_for_what_goes_on_and_no_longer() -> None:
         replies = Replies(taken(), finished)
         one = engines(replies)
         stream = await one.add(ASKED)
-        ending = asyncio.create_task(one.shutdown(60))
+        ending = asyncio.create_task(one.shutdown(PATIENCE_S))
         await asyncio.sleep(0)
         assert not ending.done()
         assert [update async for update in stream] == [finished]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await ending
         assert not replies.cancelled.is_set(), "nothing was left to cancel"
 
@@ -356,7 +357,7 @@ def test_a_signal_that_ends_it_at_once_kills_all_that_was_started(
         finally:
             for one, handler in before.items():
                 signal.signal(one, handler)
-            gone, _ = psutil.wait_procs([grandchild], timeout=5)
+            gone, _ = psutil.wait_procs([grandchild], timeout=PATIENCE_S)
             child.kill()
     assert exits == [128 + signal.SIGTERM]
     assert gone

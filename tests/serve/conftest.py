@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from minipaged.llm import LoadedModel
-from tests.serve.harness import Served, served
+from tests.serve.harness import Served, no_certificates, served
 from tests.tiny_model import make_tiny_model
+
+__all__ = ["no_certificates"]
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -25,7 +27,7 @@ from minipaged.serve.server import Server, listen, make_server
 from minipaged.serve.settings import ServeSettings
 
 Result = TypeVar("Result")
-PATIENCE_S = 60
+PATIENCE_S = 300
 """How long anything is waited for that has to happen."""
 
 
@@ -38,13 +40,11 @@ class Served:
     server: Server
     thread: threading.Thread
 
-    # verify=False: certificates are loaded for each call otherwise, in 20 ms, and there are none to look at.
-
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S, verify=False, **options)
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE_S, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=PATIENCE_S, verify=False, **options)
+        return httpx.get(self.url + path, timeout=PATIENCE_S, **options)
 
     @contextmanager
     def slow(self, seconds: float = 0.02) -> Iterator[None]:
@@ -61,6 +61,23 @@ class Served:
             yield
         finally:
             engine.step = step  # type: ignore[method-assign]
+
+    @contextmanager
+    def held(self) -> Iterator[threading.Event]:
+        """No step begins until the event is set, or the context ends: what goes on goes on as long as a test likes."""
+        engine, go_on = self.allm.llm.engine, threading.Event()
+        step = engine.step
+
+        def wait() -> list[RequestUpdate]:
+            assert go_on.wait(PATIENCE_S)
+            return step()
+
+        engine.step = wait  # type: ignore[method-assign]
+        try:
+            yield go_on
+        finally:
+            engine.step = step  # type: ignore[method-assign]
+            go_on.set()
 
     def terminate(self) -> None:
         """As SIGTERM does, which arrives in the main thread only."""
@@ -90,6 +107,16 @@ class Served:
         assert done.wait(PATIENCE_S)
         if errors:
             raise errors[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_certificates() -> Iterator[None]:
+    """Nothing is encrypted here, and each client would load the system's certificates: 20 ms of processor."""
+
+    def load_nothing(self: ssl.SSLContext, *files: Any, **more: Any) -> None: ...
+
+    with patch.object(ssl.SSLContext, "load_verify_locations", load_nothing):
+        yield
 
 
 def check_empty(allm: AsyncLLM) -> None:

@@ -15,7 +15,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.llm import LoadedModel
 from minipaged.serve.app import create_app
 from minipaged.serve.serving import Serving
-from tests.serve.harness import run
+from tests.serve.harness import PATIENCE_S, run
 
 
 @given(
@@ -54,6 +54,6 @@ def test_a_sequence_may_be_as_long_as_is_said_and_no_longer(
                     error = (await client.post("/v1/completions", json=body | more)).json()["error"]
                     assert error["code"] == "context_length_exceeded"
                     assert f"maximum context length is {longest} tokens" in error["message"]
-        await asyncio.wait_for(allm.shutdown(), 10)
+        await asyncio.wait_for(allm.shutdown(), PATIENCE_S)
 
     run(work)

@@ -243,7 +243,7 @@ def test_shutting_down_lets_requests_finish_and_aborts_the_rest(tiny: LoadedMode
         async with serving(tiny) as allm:
             short = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
             stream = await allm.add([Asked("short", [5, 6], short)])
-            ending = asyncio.create_task(allm.shutdown(timeout=30))
+            ending = asyncio.create_task(allm.shutdown(timeout=PATIENCE_S))
             await asyncio.sleep(0)
             with pytest.raises(ShuttingDown):
                 await allm.add([Asked("late", [5, 6], short)])
@@ -401,7 +401,7 @@ def test_a_long_text_that_waits_when_the_engine_shuts_down_is_told(
         allm = AsyncLLM(tiny, **SIZES)
         first, second = (asyncio.create_task(collect(allm.generate("long" * 1000))) for _ in range(2))
         await asyncio.to_thread(began.wait)
-        await asyncio.wait_for(allm.shutdown(), 5)  # it does not wait for what it cannot end
+        await asyncio.wait_for(allm.shutdown(), PATIENCE_S)  # it does not wait for what it cannot end
         with pytest.raises(ShuttingDown):
             await second
         go_on.set()

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -118,7 +119,8 @@ def test_a_client_that_hangs_up_frees_its_blocks_at_once(server: Served) -> None
 
 def test_clients_that_go_while_they_wait_never_run(tiny: LoadedModel) -> None:
     ran: list[str] = []
-    with served(tiny, max_num_seqs=1) as running, running.slow(0.01), httpx.Client() as client:
+    patience = httpx.Timeout(PATIENCE_S, read=0.3)
+    with served(tiny, max_num_seqs=1) as running, running.slow(0.1), httpx.Client(timeout=PATIENCE_S) as client:
         running.allm.llm.engine.listeners.append(lambda event: ran.append(event.name))
         first = client.send(
             client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True}), stream=True
@@ -127,7 +129,7 @@ def test_clients_that_go_while_they_wait_never_run(tiny: LoadedModel) -> None:
         next(lines)
         for stream in (True, False):
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(running.url + "/v1/completions", json=LONG | {"stream": stream}, timeout=0.3)
+                httpx.post(running.url + "/v1/completions", json=LONG | {"stream": stream}, timeout=patience)
         wait_until(lambda: running.allm.num_open == 1)
         first.close()
         running.check_nothing_is_left()
@@ -172,7 +174,7 @@ def test_a_crowd_of_whom_a_third_goes(server: Served) -> None:
         timeout = rng.random() / 5 if rng.random() < 1 / 3 else 60
         try:
             async with asyncio.timeout(timeout):
-                answer = await client.post(server.url + "/v1/completions", json=body, timeout=60)
+                answer = await client.post(server.url + "/v1/completions", json=body, timeout=PATIENCE_S)
                 assert answer.status_code == 200
         except TimeoutError:
             assert timeout < 1
@@ -191,9 +193,10 @@ def test_a_crowd_of_whom_a_third_goes(server: Served) -> None:
 
 
 def test_terminated_it_finishes_what_runs_and_refuses_what_comes(tiny: LoadedModel) -> None:
-    with served(tiny) as running, httpx.Client() as client:
+    settings = ServeSettings(shutdown_timeout=PATIENCE_S)
+    with served(tiny, settings) as running, httpx.Client(timeout=PATIENCE_S) as client:
         answers: list[httpx.Response] = []
-        with running.slow(0.02):
+        with running.held() as go_on:
             body = LONG | {"max_tokens": 50}
             thread = threading.Thread(
                 target=lambda: answers.append(running.post("/v1/completions", body)),
@@ -209,17 +212,17 @@ def test_terminated_it_finishes_what_runs_and_refuses_what_comes(tiny: LoadedMod
             ill = running.get("/health")  # so that nobody sends more
             assert ill.status_code == 503
             assert "shutting down" in ill.json()["error"]["message"]
+            go_on.set()
             thread.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 50
-        running.thread.join(30)
+        running.thread.join(PATIENCE_S)
         assert running.server.status == 0
         check_empty(running.allm)
 
 
 def test_terminated_it_aborts_what_takes_too_long_and_says_so(tiny: LoadedModel) -> None:
-    from minipaged.serve.settings import ServeSettings
-
-    with served(tiny, ServeSettings(shutdown_timeout=0.1)) as running, httpx.Client() as client, running.slow():
+    settings = ServeSettings(shutdown_timeout=0.1)
+    with served(tiny, settings) as running, httpx.Client(timeout=PATIENCE_S) as client, running.slow(0.1):
         request = client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True})
         answer = client.send(request, stream=True)
         lines = answer.iter_lines()
@@ -228,21 +231,24 @@ def test_terminated_it_aborts_what_takes_too_long_and_says_so(tiny: LoadedModel)
         events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
-        running.thread.join(30)
+        running.thread.join(PATIENCE_S)
         assert running.server.status == 0
         check_empty(running.allm)
 
 
-def test_when_the_engine_dies_all_are_told_and_the_server_ends(tiny: LoadedModel) -> None:
+def test_when_the_engine_dies_all_are_told_and_the_server_ends(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minipaged.serve.server.LAST_WORDS_S", 5)
+
     def broken() -> Any:
         raise MemoryError("planted")
 
-    with served(tiny) as running, httpx.Client() as client:
-        with running.slow():
-            request = client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True})
-            answer = client.send(request, stream=True)
-            lines = answer.iter_lines()
-            next(lines)
+    with served(tiny) as running, httpx.Client(timeout=PATIENCE_S) as client, running.slow():
+        request = client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True})
+        answer = client.send(request, stream=True)
+        lines = answer.iter_lines()
+        next(lines)
         running.allm.llm.engine.step = broken  # type: ignore[method-assign]
         events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]"
@@ -254,7 +260,7 @@ def test_when_the_engine_dies_all_are_told_and_the_server_ends(tiny: LoadedModel
         assert late.status_code == 503
         assert late.headers["retry-after"] == "1"
         assert "planted" in late.json()["error"]["message"]
-        running.thread.join(30)
+        running.thread.join(PATIENCE_S)
         assert not running.thread.is_alive()
         assert running.server.status == 1
 
@@ -341,23 +347,23 @@ def test_the_log_is_of_requests_and_not_of_those_who_watch(tiny: LoadedModel, ca
 def test_sigterm_ends_the_program_in_order(tiny_folder: Path, moment: float) -> None:
     with process(tiny_folder, "--num-blocks", "64", "--shutdown-timeout", "20") as (program, url):
         answers: list[int | str] = []
-        body = LONG | {"max_tokens": 900}
+        body = LONG | {"max_tokens": 900 if moment else 300}
 
         def ask() -> None:
             try:
-                answers.append(httpx.post(url + "/v1/completions", json=body, timeout=60).status_code)
+                answers.append(httpx.post(url + "/v1/completions", json=body, timeout=PATIENCE_S).status_code)
             except httpx.ConnectError:
                 answers.append("nobody")
 
         clients = [threading.Thread(target=ask) for _ in range(3)]
-        wait_until(lambda: httpx.get(url + "/health").status_code == 200)
+        wait_until(lambda: httpx.get(url + "/health", timeout=PATIENCE_S).status_code == 200)
         for client in clients:
             client.start()
-        wait_until(lambda: httpx.get(url + "/load").json()["server_load"] > 0 or bool(answers))
+        wait_until(lambda: httpx.get(url + "/load", timeout=PATIENCE_S).json()["server_load"] > 0 or bool(answers))
         time.sleep(moment)
         children = psutil.Process(program.pid).children(recursive=True)
         program.send_signal(signal.SIGTERM)
-        assert program.wait(60) == 0
+        assert program.wait(PATIENCE_S) == 0
         for client in clients:
             client.join()
         # Who came too late even to be refused found nobody there.
@@ -369,7 +375,7 @@ def test_sigterm_ends_the_program_in_order(tiny_folder: Path, moment: float) -> 
 def test_a_second_signal_ends_it_at_once(tiny_folder: Path) -> None:
     with process(tiny_folder, "--num-blocks", "64", "--shutdown-timeout", "600") as (program, url):
         body = LONG | {"max_tokens": 900, "stream": True, "n": 4}
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=PATIENCE_S) as answer:
             lines = answer.iter_lines()
             next(lines)
             while program.poll() is None:  # two that come together are one
@@ -406,9 +412,13 @@ def test_a_model_without_a_tokenizer_is_served_all_the_same(tiny: LoadedModel) -
 
 
 @thorough
-def test_what_is_wrong_with_the_command_line_is_said_before_anything_is_loaded(tiny_folder: Path) -> None:
-    with process(tiny_folder, "--num-blocks", "64") as (_, url):
-        port = url.rpartition(":")[2]
+def test_what_is_wrong_with_the_command_line_is_said_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left: list[int] = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
         for options, words in (
             (["--port", port], f"port {port}"),
             (["--host", "999.1.1.1"], "999.1.1.1"),
@@ -417,8 +427,14 @@ def test_what_is_wrong_with_the_command_line_is_said_before_anything_is_loaded(t
             (["--log-level", "loud"], "log_level"),
             (["--tier", "nope", "--scheduling-policy", "nope"], "scheduling_policy"),
         ):
-            command = [sys.executable, "-m", "minipaged", "serve", "no-such-model", "--port", "0", *options]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
-            assert done.returncode == 1
-            assert words in done.stderr
-            assert done.stderr.startswith("error: ")
+            left.clear()
+            with pytest.raises(SystemExit) as end:
+                main(["serve", "no-such-model", "--port", "0", *options])
+            assert (left or [end.value.code]) == [1]
+            said = capsys.readouterr().err
+            assert words in said
+            assert said.startswith("error: ")
+    command = [sys.executable, "-m", "minipaged", "serve", "no-such-model", "--max-waiting", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")

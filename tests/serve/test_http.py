@@ -22,7 +22,7 @@ from minipaged.serve.app import MANY_TOKENS
 from minipaged.serve.protocol import SHAPES
 from minipaged.serve.settings import ServeSettings
 from tests.effort import thorough
-from tests.serve.harness import Served, served
+from tests.serve.harness import PATIENCE_S, Served, served
 
 COMPLETE = {"prompt": "x", "max_tokens": 1}
 HELLO = [{"role": "user", "content": "x"}]
@@ -48,7 +48,10 @@ def test_health_version_load(server: Served) -> None:
     assert set(server.get("/version").json()) == {"version"}
     assert server.get("/load").json() == {"server_load": 0}
     endless = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with server.slow(), httpx.stream("POST", server.url + "/v1/completions", json=endless) as stream:
+    with (
+        server.slow(),
+        httpx.stream("POST", server.url + "/v1/completions", json=endless, timeout=PATIENCE_S) as stream,
+    ):
         lines = stream.iter_lines()
         next(lines)
         assert server.get("/load").json() == {"server_load": 1}
@@ -97,7 +100,12 @@ def test_an_id_may_come_again_while_the_engine_has_the_first(server: Served) -> 
         for _ in range(3):
             body = {"prompt": "the first", "max_tokens": 500, "ignore_eos": True}
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(server.url + "/v1/completions", json=body, headers=again, timeout=0.2)
+                httpx.post(
+                    server.url + "/v1/completions",
+                    json=body,
+                    headers=again,
+                    timeout=httpx.Timeout(PATIENCE_S, read=0.2),
+                )
             answer = server.post("/v1/completions", COMPLETE | {"return_token_ids": True}, headers=again).json()
             assert answer["id"] == "cmpl-again"
             assert answer["choices"][0]["prompt_token_ids"] == server.allm.llm.need_tokenizer().encode("x")
@@ -262,7 +270,7 @@ def test_hostile_bodies_are_refused_and_the_server_lives(
 ) -> None:
     server: Served = request.getfixturevalue("server" if tier == "reference" else "fast_server")
     answer = httpx.post(
-        server.url + "/v1/completions", content=body, headers={"Content-Type": "application/json"}, timeout=60
+        server.url + "/v1/completions", content=body, headers={"Content-Type": "application/json"}, timeout=PATIENCE_S
     )
     assert answer.status_code == status, answer.text[:300]
     assert len(answer.content) < 10_000
@@ -272,7 +280,9 @@ def test_hostile_bodies_are_refused_and_the_server_lives(
 @pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_another_content_type_is_refused(server: Served, content_type: str) -> None:
     headers = {"Content-Type": content_type} if content_type else {}
-    error = error_of(httpx.post(server.url + "/v1/completions", content=b'{"prompt": "x"}', headers=headers), 400)
+    error = error_of(
+        httpx.post(server.url + "/v1/completions", content=b'{"prompt": "x"}', headers=headers, timeout=PATIENCE_S), 400
+    )
     assert "application/json" in error["message"]
 
 
@@ -446,7 +456,7 @@ def test_what_asks_for_something_that_does_not_happen_is_refused_by_name(server:
 )
 def test_a_fault_is_told_once_and_in_plain_words(server: Served, body: bytes, message: str) -> None:
     headers = {"Content-Type": "application/json"}
-    answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers, timeout=60)
+    answer = httpx.post(server.url + "/v1/completions", content=body, headers=headers, timeout=PATIENCE_S)
     assert error_of(answer, 400)["message"] == message
 
 
@@ -468,13 +478,16 @@ def test_a_body_without_a_length_is_not_read_without_end(server: Served) -> None
 
     with pytest.raises((httpx.WriteError, httpx.ReadError, httpx.HTTPStatusError, httpx.RemoteProtocolError)):
         httpx.post(
-            server.url + "/v1/completions", content=endless(), headers={"Content-Type": "application/json"}
+            server.url + "/v1/completions",
+            content=endless(),
+            headers={"Content-Type": "application/json"},
+            timeout=PATIENCE_S,
         ).raise_for_status()
     assert server.get("/health").status_code == 200
 
 
 def test_a_flood_of_headers_is_refused(server: Served) -> None:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE_S)
     connection.putrequest("GET", "/health")
     try:
         for i in range(20_000):
@@ -530,7 +543,11 @@ def test_the_key_is_asked_for_under_v1(tiny: LoadedModel) -> None:
 def test_a_full_queue_says_when_to_ask_again(tiny: LoadedModel) -> None:
     endless = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
     settings = ServeSettings(max_waiting=1)
-    with served(tiny, settings, max_num_seqs=1) as running, running.slow(), httpx.Client() as client:
+    with (
+        served(tiny, settings, max_num_seqs=1) as running,
+        running.slow(0.1),
+        httpx.Client(timeout=PATIENCE_S) as client,
+    ):
         streams = []
         for _ in range(2):
             request = client.build_request("POST", running.url + "/v1/completions", json=endless)

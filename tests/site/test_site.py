@@ -207,9 +207,9 @@ def test_a_page_says_what_it_has_so_that_no_style_looks_through_all_of_it(site: 
 
 PARTS = 4
 """The pages are shared out among so many tests; in each second one they are loaded on a phone."""
-SEEN_ON_API_PAGES = 6
-"""Of the pages of the API, large and all made alike, axe looks at `examples` of so many; in `make test-nightly`, at all
-(there are fewer)."""
+MADE_ALIKE = {"api": 6, "paper": 20}
+"""Pages in these folders are made by programs, all alike. Axe looks at `examples` of so many of each, drawn at random:
+a fifth of them, and all in `make test-nightly`. What a person wrote is always looked at."""
 
 ONCE = """() => {
     const seen = new Set();
@@ -241,7 +241,7 @@ def test_pages_fit_the_screen_ask_for_nothing_axe_finds_no_violation_and_what_is
     """
     screens = (DESKTOP, PHONE) if part % 2 == 0 else (PHONE, DESKTOP)
     axe, wrong = axe_script(), []
-    passed_over = api_pages_without_axe(site, pytestconfig.getoption("--hypothesis-seed"))
+    passed_over = without_axe(site, pytestconfig.getoption("--hypothesis-seed"))
     with watching(browser, reduced_motion="reduce") as watched:
         page = watched.page
         page.add_init_script("localStorage.clear()")  # at each load: which scheme was chosen on the page before
@@ -281,11 +281,14 @@ def test_pages_fit_the_screen_ask_for_nothing_axe_finds_no_violation_and_what_is
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def api_pages_without_axe(site: Path, seed: object) -> set[Path]:
-    """All but a few at random, which are the same for the same seed."""
-    of_the_api = sorted((site / "api").glob("*.html"))
-    seen = random.Random(str(seed)).sample(of_the_api, min(examples(SEEN_ON_API_PAGES), len(of_the_api)))
-    return {*of_the_api} - {*seen}
+def without_axe(site: Path, seed: object) -> set[Path]:
+    """Most of the pages that are made alike; the same for the same seed."""
+    left_out: set[Path] = set()
+    for folder, number in MADE_ALIKE.items():
+        made = sorted(page for page in (site / folder).glob("*.html") if page.stem not in ("index", "what"))
+        seen = random.Random(str(seed)).sample(made, min(examples(number), len(made)))
+        left_out |= {*made} - {*seen}
+    return left_out
 
 
 def check_no_stepper_begins_with_an_empty_pool(page: Page, name: str) -> None:

@@ -28,6 +28,10 @@ AXE = "axe-core@4.14.1"
 AXE_SHA512 = "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
 
 
+in_both = pytest.mark.parametrize("browser", ["chromium", "firefox"], indirect=True)
+"""Marks a test of the stepper that runs in Firefox, too."""
+
+
 def missing(message: str) -> Any:
     """Skip, or fail where a browser is asked for."""
     if os.environ.get("MINIPAGED_NEEDS_BROWSER") == "1":
@@ -95,6 +99,37 @@ def watching(browser: Browser | Firefox, **settings: Any) -> Iterator[Watched]:
         watched.check()
     finally:
         watched.page.close()
+
+
+class Tabs:
+    """Pages that tests use one after the other. A new one costs ten times as much as going to another address.
+
+    A test finds the page as a new one: the address is loaded again, with the media, the screen and the pointer as they
+    were when the tab was opened. What a page keeps beyond that (its storage, a clock) is for pages of their own.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[str, Watched] = {}  # until its browser is closed
+
+    @contextmanager
+    def visiting(self, browser: Browser | Firefox, file: Path, query: str = "", **settings: Any) -> Iterator[Watched]:
+        """The page of that file, which is checked in the end. A test that fails leaves no tab behind."""
+        tab = f"{type(browser)} {settings}"
+        if (watched := self._opened.pop(tab, None)) is None:
+            watched = Watched(browser, **settings)
+        page = watched.page
+        try:
+            watched.complaints.clear()
+            watched.asked.clear()
+            page.bring_to_front()  # in Firefox, a tab behind another has no focus
+            page.mouse.move(0, 0)
+            page.goto(file.as_uri() + query)
+            yield watched
+            watched.check()
+        except BaseException:
+            page.close()
+            raise
+        self._opened[tab] = watched
 
 
 def stop_time(page: Page) -> None:

@@ -34,7 +34,7 @@ from tests.triton_interpreter import skip_idle_work
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Playwright
 
-    from tests.browser import Watched
+    from tests.browser import Tabs, Watched
 
 
 settings.load_profile("quick")  # unless --hypothesis-profile names another
@@ -133,6 +133,14 @@ def chromium(playwright: Playwright) -> Iterator[Browser]:
 
     with closing(chromium(playwright)) as browser:
         yield browser
+
+
+@pytest.fixture(scope="session")
+def tabs() -> Tabs:
+    """The tabs that tests use one after the other."""
+    from tests.browser import Tabs
+
+    return Tabs()
 
 
 @pytest.fixture

@@ -83,8 +83,15 @@ class Page:
             self.requests[number][-1] = generated
         self.figures += told["figures"]
 
+    def shows(self, state: State) -> bool:
+        with contextlib.suppress(AssertionError):
+            self.check(state)
+            return True
+        return False
+
     def check(self, state: State) -> None:
         """The page shows what the state is."""
+        assert self.figures, "it was told nothing"
         assert self.device == cells(state, state.device)
         assert self.host == cells(state, state.host)
         live = {row[1]: row for row in self.requests.values() if row[2] in ("waiting", "running", "swapped")}
@@ -301,24 +308,25 @@ def test_many_pages_share_what_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     tell_since = Watch._tell_since
     monkeypatch.setattr(Watch, "_tell_since", lambda self, seen: told.append(seen) or tell_since(self, seen))
 
-    async def read(page: Page) -> Page:
+    pages, state = [Page() for _ in range(20)], State()
+    for event in events:
+        state.apply(event)
+
+    async def read(page: Page) -> None:
         async for frame in watch.frames():
             page.take(frame)
-        return page
 
-    async def look() -> list[Page]:
-        pages = [asyncio.create_task(read(Page())) for _ in range(20)]
+    async def look() -> None:
+        readers = [asyncio.create_task(read(page)) for page in pages]
         for event in events:
             watch(event)
             await asyncio.sleep(0)
-        await asyncio.sleep(0.2)
+        while not all(page.shows(state) for page in pages):
+            await asyncio.sleep(0.01)
         watch.close()
-        return await asyncio.gather(*pages)
+        await asyncio.gather(*readers)
 
-    pages = asyncio.run(asyncio.wait_for(look(), 30))
-    state = State()
-    for event in events:
-        state.apply(event)
+    asyncio.run(asyncio.wait_for(look(), PATIENCE_S))
     for page in pages:
         page.check(state)
     assert len(told) < sum(len(page.frames) for page in pages) / 4
@@ -430,6 +438,10 @@ def teller(tiny: LoadedModel) -> LoadedModel:
         model.following[token] = [after]
     config = replace(tiny.config, vocab_size=len(MODEL.words), max_position_embeddings=len(MODEL.words))
     return replace(tiny, config=config, tier=TellersTier.of(reference_tier(), "cpu", "float32"), weights=model)
+
+
+DRAWN = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+"""Done when the page has been drawn as it is now."""
 
 
 def until(page: Any, condition: str) -> None:
@@ -787,7 +799,7 @@ def test_free_cached_and_held_blocks_differ_without_colour(
     opened.keep_busy(4 if num_blocks == 64 else 8, words)
     opened.until("shown.figures[2] >= 2 && shown.device.counts().cached > 3 && shown.device.counts().shared > 3")
     opened.page.get_by_role("button", name="Pause").click()
-    opened.page.wait_for_timeout(100)
+    opened.page.evaluate(DRAWN)
     grey = opened.page.evaluate(GREY)
     assert set(grey) == {"free", "cached", "held", "shared"}
     lightest = {kind: min(found) for kind, found in grey.items()}
@@ -804,7 +816,7 @@ def check_plots_and_chat_are_seen(page: Any) -> None:
     """On a desktop without scrolling, on a phone within two screens; and nothing is empty between them."""
     for screen, screens in (("desktop", 1), ("phone", 2)):
         page.set_viewport_size(SCREENS[screen])
-        page.wait_for_timeout(50)
+        page.evaluate(DRAWN)
         box = page.locator("#question").bounding_box()
         assert box["y"] + box["height"] < screens * SCREENS[screen]["height"]
         plot, chat = (page.locator(part).bounding_box() for part in ("figure:last-child", ".chat"))
@@ -814,7 +826,7 @@ def check_plots_and_chat_are_seen(page: Any) -> None:
 
 def check_seen(page: Any, block: str) -> None:
     """A block that is held is in view, in a map that scrolls by itself."""
-    page.wait_for_timeout(50)
+    page.evaluate(DRAWN)
     drawn, top, lowest, whole = page.evaluate(f"""() => {{
       const {{canvas, box, pitch, columns, number}} = minipaged.maps.device;
       const [x, y] = [({block}) % columns, Math.floor(({block}) / columns)].map((place) => place * pitch);
@@ -869,14 +881,17 @@ def test_time_goes_on_in_the_plots_while_nothing_happens(open_page: Callable[...
         assert re.fullmatch(r"M[\d.]+,[\d.]+(H[\d.]+V[\d.]+)+H300", line), line  # of steps alone
         return (300 - float(re.findall(r"H([\d.]+)V57", line)[-1])) / 5
 
-    page.evaluate("{const {now} = Performance.prototype; performance.now = () => now.call(performance) + 30_000}")
-    wait_until(lambda: fell() > 29)
+    page.clock.install()  # its clock goes on, and can be turned forward
+    page.reload()
+    until(page, f"/V57H300$/.test({HELD_LINE})")
+    page.clock.run_for(30_000)
+    assert fell() > 29
     page.evaluate("""() => {
       Object.defineProperty(document, "hidden", {value: true, configurable: true});
       document.dispatchEvent(new Event("visibilitychange"));
     }""")
     hidden = fell()
-    page.wait_for_timeout(1200)
+    page.clock.run_for(1200)
     assert fell() == hidden
     page.evaluate("delete document.hidden; document.dispatchEvent(new Event('visibilitychange'))")
     assert fell() > hidden + 1
@@ -897,7 +912,7 @@ def test_each_block_tells_of_itself_by_key_and_by_pointer(open_page: Callable[..
     opened.until("shown.figures[2] >= 2 && shown.device.counts().cached > 3 && shown.device.counts().shared > 3")
     page = opened.page
     page.get_by_role("button", name="Pause").click()
-    page.wait_for_timeout(100)
+    page.evaluate(DRAWN)
     shared = page.evaluate("minipaged.shown().device.holders.findIndex((n) => n > 1)")
     blocks = page.get_by_role("slider", name="Device blocks")
     blocks.focus()
@@ -940,7 +955,7 @@ def test_the_page_is_for_everybody(open_page: Callable[..., Opened], screen: str
     page.evaluate("document.querySelector('#key').hidden = false")
     script = axe_script()
     page.evaluate(script)
-    found = page.evaluate("axe.run()")
+    found = page.evaluate("axe.run({resultTypes: ['violations'], preload: false})")
     assert [(wrong["id"], [node["html"] for node in wrong["nodes"]]) for wrong in found["violations"]] == []
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert wide <= 0

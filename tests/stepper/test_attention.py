@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.reference.attention import attend
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.stepper.attention import KIND, LENGTHS, SCRIPT, Walk, watch_attention
-from tests.browser import SCREENS, axe_script, stop_time, watching
+from tests.browser import SCREENS, Watched, axe_script, in_both, stop_time, watching
 
 rng = np.random.default_rng(4)
 QUERIES = rng.standard_normal((4, 4)).astype(np.float32)  # [queries, head_dim], at positions 7 to 10
@@ -139,11 +140,20 @@ def test_the_component_is_small() -> None:
 # --- In a browser ---------------------------------------------------------------------------------
 
 
+Visiting = Callable[..., AbstractContextManager[Watched]]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory, recorded: Walk) -> Path:
+    """The page of the walk."""
+    path = tmp_path_factory.mktemp("walk") / "walk.html"
+    path.write_text(recorded.page())
+    return path
+
+
 @pytest.fixture(params=SCREENS)
-def opened(browser: Browser, tmp_path: Path, recorded: Walk, request: pytest.FixtureRequest) -> Iterator[Any]:
-    (tmp_path / "walk.html").write_text(recorded.page())
-    with watching(browser, **SCREENS[request.param]) as watched:
-        watched.page.goto(f"file://{tmp_path}/walk.html")
+def opened(visiting: Visiting, file: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    with visiting(file, **SCREENS[request.param]) as watched:
         yield watched.page
 
 
@@ -164,6 +174,7 @@ EVERYWHERE = """(look) => {
 """Of every step, for every query, each length of it, and two places of the blocks."""
 
 
+@in_both
 def test_it_steps_by_button_key_and_slider_and_stops_at_both_ends(opened: Any) -> None:
     count = opened.locator(".n")
     assert count.text_content() == "1 / 11"
@@ -191,23 +202,27 @@ def test_it_steps_by_button_key_and_slider_and_stops_at_both_ends(opened: Any) -
     assert count.text_content() == "10 / 11"
 
 
-def test_it_plays_to_its_end_or_until_somebody_steps(opened: Any) -> None:
-    stop_time(opened)
-    player, count = opened.locator(".tools button").nth(2), opened.locator(".n")
-    player.click()
-    assert player.text_content() == "Pause"
-    opened.clock.run_for(3100)
-    assert count.text_content().startswith("3 /")
-    opened.get_by_role("button", name="Next step").click()
-    opened.clock.run_for(3100)
-    assert (player.text_content(), count.text_content()[:3]) == ("Play", "4 /")
-    player.click()
-    opened.clock.run_for(60_000)
-    last = count.text_content().split(" / ")[1]
-    assert (player.text_content(), count.text_content()) == ("Play", f"{last} / {last}")
-    player.click()  # from the start again
-    opened.clock.run_for(1600)
-    assert count.text_content().startswith("2 /")
+@pytest.mark.parametrize("screen", SCREENS)
+def test_it_plays_to_its_end_or_until_somebody_steps(browser: Browser, file: Path, screen: str) -> None:
+    with watching(browser, **SCREENS[screen]) as watched:
+        page = watched.page
+        page.goto(file.as_uri())
+        stop_time(page)
+        player, count = page.locator(".tools button").nth(2), page.locator(".n")
+        player.click()
+        assert player.text_content() == "Pause"
+        page.clock.run_for(3100)
+        assert count.text_content().startswith("3 /")
+        page.get_by_role("button", name="Next step").click()
+        page.clock.run_for(3100)
+        assert (player.text_content(), count.text_content()[:3]) == ("Play", "4 /")
+        player.click()
+        page.clock.run_for(60_000)
+        last = count.text_content().split(" / ")[1]
+        assert (player.text_content(), count.text_content()) == ("Play", f"{last} / {last}")
+        player.click()  # from the start again
+        page.clock.run_for(1600)
+        assert count.text_content().startswith("2 /")
 
 
 def test_the_numbers_of_every_step_are_those_of_attention_over_the_keys_so_far(opened: Any) -> None:
@@ -241,12 +256,16 @@ def test_the_numbers_of_every_step_are_those_of_attention_over_the_keys_so_far(o
             assert now["answer"] == pytest.approx(softmax_attention(query, length, added), abs=near)
 
 
-def test_after_the_last_block_each_bar_fills_the_outline_of_the_full_softmax(opened: Any) -> None:
-    opened.emulate_media(reduced_motion="reduce")
+@pytest.mark.parametrize("screen", SCREENS)
+def test_after_the_last_block_each_bar_fills_the_outline_of_the_full_softmax(
+    visiting: Visiting, file: Path, screen: str
+) -> None:
     look = """(walk) => [walk.weights, walk.output, walk.stack].map((plot) => [plot.bars, plot.ghosts].map((all) => all
       .filter((bar) => !bar.hidden).map(({style}) => parseFloat(plot === walk.stack ? style.width : style.height))))"""
     before, after = [], []
-    for _, _, _, n, plots in opened.evaluate(EVERYWHERE, look):
+    with visiting(file, **SCREENS[screen], reduced_motion="reduce") as watched:
+        found = watched.page.evaluate(EVERYWHERE, look)
+    for _, _, _, n, plots in found:
         heights, outlines = plots[0]
         (after if n in (8, 11) and len(heights) == len(outlines) else before).append((n, plots))
     assert sum(n in (8, 11) for n, _ in after) >= 4 * 2 * 2
@@ -257,6 +276,7 @@ def test_after_the_last_block_each_bar_fills_the_outline_of_the_full_softmax(ope
     assert any(max(heights, default=0) > 90 for _, ((heights, _), _, _) in before)
 
 
+@in_both
 def test_nothing_changes_its_height(opened: Any) -> None:
     look = """(walk) => [walk.all, ...walk.shadowRoot.querySelectorAll(".head,.cols,.cols>*,.why")]
       .map((part) => part.offsetHeight)"""
@@ -304,6 +324,7 @@ def test_a_reader_chooses_where_a_block_lies_and_two_blocks_change_places(opened
     assert "block 3 of the pool" in opened.locator(".saying > :last-child").text_content()
 
 
+@in_both
 def test_an_arrow_leads_from_each_entry_into_its_block(opened: Any) -> None:
     look = """(walk) => [...walk.arrows.children].map((path, logical) => {
       const cell = walk.pool.querySelector(`[data-logical="${logical}"]`);
@@ -343,27 +364,23 @@ def test_it_says_what_would_overflow_without_m(opened: Any) -> None:
     assert opened.evaluate(PLACES)[2] == pytest.approx(softmax_attention(3, 100, 11), abs=1e-4)
 
 
-def test_what_moves_flies_unless_somebody_wants_no_movement(browser: Browser, opened: Any) -> None:
+def test_what_moves_flies_unless_somebody_wants_no_movement(visiting: Visiting, file: Path, opened: Any) -> None:
     move = """() => {
       const walk = document.querySelector("paged-attention");
       walk.arrange(119);
       return [...walk.pool.children].flatMap((cell) => cell.getAnimations()).length;
     }"""
     assert opened.evaluate(move) == 3
-    with watching(browser, reduced_motion="reduce") as watched:
-        watched.page.goto(opened.url)
+    with visiting(file, reduced_motion="reduce") as watched:
         assert watched.page.evaluate(move) == 0
         bar = "getComputedStyle(document.querySelector('paged-attention').weights.bars[0]).transitionProperty"
         assert watched.page.evaluate(bar) == "none"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_and_no_letter_is_too_small(
-    browser: Browser, tmp_path: Path, recorded: Walk, scheme: Any
-) -> None:
-    (tmp_path / "walk.html").write_text(recorded.page())
+def test_axe_finds_nothing_and_no_letter_is_too_small(browser: Browser, file: Path, scheme: Any) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
-    page.goto(f"file://{tmp_path}/walk.html")
+    page.goto(file.as_uri())
     page.add_script_tag(content=axe_script())
     page.locator("summary").click()
     for query, long, n in [(3, 0, 1), (3, 0, 6), (0, 1, 4), (1, 0, 11)]:

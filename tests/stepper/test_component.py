@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from minipaged.demo.view import COLORS
 from minipaged.events import BlocksFreed, EngineStarted, Event, StepStarted
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import UNSEEN, as_data, page
-from tests.browser import SCREENS, Watched, axe_script, stop_time, watching
+from tests.browser import SCREENS, Watched, axe_script, in_both, stop_time, watching
 from tests.workloads import Run, random_workload
+
+Visiting = Callable[..., AbstractContextManager[Watched]]
 
 
 def small_run() -> str:
@@ -33,37 +36,40 @@ def small_run() -> str:
     return run.page()
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a small run."""
+    path = tmp_path_factory.mktemp("small") / "run.html"
+    path.write_text(small_run())
+    return path
+
+
 @pytest.fixture
-def opened(browser: Browser, tmp_path: Path) -> Any:
-    (tmp_path / "run.html").write_text(small_run())
-    watched = Watched(browser)
-    watched.page.goto(f"file://{tmp_path}/run.html")
-    yield watched.page
-    watched.check()
-    watched.page.close()
+def opened(visiting: Visiting, small: Path) -> Iterator[Any]:
+    with visiting(small) as watched:
+        yield watched.page
 
 
 @pytest.mark.parametrize("seed", [3, 8, 21])
-def test_every_step_of_a_random_run_can_be_drawn_forward_and_back(browser: Browser, tmp_path: Path, seed: int) -> None:
+def test_every_step_of_a_random_run_can_be_drawn_forward_and_back(
+    visiting: Visiting, tmp_path: Path, seed: int
+) -> None:
     heard: list[Event] = []
     Run(random_workload(seed), listeners=[heard.append]).to_the_end()
     (tmp_path / "run.html").write_text(page(as_data("", heard)))
-    watched = Watched(browser)
-    watched.page.goto(f"file://{tmp_path}/run.html")
-    sentences = watched.page.evaluate(
-        """() => {
-          const stepper = document.querySelector("paged-stepper");
-          const steps = Array.from({length: stepper.events.length}, (_, i) => i + 1);
-          const look = (n) => { stepper.go(n); return stepper.say.textContent + stepper.state.textContent; };
-          const forward = steps.map(look);
-          const back = steps.reverse().map(look).reverse();
-          return [forward, back];
-        }"""
-    )
-    assert sentences[0] == sentences[1]
-    assert not re.search(r"undefined|NaN|null", " ".join(sentences[0]))
-    watched.check()
-    watched.page.close()
+    with visiting(tmp_path / "run.html") as watched:
+        sentences = watched.page.evaluate(
+            """() => {
+              const stepper = document.querySelector("paged-stepper");
+              const steps = Array.from({length: stepper.events.length}, (_, i) => i + 1);
+              const look = (n) => { stepper.go(n); return stepper.say.textContent + stepper.state.textContent; };
+              const forward = steps.map(look);
+              const back = steps.reverse().map(look).reverse();
+              return [forward, back];
+            }"""
+        )
+        assert sentences[0] == sentences[1]
+        assert not re.search(r"undefined|NaN|null", " ".join(sentences[0]))
 
 
 def test_a_note_stands_behind_the_sentence_of_its_step_and_of_no_other(opened: Any) -> None:
@@ -74,6 +80,7 @@ def test_a_note_stands_behind_the_sentence_of_its_step_and_of_no_other(opened: A
     assert "Nothing has run yet." not in say.text_content()
 
 
+@in_both
 def test_it_steps_by_button_key_and_slider_and_stops_at_both_ends(opened: Any) -> None:
     stepper, count = opened.locator("paged-stepper"), opened.locator(".n")
     last = stepper.evaluate("s => s.events.length")
@@ -96,12 +103,14 @@ def test_it_steps_by_button_key_and_slider_and_stops_at_both_ends(opened: Any) -
     assert count.text_content() == f"8 / {last}"  # once, not twice
 
 
+@in_both
 def test_keys_count_only_inside(opened: Any) -> None:
     opened.locator("h1").click()
     opened.keyboard.press("ArrowRight")
     assert opened.locator(".n").text_content().startswith("1 /")
 
 
+@in_both
 def test_a_button_that_is_disabled_leaves_the_keys_working(opened: Any) -> None:
     opened.get_by_role("button", name="Next step").click()
     opened.get_by_role("button", name="Previous step").click()  # at the first step now
@@ -139,8 +148,16 @@ def test_a_stepper_hears_of_links_as_long_as_it_is_on_the_page(opened: Any) -> N
     assert opened.evaluate(go, 6) == 6
 
 
-def test_it_plays_and_pauses(opened: Any) -> None:
-    stop_time(opened)
+@pytest.fixture
+def in_still_time(browser: Browser, small: Path) -> Iterator[Any]:
+    with watching(browser) as watched:
+        watched.page.goto(small.as_uri())
+        stop_time(watched.page)
+        yield watched.page
+
+
+def test_it_plays_and_pauses(in_still_time: Any) -> None:
+    opened = in_still_time
     opened.get_by_role("button", name="Play").click()
     opened.clock.run_for(3100)
     assert opened.locator(".n").text_content().startswith("3 /")
@@ -169,6 +186,7 @@ def test_a_token_that_is_only_a_line_break_can_be_seen(opened: Any) -> None:
     assert arrows in opened.locator(".tokens").first.text_content()
 
 
+@in_both
 def test_the_lit_line_is_in_sight(opened: Any) -> None:
     """And it is marked by a sign, not by its colour alone."""
     stepper = opened.locator("paged-stepper")
@@ -197,6 +215,7 @@ def test_the_code_is_the_function_that_the_sentence_speaks_of_and_on_demand_all_
     assert opened.locator(".now").is_visible()
 
 
+@in_both
 def test_a_line_leads_to_the_next_step_that_runs_it(opened: Any) -> None:
     stepper = opened.locator("paged-stepper")
     ran = """(s) => s.data.lines_of.flatMap((which, i) =>
@@ -228,11 +247,25 @@ def preempted_run() -> str:
     return run.page()
 
 
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of that run."""
+    path = tmp_path_factory.mktemp("crowded") / "run.html"
+    path.write_text(preempted_run())
+    return path
+
+
 @pytest.fixture(params=SCREENS)
-def preempted(browser: Browser, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    (tmp_path / "preempted.html").write_text(preempted_run())
-    with watching(browser, **SCREENS[request.param]) as watched:
-        watched.page.goto(f"file://{tmp_path}/preempted.html")
+def preempted(visiting: Visiting, crowded: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    with visiting(crowded, **SCREENS[request.param]) as watched:
+        yield watched.page
+
+
+@pytest.fixture(params=["small", *SCREENS])
+def either(visiting: Visiting, small: Path, crowded: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The small run; and the crowded one, on each screen."""
+    file = small if request.param == "small" else crowded
+    with visiting(file, **SCREENS.get(request.param, {})) as watched:
         yield watched.page
 
 
@@ -242,7 +275,8 @@ EACH_STEP = """(look) => {
 }"""
 
 
-def test_an_arrow_leads_from_each_table_entry_into_its_block(opened: Any, preempted: Any) -> None:
+@in_both
+def test_an_arrow_leads_from_each_table_entry_into_its_block(either: Any) -> None:
     look = """(stepper) => {
       const tables = [...stepper.fold.at(stepper.n).sequences.values()].flatMap((s) => s.table.map((block) =>
         [`${s.swapped ? "host" : "block"} ${block}`, s.id]));
@@ -254,24 +288,24 @@ def test_an_arrow_leads_from_each_table_entry_into_its_block(opened: Any, preemp
       });
       return [tables, arrows, stepper.memory.offsetParent !== null && stepper.seqs.offsetParent !== null];
     }"""
-    for run in (opened, preempted):
-        steps = run.evaluate(EACH_STEP, look)
-        assert max(len(tables) for tables, _, _ in steps) >= 2
-        for tables, arrows, both_are_seen in steps:
-            assert all(inside for _, _, inside in arrows)
-            assert [arrow[:2] for arrow in arrows] == (tables if both_are_seen else [])
+    steps = either.evaluate(EACH_STEP, look)
+    assert max(len(tables) for tables, _, _ in steps) >= 2
+    for tables, arrows, both_are_seen in steps:
+        assert all(inside for _, _, inside in arrows)
+        assert [arrow[:2] for arrow in arrows] == (tables if both_are_seen else [])
 
 
-def test_nothing_changes_its_height_from_step_to_step(opened: Any, preempted: Any) -> None:
+@in_both
+def test_nothing_changes_its_height_from_step_to_step(either: Any) -> None:
     parts = ["all", "time", "saying", "memory", "seqs", "code"]
     look = f"(stepper) => {parts}.map((part) => stepper[part].offsetHeight)"
-    for run in (opened, preempted):
-        for tab in ("Memory", "Sequences", "Code"):
-            if run.get_by_role("button", name=tab, exact=True).is_visible():
-                run.get_by_role("button", name=tab, exact=True).click()
-            assert len({tuple(heights) for heights in run.evaluate(EACH_STEP, look)}) == 1
+    for tab in ("Memory", "Sequences", "Code"):
+        if either.get_by_role("button", name=tab, exact=True).is_visible():
+            either.get_by_role("button", name=tab, exact=True).click()
+        assert len({tuple(heights) for heights in either.evaluate(EACH_STEP, look)}) == 1
 
 
+@in_both
 def test_on_a_phone_controls_sentence_and_pool_are_in_one_screen(preempted: Any) -> None:
     if preempted.viewport_size["width"] > 700:
         return
@@ -281,6 +315,7 @@ def test_on_a_phone_controls_sentence_and_pool_are_in_one_screen(preempted: Any)
     assert preempted.evaluate("document.documentElement.scrollWidth") <= preempted.viewport_size["width"]
 
 
+@in_both
 def test_what_is_pointed_at_or_has_the_focus_lights_what_belongs_to_it(opened: Any) -> None:
     stepper = opened.locator("paged-stepper")
     forked = stepper.evaluate("s => s.events.findIndex((e) => e.event === 'sequence_forked') + 1")
@@ -324,10 +359,9 @@ def test_the_letters_of_sequences_can_be_read_on_their_colours_which_are_the_dem
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing(browser: Browser, tmp_path: Path, scheme: Any) -> None:
-    (tmp_path / "run.html").write_text(preempted_run())
+def test_axe_finds_nothing(browser: Browser, crowded: Path, scheme: Any) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme=scheme, reduced_motion="reduce")
-    page.goto(f"file://{tmp_path}/run.html")
+    page.goto(crowded.as_uri())
     page.add_script_tag(content=axe_script())
     last = page.evaluate("document.querySelector('paged-stepper').events.length")
     for n in range(1, last + 1, 20):
@@ -376,10 +410,9 @@ def test_what_is_copied_and_swapped_flies_and_leaves_an_arrow_with_a_word(preemp
             assert preempted.viewport_size["width"] < 700 or stepper.evaluate(LOOK)[0] == pairs
 
 
-def test_who_wants_no_movement_has_the_arrows_alone(browser: Browser, tmp_path: Path) -> None:
-    (tmp_path / "run.html").write_text(preempted_run())
+def test_who_wants_no_movement_has_the_arrows_alone(browser: Browser, crowded: Path) -> None:
     page = browser.new_page(reduced_motion="reduce")
-    page.goto(f"file://{tmp_path}/run.html")
+    page.goto(crowded.as_uri())
     looked = page.evaluate(EACH_STEP, LOOK)
     assert not any(flying for flying, _, _, _ in looked)
     assert {word for _, arrows, word, _ in looked if arrows} == set(FLIGHTS.values())
@@ -442,23 +475,20 @@ def test_what_is_wrong_is_in_the_picture_and_the_last_step_says_that_it_broke(br
     page.close()
 
 
-def test_so_does_the_page_of_a_counterexample(browser: Browser, tmp_path: Path) -> None:
+def test_so_does_the_page_of_a_counterexample(visiting: Visiting, tmp_path: Path) -> None:
     grade = ["grade", "block-allocator", "museum/minus_one.py", "--no-model", "--counterexamples", str(tmp_path)]
     assert main_and_return(grade) == 1
     run = tmp_path / "minus_one" / "allocate-and-free.jsonl"
     assert main_and_return(["page", str(run), "-o", str(tmp_path / "page.html")]) == 0
-    watched = Watched(browser)
-    watched.page.goto(f"file://{tmp_path}/page.html?step=999")
-    say, claim = watched.page.locator(".say").text_content(), watched.page.locator(".wrong .claim").inner_text()
-    assert say.startswith(
-        "Broken here: invariant 'exact-references' broken: after allocator.allocate() ref_count(0) is 0"
-    )
-    assert claim.split() == ["tables", "×1", "·", "allocator", "says", "×0"]
-    watched.check()
-    watched.page.close()
+    with visiting(tmp_path / "page.html", "?step=999") as watched:
+        say, claim = watched.page.locator(".say").text_content(), watched.page.locator(".wrong .claim").inner_text()
+        assert say.startswith(
+            "Broken here: invariant 'exact-references' broken: after allocator.allocate() ref_count(0) is 0"
+        )
+        assert claim.split() == ["tables", "×1", "·", "allocator", "says", "×0"]
 
 
-def test_a_run_that_contradicts_itself_can_be_stepped_through(browser: Browser, tmp_path: Path) -> None:
+def test_a_run_that_contradicts_itself_can_be_stepped_through(visiting: Visiting, tmp_path: Path) -> None:
     """The sentence says so; what cannot be followed changes nothing more."""
     events = [
         EngineStarted(num_blocks=4, num_swap_blocks=0, block_size=2, max_model_len=8),
@@ -466,18 +496,16 @@ def test_a_run_that_contradicts_itself_can_be_stepped_through(browser: Browser, 
         StepStarted(1),
     ]
     (tmp_path / "run.html").write_text(page(as_data("", events)))
-    watched = Watched(browser)
-    watched.page.goto(f"file://{tmp_path}/run.html?step=3")
-    assert watched.page.locator(".n").text_content() == "3 / 3"
-    assert "does not follow from what happened before" in watched.page.locator(".say").text_content()
-    assert watched.page.locator(".pool .free").count() == 4
-    watched.check()
-    watched.page.close()
+    with visiting(tmp_path / "run.html", "?step=3") as watched:
+        assert watched.page.locator(".n").text_content() == "3 / 3"
+        assert "does not follow from what happened before" in watched.page.locator(".say").text_content()
+        assert watched.page.locator(".pool .free").count() == 4
 
 
 # --- The timeline ---------------------------------------------------------------------------------
 
 
+@in_both
 def test_a_click_on_the_timeline_leads_to_the_step_that_is_drawn_there(preempted: Any) -> None:
     stepper = preempted.locator("paged-stepper")
     marks = stepper.evaluate("s => [...s.whole.rows.values()].flatMap((row) => row.marks)")
@@ -506,7 +534,7 @@ def test_the_rows_of_the_timeline_say_who_waits_runs_and_is_swapped_out(preempte
 
 
 def test_a_long_run_has_a_timeline_that_is_not_higher_than_what_runs_at_a_time(
-    browser: Browser, tmp_path: Path
+    visiting: Visiting, tmp_path: Path
 ) -> None:
     """And tells of the last sequences that have ended, with their number."""
     heard: list[Event] = []
@@ -519,8 +547,7 @@ def test_a_long_run_has_a_timeline_that_is_not_higher_than_what_runs_at_a_time(
         while engine.has_unfinished_requests():
             engine.step()
     (tmp_path / "run.html").write_text(page(as_data("", heard)))
-    with watching(browser) as watched:
-        watched.page.goto(f"file://{tmp_path}/run.html?step=99999")
+    with visiting(tmp_path / "run.html", "?step=99999") as watched:
         assert watched.page.locator(".time svg").first.bounding_box()["height"] < 130
         tops = watched.page.locator(".time > div rect.running").evaluate_all(
             "rows => rows.map((row) => row.getAttribute('y'))"
@@ -530,7 +557,7 @@ def test_a_long_run_has_a_timeline_that_is_not_higher_than_what_runs_at_a_time(
         assert watched.page.locator(".seq").count() == 12
 
 
-def test_what_is_computed_again_is_drawn_so_until_it_has_a_new_token(browser: Browser, tmp_path: Path) -> None:
+def test_what_is_computed_again_is_drawn_so_until_it_has_a_new_token(visiting: Visiting, tmp_path: Path) -> None:
     heard: list[Event] = []
     model = Storyteller(["one two three four five six seven eight nine ten"])
     engine = model.engine(num_blocks=5, block_size=2, preemption="recompute", max_model_len=10)
@@ -540,12 +567,10 @@ def test_what_is_computed_again_is_drawn_so_until_it_has_a_new_token(browser: Br
     while engine.has_unfinished_requests():
         engine.step()
     (tmp_path / "run.html").write_text(page(as_data("", heard)))
-    watched = Watched(browser)
-    watched.page.goto(f"file://{tmp_path}/run.html")
-    rows = watched.page.evaluate("[...document.querySelector('paged-stepper').whole.rows.values()]")
-    kinds = [[span["kind"] for span in row["spans"]] for row in rows]
-    assert kinds == [["waiting", "running"], ["waiting", "running", "waiting", "recomputing", "running"]]
-    watched.page.close()
+    with visiting(tmp_path / "run.html") as watched:
+        rows = watched.page.evaluate("[...document.querySelector('paged-stepper').whole.rows.values()]")
+        kinds = [[span["kind"] for span in row["spans"]] for row in rows]
+        assert kinds == [["waiting", "running"], ["waiting", "running", "waiting", "recomputing", "running"]]
 
 
 def test_n_leads_to_the_next_event_of_interest_and_shift_to_engine_steps(opened: Any) -> None:
@@ -567,8 +592,8 @@ def test_n_leads_to_the_next_event_of_interest_and_shift_to_engine_steps(opened:
     assert number.text_content() == f"{starts[-2]} / {len(events)}"
 
 
-def test_it_plays_at_other_speeds(opened: Any) -> None:
-    stop_time(opened)
+def test_it_plays_at_other_speeds(in_still_time: Any) -> None:
+    opened = in_still_time
     opened.get_by_role("combobox", name="Speed").select_option("4×")
     opened.get_by_role("button", name="Play").click()
     opened.clock.run_for(1600)
@@ -578,7 +603,7 @@ def test_it_plays_at_other_speeds(opened: Any) -> None:
 # --- Pages ----------------------------------------------------------------------------------------
 
 
-def test_what_a_run_says_cannot_break_out_of_its_page(browser: Browser, tmp_path: Path) -> None:
+def test_what_a_run_says_cannot_break_out_of_its_page(visiting: Visiting, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=alert(1)>"
     model = Storyteller([f"one {evil} three four"])
     with record(evil, model.decode) as run:
@@ -587,26 +612,20 @@ def test_what_a_run_says_cannot_break_out_of_its_page(browser: Browser, tmp_path
         while engine.has_unfinished_requests():
             engine.step()
     (tmp_path / "run.html").write_text(run.page())
-    watched = Watched(browser)
-    watched.page.goto(f"file://{tmp_path}/run.html?step=8")
-    assert evil.split()[0] in watched.page.locator(".state").text_content()
-    assert watched.page.locator("img").count() == 0
-    watched.check()
-    watched.page.close()
+    with visiting(tmp_path / "run.html", "?step=8") as watched:
+        assert evil.split()[0] in watched.page.locator(".state").text_content()
+        assert watched.page.locator("img").count() == 0
 
 
-def test_the_command_makes_a_page_from_recorded_events(browser: Browser, tmp_path: Path) -> None:
+def test_the_command_makes_a_page_from_recorded_events(visiting: Visiting, tmp_path: Path) -> None:
     heard: list[Event] = []
     Run(random_workload(3), listeners=[heard.append]).to_the_end()
     (tmp_path / "run.jsonl").write_text("".join(event.to_json() + "\n" for event in heard))
     main_and_return(["page", str(tmp_path / "run.jsonl"), "-o", str(tmp_path / "page.html")])
-    watched = Watched(browser)
     seen = sum(not isinstance(event, UNSEEN) for event in heard)
-    watched.page.goto(f"file://{tmp_path}/page.html?step={seen}")
-    assert watched.page.locator(".n").text_content() == f"{seen} / {seen}"
-    assert watched.page.locator(".code").count() == 0  # there are no source lines in a file of events
-    watched.check()
-    watched.page.close()
+    with visiting(tmp_path / "page.html", f"?step={seen}") as watched:
+        assert watched.page.locator(".n").text_content() == f"{seen} / {seen}"
+        assert watched.page.locator(".code").count() == 0  # there are no source lines in a file of events
 
 
 def main_and_return(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page
 
 from docs import build
 from minipaged.stepper.page import STEPPER, element
-from tests.browser import Watched, axe_script
+from tests.browser import Watched, axe_script, in_both
 from tests.stepper.test_edited import ALLOCATOR, lit, run
 
 ASSETS = build.ROOT / "docs" / "assets"
@@ -71,6 +71,7 @@ def shown(page: Page) -> dict[str, Any]:
     return data
 
 
+@in_both
 def test_an_edited_allocator_runs_and_its_steps_are_shown(watched: Watched, with_python: Path) -> None:
     page = watched.page
     page.goto((with_python / "page.html").as_uri())
@@ -207,6 +208,7 @@ def test_a_reset_is_undone_also_later_and_nothing_is_lost_by_that(browser: Brows
     page.close()
 
 
+@in_both
 @pytest.mark.parametrize("height", [844, 600])
 def test_the_button_and_what_is_said_are_in_view_below_long_code(browser: Browser, folder: Path, height: int) -> None:
     page = browser.new_page(viewport={"width": 390, "height": height})

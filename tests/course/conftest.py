@@ -20,6 +20,7 @@ from minipaged.course.sandbox.process import Workers
 
 FEWER = (
     (search, "EXAMPLES", 100),
+    (block_allocator, "LARGE_POOLS", (8, 33)),
     (block_allocator, "ENGINE_WORKLOADS", 5),
     (block_allocator, "TIMED_WORKLOADS", 5),
     (block_table, "ENGINE_WORKLOADS", 3),

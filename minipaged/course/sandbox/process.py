@@ -170,6 +170,9 @@ class WorkerProcess(Sandbox):
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:  # its number is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def _drain(self) -> None:
         """Keep the beginning of what the worker prints; stop it when that is too much."""

@@ -24,6 +24,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -268,8 +269,7 @@ def become_worker(folder: str, environment: dict[str, str], channel: int, output
     """This copy gets what a program of its own is started with, and goes on as one."""
     os.chdir(folder)
     os.environ.update(environment)
-    if "tempfile" in sys.modules:
-        sys.modules["tempfile"].tempdir = None  # it may have been looked up already
+    tempfile.tempdir = None  # it may have been looked up already
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import ast
 import html
+import json
 import os
 import re
 import runpy
@@ -108,11 +109,11 @@ def main() -> None:
         written = [pool.submit(write_tutorial, script, can_edit) for script in scripts]
         try:
             paper_figures()
-            for tutorial in written:
-                tutorial.result()
+            seconds = {script.stem: tutorial.result() for script, tutorial in zip(scripts, written, strict=True)}
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    COMPUTED.write_text(json.dumps(seconds))
     home = STAGE / "index.md"
     text = home.read_text().replace(OPENING, opening.opening())
     home.write_text(cards.with_cards(text, STAGE / "tutorials"))
@@ -126,11 +127,13 @@ def table_of_tests(file: Path) -> str:
     return "\n".join(["| test | points | |", "|---|---|---|", *rows])
 
 
-def write_tutorial(script: Path, can_edit: bool) -> None:
+def write_tutorial(script: Path, can_edit: bool) -> float:
+    """Returns how many seconds it computed."""
     print(f"running tutorials/{script.name}", flush=True)
-    notebook, page = run_tutorial(script, can_edit=can_edit)
+    notebook, cells, seconds = executed(script)
     (STAGE / "tutorials" / f"{script.stem}.ipynb").write_text(notebook)
-    (STAGE / "tutorials" / f"{script.stem}.md").write_text(page)
+    (STAGE / "tutorials" / f"{script.stem}.md").write_text(as_markdown(cells, script, can_edit))
+    return seconds
 
 
 def brings(without: str, write: Callable[[Path], None], folder: Path) -> bool:
@@ -319,8 +322,16 @@ def _moved(link: re.Match[str], source: Path, page: Path) -> str:
 def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
     """Run one tutorial: its notebook, without outputs, and its page. Raises nbclient's CellExecutionError, and
     ValueError for a question without an answer."""
+    notebook, cells, _ = executed(script)
+    return notebook, as_markdown(cells, script, can_edit)
+
+
+def executed(script: Path) -> tuple[str, list[Any], float]:
+    """Run one tutorial: its notebook, without outputs; its cells with theirs; and the seconds that it computed, on all
+    cores together."""
     import jupytext
     from nbclient import NotebookClient
+    from nbformat.v4 import new_code_cell
     from traitlets.config import Config
 
     notebook = jupytext.read(script)
@@ -329,7 +340,7 @@ def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
         if "solution" in cell.metadata.get("tags", ()):
             cell.metadata["jupyter"] = {"source_hidden": True}
     download: str = jupytext.writes(notebook, fmt="ipynb")
-    notebook.cells = with_checks(notebook.cells)
+    notebook.cells = [*with_checks(notebook.cells), new_code_cell(HAS_COMPUTED, metadata={CHECK: True})]
     # In the root of the tree, whose minipaged is then the one that is imported.
     place = {"metadata": {"path": str(ROOT)}}
     with tempfile.TemporaryDirectory() as sockets:
@@ -340,11 +351,16 @@ def run_tutorial(script: Path, *, can_edit: bool = True) -> tuple[str, str]:
             env=os.environ | ONE_THREAD
         )
     cells = [cell for cell in notebook.cells if CHECK not in cell.metadata]
-    return download, as_markdown(cells, script, can_edit)
+    return download, cells, float(notebook.cells[-1].outputs[0].text)
 
 
 CHECK = "check"
-"""In the metadata of a cell that asks the run whether an answer is right."""
+"""In the metadata of a cell that asks the run whether an answer is right, or what it took."""
+HAS_COMPUTED = """import resource
+used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+print(sum(each.ru_utime + each.ru_stime for each in used))"""
+COMPUTED = ROOT / "build" / "tutorials.json"
+"""The seconds that each tutorial computed when the site was built last."""
 
 
 def with_checks(cells: list[Any]) -> list[Any]:

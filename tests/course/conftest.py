@@ -1,6 +1,10 @@
-"""What the tests of the course have in common: fewer examples than a grade has. Enough for these tests, and faster."""
+"""What the tests of the course have in common: fewer examples than a grade has, enough for these tests; and workers
+that are copies of the same few processes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -10,10 +14,13 @@ from minipaged.course.assignments.block_table import checks as block_table
 from minipaged.course.assignments.paged_attention import checks as paged_attention
 from minipaged.course.assignments.scheduler import checks as scheduler
 from minipaged.course.assignments.under_load import checks as under_load
-from minipaged.course.grader import search
+from minipaged.course.grader import assignment, search, student_tests
+from minipaged.course.sandbox import process
+from minipaged.course.sandbox.process import Workers
 
 FEWER = (
     (search, "EXAMPLES", 100),
+    (block_allocator, "LARGE_POOLS", (8, 33)),
     (block_allocator, "ENGINE_WORKLOADS", 5),
     (block_allocator, "TIMED_WORKLOADS", 5),
     (block_table, "ENGINE_WORKLOADS", 3),
@@ -30,3 +37,19 @@ FEWER = (
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, number in FEWER:
         monkeypatch.setattr(module, name, number)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    """For all tests of a file: what they are copies of never runs student code."""
+    with Workers() as workers:
+        yield workers
+
+
+@pytest.fixture(autouse=True)
+def few_programs(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test grades, its workers are copies, and what they are copies of is started once a file."""
+    for module in (assignment, student_tests):
+        monkeypatch.setattr(module, "start_process", workers.start)
+    for module in (process, student_tests):
+        monkeypatch.setattr(module, "Workers", lambda: nullcontext(workers))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import minipaged
 from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Submission, Test, TestResult
 from minipaged.course.grader.grading import run_test
 from minipaged.course.sandbox.contract import Misbehaviour
+from minipaged.course.sandbox.process import Workers
 from minipaged.events import StepFailed, from_json
 from minipaged.replay.state import State
 
@@ -76,3 +79,17 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
         timeout=120,
         check=False,
     )
+
+
+def run_script_in_worker(
+    script: str, part: Assignment, submission: Path, folder: Path, workers: Workers
+) -> subprocess.CompletedProcess[str]:
+    """The same where its imports take seconds: they have been made before."""
+    path = folder / "counterexample.py"
+    path.write_text(script.replace(json.dumps(str(submission.parent)), '"."'))
+    limits = replace(part.limits, call_seconds=120.0)
+    with workers.start(limits, ("tests.course.as_program", *part.modules)) as process:
+        process.copy(submission)
+        status, said = process.modules[0].call("run", process.copy(path))
+        process.finish()
+    return subprocess.CompletedProcess(path, status, "", said)

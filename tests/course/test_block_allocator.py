@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from minipaged.course.assignments.block_allocator.checks import ASSIGNMENT
+from minipaged.course.assignments.block_allocator import checks as block_allocator
+from minipaged.course.assignments.block_allocator.checks import ASSIGNMENT, LARGE_POOLS
 from minipaged.course.assignments.block_allocator.mutants import SEEDED
 from minipaged.course.grader.assignment import Bench, Failure, Status, Submission, TestResult
 from minipaged.course.grader.formats import text
@@ -132,7 +133,10 @@ class Hundreds(BlockAllocator):
 
 
 @thorough
-def test_a_bug_that_shows_in_pools_of_hundreds_of_blocks_is_found(tmp_path: Path) -> None:
+def test_a_bug_that_shows_in_pools_of_hundreds_of_blocks_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_allocator, "LARGE_POOLS", LARGE_POOLS)
     result = result_of("long runs in large pools", submit(REFERENCE + HUNDREDS, tmp_path, "Hundreds"))
     assert result.failure is not None
     assert "ref_count" in result.failure.message

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from minipaged.course.assignments.block_allocator import checks as block_allocator
+from minipaged.course.assignments.block_allocator.checks import LARGE_POOLS
 from minipaged.course.grader.assignment import ASSIGNMENTS, Status, Submission, find_assignment
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
@@ -91,7 +93,10 @@ def check_full_marks(name: str, what: str, folder: Path, **given: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "what"), [(name, what) for name in ASSIGNMENTS for what in find_seeded(name).right if USUAL[name] != what]
 )
-def test_a_right_but_unusual_part_gets_full_marks(name: str, what: str, tmp_path: Path) -> None:
+def test_a_right_but_unusual_part_gets_full_marks(
+    name: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_allocator, "LARGE_POOLS", LARGE_POOLS)
     check_full_marks(name, what, tmp_path, model=None)
 
 

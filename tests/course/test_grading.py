@@ -45,6 +45,7 @@ WRONG = SEEDED.mutants["double-free-accepted"].source
 def fewer_examples(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(block_allocator, "TIMED_WORKLOADS", 5)
     monkeypatch.setattr(search, "EXAMPLES", 20)
+    monkeypatch.setattr(block_allocator, "LARGE_POOLS", (8, 33))
     monkeypatch.setattr(block_allocator, "ENGINE_WORKLOADS", 2)
     monkeypatch.chdir(tmp_path)
 
@@ -189,6 +190,7 @@ def grades(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Grade]:
 
     patch = pytest.MonkeyPatch()
     patch.setattr(search, "EXAMPLES", 20)
+    patch.setattr(block_allocator, "LARGE_POOLS", (8, 33))
     patch.setattr(block_allocator, "ENGINE_WORKLOADS", 2)
     patch.setattr(block_allocator, "TIMED_WORKLOADS", 5)
     try:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,20 +17,25 @@ from minipaged.course.grader.assignment import CannotBeGraded, Status, Submissio
 from minipaged.course.grader.counterexample import ALARM
 from minipaged.course.grader.grading import grade
 from minipaged.course.sandbox.contract import Limits, Misbehaviour, Raised, Result, StudentError, Verdict
-from minipaged.course.sandbox.process import WorkerProcess
+from minipaged.course.sandbox.process import WorkerProcess, Workers
 from minipaged.errors import BlockNotAllocated
 from tests.course import harness
 from tests.course.harness import submit
 from tests.course.submissions import REFERENCE, hostile
 from tests.effort import quick_cases
 
-LIMITS = Limits(processes=None, call_seconds=1.0, test_seconds=20.0, memory_bytes=300 << 20)
+LIMITS = Limits(processes=None, call_seconds=60.0, test_seconds=600.0, memory_bytes=300 << 20)
+"""Time enough, however busy the machine is."""
 ASSIGNMENT = replace(find_assignment("block-allocator"), limits=LIMITS)
 
 
-def result_of(source: str, folder: Path) -> TestResult:
+def result_of(source: str, folder: Path, limits: Limits = LIMITS) -> TestResult:
     """One test's verdict on a submission."""
-    return harness.result_of(ASSIGNMENT, "allocate and free", submit(source, folder))
+    return harness.result_of(replace(ASSIGNMENT, limits=limits), "allocate and free", submit(source, folder))
+
+
+IMPATIENT = replace(LIMITS, call_seconds=1.0)
+"""For calls that do not return."""
 
 
 def test_what_is_made_hostile_passes_without_it(tmp_path: Path) -> None:
@@ -134,7 +140,7 @@ for fd in range(3, 500):
 )
 def test_a_hostile_submission_gets_its_verdict_and_never_a_pass(source: str, verdict: Verdict, tmp_path: Path) -> None:
     started = time.monotonic()
-    result = result_of(source, tmp_path)
+    result = result_of(source, tmp_path, IMPATIENT if verdict is Verdict.TIMED_OUT else LIMITS)
     assert result.status is Status.FAILED
     assert result.failure is not None
     assert result.failure.verdict == verdict, result.message
@@ -142,7 +148,7 @@ def test_a_hostile_submission_gets_its_verdict_and_never_a_pass(source: str, ver
 
 
 def test_a_call_that_does_not_return_has_a_short_script_that_does_not_either(tmp_path: Path) -> None:
-    result = result_of(hostile("while self.num_free == 0: pass"), tmp_path)
+    result = result_of(hostile("while self.num_free == 0: pass"), tmp_path, IMPATIENT)
     assert result.failure is not None
     assert result.failure.verdict == Verdict.TIMED_OUT
     assert result.failure.script is not None
@@ -204,7 +210,8 @@ def test_what_a_call_raises_or_returns_fails_the_test_and_is_told(source: str, m
 def test_a_file_that_does_not_load_cannot_be_graded(
     at_import: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(WorkerProcess.load, "__kwdefaults__", {"within": 1.0})
+    if message == "timed-out":
+        monkeypatch.setattr(WorkerProcess.load, "__kwdefaults__", {"within": 1.0})
     path = tmp_path / "mine.py"
     path.write_text(hostile(at_import=at_import))
     with pytest.raises(CannotBeGraded, match=rf"mine.py does not load: .*{message}"):
@@ -293,4 +300,102 @@ def test_a_worker_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(Misbehaviour, match="its process ended"):
         WorkerProcess(LIMITS, ("no_such_module",))
+    with Workers() as workers, pytest.raises(Misbehaviour, match="its process ended"):
+        workers.start(LIMITS, ("no_such_module",))
     assert not list(tmp_path.iterdir())
+
+
+# --- Copies ---------------------------------------------------------------------------------------
+
+
+def running(pid: int) -> bool:
+    """Whether there is a process of that number, or one that nobody has waited for."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+LOOKS = """
+import os, random, sys, tempfile
+def look():
+    return os.listdir(), os.getcwd(), tempfile.gettempdir(), os.environ["HOME"], "numpy" in sys.modules, random.random()
+def spoil():
+    sys.modules["numpy"].answer = 42
+def spoilt():
+    return hasattr(sys.modules["numpy"], "answer")
+def start():
+    return os.fork() or os.execvp("sleep", ["sleep", "1000"])
+"""
+
+
+def test_copies_have_the_same_modules_and_share_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LOOKS)
+    with Workers() as workers:
+        with workers.start(LIMITS, ("numpy",)) as one, workers.start(LIMITS, ("numpy",)) as other:
+            parts = [process.load(tmp_path / "mine.py", "mine").module for process in (one, other)]
+            first, second = (part.call("look") for part in parts)
+            for (files, *places, loaded, _), process in ((first, one), (second, other)):
+                assert files == ["mine.py"]
+                assert places == [str(process.folder)] * 3
+                assert loaded
+            assert first[-1] != second[-1], "each draws its own random numbers"
+            parts[0].call("spoil")
+            assert [part.call("spoilt") for part in parts] == [True, False]
+            other.finish()
+        with workers.start(LIMITS, ("numpy",)) as process:
+            part = process.load(tmp_path / "mine.py", "mine").module
+            assert not part.call("spoilt")
+
+
+def test_a_copy_ends_with_all_that_it_has_started_and_the_rest_with_the_grading(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(LOOKS)
+    with Workers() as workers:
+        with workers.start(replace(LIMITS, processes_allowed=True), ()) as process:
+            pid = process._process.pid
+            started = process.load(tmp_path / "mine.py", "mine").module.call("start")
+            assert running(started)
+        assert not running(pid)
+        [origin] = workers._origins.values()
+        until = time.monotonic() + 60  # killed with its group; whoever inherits it waits for it at some time
+        while running(started) and "(sleep) Z" not in Path(f"/proc/{started}/stat").read_text():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert running(origin._process.pid)
+    assert not running(origin._process.pid)
+
+
+def test_copies_that_are_asked_for_at_the_same_time_are_each_somebodys(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def say(word):\n    return word\n")
+
+    def said(number: int) -> int:
+        with workers.start(Limits(), ()) as process:
+            answer: int = process.load(tmp_path / "mine.py", "mine").module.call("say", number)
+            process.finish()
+            return answer
+
+    with Workers() as workers, ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(said, range(12))] == [*range(12)]
+
+
+def test_where_copies_cannot_come_from_any_more_it_is_told() -> None:
+    with Workers() as workers:
+        with workers.start(LIMITS, ()) as process:
+            [origin] = workers._origins.values()
+            origin._process.kill()
+            origin._process.wait()
+            with pytest.raises(Misbehaviour, match="its process ended"):
+                process.finish()
+        with pytest.raises(Misbehaviour, match="its process ended with exit status -9 before it had begun"):
+            workers.start(LIMITS, ())
+
+
+def test_elsewhere_than_on_linux_each_worker_is_a_program_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with Workers() as workers, workers.start(LIMITS, ()) as process:
+        assert process.load(submit(REFERENCE, tmp_path).path, "mine").contents
+        assert not workers._origins
+        process.finish()

@@ -7,7 +7,7 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from minipaged.course.grader.formats import as_json
 from minipaged.course.grader.grading import grade
 from minipaged.course.grader.handouts import files_of
 from minipaged.course.grader.mutants import find_seeded
+from minipaged.course.sandbox import contract, page_process
 from tests.course.submissions import hostile
 from tests.effort import quick_cases
 
@@ -37,10 +38,25 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(assignment, "ENGINE_WORKLOADS", 2)
 
 
+class Clock:
+    """Goes on by a hundredth of a second per look of the page's process, which looks every so many lines of student
+    code: so an endless loop is over soon, and the machine may be busy."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        self.now += 0.01
+        return self.now
+
+
 def in_a_page(name: str, source: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The grade, and what was told of each test on the way."""
     told: list[Any] = []
-    graded = json.loads(page.run(name, source, lambda text: told.append(json.loads(text))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(page_process, "time", clock := Clock())
+        patch.setattr(contract, "time", SimpleNamespace(monotonic=lambda: clock.now))
+        graded = json.loads(page.run(name, source, lambda text: told.append(json.loads(text))))
     assert None in told  # it goes on
     return graded, [test for test in told if test]
 

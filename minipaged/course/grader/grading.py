@@ -21,7 +21,6 @@ from minipaged.course.grader.assignment import (
     Submission,
     Test,
     TestResult,
-    start_process,
 )
 from minipaged.course.grader.counterexample import UNWRITTEN, raised_message
 from minipaged.course.grader.handouts import to_do
@@ -49,11 +48,28 @@ def grade(
     carried: Mapping[str, Submission] | None = None,
     model: str | None = "smollm2-135m-instruct",
     report: Callable[[Grade], None] = lambda grade: None,
-    start: StartSandbox = start_process,
+    start: StartSandbox | None = None,
 ) -> Grade:
-    """Grade a submission. `model` None leaves the tests of that stage out; `start` makes what the submission runs in.
-    Raises CannotBeGraded."""
-    for name in carried or {}:
+    """Grade a submission. `model` None leaves the tests of that stage out; `start` makes what the submission runs in,
+    else it is processes (`Workers`). Raises CannotBeGraded."""
+    if start is not None:
+        return _grade(assignment, submission, seed, carried or {}, model, report, start)
+    from minipaged.course.sandbox.process import Workers
+
+    with Workers() as workers:
+        return _grade(assignment, submission, seed, carried or {}, model, report, workers.start)
+
+
+def _grade(
+    assignment: Assignment,
+    submission: Submission,
+    seed: int,
+    carried: Mapping[str, Submission],
+    model: str | None,
+    report: Callable[[Grade], None],
+    start: StartSandbox,
+) -> Grade:
+    for name in carried:
         if name not in assignment.builds_on:
             known = ", ".join(assignment.builds_on) or "it builds on none"
             raise CannotBeGraded(f"{assignment.name} does not build on {name!r}; earlier parts it takes: {known}")
@@ -61,7 +77,7 @@ def grade(
     result = Grade(assignment, submission, seed)
 
     def bench() -> Bench:
-        return Bench(assignment, submission, seed, carried or {}, model or "", start)
+        return Bench(assignment, submission, seed, carried, model or "", start)
 
     with bench() as first:  # fails here if it cannot be graded at all
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from minipaged.course.grader.assignment import (
     Assignment,
@@ -28,7 +29,8 @@ from minipaged.course.grader.assignment import (
 )
 from minipaged.course.grader.mutants import find_seeded
 from minipaged.course.grader.test_runner import LOADING
-from minipaged.course.sandbox.contract import Misbehaviour, Raised, Verdict
+from minipaged.course.sandbox.contract import Misbehaviour, Raised, StartSandbox, Verdict
+from minipaged.course.sandbox.process import Workers
 
 RUNNER = "minipaged.course.grader.test_runner"
 CALL_SECONDS, MEMORY_BYTES = 30.0, 2 << 30
@@ -68,22 +70,26 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
     right = tuple(Test(f"passes on {what}", 0, None, RIGHT, "", _unused) for what in seeded.right)
     mutants = tuple(Test(mutant.name, 1, None, mutant.meaning, "", _unused) for mutant in bugs)
     grade = Grade(Assignment(f"{part.name} tests", "", (), (*right, *mutants), len(mutants)), tests, seed=0)
-    for test, source in zip(right, seeded.right.values(), strict=True):
-        outcome = run_tests(part, tests, source)
-        if outcome.failed and outcome.failed[0][0] == LOADING:
-            raise CannotBeGraded(f"{tests.path.name} does not load: {outcome.failed[0][1]}")
-        if not outcome.passed and not outcome.failed and not outcome.verdict:
-            raise CannotBeGraded(f"{tests.path.name} has no tests: {outcome.message or 'none was found'}")
-        grade.results.append(_passes(test, outcome))
-        report(grade)
-    if not any(result.status is Status.FAILED for result in grade.results):  # else nothing is proved by a failing test
-        with ThreadPoolExecutor(TOGETHER) as pool:
-            runs = pool.map(lambda mutant: run_tests(part, tests, mutant.source), bugs)
-            for test, outcome in zip(mutants, runs, strict=True):
-                grade.results.append(_kills(test, outcome))
-                report(grade)
-        missed = [one.test.meaning for one in grade.results if one.message.startswith(NOT_FOUND)]
-        grade.lead = ("the simplest bugs that no test finds:", *(f"- {one}" for one in missed[:LEAD])) if missed else ()
+    with Workers() as workers:
+        run = partial(run_tests, part, tests, start=workers.start)
+        for test, source in zip(right, seeded.right.values(), strict=True):
+            outcome = run(source)
+            if outcome.failed and outcome.failed[0][0] == LOADING:
+                raise CannotBeGraded(f"{tests.path.name} does not load: {outcome.failed[0][1]}")
+            if not outcome.passed and not outcome.failed and not outcome.verdict:
+                raise CannotBeGraded(f"{tests.path.name} has no tests: {outcome.message or 'none was found'}")
+            grade.results.append(_passes(test, outcome))
+            report(grade)
+        # Where one fails on a right part, nothing is proved by a failing test.
+        if not any(result.status is Status.FAILED for result in grade.results):
+            with ThreadPoolExecutor(TOGETHER) as pool:
+                runs = pool.map(run, [mutant.source for mutant in bugs])
+                for test, outcome in zip(mutants, runs, strict=True):
+                    grade.results.append(_kills(test, outcome))
+                    report(grade)
+            missed = [one.test.meaning for one in grade.results if one.message.startswith(NOT_FOUND)]
+            if missed:
+                grade.lead = ("the simplest bugs that no test finds:", *(f"- {one}" for one in missed[:LEAD]))
     grade.finished = True
     report(grade)
     return grade
@@ -115,8 +121,9 @@ def _kills(test: Test, outcome: Outcome) -> TestResult:
     return TestResult(test, Status.FAILED, said)
 
 
-def run_tests(part: Assignment, tests: Submission, source: str) -> Outcome:
-    """Run the file in a worker of its own, on the part that this is the source of."""
+def run_tests(part: Assignment, tests: Submission, source: str, start: StartSandbox | None = None) -> Outcome:
+    """Run the file in a worker of its own, on the part that this is the source of. `start` makes the worker; None:
+    `start_process`."""
     most = part.limits
     limits = replace(
         most,
@@ -125,7 +132,7 @@ def run_tests(part: Assignment, tests: Submission, source: str) -> Outcome:
         open_files=256,
     )
     try:
-        with start_process(limits, (RUNNER, *part.modules)) as process:
+        with (start or start_process)(limits, (RUNNER, *part.modules)) as process:
             given = (process.copy(tests.path), part.name.replace("-", "_"), source)
             [answer] = process.batch([(process.modules[0], "run", given)])
             if isinstance(answer, Raised):

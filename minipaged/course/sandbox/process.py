@@ -6,7 +6,8 @@
         block = allocator.call("allocate")              # an int; or raises OutOfBlocks, or StudentError
         process.finish()                                # the completion message; raises Misbehaviour
 
-What may come back, and how a submission may misbehave, is in `contract.py`.
+What may come back, and how a submission may misbehave, is in `contract.py`. Whoever needs many workers begins with
+`Workers`: each is then a copy of a process that has imported the modules before.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import minipaged
 from minipaged.course.sandbox import wire
@@ -36,29 +38,30 @@ WORKER = "minipaged.course.sandbox.worker"
 class WorkerProcess(Sandbox):
     """One worker, in a working directory of its own that is deleted with it."""
 
-    def __init__(self, limits: Limits, modules: Sequence[str] = ()) -> None:
+    def __init__(self, limits: Limits, modules: Sequence[str] = (), *, origin: Origin | None = None) -> None:
+        """`origin`: what it is to be a copy of, with the same modules; None: a program of its own."""
         super().__init__(limits)
         self._unread = b""
         self._printed = bytearray()
         self._num_printed = 0
-        ours, theirs = socket.socketpair()
-        self._channel = ours
-        root = str(Path(minipaged.__file__).parent.parent)
-        command = f"import sys; sys.path.insert(0, sys.argv[2]); from {WORKER} import main; main()"
+        self._channel, theirs = socket.socketpair()
+        output, printed = os.pipe()
+        self._output = os.fdopen(output, "rb", buffering=0)
+        environment = _clean_environment(self.folder, limits.gpu)
+        self._process: subprocess.Popen[bytes] | Copy
         try:
-            self._process = subprocess.Popen(
-                # -s: no site-packages of the user; -P: no working directory on the path; -B: no byte code is written.
-                [sys.executable, "-s", "-P", "-B", "-c", command, str(theirs.fileno()), root],
-                cwd=self.folder,
-                env=_clean_environment(self.folder, limits.gpu),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            if origin is not None:
+                self._process = origin.copy(self.folder, environment, theirs.fileno(), printed)
+            else:
+                self._process = _start_program("main", theirs, self.folder, environment, printed)
+        except BaseException:
+            self._output.close()
+            self._channel.close()
+            super().close()
+            raise
         finally:
             theirs.close()
+            os.close(printed)
         self._reader = threading.Thread(target=self._drain, daemon=True)
         self._reader.start()
         given = {"limits": asdict(limits), "processes_allowed": limits.processes_allowed, "modules": list(modules)}
@@ -167,16 +170,142 @@ class WorkerProcess(Sandbox):
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.returncode is None:  # its number is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process.pid, signal.SIGKILL)
 
     def _drain(self) -> None:
         """Keep the beginning of what the worker prints; stop it when that is too much."""
-        assert self._process.stdout is not None
-        with self._process.stdout as stream:
+        with self._output as stream:
             while piece := os.read(stream.fileno(), 1 << 16):
                 self._num_printed += len(piece)
                 self._printed += piece[: KEPT_OUTPUT - len(self._printed)]
                 if self._num_printed > MOST_OUTPUT:
                     self._kill()
+
+
+# --- Where workers come from ----------------------------------------------------------------------
+
+
+def _start_program(
+    function: str, channel: socket.socket, folder: Path, environment: dict[str, str], output: int, *arguments: str
+) -> subprocess.Popen[bytes]:
+    """A process that runs this function of `worker.py`."""
+    root = str(Path(minipaged.__file__).parent.parent)
+    command = f"import sys; sys.path.insert(0, sys.argv[2]); from {WORKER} import {function}; {function}()"
+    return subprocess.Popen(
+        # -s: no site-packages of the user; -P: no working directory on the path; -B: no byte code is written.
+        [sys.executable, "-s", "-P", "-B", "-c", command, str(channel.fileno()), root, *arguments],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        pass_fds=[channel.fileno()],
+        start_new_session=True,
+    )
+
+
+class Workers:
+    """Starts workers that are copies: for each list of modules one process imports them, and forks.
+
+    On Linux alone: elsewhere libraries may not survive that, and each worker is a program of its own.
+    """
+
+    def __init__(self) -> None:
+        self._origins: dict[tuple[tuple[str, ...], bool], Origin] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, limits: Limits, modules: Sequence[str]) -> WorkerProcess:
+        """A worker. Its limits are its own."""
+        if sys.platform != "linux":
+            return WorkerProcess(limits, modules)
+        kind = (tuple(modules), limits.gpu)
+        with self._lock:
+            if kind not in self._origins:
+                self._origins[kind] = Origin(*kind)
+        return WorkerProcess(limits, modules, origin=self._origins[kind])
+
+    def close(self) -> None:
+        """The workers must have been closed."""
+        for origin in self._origins.values():
+            origin.close()
+        self._origins.clear()
+
+
+class Origin:
+    """A process that has imported the modules, and of which workers are copies. It runs no student code."""
+
+    def __init__(self, modules: tuple[str, ...], gpu: bool) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="minipaged-origin-")
+        # Each message comes as one, with the file descriptors that belong to it.
+        self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environment = _clean_environment(Path(self._folder.name), gpu)
+        self._process = _start_program(
+            "fork_workers", theirs, Path(self._folder.name), environment, subprocess.DEVNULL, *modules
+        )
+        theirs.close()
+        self._lock = threading.Lock()
+
+    def copy(self, folder: Path, environment: dict[str, str], channel: int, output: int) -> Copy:
+        """Fork: a worker with this channel to the grader, which prints there. Raises Misbehaviour."""
+        number = self.ask({"folder": str(folder), "environment": environment}, channel, output)
+        if number is None:
+            status = self._process.wait()
+            raise Misbehaviour(Verdict.ENDED, f"its process ended with exit status {status} before it had begun")
+        return Copy(self, number)
+
+    def ask(self, request: dict[str, Any], *ends: int) -> int | None:
+        """Its answer; None when it is not there any more."""
+        with self._lock:
+            try:
+                socket.send_fds(self._requests, [json.dumps(request).encode()], ends)
+                answer = self._requests.recv(1 << 16)
+            except OSError:
+                return None
+        number: int | None = json.loads(answer) if answer else None
+        return number
+
+    def close(self) -> None:
+        """End it; a copy that still runs ends with it."""
+        self._requests.close()
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class Copy:
+    """A worker that was forked, as `subprocess.Popen` would have it: its parent waits for it."""
+
+    def __init__(self, origin: Origin, pid: int) -> None:
+        self._origin, self.pid = origin, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._wait(block=False)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The same when it has ended. Raises subprocess.TimeoutExpired."""
+        if timeout is None:
+            return self._wait(block=True)
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            time.sleep(0.01)
+        return self.returncode
+
+    def _wait(self, *, block: bool) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._origin.ask({"wait": self.pid, "block": block})
+        return self.returncode
 
 
 def _clean_environment(folder: Path, gpu: bool) -> dict[str, str]:
@@ -188,6 +317,7 @@ def _clean_environment(folder: Path, gpu: bool) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "HOME": str(folder),
         "TMPDIR": str(folder),
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".hypothesis"),
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

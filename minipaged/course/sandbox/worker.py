@@ -1,6 +1,10 @@
 """The worker: a process of its own in which a student's code runs. It answers calls (`answering.py`), and decides
 nothing.
 
+A worker is either a program (`main`), or a copy that another process makes of itself (`fork_workers`). That process
+imports what the parts of an assignment need, once, and never runs student code. A copy starts in a hundredth of a
+second, whatever was imported.
+
 Before the student's file is loaded, the worker limits itself (memory, CPU time, files, processes), leaves the network
 behind where Linux lets it, and sets a hook that notes what a part has no business doing: reading files other than
 Python's own and its own, writing outside its working directory, starting processes, using the network.
@@ -12,11 +16,15 @@ Python process will. For submissions that nobody trusts, run the whole grader in
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
+import json
 import os
 import resource
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -215,8 +223,11 @@ def make_hook(
     return hook
 
 
+# --- The two ways to start ------------------------------------------------------------------------
+
+
 def main() -> None:
-    """The worker's whole life. The channel is the file descriptor that the grader names."""
+    """A worker's whole life. The channel is the file descriptor that the grader names."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     worker = ChannelWorker(channel)
     # However student code ends: no exit handlers of its own, no waiting for its threads.
@@ -224,3 +235,43 @@ def main() -> None:
         worker.serve()
     finally:
         os._exit(0)
+
+
+def fork_workers() -> None:
+    """The whole life of a process that workers are copies of. The grader asks it for one by `{"folder", "environment"}`
+    (with the ends of the worker's channel and of its output), and how one ended by `{"wait", "block"}`."""
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    for name in sys.argv[3:]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a copy that collected garbage would have to write to each object
+    while True:
+        message, ends, _, _ = socket.recv_fds(requests, 1 << 16, 2)
+        if not message:
+            os._exit(0)
+        request = json.loads(message)
+        answer: int | None
+        if "wait" in request:
+            ended, status = os.waitpid(request["wait"], 0 if request["block"] else os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if ended else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                requests.close()
+                become_worker(request["folder"], request["environment"], *ends)
+            os.setpgid(answer, answer)  # it is killed with all that it starts
+            for end in ends:
+                os.close(end)
+        requests.send(json.dumps(answer).encode())
+
+
+def become_worker(folder: str, environment: dict[str, str], channel: int, output: int) -> None:
+    """This copy gets what a program of its own is started with, and goes on as one."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    tempfile.tempdir = None  # it may have been looked up already
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.argv[1] = str(channel)
+    main()

@@ -99,6 +99,16 @@ def _threads() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _small_scratch() -> Iterator[None]:
+    """Each LLM of the fast tier copies blocks to see how long it takes. A few do here: 256 are most of what it costs to
+    make a small LLM, and take 100 MB beside the weights of a real one."""
+    from minipaged.fast import preemption
+
+    with patch.object(preemption, "SCRATCH_BLOCKS", 4):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Test processes that share a machine share what numba compiles, too."""
     if (worker := os.environ.get("PYTEST_XDIST_WORKER")) is not None:

@@ -7,19 +7,18 @@ scheduler, chunked prefill, paged cache, sampling. Small random models stand for
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from minipaged import LLM, BeamSearchParams, SamplingParams
+from minipaged.llm import LoadedModel
 from tests.effort import quick_cases
 from tests.end_to_end.small_llama import make_small_llama
 from tests.end_to_end.ties import check_same_or_tied
-from tests.end_to_end.yardstick import assert_same_beams, assert_same_logprobs, beams, greedy, load, logprobs
+from tests.end_to_end.yardstick import Beams, assert_same_beams, assert_same_logprobs, beams, greedy, load, logprobs
 
 CHUNK = 32
 """`max_num_batched_tokens` throughout: prompts longer than that run in chunks."""
@@ -61,98 +60,143 @@ SMALL_PROMPTS = [[7], [3, 1, 4, 1, 5, 9, 2, 6], list(range(3, 128, 2)), [64] * (
 # --- Small random models of every shape -----------------------------------------------------------
 
 
+@pytest.fixture(params=["reference", "fast"])
+def tier(request: pytest.FixtureRequest) -> str:
+    """Both tiers of a model are tested one after the other, against the same answers of transformers."""
+    return str(request.param)
+
+
+class Model:
+    """A small model, which transformers and each tier load once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.theirs = load(folder)
+        self._loaded: dict[str, LoadedModel] = {}
+
+    def serve(self, tier: str) -> LLM:
+        """A new LLM in float32: it has seen no prompt yet."""
+        if tier not in self._loaded:
+            self._loaded[tier] = LoadedModel.load(self.folder, tier, dtype="float32")
+        return LLM(self._loaded[tier], num_blocks=64, block_size=8, max_num_batched_tokens=CHUNK, debug=True)
+
+
 @pytest.fixture(scope="module", params=SHAPES.values(), ids=SHAPES.keys())
-def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small model of each shape."""
-    return make_small_llama(tmp_path_factory.mktemp("shape"), **request.param)
-
-
-Serve = Callable[..., LLM]
+def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A small model of each shape."""
+    return Model(make_small_llama(tmp_path_factory.mktemp("shape"), **request.param))
 
 
 @pytest.fixture(scope="module")
-def serve(tier: str) -> Serve:
-    """Makes an LLM of each tier, in float32, from a folder and settings."""
-    sizes = {"num_blocks": 64, "block_size": 8, "max_num_batched_tokens": CHUNK}
-    return lambda folder, **settings: LLM(folder, tier=tier, dtype="float32", debug=True, **sizes, **settings)
+def greedy_texts(shape: Model) -> list[list[int]]:
+    return [greedy(shape.theirs, prompt, 24) for prompt in SMALL_PROMPTS]
 
 
-@quick_cases(2)
-def test_greedy_tokens_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
-    theirs = load(shape)
-    outputs = serve(shape).generate(SMALL_PROMPTS, SamplingParams(temperature=0, max_tokens=24))
-    for prompt, output in zip(SMALL_PROMPTS, outputs, strict=True):
-        check_same_or_tied(shape, prompt, output.outputs[0].token_ids, greedy(theirs, prompt, 24))
+@quick_cases(4)
+def test_greedy_tokens_of_a_small_model_are_those_of_transformers(
+    shape: Model, greedy_texts: list[list[int]], tier: str
+):
+    outputs = shape.serve(tier).generate(SMALL_PROMPTS, SamplingParams(temperature=0, max_tokens=24))
+    for prompt, output, theirs in zip(SMALL_PROMPTS, outputs, greedy_texts, strict=True):
+        check_same_or_tied(shape.folder, prompt, output.outputs[0].token_ids, theirs)
 
 
-@quick_cases(2)
-def test_logprobs_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
-    theirs = load(shape)
+@quick_cases(4)
+def test_logprobs_of_a_small_model_are_those_of_transformers(shape: Model, tier: str):
     params = SamplingParams(temperature=1, seed=5, max_tokens=12, logprobs=4, ignore_eos=True)
-    for prompt, output in zip(SMALL_PROMPTS, serve(shape).generate(SMALL_PROMPTS, params), strict=True):
+    for prompt, output in zip(SMALL_PROMPTS, shape.serve(tier).generate(SMALL_PROMPTS, params), strict=True):
         [completion] = output.outputs
-        assert_same_logprobs(completion, logprobs(theirs, prompt, completion.token_ids), count=4)
+        assert_same_logprobs(completion, logprobs(shape.theirs, prompt, completion.token_ids), count=4)
 
 
-@quick_cases(1)
-def test_prompt_logprobs_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
+@quick_cases(2)
+def test_prompt_logprobs_of_a_small_model_are_those_of_transformers(shape: Model, tier: str):
     """In one chunk and in several, the last of which has one token; of a prompt that the cache has, too."""
-    theirs = load(shape)
     params = SamplingParams(max_tokens=1, prompt_logprobs=3)
     prompts = [*SMALL_PROMPTS, SMALL_PROMPTS[-1]]
-    for prompt, output in zip(prompts, serve(shape).generate(prompts, params), strict=True):
+    for prompt, output in zip(prompts, shape.serve(tier).generate(prompts, params), strict=True):
         first, *found = output.prompt_logprobs or ()
         with torch.inference_mode():
-            expected = theirs(torch.tensor([prompt])).logits[0, :-1].double().log_softmax(-1)  # [prompt - 1, vocab]
+            expected = shape.theirs(torch.tensor([prompt])).logits[0, :-1].double().log_softmax(-1)
         assert first is None
-        for token, told, row in zip(prompt[1:], found, expected, strict=True):
+        for token, told, row in zip(prompt[1:], found, expected, strict=True):  # expected: [prompt - 1, vocab]
             assert told is not None
             assert list(told)[:3] == row.topk(3).indices.tolist()
             assert set(told) == {*row.topk(3).indices.tolist(), token}
             assert list(told.values()) == pytest.approx(row[list(told)].tolist(), abs=2e-4)
 
 
-@quick_cases(2)
-def test_beams_of_a_small_model_are_those_of_transformers(serve: Serve, shape: Path):
-    theirs, params = load(shape), BeamSearchParams(beam_width=3, max_tokens=10)
-    for prompt, output in zip(SMALL_PROMPTS, serve(shape).beam_search(SMALL_PROMPTS, params), strict=True):
-        assert_same_beams(output.outputs, beams(theirs, prompt, params))
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=10)
 
 
 @pytest.fixture(scope="module")
-def often_ending(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, LlamaForCausalLM]:
+def beams_of_a_shape(shape: Model) -> list[Beams]:
+    return [beams(shape.theirs, prompt, BEAMS) for prompt in SMALL_PROMPTS]
+
+
+@quick_cases(4)
+def test_beams_of_a_small_model_are_those_of_transformers(shape: Model, beams_of_a_shape: list[Beams], tier: str):
+    for output, theirs in zip(shape.serve(tier).beam_search(SMALL_PROMPTS, BEAMS), beams_of_a_shape, strict=True):
+        assert_same_beams(output.outputs, theirs)
+
+
+# --- Texts that end -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def often_ending(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A small model for which a sixth of the vocabulary ends the text, so that beams of many lengths compete."""
     folder = make_small_llama(tmp_path_factory.mktemp("often_ending"), seed=3, eos_token_id=list(range(100, 121)))
     (folder / "tokenizer_config.json").unlink()  # transformers' generate does not ask the tokenizer what ends a text
-    return serve(folder), load(folder)
+    return Model(folder)
+
+
+ENDING_PROMPTS = [[3], [10, 20, 30], [90, 50, 70, 60], [11, 12]]
+RANKINGS: list[tuple[float, Any]] = [
+    (length_penalty, early_stopping)
+    for length_penalty in (-1.0, 0.0, 0.7, 1.0, 2.0)
+    for early_stopping in (True, False, "never")
+]
+
+
+@pytest.fixture(scope="module", params=RANKINGS, ids=str)
+def ranking(request: pytest.FixtureRequest) -> BeamSearchParams:
+    """Each way to rank beams, and to stop."""
+    length_penalty, early_stopping = request.param
+    return BeamSearchParams(4, max_tokens=14, length_penalty=length_penalty, early_stopping=early_stopping)
+
+
+@pytest.fixture(scope="module")
+def ranked(often_ending: Model, ranking: BeamSearchParams) -> list[Beams]:
+    return [beams(often_ending.theirs, prompt, ranking) for prompt in ENDING_PROMPTS]
 
 
 @quick_cases(2)
-@pytest.mark.parametrize("early_stopping", [True, False, "never"])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.7, 1.0, 2.0])
 def test_beams_that_end_at_different_lengths_are_ranked_and_stopped_as_by_transformers(
-    often_ending: tuple[LLM, LlamaForCausalLM], length_penalty: float, early_stopping: Any
+    often_ending: Model, ranking: BeamSearchParams, ranked: list[Beams], tier: str
 ):
-    ours, theirs = often_ending
-    params = BeamSearchParams(4, max_tokens=14, length_penalty=length_penalty, early_stopping=early_stopping)
-    prompts = [[3], [10, 20, 30], [90, 50, 70, 60], [11, 12]]
     lengths = set()
-    for prompt, output in zip(prompts, ours.beam_search(prompts, params), strict=True):
-        assert_same_beams(output.outputs, beams(theirs, prompt, params))
+    for output, theirs in zip(often_ending.serve(tier).beam_search(ENDING_PROMPTS, ranking), ranked, strict=True):
+        assert_same_beams(output.outputs, theirs)
         lengths |= {len(beam.token_ids) for beam in output.outputs}
     assert len(lengths) > 1
 
 
+ONE_TOKEN_PROMPTS = [[token] for token in range(3, 33)]
+
+
+@pytest.fixture(scope="module")
+def ended_texts(often_ending: Model) -> list[list[int]]:
+    return [greedy(often_ending.theirs, prompt, 16) for prompt in ONE_TOKEN_PROMPTS]
+
+
 @quick_cases(1)
-def test_a_text_ends_where_transformers_ends_it(often_ending: tuple[LLM, LlamaForCausalLM]):
-    ours, theirs = often_ending
-    prompts = [[token] for token in range(3, 33)]
+def test_a_text_ends_where_transformers_ends_it(often_ending: Model, ended_texts: list[list[int]], tier: str):
+    outputs = often_ending.serve(tier).generate(ONE_TOKEN_PROMPTS, SamplingParams(temperature=0, max_tokens=16))
     lengths = set()
-    for prompt, output in zip(
-        prompts, ours.generate(prompts, SamplingParams(temperature=0, max_tokens=16)), strict=True
-    ):
+    for output, theirs in zip(outputs, ended_texts, strict=True):
         [completion] = output.outputs
-        assert list(completion.token_ids) == greedy(theirs, prompt, 16)
+        assert list(completion.token_ids) == theirs
         assert completion.finish_reason == ("length" if completion.token_ids[-1] < 100 else "stop")
         lengths.add(len(completion.token_ids))
     assert {1, 16} < lengths  # at once, in between, not at all

@@ -39,23 +39,41 @@ def loaded(small_llama: Path) -> LoadedModel:
     return LoadedModel.load(small_llama)
 
 
+SERVED = [3, 4]
+"""The prompt that is served after whatever went wrong."""
+
+
+def says(llm: LLM) -> tuple[int, ...]:
+    return llm.generate(SERVED, GREEDY)[0].outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def expected(loaded: LoadedModel) -> tuple[int, ...]:
+    """What an LLM says to which nothing bad was ever done."""
+    return says(LLM(loaded, num_blocks=10))
+
+
+@pytest.fixture(scope="module")
+def shared(loaded: LoadedModel) -> LLM:
+    return LLM(loaded, debug=True, **BLOCKS)
+
+
 @pytest.fixture
-def llm(loaded: LoadedModel) -> Iterator[LLM]:
-    """An LLM that must be in order after whatever the test did to it."""
-    llm = LLM(loaded, debug=True, **BLOCKS)
-    yield llm
-    check_in_order(llm)
+def llm(shared: LLM, expected: tuple[int, ...]) -> Iterator[LLM]:
+    """The LLM of all tests, which must be in order after whatever each of them did to it."""
+    yield shared
+    check_in_order(shared, expected)
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "async"])
-def llm_either_way(loaded: LoadedModel, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    """The same, with and without a step in flight between two calls of `step`."""
+def llm_either_way(loaded: LoadedModel, expected: tuple[int, ...], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """A new one for each test, with and without a step in flight between two calls of `step`."""
     llm = LLM(loaded, debug=True, async_scheduling=request.param, **BLOCKS)
     yield llm
-    check_in_order(llm)
+    check_in_order(llm, expected)
 
 
-def check_in_order(llm: LLM) -> None:
+def check_in_order(llm: LLM, expected: tuple[int, ...]) -> None:
     """Nothing is left behind, and the next request is served as ever."""
     blocks = llm.engine.blocks
     assert not llm.engine.has_unfinished_requests()
@@ -63,8 +81,7 @@ def check_in_order(llm: LLM) -> None:
     assert not llm.engine.scheduler.waiting
     assert blocks.num_used == 0
     assert blocks.host_allocator is None or blocks.host_allocator.num_free == blocks.host_allocator.num_blocks
-    expected = LLM(llm.loaded, num_blocks=10).generate([3, 4], GREEDY)[0].outputs[0].token_ids
-    assert llm.generate([3, 4], GREEDY)[0].outputs[0].token_ids == expected
+    assert says(llm) == expected
 
 
 @pytest.fixture
@@ -123,18 +140,21 @@ def test_a_bad_prompt_is_refused_by_what_is_wrong_with_it(llm: LLM, prompt: Any,
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS)
 def test_a_bad_second_prompt_does_not_leave_the_first_one_behind(llm: LLM, prompt: Any, message: str):
+    steps = llm.stats().steps
     bad = prompt if isinstance(prompt, str) or not prompt or isinstance(prompt[0], list) else [prompt]
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(["a good prompt", *([bad] if isinstance(bad, str) else bad), "another"], GREEDY)
-    assert llm.stats().steps == 0  # refused before anything ran
+    assert llm.stats().steps == steps  # refused before anything ran
 
 
 @pytest.mark.parametrize(("params", "message"), TOO_MUCH.values(), ids=TOO_MUCH)
 def test_a_request_that_could_never_be_served_is_refused_at_once(llm: LLM, params: Sampling, message: str):
     refused: list[Event] = []
-    llm.engine.listeners.append(lambda event: refused.append(event) if isinstance(event, RequestRefused) else None)
+    listener = lambda event: refused.append(event) if isinstance(event, RequestRefused) else None  # noqa: E731
+    llm.engine.listeners.append(listener)
     with pytest.raises(InvalidRequest, match=message):
         llm.generate("abc", params)
+    llm.engine.listeners.remove(listener)
     assert len(refused) == 1
 
 
@@ -405,7 +425,9 @@ def test_an_unknown_model_name_lists_the_known_ones(cli: Callable[..., tuple[int
         assert "Known models: smollm2-135m-instruct" in one_error_line(err)
 
 
-def test_a_model_without_a_tokenizer_takes_token_ids_and_says_so(small_llama: Path, tmp_path: Path):
+def test_a_model_without_a_tokenizer_takes_token_ids_and_says_so(
+    small_llama: Path, expected: tuple[int, ...], tmp_path: Path
+):
     folder = tmp_path / "model"
     shutil.copytree(small_llama, folder)
     (folder / "tokenizer.json").unlink()
@@ -416,7 +438,7 @@ def test_a_model_without_a_tokenizer_takes_token_ids_and_says_so(small_llama: Pa
         llm.chat([{"role": "user", "content": "abc"}])
     with pytest.raises(InvalidRequest, match="stop strings need a tokenizer"):
         llm.generate([3, 4], Sampling(stop="a"))
-    check_in_order(llm)
+    check_in_order(llm, expected)
     assert llm.generate([3, 4], GREEDY)[0].outputs[0].text == ""
 
 
@@ -439,7 +461,7 @@ def test_what_a_model_cannot_do_is_told_before_its_weights_are_read(
 
 
 def test_a_chat_with_a_model_that_has_no_template_points_to_generate(
-    cli: Callable[..., tuple[int, str, str]], small_llama: Path, tmp_path: Path
+    cli: Callable[..., tuple[int, str, str]], small_llama: Path, expected: tuple[int, ...], tmp_path: Path
 ):
     folder = tmp_path / "model"
     shutil.copytree(small_llama, folder)
@@ -447,7 +469,7 @@ def test_a_chat_with_a_model_that_has_no_template_points_to_generate(
     llm = LLM(folder, num_blocks=10)
     with pytest.raises(ModelError, match="has no chat template; use generate"):
         llm.chat([{"role": "user", "content": "abc"}])
-    check_in_order(llm)
+    check_in_order(llm, expected)
     code, out, err = cli("generate", "--model", folder, "--num-blocks=10", "--chat", "abc")
     assert (code, out) == (1, "")
     assert "has no chat template" in one_error_line(err)

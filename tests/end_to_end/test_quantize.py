@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from minipaged import LLM, quantizing
 from minipaged.cli import main
 from minipaged.errors import InvalidRequest, ModelError
+from minipaged.llm import LoadedModel
 from minipaged.models.loading import load_config, load_weights
-from minipaged.models.quantized.recipe import Recipe
+from minipaged.models.quantized.recipe import Method, Recipe
 from minipaged.models.quantized.stored import Grouped
 from minipaged.perplexity import perplexity
+from minipaged.reference.quantize.layers import quantize_layers
 from minipaged.reference.quantize.rtn import rtn
 from minipaged.texts import text_of, tokens_of, windows_of
 from tests.effort import thorough
@@ -262,6 +269,31 @@ def test_windows_are_spread_over_the_text(number: int, length: int, tokens: int,
 
 @thorough
 @pytest.mark.model
+def test_gptq_and_awq_harm_a_real_model_less_than_rtn() -> None:
+    """Its first layers in 3 bits, the others as they are: quantizing all of them takes two minutes."""
+    loaded = LoadedModel.load("smollm2-135m-instruct", "reference")
+    ids = tokens_of(text_of(None, for_calibration=False), loaded.folder)[:512]
+    windows = windows_of(tokens_of(text_of(None, for_calibration=True), loaded.folder), 512, 512)
+
+    def lost(changed: dict[str, Any]) -> float:
+        """The mean of -log p(token | the tokens before it)."""
+        llm = LLM(replace(loaded, weights=loaded.weights | changed), num_blocks=40, num_swap_blocks=0)
+        return math.log(perplexity(llm, ids, 512).value)
+
+    def lost_by(method: Method) -> float:
+        made = quantize_layers(loaded.config, loaded.weights, Recipe(method, bits=3), windows)
+        return lost({name: weight for layer in islice(made, 3) for name, weight in layer.items()}) - exactly
+
+    exactly = lost({})
+    by_rtn = lost_by("rtn")
+    assert by_rtn > 0.05
+    assert lost_by("gptq") < 0.7 * by_rtn
+    assert lost_by("awq") < 0.7 * by_rtn
+
+
+@thorough
+@pytest.mark.model
+@pytest.mark.skipif(settings.get_current_profile_name() != "nightly", reason="it takes two minutes: make test-nightly")
 def test_gptq_is_better_than_rtn_on_a_real_model(tmp_path: Path) -> None:
     """With 3 bits and little of both texts, as it takes minutes otherwise.
 

@@ -127,24 +127,40 @@ def test_no_rank_at_all_is_refused(name: str) -> None:
         LLM("/no/such/model", **{name: 0})  # type: ignore[arg-type]
 
 
+@pytest.fixture(scope="module")
+def smollm2(smollm2_folder: Path) -> LoadedModel:
+    return LoadedModel.load(smollm2_folder, "reference", dtype="float32")
+
+
+Said = tuple[list[RequestOutput], np.ndarray]
+
+
+def said_by(loaded: LoadedModel, **parts: int) -> Said:
+    """The outputs for all texts, and the logits [1, vocab] after the first one."""
+    llm = LLM(loaded, num_blocks=64, max_model_len=512, **parts)  # type: ignore[arg-type]
+    outputs = llm.generate(yardstick.TEXTS, SamplingParams(temperature=0, max_tokens=16))
+    runner: Any = llm.engine.runner
+    return outputs, runner.forward([BatchRow(outputs[0].prompt_token_ids, 0, range(32), wants_logits=True)])
+
+
+@pytest.fixture(scope="module")
+def said_in_one_piece(smollm2: LoadedModel) -> Said:
+    return said_by(smollm2)
+
+
 @thorough
 @pytest.mark.model
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (4, 1), (2, 2)], ids=str)
-def test_smollm2_in_parts_computes_what_it_does_in_one_piece(smollm2_folder: Path, layout: tuple[int, int]) -> None:
+def test_smollm2_in_parts_computes_what_it_does_in_one_piece(
+    smollm2: LoadedModel, said_in_one_piece: Said, layout: tuple[int, int]
+) -> None:
     """The same tokens, and each logit of a prompt within 1e-5 of the largest."""
-    loaded = LoadedModel.load(smollm2_folder, "reference", dtype="float32")
-    size, num_stages = layout
-    sizes: Any = {"num_blocks": 64, "max_model_len": 512}
-    engines = [LLM(loaded, **sizes, tensor_parallel_size=size, pipeline_parallel_size=num_stages), LLM(loaded, **sizes)]
-    params = SamplingParams(temperature=0, max_tokens=16)
-    parts, whole = (llm.generate(yardstick.TEXTS, params) for llm in engines)
+    parts, found = said_by(smollm2, tensor_parallel_size=layout[0], pipeline_parallel_size=layout[1])
+    whole, expected = said_in_one_piece
     for ours, theirs in zip(parts, whole, strict=True):
-        prompt, tokens = ours.prompt_token_ids, ours.outputs[0].token_ids
-        check_same_or_tied(smollm2_folder, prompt, tokens, theirs.outputs[0].token_ids)
+        tokens = ours.outputs[0].token_ids
+        check_same_or_tied(smollm2.folder, ours.prompt_token_ids, tokens, theirs.outputs[0].token_ids)
         assert len(tokens) > 8
-    row = BatchRow(whole[0].prompt_token_ids, 0, range(32), wants_logits=True)
-    runners: list[Any] = [llm.engine.runner for llm in engines]
-    found, expected = (runner.forward([row]) for runner in runners)
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 

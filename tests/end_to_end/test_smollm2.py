@@ -6,7 +6,6 @@ proven tie (`ties.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 from minipaged import LLM, SamplingParams
-from minipaged.fast import preemption
 from minipaged.replay_steps import logits_of
 from tests.end_to_end import yardstick
 from tests.end_to_end.ties import check_same_or_tied
@@ -30,14 +28,6 @@ pytestmark = pytest.mark.model
 @pytest.fixture(scope="module")
 def kept() -> dict[str, Any]:
     return yardstick.kept()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _small_scratch() -> Iterator[None]:
-    """How fast blocks are copied does not matter here; to measure it takes 100 MB beside the weights."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(preemption, "SCRATCH_BLOCKS", 4)
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,11 @@ def greedy(model: LlamaForCausalLM, prompt: Sequence[int], max_tokens: int) -> l
     return out[0, len(prompt) :].tolist()
 
 
-def beams(model: LlamaForCausalLM, prompt: Sequence[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
+Beams = list[tuple[list[int], float]]
+"""Sequences with their scores, the best first."""
+
+
+def beams(model: LlamaForCausalLM, prompt: Sequence[int], params: BeamSearchParams) -> Beams:
     """The best sequences, each up to and including its end of sequence, with their scores."""
     tokens = torch.tensor([list(prompt)])
     out = model.generate(

@@ -42,6 +42,7 @@ settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 def pytest_configure(config: pytest.Config) -> None:
     """Test processes measure what each test costs, and the one that starts them collects it."""
+    gc.disable()  # until the first test: the imports make half a million objects, and nearly all of them stay
     if not config.getoption("numprocesses", None):
         config.pluginmanager.register(durations.Measured())
     if not hasattr(config, "workerinput"):
@@ -129,6 +130,7 @@ def _frozen() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     frozen = gc.get_freeze_count()
     with patch.object(gc, "get_freeze_count", lambda: frozen):
         yield

@@ -44,7 +44,6 @@ from markdown.extensions.toc import slugify, unique
 from docs import cards, npm, opening, predict, python_in_page
 from minipaged.course.grader.assignment import find_assignment
 from minipaged.course.grader.handouts import files_of
-from minipaged.paper import drawing
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.pages import body, counts, knees, label, section, summary
 from minipaged.paper.running import file_name, kept_figures
@@ -213,6 +212,8 @@ def check_anchors() -> None:
 
 def paper_figures() -> None:
     """A page and a picture for each result that is kept, and the table of all verdicts."""
+    from minipaged.paper import drawing
+
     results, folder = kept_figures(RESULTS, FIGURES), STAGE / "paper"
     for name, data in results.items():
         drawing.save(data, folder / f"{file_name(name)}.svg")
@@ -223,6 +224,8 @@ def paper_figures() -> None:
 
 def figure_page(data: dict[str, Any], names: list[str]) -> str:
     """The page of one figure. `names`: of all that have one, in order."""
+    from minipaged.paper.drawing import in_words
+
     figure, name = FIGURES[data["figure"]], file_name(data["figure"])
     stepper, place = data.get("recording"), names.index(data["figure"])
     around = [f"[← {label(names[place - 1])}]({file_name(names[place - 1])}.md)"] if place else []
@@ -235,7 +238,7 @@ def figure_page(data: dict[str, Any], names: list[str]) -> str:
             f"# {data['title']}",
             " · ".join(around),
             f"{section(figure)} {counts([data])}. {LINES if not stepper else BLOCKS}",
-            f"![{drawing.in_words(data)}]({name}.svg){{ .drawn }}",
+            f"![{in_words(data)}]({name}.svg){{ .drawn }}",
             "## What to look at",
             figure.look,
             *(["## Step through it", stepped({RECORDING: stepper}, f"figure-{name}") or ""] if stepper else []),

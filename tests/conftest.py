@@ -42,6 +42,7 @@ settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 def pytest_configure(config: pytest.Config) -> None:
     """Each test process measures what tests cost; the one that people see says it."""
+    gc.disable()  # until the first test: the imports make half a million objects, and nearly all of them stay
     if config.getoption("numprocesses", None) is None or hasattr(config, "workerinput"):
         config.pluginmanager.register(Measuring())
         config.pluginmanager.register(LeftRunning())
@@ -82,6 +83,7 @@ def _frozen() -> Iterator[None]:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
     frozen = gc.get_freeze_count()
     with patch.object(gc, "get_freeze_count", lambda: frozen):
         yield

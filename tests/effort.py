@@ -12,7 +12,9 @@ Where they are numbered (`seeds(n)`), the thorough ones come after the quick one
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -46,6 +48,19 @@ def seeds(all_of_them: int, chunk: int, *, first: int = 0, least: int = 2, tried
     if tried and settings.get_current_profile_name() == "thorough":
         first += max(least, all_of_them // 10)
     return [range(begin, min(begin + chunk, end)) for begin in range(first, end, chunk)]
+
+
+SHARE_OF_CALLS = 5
+"""The thorough profile tries one call in so many."""
+
+
+def calls_that_raise(request: pytest.FixtureRequest, calls: Sequence[int]) -> Sequence[int]:
+    """Which of these calls are to raise, one in each run of a workload: all of them, and in the thorough profile a
+    fifth, but one at least, drawn anew by the run's seed for each case of the test."""
+    if settings.get_current_profile_name() != "thorough":
+        return calls
+    drawn = random.Random(f"{request.config.getoption('--hypothesis-seed')} {request.node.nodeid}")
+    return sorted(drawn.sample(calls, -(-len(calls) // SHARE_OF_CALLS)))
 
 
 def quick_cases(number: int) -> pytest.MarkDecorator:

@@ -33,8 +33,11 @@ class Reciter(Storyteller):
         self._block_size = engine.config.block_size
         self._device: dict[int, Slots] = {}
         self._host: dict[int, Slots] = {}
-        self._before = {token: self._tokens.get(path[:-1]) for path, token in self._tokens.items()}
-        self._position = {token: len(path) - 1 for path, token in self._tokens.items()}
+        self._before: dict[int, int | None] = {}
+        self._position: dict[int, int] = {}
+        for (before, _), token in self._tokens.items():  # a token comes after the one before it
+            self._before[token] = before if before >= 0 else None
+            self._position[token] = self._position[before] + 1 if before >= 0 else 0
         return engine
 
     def tier(self) -> Tier:

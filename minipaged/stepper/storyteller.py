@@ -32,25 +32,30 @@ class Storyteller(MirroredRunner):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._tokens: dict[tuple[str, ...], int] = {}
+        self._tokens: dict[tuple[int, str], int] = {}  # by the token before it (-1: a text begins) and its word
         for text in self.texts:
             self._learn(text.split())
 
     def _learn(self, words: list[str]) -> None:
-        for i, word in enumerate(words):
-            if tuple(words[: i + 1]) not in self._tokens:
-                token = self._tokens[tuple(words[: i + 1])] = len(self.words)
+        before = -1
+        for word in words:
+            if (before, word) not in self._tokens:
+                token = self._tokens[before, word] = len(self.words)
                 self.words.append(word)
                 self.following.append([])
-                if i:
-                    self.following[self._tokens[tuple(words[:i])]].append(token)
+                if before >= 0:
+                    self.following[before].append(token)
+            before = self._tokens[before, word]
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text that one of the known ones begins with. Raises ValueError for another."""
-        words = text.split()
-        if tuple(words) not in self._tokens:
-            raise ValueError(f"none of the texts begins with {text!r}")
-        return [self._tokens[tuple(words[: i + 1])] for i in range(len(words))]
+        tokens: list[int] = []
+        for word in text.split() or [""]:
+            token = self._tokens.get((tokens[-1] if tokens else -1, word))
+            if token is None:
+                raise ValueError(f"none of the texts begins with {text!r}")
+            tokens.append(token)
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(self.words[token] for token in tokens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn
 
 from minipaged.contracts import Batch, Logits, PromptInput, Sampled, SampleFunction, SamplingInput, slots_of
@@ -109,6 +110,7 @@ class CheckedMirror(Mirror):
         raise InvariantViolation(Invariant.CONTENT, message)
 
 
+@cache
 def numpy_model() -> FakeModel:
     """The one that most use. (Where there is no NumPy, another one is given.)"""
     from minipaged.testing.numpy_model import NumpyModel

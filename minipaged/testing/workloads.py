@@ -10,6 +10,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import count
 
 from minipaged import contracts
@@ -341,12 +342,24 @@ def expected_tokens(request: WorkloadRequest, config: EngineConfig, model: FakeM
     """The outputs of one request, served alone by a loop without any cache."""
     params, prompt = request.params, prompt_of(request)
     most = min(params.max_tokens or config.max_model_len, config.max_model_len - len(prompt))
-    eos = () if params.ignore_eos else config.eos_token_ids
-    model = model or numpy_model()
+    eos = () if params.ignore_eos else tuple(config.eos_token_ids)
+    return [list(output) for output in _alone(prompt, params, most, eos, config.vocab_size, model or numpy_model())]
+
+
+@lru_cache(maxsize=1000)
+def _alone(
+    prompt: tuple[int, ...],
+    params: SamplingParams | BeamSearchParams,
+    most: int,
+    eos: tuple[int, ...],
+    vocab_size: int,
+    model: FakeModel,
+) -> list[list[int]]:
+    """The outputs, of at most `most` tokens. They are kept, because many tests run the same workload in other ways."""
 
     def logits(*outputs: list[int]) -> Logits:
-        rows = [model.logits([*prompt, *output], config.vocab_size) for output in outputs]
-        return model.batch(rows, config.vocab_size)
+        rows = [model.logits([*prompt, *output], vocab_size) for output in outputs]
+        return model.batch(rows, vocab_size)
 
     if isinstance(params, BeamSearchParams):
         search = model.tier.beam_search(params, len(prompt), len(prompt) + most, eos)

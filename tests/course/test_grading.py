@@ -11,9 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-import jsonschema
 import pytest
-import xmlschema
 from hypothesis import strategies as st
 
 import minipaged
@@ -174,7 +172,15 @@ def test_the_module_can_be_run_as_well() -> None:
 # --- The forms ------------------------------------------------------------------------------------
 
 
+def check_junit(written: str) -> None:
+    import xmlschema  # half a second, for few
+
+    xmlschema.XMLSchema(SCHEMAS / "junit.xsd").validate(written)
+
+
 def check(schema: str, document: object) -> None:
+    import jsonschema
+
     jsonschema.validate(document, json.loads((SCHEMAS / f"{schema}.schema.json").read_text()))
 
 
@@ -226,15 +232,14 @@ def test_json_forms_are_as_their_schemas_say(form: str, kind: str, grades: dict[
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_junit_is_as_its_schema_says(kind: str, grades: dict[str, Grade]) -> None:
-    written = formats.junit(grades[kind])
-    xmlschema.XMLSchema(SCHEMAS / "junit.xsd").validate(written)
+    check_junit(formats.junit(grades[kind]))
 
 
 @pytest.mark.parametrize("form", formats.FORMATS)
 def test_a_submission_that_cannot_be_graded_has_a_result_in_every_form(form: str) -> None:
     written = formats.FORMATS[form](Grade.refused("block-allocator", None, "no such file \x07"))
     if form == "junit":
-        xmlschema.XMLSchema(SCHEMAS / "junit.xsd").validate(written)
+        check_junit(written)
     elif form != "terminal":
         check("grade" if form == "json" else form, json.loads(written))
     assert "no such file" in written

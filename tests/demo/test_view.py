@@ -159,12 +159,22 @@ def test_not_a_terminal_gets_lines(events: list[Event], tmp_path: Path, capsys: 
 SIZES = [(20, 6), (40, 12), (60, 16), (80, 24), (80, 60), (100, 30), (120, 40), (200, 20), (250, 70)]
 
 
+@pytest.fixture(scope="module")
+def random_runs() -> list[list[Event]]:
+    """The events of each of some random workloads."""
+    runs: list[list[Event]] = []
+    for seed in range(4):
+        runs.append([])
+        Run(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
+    return runs
+
+
 @pytest.mark.parametrize(("width", "height"), SIZES)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_picture_is_as_wide_and_as_high_as_the_terminal(seed: int, width: int, height: int) -> None:
-    run = Run(random_workload(seed), listeners=[(heard := []).append])
-    run.to_the_end()
-    timeline = Timeline(heard)
+def test_a_picture_is_as_wide_and_as_high_as_the_terminal(
+    seed: int, width: int, height: int, random_runs: list[list[Event]]
+) -> None:
+    timeline = Timeline(random_runs[seed])
     view = View(letters)
     while not timeline.at_end:
         timeline.seek(timeline.position + 17)

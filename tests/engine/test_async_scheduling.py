@@ -23,7 +23,7 @@ from minipaged.events import (
     TokensComputed,
 )
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
-from tests.effort import quick_cases, scaled, seeds, thorough
+from tests.effort import calls_that_raise, quick_cases, scaled, seeds, thorough
 from tests.engine.test_failure_injection import Fault, Fuse, crowded, run_through, wired
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, ended, letters, random_workload
@@ -169,9 +169,11 @@ def test_the_workloads_bring_about_everything_that_can_happen() -> None:
     assert steps["launched ahead"] > steps["launched alone"] / 2, steps
 
 
-def test_the_same_requests_make_the_same_tokens_in_the_same_order_as_without() -> None:
+@scaled
+@pytest.mark.parametrize("seeds", seeds(300, 100), ids=str)
+def test_the_same_requests_make_the_same_tokens_in_the_same_order_as_without(seeds: range) -> None:
     """Of each sequence; steps overlap, so that one request may be a step behind where it was."""
-    for seed in range(100):
+    for seed in seeds:
         told: list[dict[int, list[int]]] = []
         for workload in (workload_of(seed), replace(workload_of(seed), config=random_workload(seed).config)):
             tokens: dict[int, list[int]] = {}
@@ -371,13 +373,18 @@ SIMPLE_CROWDED = {
     f"{name}, all ahead": with_steps_in_flight(workload, everything_runs_ahead=True)
     for name, workload in ASYNC_CROWDED.items()
 }
+CROWDED = ASYNC_CROWDED | SIMPLE_CROWDED
 PARTS = ["allocate", "share", "after moving", "forward", "half way through forward", "sample", "fetch"]
 
 
 @quick_cases(7)
-@pytest.mark.parametrize("workload", [*ASYNC_CROWDED.values(), *SIMPLE_CROWDED.values()], ids=str)
+@pytest.mark.parametrize(
+    "workload", [*ASYNC_CROWDED.values(), *SIMPLE_CROWDED.values()], ids=[*ASYNC_CROWDED, *SIMPLE_CROWDED]
+)
 @pytest.mark.parametrize("part", PARTS)
-def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_call_raises(part: str, workload: Workload) -> None:
+def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_call_raises(
+    part: str, workload: Workload, request: pytest.FixtureRequest
+) -> None:
     """Atomic-failure, exact-references, content, liveness."""
     calls = Fuse(part)
     overlap = Overlap()
@@ -386,7 +393,7 @@ def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_call_raises(
     assert run_through(run) == 0
     assert overlap.happened["launched ahead"] >= 3
     assert calls.calls > 0, "this workload never makes that call"
-    for number in range(1, calls.calls + 1):
+    for number in calls_that_raise(request, range(1, calls.calls + 1)):
         assert run_through(wired(workload, Fuse(part, number))) == 1, f"call {number} of {part}"
 
 

@@ -185,35 +185,37 @@ def test_the_scenes_bring_about_what_ends_going_on(async_scheduling: bool) -> No
     assert min(happened[name] for name in ("preempted", "deduplicated or shared", "evicted")) > 0
 
 
-def test_going_on_works_on_a_device_that_is_as_late_as_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed in range(40):
+@scaled
+@pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
+def test_going_on_works_on_a_device_that_is_as_late_as_it_may_be(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in seeds:
         check_same(scene_of(seed, async_scheduling=True), monkeypatch, LATE, LateRunner)
 
 
 @quick_cases(1)
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_an_error_while_going_on_costs_time_and_nothing_else(
-    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+    async_scheduling: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each step of some runs: the same as by the other way, which the failure injection tests are about."""
-    for seed in range(3):
-        scene = scene_of(seed, async_scheduling=async_scheduling)
-        for number in range(1, len(account_of(scene).steps), 3):
-            account = check_same(scene, monkeypatch, REFERENCE, ContentRunner, number)
-            assert account.happened["failed"] == 1
+    scene = scene_of(seed, async_scheduling=async_scheduling)
+    for number in range(1, len(account_of(scene).steps), 3):
+        account = check_same(scene, monkeypatch, REFERENCE, ContentRunner, number)
+        assert account.happened["failed"] == 1
 
 
-@quick_cases(1)
+@quick_cases(3)
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_an_allocator_that_fails_while_going_on_costs_time_and_nothing_else(
-    async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
+    async_scheduling: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for seed in range(6):
-        scene = scene_of(seed, async_scheduling=async_scheduling)
-        number = account_of(scene).happened["allocated while it ran"]
-        for at in range(number // 4, number, max(1, number // 5)):
-            account = check_same(scene, monkeypatch, REFERENCE, ContentRunner, None, at)
-            assert account.happened["failed"] + account.happened["refused"] > 0
+    scene = scene_of(seed, async_scheduling=async_scheduling)
+    number = account_of(scene).happened["allocated while it ran"]
+    for at in range(number // 4, number, max(1, number // 5)):
+        account = check_same(scene, monkeypatch, REFERENCE, ContentRunner, None, at)
+        assert account.happened["failed"] + account.happened["refused"] > 0
 
 
 def test_who_comes_to_listen_is_told_of_everything_from_then_on() -> None:

@@ -215,22 +215,29 @@ def test_who_is_first_after_somebody_came_in_is_asked_about_in_the_next_step() -
     assert running[2:] == [[], ["large"], ["large", "small"]]
 
 
-def test_every_question_is_asked_in_some_workload_and_only_where_it_makes_a_difference() -> None:
-    """The Spy looks at that."""
-    asked = Counter[str]()
+@pytest.fixture(scope="module")
+def spied() -> list[Engine]:
+    """The engines of 60 workloads, which have run to the end."""
+    engines = []
     for seed in range(60):
         run = Run(random_workload(seed), policy=Spy)
         run.to_the_end()
-        asked += spy(run.engine).asked
+        engines.append(run.engine)
+    return engines
+
+
+def test_every_question_is_asked_in_some_workload_and_only_where_it_makes_a_difference(spied: list[Engine]) -> None:
+    """The Spy looks at that."""
+    asked = Counter[str]()
+    for engine in spied:
+        asked += spy(engine).asked
     assert asked.keys() == {"fits", *QUESTIONS}
 
 
-def test_what_a_policy_was_told_stays_as_it_was_and_what_it_did_not_look_at_is_over() -> None:
+def test_what_a_policy_was_told_stays_as_it_was_and_what_it_did_not_look_at_is_over(spied: list[Engine]) -> None:
     over = 0
-    for seed in range(60):
-        run = Run(random_workload(seed), policy=Spy)
-        run.to_the_end()
-        for views, then in spy(run.engine).told:
+    for engine in spied:
+        for views, then in spy(engine).told:
             if then is not None:
                 assert all_of(views) == then
                 for view in views:

@@ -17,13 +17,12 @@ from typer.testing import CliRunner
 
 from minipaged.cli import app
 from minipaged.errors import InvalidRequest
-from minipaged.paper import commands, drawing
+from minipaged.paper import commands
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.figures.fig12 import FIG_12, TOLERANCE
 from minipaged.paper.figures.panel import BETWEEN, Panel, halfway
 from minipaged.paper.machines import facts
 from minipaged.paper.pages import counts, knees
-from minipaged.paper.report import figure_page, report
 from minipaged.paper.running import file_name, made, why_it_fails
 
 KEPT = Path(__file__).parents[2] / "docs" / "runs" / "paper"
@@ -104,6 +103,8 @@ class Page(HTMLParser):
 
 
 def test_the_report_stands_alone_and_says_everything() -> None:
+    from minipaged.paper.report import report
+
     written = report(RESULTS)
     page = Page(written)
     references = [value for _, name, value in page.attributes if name in ("href", "src", "xlink:href", "data")]
@@ -131,6 +132,8 @@ def test_the_report_stands_alone_and_says_everything() -> None:
 
 def test_the_page_of_a_run_says_which_figure_it_is_and_what_to_look_at() -> None:
     """Whatever signs its texts have."""
+    from minipaged.paper.report import figure_page
+
     data = {**RESULTS["12a"], "figure": "6", "recording": {"title": "</script><b>"}}
     written = figure_page(data)
     page = Page(written)
@@ -146,14 +149,15 @@ def test_the_page_of_a_run_says_which_figure_it_is_and_what_to_look_at() -> None
 
 def test_pictures_of_one_page_have_names_of_their_own() -> None:
     """What one picture defines is not what another one uses."""
+    from minipaged.paper.drawing import svg
 
     def names(figure: str) -> set[str]:
-        return set(re.findall(r' id="(\w+)"', drawing.svg(RESULTS[figure])))
+        return set(re.findall(r' id="(\w+)"', svg(RESULTS[figure])))
 
     shared = names("12a") & names("12b")
     assert names("12a") - shared
     assert all(name.startswith("DejaVu") for name in shared), "letters alone, which are the same"
-    assert drawing.svg(RESULTS["12a"]) == drawing.svg(RESULTS["12a"]), "the same for the same data"
+    assert svg(RESULTS["12a"]) == svg(RESULTS["12a"]), "the same for the same data"
 
 
 def test_the_knees_are_judged_together() -> None:
@@ -337,7 +341,7 @@ def test_of_all_figures_those_whose_file_is_missing_are_left_out(
     """With --traces and without. Who asks for one of them is told by an error."""
     few = {name: FIGURES[name] for name in ("beyond/azure", "beyond/prefix-caching", "table1")}
     monkeypatch.setattr(commands, "FIGURES", few)
-    monkeypatch.setattr(drawing, "save", lambda data, path: None)
+    monkeypatch.setattr("minipaged.paper.drawing.save", lambda data, path: None)
     options: dict[str, Any] = {"quick": True, "seed": 0, "processes": 1, "output": tmp_path}
     why = "needs --traces FOLDER, with .*github"
     for traces in (None, tmp_path):

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from docs import build
 from minipaged.cli import app
 from minipaged.mirror import Mirror
-from minipaged.paper import drawing
 from minipaged.paper.figure import Blocks, Outcome
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.figures.steppers import FIGS_4_TO_10, SPEECH, Fig4, Stepped
@@ -227,8 +226,10 @@ def test_the_result_that_is_kept_for_its_page_is_of_this_code(name: str) -> None
 
 def words_drawn(name: str) -> Sequence[str]:
     pytest.importorskip("matplotlib")
+    from minipaged.paper.drawing import draw
+
     data = json.loads(json.dumps({"figure": name, "title": "T", "plots": [asdict(p) for p in outcome(name).plots]}))
-    canvas = drawing.draw(data)
+    canvas = draw(data)
     return [text.get_text() for axes in canvas.axes for text in axes.texts]
 
 
@@ -241,8 +242,10 @@ def test_a_picture_has_tables_words_and_counts() -> None:
 
 
 def test_a_picture_is_told_in_words() -> None:
+    from minipaged.paper.drawing import in_words
+
     data = {"figure": "6", "title": "T", "plots": [asdict(plot) for plot in outcome("6").plots]}
-    assert "“brought” takes a block: sequence A has blocks 7 1 3" in drawing.in_words(data)
+    assert "“brought” takes a block: sequence A has blocks 7 1 3" in in_words(data)
 
 
 def test_the_command_writes_a_stepper(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from minipaged.events import (
 from minipaged.replay.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, Pool, State
 from minipaged.replay.teller import tell
 from minipaged.replay.timeline import Timeline
-from tests.effort import quick_cases, scaled, seeds
+from tests.effort import calls_that_raise, quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.workloads import Run, Workload, random_workload
 
@@ -168,17 +168,18 @@ def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range)
 @pytest.mark.parametrize(
     "part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "sample", "fetch"]
 )
-def test_the_state_is_right_after_a_step_that_failed(part: str, workload: Any) -> None:
-    for number in range(1, 60, 2):
+def test_the_state_is_right_after_a_step_that_failed(part: str, workload: Any, request: pytest.FixtureRequest) -> None:
+    for number in calls_that_raise(request, range(1, 60, 2)):
         follow(wired(workload, Fuse(part, number)), Timeline())
         follow(wired(ahead(workload), Fuse(part, number)), Timeline())
         follow(wired(in_lanes(workload), Fuse(part, number)), Timeline())
 
 
-@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+@quick_cases(5)
 @pytest.mark.parametrize("part", ["allocate", "copy_on_write", "swap out", "forward", "sample"])
-def test_any_prefix_is_right_where_a_step_failed(part: str, workload: Any) -> None:
-    for number in range(1, 60, 9):
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_any_prefix_is_right_where_a_step_failed(part: str, workload: Any, request: pytest.FixtureRequest) -> None:
+    for number in calls_that_raise(request, range(1, 60, 9)):
         check_any_prefix(wired(workload, Fuse(part, number)), number)
 
 

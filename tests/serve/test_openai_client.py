@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 
 from minipaged.llm import LLM, LoadedModel
 from minipaged.params import BeamSearchParams, SamplingParams
 from tests.serve.harness import Served
+
+if TYPE_CHECKING:
+    import openai  # at run time by the tests that need it: it takes two seconds, in each process that collects tests
 
 PROMPT = "The block table"
 MESSAGES: Any = [{"role": "user", "content": "What is a page?"}]
@@ -20,6 +22,8 @@ MESSAGES: Any = [{"role": "user", "content": "What is a page?"}]
 
 @pytest.fixture(scope="module")
 def client(server: Served) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=server.url + "/v1", api_key="any", max_retries=0) as client:
         yield client
 
@@ -300,6 +304,8 @@ def test_content_may_come_in_parts_of_text(client: openai.OpenAI) -> None:
 
 
 def test_the_models(client: openai.OpenAI) -> None:
+    import openai
+
     [model] = client.models.list()
     assert model.id == "tiny"
     assert model.owned_by == "minipaged"
@@ -336,11 +342,15 @@ def test_the_models(client: openai.OpenAI) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_there_is_refused_by_name(client: openai.OpenAI, given: Any, names: str) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError, match=names):
         client.chat.completions.create(**{"model": "tiny", "messages": MESSAGES} | given)
 
 
 def test_an_unknown_model_and_an_unknown_endpoint_are_404(client: openai.OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError, match="'other'") as caught:
         client.completions.create(model="other", prompt=PROMPT)
     assert caught.value.param == "model"
@@ -349,6 +359,8 @@ def test_an_unknown_model_and_an_unknown_endpoint_are_404(client: openai.OpenAI)
 
 
 def test_asynchronous_streams_side_by_side_give_what_each_gives_alone(server: Served, client: openai.OpenAI) -> None:
+    import openai
+
     prompts = [f"Prompt number {i}" for i in range(12)]
     given: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0.9, "seed": 5}
     alone = [client.completions.create(prompt=prompt, **given).choices[0].text for prompt in prompts]

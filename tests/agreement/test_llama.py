@@ -36,7 +36,14 @@ from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.reference.llama import inverse_frequencies as reference_frequencies
 from minipaged.steps import LOGITS, BlockMoves, Row, Sampling, StepInput
-from tests.agreement.kernels import CPU, TRITON, KernelSet, every_kernel_set, every_kernel_set_and_dtype
+from tests.agreement.kernels import (
+    CPU,
+    TRITON,
+    KernelSet,
+    every_kernel_set,
+    every_kernel_set_and_dtype,
+    every_kernel_set_and_dtype_in_8_bits,
+)
 from tests.effort import examples, thorough
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -192,7 +199,7 @@ def test_logits_agree_however_the_tokens_are_batched(
         twins.run([data.draw(query_len) for _ in twins.sequences])
 
 
-@every_kernel_set_and_dtype
+@every_kernel_set_and_dtype_in_8_bits
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_logits_agree_with_keys_and_values_in_8_bits(
     kernel_set: KernelSet, dtype: torch.dtype, kv_cache_dtype: str

@@ -103,6 +103,8 @@ def main() -> None:
     for script in (STEPPER, attention.SCRIPT):
         shutil.copy(script, STAGE / "assets")
     (STAGE / "tutorials").mkdir()
+    from minipaged.paper import drawing  # noqa: F401  before the threads: matplotlib looks for an IPython that is whole
+
     with ThreadPoolExecutor(min(TOGETHER, os.cpu_count() or 1)) as pool:
         scripts = sorted((ROOT / "tutorials").glob("[0-9]*.py"), reverse=True)  # the latest ones take longest
         written = [pool.submit(write_tutorial, script, can_edit) for script in scripts]

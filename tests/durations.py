@@ -115,15 +115,14 @@ class Meter:
 
     def measure(self) -> Callable[[], tuple[float, float]]:
         """Begins a stretch; the function that it returns ends it, and returns its seconds: wall, processor."""
-        began, used = time.perf_counter(), processor_seconds()
+        began, used = time.perf_counter(), processor_seconds() + self._running
         self._inner.append((0.0, 0.0))
 
         def end() -> tuple[float, float]:
-            wall, processor = time.perf_counter() - began, processor_seconds() - used
+            wall = time.perf_counter() - began
             if wall > LOOK_S:
-                running = seconds_of_running()
-                processor += running - self._running  # negative where a process ended, which `processor` has now
-                self._running = running
+                self._running = seconds_of_running()
+            processor = processor_seconds() + self._running - used
             inner_wall, inner_processor = self._inner.pop()
             outer_wall, outer_processor = self._inner[-1]
             self._inner[-1] = (outer_wall + wall, outer_processor + processor)

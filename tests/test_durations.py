@@ -99,7 +99,7 @@ def test_a_test_costs_what_it_and_its_processes_compute_and_a_shared_fixture_cos
     seconds = {test.partition("::")[2]: processor for test, (processor, _) in durations.by_test(costs).items()}
     assert 0.15 < seconds["test_asks_for_what_is_shared"] < 0.4
     assert seconds["test_computes_in_a_process"] > 0.65
-    assert seconds["test_is_the_last"] < 0.15
+    assert seconds["test_is_the_last"] < 0.35  # looking for what is left running
     fixtures = {name.rpartition(" ")[2]: processor for name, (processor, _) in durations.by_fixture(costs).items()}
     assert 0.35 < fixtures["shared"] < 0.6
     assert all(cost.memory > 5 for cost in costs if cost.fixture is None)

@@ -114,7 +114,10 @@ class Late(BlockAllocator):
 
 
 @thorough
-def test_a_bug_that_shows_after_many_calls_is_found_and_shortened(tmp_path: Path) -> None:
+def test_a_bug_that_shows_after_many_calls_is_found_and_shortened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_allocator, "LARGE_POOLS", LARGE_POOLS)
     submission = submit(REFERENCE + LATE, tmp_path, "Late")
     result = result_of("long runs in large pools", submission)
     assert result.failure is not None

@@ -38,6 +38,14 @@ def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(assignment, "ENGINE_WORKLOADS", 2)
 
 
+@pytest.fixture
+def four_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block allocators are graded by the first four tests alone, where one that fails is enough."""
+    assignment = find_assignment("block-allocator")
+    fewer = replace(assignment, tests=assignment.tests[:4], measure=None)
+    monkeypatch.setattr(page, "find_assignment", {"block-allocator": fewer}.__getitem__)
+
+
 class Clock:
     """Goes on by a hundredth of a second per look of the page's process, which looks every so many lines of student
     code: so an endless loop is over soon, and the machine may be busy."""
@@ -108,6 +116,7 @@ def test_a_starter_is_told_what_is_still_to_be_written() -> None:
     assert unwritten.count(True) == 7
 
 
+@pytest.mark.usefixtures("four_tests")
 def test_the_line_in_which_it_went_wrong_is_marked() -> None:
     """Where it raised; or else the last one that ran of a method, not counting those by which it is looked at."""
     for piece, wrong, line in (
@@ -122,6 +131,7 @@ def test_the_line_in_which_it_went_wrong_is_marked() -> None:
         assert source.splitlines()[broken["line"] - 1].strip() == line
 
 
+@pytest.mark.usefixtures("four_tests")
 @pytest.mark.parametrize(
     ("in_allocate", "verdict", "message"),
     [
@@ -148,6 +158,7 @@ def test_what_a_part_does_to_the_page_fails_the_test_in_which_it_does_it(
     assert failed["hint"]
 
 
+@pytest.mark.usefixtures("four_tests")
 def test_what_it_prints_is_told_the_beginning_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     _, told = in_a_page("block-allocator", hostile(in_allocate="print('here I am')"))
     assert told[1]["output"].startswith("here I am\nhere I am\n")
@@ -166,6 +177,7 @@ def test_what_cannot_be_graded_is_told_with_its_line() -> None:
     assert in_a_page("block-allocator", "x = 1\n")[0]["line"] is None
 
 
+@pytest.mark.usefixtures("four_tests")
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = (Path.cwd(), list(sys.path), sys.gettrace(), sys.stdout, sys.unraisablehook)
@@ -180,6 +192,7 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not {"block_allocator", "block_allocator_submission"} & {*sys.modules}
 
 
+@pytest.mark.usefixtures("four_tests")
 def test_what_was_replaced_is_put_back() -> None:
     seeds, generator = random.random, vars(random.Random)
     replaces = "import random; random.random = lambda: 4; random.Random.random = lambda self: 4"
@@ -188,6 +201,7 @@ def test_what_was_replaced_is_put_back() -> None:
     assert "random" not in generator
 
 
+@pytest.mark.usefixtures("four_tests")
 def test_a_loop_while_it_is_made_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the run is looked at again: lines of such members are counted, though none of them is the one."""
     monkeypatch.setattr(page, "CALL_SECONDS", 1.0)
@@ -198,6 +212,7 @@ def test_a_loop_while_it_is_made_ends_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert "a call did not end within 1 second" in told[0]["message"]
 
 
+@pytest.mark.usefixtures("four_tests")
 def test_after_a_call_that_was_ended_no_other_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even of the same message: those would not be ended any more."""
     monkeypatch.setattr(page, "CALL_SECONDS", 1.0)
@@ -218,7 +233,7 @@ def test_after_a_call_that_was_ended_no_other_is_made(monkeypatch: pytest.Monkey
 
 def test_of_a_hidden_test_a_page_tells_the_points_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assignment = find_assignment("block-allocator")
-    hidden = replace(assignment, tests=tuple(replace(test, hidden=True) for test in assignment.tests))
+    hidden = replace(assignment, tests=tuple(replace(test, hidden=True) for test in assignment.tests[:4]))
     monkeypatch.setattr(page, "find_assignment", lambda name: hidden)
     _, told = in_a_page("block-allocator", find_seeded("block-allocator").mutants["share-not-counted"].source)
     failed = next(test for test in told if test["status"] == "failed")

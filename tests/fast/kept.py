@@ -25,6 +25,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from tests.left_running import OURS
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("triton", "torch", "numpy", "numba", "llvmlite")
 SETTINGS = ("TRITON", "LLVM", "MLIR", "PTXAS", "DISABLE_", "ENABLE_", "NUMBA", "TORCH", "PYTORCH", "CUDA", "MINIPAGED")
@@ -46,7 +48,11 @@ def kept(name: str, module: str, *arguments: str, root: Path = ROOT) -> str:
     circumstances = [
         [module, *arguments],
         [sys.version, platform.platform(), *(f"{each} {importlib.metadata.version(each)}" for each in PACKAGES)],
-        sorted([variable, value] for variable, value in environment.items() if variable.startswith(SETTINGS)),
+        sorted(
+            [variable, value]
+            for variable, value in environment.items()
+            if variable.startswith(SETTINGS) and variable != OURS
+        ),
         hashes(root, read_as_text),
     ]
     with FileLock(folder / f"{name}.lock"):

@@ -207,7 +207,7 @@ def test_a_page_says_what_it_has_so_that_no_style_looks_through_all_of_it(site: 
 
 PARTS = 4
 """The pages are shared out among so many tests; in each second one they are loaded on a phone."""
-MADE_ALIKE = {"api": 6, "paper": 20}
+MADE_ALIKE = {"api": 6}
 """Pages in these folders are made by programs, all alike. Axe looks at `examples` of so many of each, drawn at random:
 a fifth of them, and all in `make test-nightly`. What a person wrote is always looked at."""
 

@@ -228,15 +228,20 @@ class Workers:
             return WorkerProcess(limits, modules)
         kind = (tuple(modules), limits.gpu)
         with self._lock:
-            if kind not in self._origins:
+            if kind not in self._origins or self._origins[kind].has_ended():
                 self._origins[kind] = Origin(*kind)
-        return WorkerProcess(limits, modules, origin=self._origins[kind])
+            origin = self._origins[kind]
+        return WorkerProcess(limits, modules, origin=origin)
 
     def close(self) -> None:
         """The workers must have been closed."""
         for origin in self._origins.values():
             origin.close()
         self._origins.clear()
+
+
+ORIGIN_SECONDS = 300.0
+"""How long the imports of a part's modules may take, on a busy machine."""
 
 
 class Origin:
@@ -251,33 +256,43 @@ class Origin:
             "fork_workers", theirs, Path(self._folder.name), environment, subprocess.DEVNULL, *modules
         )
         theirs.close()
+        self._requests.settimeout(ORIGIN_SECONDS)
         self._lock = threading.Lock()
 
     def copy(self, folder: Path, environment: dict[str, str], channel: int, output: int) -> Copy:
         """Fork: a worker with this channel to the grader, which prints there. Raises Misbehaviour."""
         number = self.ask({"folder": str(folder), "environment": environment}, channel, output)
         if number is None:
-            status = self._process.wait()
-            raise Misbehaviour(Verdict.ENDED, f"its process ended with exit status {status} before it had begun")
+            raise Misbehaviour(Verdict.ENDED, "its process ended before it had begun; is there memory left?")
         return Copy(self, number)
 
-    def ask(self, request: dict[str, Any], *ends: int) -> int | None:
-        """Its answer; None when it is not there any more."""
+    def ask(self, request: dict[str, Any], *descriptors: int) -> int | None:
+        """Its answer; None where it has none, or is not there any more."""
         with self._lock:
             try:
-                socket.send_fds(self._requests, [json.dumps(request).encode()], ends)
+                socket.send_fds(self._requests, [json.dumps(request).encode()], descriptors)
                 answer = self._requests.recv(1 << 16)
-            except OSError:
+            except OSError:  # it does not answer, or was closed
+                self._end()
                 return None
+            except BaseException:  # the answer must not be taken for the next one
+                self._end()
+                raise
         number: int | None = json.loads(answer) if answer else None
         return number
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def close(self) -> None:
         """End it; a copy that still runs ends with it."""
+        self._end()
+        self._folder.cleanup()
+
+    def _end(self) -> None:
         self._requests.close()
         self._process.kill()
         self._process.wait()
-        self._folder.cleanup()
 
 
 class Copy:

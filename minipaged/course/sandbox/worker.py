@@ -246,7 +246,7 @@ def fork_workers() -> None:
     gc.collect()
     gc.freeze()  # a copy that collected garbage would have to write to each object
     while True:
-        message, ends, _, _ = socket.recv_fds(requests, 1 << 16, 2)
+        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 2)
         if not message:
             os._exit(0)
         request = json.loads(message)
@@ -255,14 +255,27 @@ def fork_workers() -> None:
             ended, status = os.waitpid(request["wait"], 0 if request["block"] else os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if ended else None
         else:
-            answer = os.fork()
-            if answer == 0:
-                requests.close()
-                become_worker(request["folder"], request["environment"], *ends)
-            os.setpgid(answer, answer)  # it is killed with all that it starts
-            for end in ends:
-                os.close(end)
+            answer = _fork(requests, request["folder"], request["environment"], *descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            if answer is not None:
+                continue  # the copy has answered
         requests.send(json.dumps(answer).encode())
+
+
+def _fork(requests: socket.socket, folder: str, environment: dict[str, str], channel: int, output: int) -> int | None:
+    """Make a copy, which answers the grader with its number and goes on as a worker. None where the system has no room
+    for one."""
+    try:
+        pid = os.fork()
+    except OSError:
+        return None
+    if pid == 0:
+        os.setsid()  # it is killed with all that it starts, and cannot leave
+        requests.send(json.dumps(os.getpid()).encode())
+        requests.close()
+        become_worker(folder, environment, channel, output)
+    return pid
 
 
 def become_worker(folder: str, environment: dict[str, str], channel: int, output: int) -> None:

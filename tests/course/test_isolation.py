@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -379,7 +380,8 @@ def test_copies_that_are_asked_for_at_the_same_time_are_each_somebodys(tmp_path:
         assert [*pool.map(said, range(12))] == [*range(12)]
 
 
-def test_where_copies_cannot_come_from_any_more_it_is_told() -> None:
+def test_where_copies_cannot_come_from_any_more_it_is_told_and_the_next_come_from_another(tmp_path: Path) -> None:
+    part = submit(REFERENCE, tmp_path).path
     with Workers() as workers:
         with workers.start(LIMITS, ()) as process:
             [origin] = workers._origins.values()
@@ -387,8 +389,45 @@ def test_where_copies_cannot_come_from_any_more_it_is_told() -> None:
             origin._process.wait()
             with pytest.raises(Misbehaviour, match="its process ended"):
                 process.finish()
-        with pytest.raises(Misbehaviour, match="its process ended with exit status -9 before it had begun"):
-            workers.start(LIMITS, ())
+        with pytest.raises(Misbehaviour, match="its process ended before it had begun"):
+            WorkerProcess(LIMITS, (), origin=origin)
+        with workers.start(LIMITS, ()) as process:
+            assert process.load(part, "mine").contents
+        assert [*workers._origins.values()] != [origin]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no worker is a copy")
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between a question and its answer."""
+    with Workers() as workers:
+        with workers.start(LIMITS, ()) as process:
+            process.finish()
+        [origin] = workers._origins.values()
+        with monkeypatch.context() as patch:
+            patch.setattr(origin, "_requests", Interrupted(origin._requests))
+            with pytest.raises(KeyboardInterrupt):
+                workers.start(LIMITS, ())
+        assert origin.has_ended()
+
+
+class Interrupted:
+    """A socket whose reader is interrupted."""
+
+    def __init__(self, requests: socket.socket) -> None:
+        self.close, self.sendmsg = requests.close, requests.sendmsg
+
+    def recv(self, size: int) -> bytes:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are programs, which lead sessions too")
+def test_a_copy_leads_a_session_so_that_nothing_it_starts_can_leave_its_group(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text("import os\ndef leave():\n    os.setpgid(0, os.getppid())\n")
+    with Workers() as workers, workers.start(LIMITS, ()) as process:
+        part = process.load(tmp_path / "leaves.py", "leaves")
+        assert os.getsid(process._process.pid) == os.getpgid(process._process.pid) == process._process.pid
+        with pytest.raises(StudentError, match="PermissionError"):
+            part.module.call("leave")
 
 
 def test_elsewhere_than_on_linux_each_worker_is_a_program_of_its_own(

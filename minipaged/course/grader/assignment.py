@@ -236,8 +236,8 @@ class Bench:
     carried: Mapping[str, Submission] = field(default_factory=dict)
     """Own parts from earlier assignments, by the assignment's name."""
     model: str = "smollm2-135m-instruct"
-    start: StartSandbox | None = None
-    """Makes what the part runs in; None: `start_process`."""
+    start: StartSandbox = field(default_factory=lambda: start_process)
+    """Makes what the part runs in."""
     _process: Sandbox | None = None
     _part: tuple[Handle, str] | None = None
     _also: tuple[str, ...] = ()
@@ -249,7 +249,7 @@ class Bench:
     def process(self) -> Sandbox:
         """The worker, started when first asked for. Raises CannotBeGraded when the file cannot be loaded."""
         if self._process is None:
-            self._process = (self.start or start_process)(self.assignment.limits, self.assignment.modules)
+            self._process = self.start(self.assignment.limits, self.assignment.modules)
             for name, submission in self.carried.items():
                 carried, chosen = self._load(find_assignment(name), submission)
                 self._carried_parts[name] = carried.module, chosen

@@ -152,9 +152,11 @@ def test_a_request_that_could_never_be_served_is_refused_at_once(llm: LLM, param
     refused: list[Event] = []
     listener = lambda event: refused.append(event) if isinstance(event, RequestRefused) else None  # noqa: E731
     llm.engine.listeners.append(listener)
-    with pytest.raises(InvalidRequest, match=message):
-        llm.generate("abc", params)
-    llm.engine.listeners.remove(listener)
+    try:
+        with pytest.raises(InvalidRequest, match=message):
+            llm.generate("abc", params)
+    finally:
+        llm.engine.listeners.remove(listener)
     assert len(refused) == 1
 
 
@@ -203,7 +205,8 @@ def test_threads_can_share_an_llm(llm: LLM):
     assert together == alone
 
 
-def test_stats_tell_how_many_blocks_are_held_now(llm: LLM):
+def test_stats_tell_how_many_blocks_are_held_now(loaded: LoadedModel):
+    llm = LLM(loaded, **BLOCKS)  # others have held blocks of theirs
     llm.generate([3, 4], GREEDY)
     stats = llm.stats()
     assert stats.blocks_used == 0

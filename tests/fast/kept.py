@@ -66,7 +66,9 @@ def kept(name: str, module: str, *arguments: str, root: Path = ROOT) -> str:
         files = json.loads(loaded.read_text())
         if max((root / file).stat().st_mtime for file in files) < began:  # nobody has edited one meanwhile
             result = {"circumstances": circumstances, "files": hashes(root, files), "printed": done.stdout}
-            at.write_text(json.dumps(result))
+            whole = at.with_suffix(".new")
+            whole.write_text(json.dumps(result))
+            whole.replace(at)  # a run that is ended here leaves no half of it
         return done.stdout
 
 

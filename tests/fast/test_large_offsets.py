@@ -405,8 +405,10 @@ def test_an_offset_of_32_bits_is_found(
     narrow: Narrow, low: Callable[[Callable[..., Results]], list[Tensor]], tmp_path: Path
 ) -> None:
     kernels = next(one for one in SETS if f"{one.__name__}.py" == narrow.file)
-    together = low(kernels)  # for which 32 bits suffice
-    with within_their_tensors(), closing(kernels(narrow.module(tmp_path), high=True)) as apart:
+    together, module = low(kernels), narrow.module(tmp_path)
+    with within_their_tensors(), closing(kernels(module, high=False)) as narrowed:
+        assert same(together, narrowed)  # there 32 bits suffice
+    with within_their_tensors(), closing(kernels(module, high=True)) as apart:
         try:
             found = not same(together, apart)
         except InterpreterError:  # of an overflow, or of memory that is not the kernel's

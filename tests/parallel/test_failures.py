@@ -186,9 +186,11 @@ def test_one_rank_without_memory_is_enough(llm: LLM) -> None:
     """The others have room, and wait for it."""
     process = psutil.Process(workers_of(llm).pids[1])
     most = process.memory_info().vms + (128 << 20)
-    process.rlimit(psutil.RLIMIT_AS, (most, most))
+    before = process.rlimit(psutil.RLIMIT_AS)
+    process.rlimit(psutil.RLIMIT_AS, (most, before[1]))
     with pytest.raises(InvalidRequest, match=r"num_blocks is 120000: .* more than there are"):
         LLM(llm.loaded, num_blocks=120_000, num_swap_blocks=0)
+    process.rlimit(psutil.RLIMIT_AS, before)
 
 
 @thorough

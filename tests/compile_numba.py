@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any
 
 import torch
 from filelock import FileLock
+from numba.core import event
 
 from minipaged.fast.cpu import compiling
 from minipaged.tiers import choose_tier
+from tests.durations import Measuring
 
 ROOT = Path(__file__).parent.parent
 DTYPES = sorted({"float32", choose_tier("fast", "cpu").dtype})
@@ -58,6 +62,23 @@ def compile_in_turns(folder: Path, worker: int) -> None:
                 done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
                 assert done.returncode == 0, done.stderr
                 (folder / f"numba-{part}").touch()
+
+
+class Compiling(event.Listener):  # type: ignore[misc]
+    """Hears of what numba compiles in this process: it costs no test, but all that call the kernel (`durations.py`)."""
+
+    def __init__(self, measuring: Measuring) -> None:
+        self._measuring = measuring
+        self._ends: list[Callable[[], None]] = []
+
+    def on_start(self, event: Any) -> None:
+        if current_thread() is main_thread():
+            name = event.data["dispatcher"].py_func.__qualname__
+            self._ends.append(self._measuring.shared(f"numba: {name}"))
+
+    def on_end(self, event: Any) -> None:
+        if current_thread() is main_thread():
+            self._ends.pop()()
 
 
 if __name__ == "__main__":

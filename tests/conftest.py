@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Each test process measures what tests cost; the one that people see says it."""
     gc.disable()  # until the first test: the imports make half a million objects, and nearly all of them stay
     if config.getoption("numprocesses", None) is None or hasattr(config, "workerinput"):
-        config.pluginmanager.register(Measuring())
+        config.pluginmanager.register(Measuring(), "measuring")
         config.pluginmanager.register(LeftRunning())
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(config))
@@ -117,6 +117,17 @@ def _compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
         from tests.compile_numba import compile_in_turns
 
         compile_in_turns(tmp_path_factory.getbasetemp().parent, int(worker.removeprefix("gw")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiling(pytestconfig: pytest.Config) -> Iterator[None]:
+    """What numba compiles stands by itself among the costs of a run."""
+    from numba.core.event import install_listener
+
+    from tests.compile_numba import Compiling
+
+    with install_listener("numba:compile", Compiling(pytestconfig.pluginmanager.get_plugin("measuring"))):
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,8 +4,8 @@
 
 Each test has three phases (setup, call, teardown). Each phase has seconds by the clock, seconds of processor, and the
 most memory (MiB) that the test process held in it. What a fixture costs stands by itself, and is not in the setup that
-asked for it. Processor time is what counts: it hardly changes when other programs want the same processor. It includes
-every process that the test started.
+asked for it; nor is what numba compiles in the first test that calls a kernel. Processor time is what counts: it hardly
+changes when other programs want the same processor. It includes every process that the test started.
 
 `tests/budget.toml` says what a run may cost: `over_budget` compares.
 """
@@ -138,6 +138,7 @@ class Measuring:
         self._meter = Meter()
         self._costs: list[Cost] = []
         self._left_out: Counter[str] = Counter()
+        self._test = ""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Generator[None, object, object]:
@@ -151,8 +152,14 @@ class Measuring:
             if max(wall, processor) >= 0.001:
                 self._costs.append(Cost(test, fixturedef.scope, wall, processor, fixture=name))
 
+    def shared(self, name: str) -> Callable[[], None]:
+        """Begins a stretch that is no test's own, though one happens to be the first that needs it."""
+        end = self._meter.measure()
+        return lambda: self._costs.append(Cost(self._test, "session", *end(), fixture=name))
+
     def _phase(self, item: pytest.Item, phase: str) -> Generator[None, object, object]:
         forget_peak()
+        self._test = item.nodeid
         end = self._meter.measure()
         try:
             return (yield)

@@ -11,11 +11,14 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numba
 import psutil
 import pytest
+from numba.core import event
 
 from tests import durations
-from tests.durations import Cost, compare, over_budget
+from tests.compile_numba import Compiling
+from tests.durations import Cost, Measuring, compare, over_budget
 from tests.progress import how_far, screen
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +106,22 @@ def test_a_test_costs_what_it_and_its_processes_compute_and_a_shared_fixture_cos
     fixtures = {name.rpartition(" ")[2]: processor for name, (processor, _) in durations.by_fixture(costs).items()}
     assert 0.35 < fixtures["shared"] < 0.6
     assert all(cost.memory > 5 for cost in costs if cost.fixture is None)
+
+
+def test_what_numba_compiles_costs_no_test() -> None:
+    measuring = Measuring()
+    with event.install_listener("numba:compile", Compiling(measuring)):
+        end = measuring._meter.measure()
+        numba.njit(lambda x: inner(x) + 1)(1)
+        _, own = end()
+    lists = {cost.fixture: cost for cost in measuring._costs}
+    assert len(lists) == 2
+    assert all(str(name).startswith("numba: ") and name.endswith(">") for name in lists)
+    assert all(durations.room(cost.owner) == "tests" for cost in lists.values())
+    assert own < sum(cost.processor for cost in lists.values())
+
+
+inner = numba.njit(lambda x: x)
 
 
 def test_a_test_that_leaves_a_process_behind_is_named_in_an_error(run: tuple[str, list[Cost]]) -> None:

@@ -59,8 +59,9 @@ class Cost:
     @property
     def owner(self) -> str:
         """The file that pays: the test's; for a fixture that several tests share, the one that defines it."""
-        shared = self.fixture is not None and self.phase != "function"
-        return self.fixture.partition(": ")[0] if shared and self.fixture else self.test.partition("::")[0]
+        if self.fixture is None or self.phase == "function":
+            return self.test.partition("::")[0]
+        return self.fixture.partition(": ")[0]
 
     @property
     def room(self) -> str:

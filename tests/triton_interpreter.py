@@ -42,7 +42,7 @@ def patch_the_language_once_a_launch() -> None:
 
     @functools.cache
     def languages_of(function: Any) -> frozenset[str]:
-        """Of the two modules that have the language, those that the function knows."""
+        """The names of the two modules of the language, as far as the function knows them."""
         known = [value for value in function.__globals__.values() if inspect.ismodule(value)]
         return frozenset(each.__name__ for each in (language, language.core) if each in known)
 

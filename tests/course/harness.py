@@ -84,7 +84,7 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def run_script_in_worker(
     script: str, part: Assignment, submission: Path, folder: Path, workers: Workers
 ) -> subprocess.CompletedProcess[str]:
-    """The same where its imports take seconds: they have been made before."""
+    """Runs a script whose imports take seconds: the worker has made them before."""
     path = folder / "counterexample.py"
     path.write_text(script.replace(json.dumps(str(submission.parent)), '"."'))
     limits = replace(part.limits, call_seconds=120.0)

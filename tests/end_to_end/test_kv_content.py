@@ -127,7 +127,7 @@ suddenly a White Rabbit with pink eyes ran close by."""
 @thorough
 @pytest.mark.model
 def test_a_real_models_logits_move_by_two_percent_in_int8_at_most_and_five_in_fp8(smollm2_folder: Path) -> None:
-    """Of all the logits after 12 beginnings of a text, by their Euclidean norm. Each goes on from the one before."""
+    """The Euclidean norm is that of all logits after 12 beginnings of a text; each goes on from the one before."""
     model = LoadedModel.load(smollm2_folder, "fast", device="cpu", dtype="float32")
     assert model.tokenizer is not None
     token_ids = model.tokenizer.encode(TEXT)

@@ -197,7 +197,7 @@ def test_one_rank_without_memory_is_enough(llm: LLM) -> None:
 
 @thorough
 def test_an_interrupted_message_ends_all_workers(shared: Lend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that were told would wait for those that were not, or take the next step's numbers for this one's."""
+    """Workers that were told would wait for those that were not, or take the next step's numbers for this one's."""
     llm = LLM(shared(1, 2), **SIZES)
     second = workers_of(llm)._processes[1]
 

@@ -228,7 +228,7 @@ IN_VIEW = """(part) => { const box = part.getBoundingClientRect();
 SMALLEST = """(opening) => Math.min(...[...opening.querySelectorAll('text, p, b, span, figcaption, button')]
     .filter((part) => !part.hidden).map((part) => parseFloat(getComputedStyle(part).fontSize)
         * (part.ownerSVGElement ? part.getScreenCTM().a : 1)))"""
-"""Of its letters: pixels."""
+"""The size of the smallest letters, in pixels."""
 
 
 @pytest.mark.parametrize("part", range(PARTS))

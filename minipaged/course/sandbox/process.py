@@ -228,9 +228,12 @@ class Workers:
             return WorkerProcess(limits, modules)
         kind = (tuple(modules), limits.gpu)
         with self._lock:
-            if kind not in self._origins or self._origins[kind].has_ended():
-                self._origins[kind] = Origin(*kind)
-            origin = self._origins[kind]
+            origin = self._origins.get(kind)
+            if origin is not None and origin.has_ended():
+                origin.close()
+                origin = None
+            if origin is None:
+                origin = self._origins[kind] = Origin(*kind)
         return WorkerProcess(limits, modules, origin=origin)
 
     def close(self) -> None:
@@ -307,7 +310,7 @@ class Copy:
         return self._wait(block=False)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The same when it has ended. Raises subprocess.TimeoutExpired."""
+        """Waits for its end and returns its exit status. Raises subprocess.TimeoutExpired."""
         if timeout is None:
             return self._wait(block=True)
         until = time.monotonic() + timeout

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import pytest
 
-from minipaged.events import RequestFinished
+from minipaged.events import Event, RequestFinished, StepFinished
 from minipaged.llm import LoadedModel
 from minipaged.serve.connections import MOST_AHEAD, QUIET_S, SILENT_S, most_connections, raise_file_limit
 from minipaged.serve.settings import ServeSettings
@@ -289,9 +289,15 @@ def test_what_is_logged_of_the_bound_is_said_again_after_a_while(small: Served) 
 def test_a_client_that_sends_ahead_and_leaves_ends_its_request(server: Served, ahead: bytes, stream: bool) -> None:
     body = json.dumps(ENDLESS | {"stream": stream}).encode()
     ends: list[str] = []
-    server.allm.llm.engine.listeners.append(
-        lambda event: ends.append(event.reason) if isinstance(event, RequestFinished) else None
-    )
+    steps = 0
+
+    def listen(event: Event) -> None:
+        nonlocal steps
+        steps += isinstance(event, StepFinished)
+        if isinstance(event, RequestFinished):
+            ends.append(event.reason)
+
+    server.allm.llm.engine.listeners.append(listen)
     for at_once in (True, False):
         with server.slow(0.1):  # the whole of it takes a minute and a half
             with connect(server.url) as client:
@@ -300,9 +306,11 @@ def test_a_client_that_sends_ahead_and_leaves_ends_its_request(server: Served, a
                 if not at_once:
                     client.sendall(ahead)
                 time.sleep(0.05)
+            steps = 0
             wait_until(lambda: server.allm.num_open == 0)
+            assert steps < 50  # of 900
         server.check_nothing_is_left()
-    server.allm.llm.engine.listeners.pop()
+    server.allm.llm.engine.listeners.remove(listen)
     assert ends == ["aborted", "aborted"]
 
 

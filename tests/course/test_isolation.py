@@ -16,9 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from minipaged.course.grader import assignment
 from minipaged.course.grader.assignment import CannotBeGraded, Status, Submission, TestResult, find_assignment
 from minipaged.course.grader.counterexample import ALARM
 from minipaged.course.grader.grading import grade
+from minipaged.course.sandbox import process
 from minipaged.course.sandbox.contract import Limits, Misbehaviour, Raised, Result, StudentError, Verdict
 from minipaged.course.sandbox.process import WorkerProcess, Workers
 from minipaged.errors import BlockNotAllocated
@@ -148,6 +150,42 @@ def test_a_hostile_submission_gets_its_verdict_and_never_a_pass(source: str, ver
     assert result.failure is not None
     assert result.failure.verdict == verdict, result.message
     assert time.monotonic() - started < 90, "nobody waits for it to wake up"
+
+
+@pytest.mark.parametrize(
+    ("source", "verdict"),
+    [
+        pytest.param(hostile("while True: pass"), Verdict.TIMED_OUT, id="endless loop"),
+        pytest.param(hostile("import os; os._exit(0)"), Verdict.ENDED, id="exits with status 0"),
+        pytest.param(hostile("import os; os.kill(os.getppid(), 9)"), Verdict.FORBIDDEN, id="kills the grader"),
+        pytest.param(hostile(FORGE), Verdict.FORGED_MESSAGE, id="forges answers"),
+    ],
+)
+def test_a_worker_that_is_a_program_gives_the_same_verdicts(
+    source: str, verdict: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assignment, "start_process", WorkerProcess)
+    result = result_of(source, tmp_path, IMPATIENT if verdict is Verdict.TIMED_OUT else LIMITS)
+    assert result.failure is not None
+    assert result.failure.verdict == verdict, result.message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no worker is a copy")
+def test_a_grading_ends_the_processes_that_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Workers] = []
+
+    class Known(Workers):
+        def __init__(self) -> None:
+            super().__init__()
+            started.append(self)
+
+    monkeypatch.setattr(process, "Workers", Known)
+    few = replace(ASSIGNMENT, tests=ASSIGNMENT.tests[:1], measure=None)
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    assert grade(few, submit(hostile(), tmp_path), model=None).results[0].status is Status.PASSED
+    assert len(started) == 1
+    assert not started[0]._origins
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
 def test_a_call_that_does_not_return_has_a_short_script_that_does_not_either(tmp_path: Path) -> None:

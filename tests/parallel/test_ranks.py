@@ -123,6 +123,7 @@ def in_a_process_of_its_own(work: Work, folder: Path, config: EngineConfig, dtyp
         return process.submit(work, folder, config, dtype, seed).result()
 
 
+@thorough  # four processes that import torch: 9 to 11 s of processor
 def test_three_processes_give_the_bits_of_three_shards_in_one(tmp_path: Path) -> None:
     """Nine heads, three KV heads, and an MLP that does not divide."""
     folder = make_tiny_model(

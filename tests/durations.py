@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 
 TESTS = Path(__file__).parent
 WRITTEN = TESTS.parent / "build" / "durations.json"
@@ -188,7 +189,12 @@ class Measuring:
         return report
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self._left_out.update(room(item.nodeid) for item in items)
+        thorough = settings.get_current_profile_name() == "thorough"
+        self._left_out.update(
+            room(item.nodeid)
+            for item in items
+            if not thorough or (item.get_closest_marker("one_case_in") and item.get_closest_marker("thorough"))
+        )
 
     def pytest_sessionfinish(self, session: Any) -> None:
         session.left_out = dict(self._left_out)

@@ -13,7 +13,7 @@ Where they are numbered (`seeds(n)`), the thorough ones come after the quick one
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
@@ -68,13 +68,26 @@ def quick_cases(number: int) -> pytest.MarkDecorator:
     return pytest.mark.quick_cases(number)
 
 
-def choose(items: list[pytest.Item]) -> None:
-    """Mark as thorough what is so by its place: cases beyond `quick_cases`, what needs a browser or the site."""
-    cases: Counter[str] = Counter()
+def one_case_in(number: int) -> pytest.MarkDecorator:
+    """Of a test with many cases, the thorough profile runs one in so many of those that `make test` leaves out, drawn
+    anew by each run's seed. The nightly profile runs them all."""
+    return pytest.mark.one_case_in(number)
+
+
+def choose(items: list[pytest.Item], seed: object = None) -> list[pytest.Item]:
+    """Mark as thorough what is so by its place: cases beyond `quick_cases`, what needs a browser or the site. Returns
+    what is not to run at all: in the thorough profile most cases of a test with `one_case_in`."""
+    cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        test = item.nodeid.partition("[")[0]
-        cases[test] += 1
-        quick = item.get_closest_marker("quick_cases")
-        in_browser = not {"browser", "chromium", "site"}.isdisjoint(getattr(item, "fixturenames", ()))
-        if in_browser or (quick is not None and cases[test] > quick.args[0]):
+        cases[item.nodeid.partition("[")[0]].append(item)
+    left_out: list[pytest.Item] = []
+    for test, same in cases.items():
+        quick, one_in = (same[0].get_closest_marker(name) for name in ("quick_cases", "one_case_in"))
+        others = same[quick.args[0] :] if quick is not None else same
+        in_browser = not {"browser", "chromium", "site"}.isdisjoint(getattr(same[0], "fixturenames", ()))
+        for item in same if in_browser else others if quick is not None else ():
             item.add_marker("thorough")
+        if one_in is not None and settings.get_current_profile_name() == "thorough":
+            run = random.Random(f"{seed} {test}").sample(range(len(others)), -(-len(others) // one_in.args[0]))
+            left_out += (item for i, item in enumerate(others) if i not in run)
+    return left_out

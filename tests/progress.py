@@ -22,6 +22,12 @@ EVERY_S = 15
 """Seconds between two lines, where there is no terminal on which one line can be written over."""
 DEAREST = 20
 SLOWEST = 5
+LEFT_OUT = {
+    "quick": "left out: {number} thorough tests ({rooms}), and nine tenths of the random examples; make test-thorough "
+    "runs them",
+    "thorough": "left out: {number} cases of tests that run some of theirs, drawn at random ({rooms}); "
+    "make test-nightly runs them all",
+}
 
 
 class Progress:
@@ -106,12 +112,10 @@ class Progress:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for line in screen(self._costs):
             terminalreporter.write_line(line)
-        if self._left_out and settings.get_current_profile_name() == "quick":
+        profile = settings.get_current_profile_name()
+        if self._left_out and profile in LEFT_OUT:
             rooms = ", ".join(f"{name} {number}" for name, number in sorted(self._left_out.items()))
-            terminalreporter.write_line(
-                f"left out: {sum(self._left_out.values())} thorough tests ({rooms}), and nine tenths of the random "
-                "examples; make test-thorough runs them"
-            )
+            terminalreporter.write_line(LEFT_OUT[profile].format(number=sum(self._left_out.values()), rooms=rooms))
         for line in self._over:
             terminalreporter.write_line(f"too dear: {line}", red=True)
 

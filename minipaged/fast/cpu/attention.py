@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import overload
 from torch import Tensor
 
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, prefetch, widen
 from minipaged.fast.cpu.decode import TILE, add_values, score_tile
-from minipaged.fast.cpu.kernel_cache import inner
+from minipaged.fast.cpu.kernel_cache import inner, kernel, loop
 from minipaged.fast.cpu.vectors import LANES, number_type
 
 STEP = 4
@@ -152,7 +152,7 @@ def exponential(x):
     return p * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+@kernel(parallel=True, error_model="numpy")
 def _decode(query, pool, where, scale, num_threads, number, out):
     """query, out: [seqs, heads, head_dim]. where: tables, rows, context_lens. `number`: the type to multiply in.
 
@@ -299,7 +299,7 @@ def _prefetch_tile(pool, block_stride, block_size, table, start, size, row_bytes
         j, block, offset = j + there, block + 1, 0
 
 
-@inner()
+@loop()
 def read_tile(pool, scales, kind, block_stride, block_size, table, start, size, like, tile):
     """Widen `size` keys (or values) from position `start` on into `tile` [TILE, head_dim], block after block."""
     head_dim = tile.shape[1]
@@ -335,7 +335,7 @@ def _read_codes(codes, scales, first, tile):
             tile[first + i, d] = widen(codes[i * head_dim + d]) * factors[i]
 
 
-@inner(fastmath=FASTMATH, error_model="numpy")
+@loop(fastmath=FASTMATH, error_model="numpy")
 def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
     """The scores of `size` keys against the group's queries, into (m, l) and, as weights, into p [group, TILE]."""
     group, head_dim = q.shape
@@ -364,7 +364,7 @@ def _take_scores(q, tile, size, m, l, o, p):  # noqa: E741
             o[g, d] *= fade
 
 
-@inner(fastmath=FASTMATH, error_model="numpy")
+@loop(fastmath=FASTMATH, error_model="numpy")
 def _score_three(qa, qb, qc, tile, size, pa, pb, pc):
     """Three heads at once: each key is loaded once for them (a quarter less time than one after another)."""
     for j in range(size):
@@ -377,7 +377,7 @@ def _score_three(qa, qb, qc, tile, size, pa, pb, pc):
         pa[j], pb[j], pc[j] = a, b, c
 
 
-@inner(fastmath=FASTMATH, error_model="numpy")
+@loop(fastmath=FASTMATH, error_model="numpy")
 def _take_values(p, tile, size, o):
     """Add the weighted values to o [group, head_dim]: STEP keys for each time that the sums are loaded and stored."""
     group, head_dim = o.shape
@@ -391,7 +391,7 @@ def _take_values(p, tile, size, o):
                 o[g, d] += a0 * tile[j, d] + a1 * tile[j + 1, d] + a2 * tile[j + 2, d] + a3 * tile[j + 3, d]
 
 
-@inner(fastmath=FASTMATH, error_model="numpy")
+@loop(fastmath=FASTMATH, error_model="numpy")
 def _add_three(pa, pb, pc, tile, size, oa, ob, oc):
     """Three heads at once: each value is loaded once for them (a third less time than one after another)."""
     for j in range(0, size, STEP):

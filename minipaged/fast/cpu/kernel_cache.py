@@ -18,9 +18,15 @@ from numba import njit
 from numba.core.caching import FunctionCache
 from numba.core.dispatcher import Dispatcher
 
+from minipaged.fast.cpu.whole_kernels import KernelCompiler, LoopCompiler
+
+kernel = partial(njit, nogil=True, cache=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
+"""What Python calls: numba keeps it, and its callees with it."""
 inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """What only compiled code calls: kept with its callers, and not for itself, nor compiled for calls from Python,
-which would crash. It saves a seventh of the time of a first start's compiling."""
+which would crash."""
+loop = partial(inner, pipeline_class=LoopCompiler)
+"""An inner function that is optimised by itself before its callers are."""
 
 
 def follow_sources(package: str) -> None:

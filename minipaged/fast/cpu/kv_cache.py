@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from minipaged.fast.cpu.attention import INT8, KINDS, SCALE_BYTES
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, bits_of_float, float_of_bits, narrow, widen
-from minipaged.fast.cpu.kernel_cache import inner
+from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.llama import FEW_ROWS, normalize
 
 SMALLEST_SCALE = np.finfo(np.float32).tiny
@@ -103,7 +103,7 @@ def poison_blocks(cache: Tensor, blocks: Tensor) -> None:
     cache[blocks.long()] = torch.nan
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel(parallel=True)
 def _rope_and_write(
     qkv,
     cos,
@@ -198,7 +198,7 @@ def _round(x, scale, least, most, codes):
         codes[i] = narrow(min(max(widen(x[i]) / scale, least), most), codes[0])
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _write_codes(slots, k, v, keys, values, scales, block_stride, block_size, kind, static):
     """k, v: [tokens, kv_heads, head_dim] float32."""
     tokens, kv_heads, head_dim = k.shape

@@ -22,12 +22,12 @@ from collections.abc import Iterable, Sequence
 import numba
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH, exponential
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
-from minipaged.fast.cpu.kernel_cache import inner
+from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.packed import PackedMatrix, Room
 from minipaged.fast.kernels import Matrix
 from minipaged.fast.linear import quantizing
@@ -133,7 +133,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-@njit(parallel=True, nogil=True, cache=True, fastmath=FASTMATH)
+@kernel(parallel=True, fastmath=FASTMATH)
 def multiply(x_address, tokens, weight_address, rows, size, like, num_threads, out_address):
     """x [tokens, size], weight [rows, size] and out [tokens, rows], all of numbers like `like`, are given by their
     addresses: to make arrays of them takes microseconds."""
@@ -163,7 +163,7 @@ def normalize(x, weight, eps, out):
         out[i] = narrow(widen(narrow(widen(x[i]) * factor, out[0])) * widen(weight[i]), out[0])
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel(parallel=True)
 def _rms_norm(x, weight, eps, out):
     if len(x) <= FEW_ROWS:
         for token in range(len(x)):
@@ -173,7 +173,7 @@ def _rms_norm(x, weight, eps, out):
             normalize(x[token], weight, eps, out[token])
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel(parallel=True)
 def _add_rms_norm(x, residual, weight, eps, out):
     if len(x) <= FEW_ROWS:
         for token in range(len(x)):
@@ -191,7 +191,7 @@ def add(x, residual):
         residual[i] = narrow(widen(residual[i]) + widen(x[i]), residual[0])
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel(parallel=True)
 def _swiglu(gate_up, out):
     size = out.shape[1]
     if len(out) <= FEW_ROWS:

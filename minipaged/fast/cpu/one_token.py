@@ -16,12 +16,11 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, Pool, _decode, pairs_or_floats
 from minipaged.fast.cpu.bfloat16 import array_at, as_array
-from minipaged.fast.cpu.kernel_cache import inner
+from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.kv_cache import write_token
 from minipaged.fast.cpu.llama import DenseMatrix, activate, add, multiply, normalize
 from minipaged.fast.kernels import Layer
@@ -86,7 +85,7 @@ def _addresses(layer: Any, view: tuple[Tensor, Tensor]) -> list[int]:
     return [*(each.data_ptr() for each in (*norms, *weights, *view)), between]
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_threads, number, x):
     """residual [hidden] is changed, x [hidden] comes out of the last layer. angles: cos and sin [head_dim / 2]."""
     cos, sin = angles

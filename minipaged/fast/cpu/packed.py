@@ -54,14 +54,14 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from minipaged.fast.cpu.attention import FASTMATH
 from minipaged.fast.cpu.bfloat16 import Array, array_at, as_array, float_of_bits, narrow, widen
-from minipaged.fast.cpu.kernel_cache import inner
+from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.vectors import (
     BITS32,
     BITS64,
@@ -333,7 +333,7 @@ def lanes_of(codes: Array) -> Array:
 # --- The product ----------------------------------------------------------------------------------
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel(parallel=True)
 def _multiply(x_address, tokens, out_address, num_threads, layout, like, number, code):
     """x [tokens, in] and out [tokens, tiles * ROWS] are numbers like `like`; `number` is the type to multiply in
     (`number_type`), that of `code` says what codes are: of 4 bits (uint32), whole numbers (int8) or floats (uint8) of 8
@@ -349,7 +349,7 @@ def _multiply(x_address, tokens, out_address, num_threads, layout, like, number,
             _multiply_tile(tile, x, tokens, sums.ctypes.data, out_address, layout, like, number, code)
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@kernel(parallel=True)
 def _prepare(x_address, tokens, layout, copy, sums, like):
     """What the kernel reads: inputs in the order of the pieces, as it takes them, and each piece's sum; `copy` and
     `sums` are empty where they are not needed."""

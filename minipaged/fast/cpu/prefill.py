@@ -32,14 +32,14 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, Pool, paged_decode, read_tile
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
-from minipaged.fast.cpu.kernel_cache import inner
+from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, LANES, PAIRS, Vectors, number_type
 
 VECTORS = 3
@@ -178,7 +178,7 @@ def _gather(pool: Tensor, scales: Tensor | None, blocks: Tensor, num_keys: int, 
     return tiles[:, :num_keys]
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table, size, like, tiles):
     """The first `size` keys (or values) of a table, of every head, into `tiles` [kv_heads, size or more, head_dim]."""
     for h in range(len(tiles)):
@@ -186,7 +186,7 @@ def _read_heads(pool, scales, kind, block_stride, head_stride, block_size, table
         read_tile(head, head_scales, kind, block_stride, block_size, table, 0, size, like, tiles[h])
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+@kernel(parallel=True, error_model="numpy")
 def _prefill(query, pool, where, scale, num_threads, number, out):
     """query, out: [tokens, heads, head_dim]. where: tables, rows, query_start, context_lens. `number`: the type to
     multiply in."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minipaged.fast.cpu.kernel_cache import inner
+from minipaged.fast.cpu.kernel_cache import inner, kernel
 
 REORDERED = {"reassoc", "contract", "nsz"}
 """The terms of a sum may be added in any order, and so in vectors; NaN and infinity stay what they are."""
@@ -107,7 +107,7 @@ def uniform(
 # --- Compiled ---------------------------------------------------------------------------------------
 
 
-@njit(nogil=True, cache=True)
+@kernel()
 def _uniform(seeds, streams, positions, numbers):
     for i in range(len(seeds)):
         k0, k1 = seeds[i] & WORD, seeds[i] >> HALF
@@ -144,7 +144,7 @@ def _exp_single(x):
     return power * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(parallel=True, nogil=True, cache=True, fastmath=REORDERED, error_model="numpy")
+@kernel(parallel=True, fastmath=REORDERED, error_model="numpy")
 def _argmax_logsumexp(logits, bits, magnitude, token_ids, peaks, log_totals):
     for row in prange(len(logits)):
         token_ids[row] = _argmax(logits[row], bits[row], magnitude)
@@ -200,7 +200,7 @@ def _total_single(row, peak):
     return total
 
 
-@njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+@kernel(parallel=True, error_model="numpy")
 def _draw(logits, rows, peaks, temperatures, min_logprobs, top_ks, shares, distributions, uniforms, token_ids):
     for i in prange(len(rows)):
         begin, end = _first_beyond(distributions, i - 1), _first_beyond(distributions, i)

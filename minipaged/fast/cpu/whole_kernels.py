@@ -1,0 +1,93 @@
+"""A kernel is optimised once, as a whole, when all that it calls is in one place.
+
+numba makes a library of each function that a kernel calls. It optimises each and makes machine code of it, then does
+both again in each library that takes it up: a function within a parallel loop is in five of them on its way to the
+kernel. Only the last one ever runs. So here the others stay as they were written, which takes a first start half as
+long.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from llvmlite import binding
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
+
+
+class Ingredient(JITCodeLibrary):
+    """What a kernel calls: neither optimised nor made machine code of. Python cannot call it."""
+
+    def _optimize_functions(self, ll_module) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._add_environments()
+        self._finalized = True
+
+    def _add_environments(self) -> None:
+        """Each function has a variable of its own, which numba sets as soon as the function is compiled. All machine
+        code of a process shares the first one of a name."""
+        engine = self._codegen._engine
+        names = [variable.name for variable in self._final_module.global_variables]
+        new = [name for name in names if name.startswith("_ZN08NumbaEnv") and not engine.is_symbol_defined(name)]
+        lines = [f'@"{name}" = common global i8* null' for name in new]
+        self._codegen._add_module(
+            binding.parse_assembly("\n".join([str(self._codegen._create_empty_module("")), *lines]))
+        )
+        engine.finalize_object()
+
+    @classmethod
+    def _unserialize(cls, codegen, state) -> JITCodeLibrary:
+        """Another kernel, as numba keeps it: it is whole."""
+        with _libraries(codegen, JITCodeLibrary):
+            return JITCodeLibrary._unserialize(codegen, state)
+
+
+class Whole(JITCodeLibrary):
+    """A kernel."""
+
+    def _optimize_functions(self, ll_module) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+
+
+class Loop(Ingredient):
+    """What LLVM makes better vectors of before it is part of anything else."""
+
+    _optimize_functions = JITCodeLibrary._optimize_functions
+    _optimize_final_module = JITCodeLibrary._optimize_final_module
+
+
+class KernelCompiler(Compiler):
+    """numba's own, to which all libraries that are made on the way are ingredients."""
+
+    library: type[JITCodeLibrary] = Whole
+
+    def compile_extra(self, func) -> Any:
+        codegen = self.state.targetctx.codegen()
+        with _libraries(codegen, Ingredient):
+            self.state.library = self.library(codegen, func.__qualname__)
+            self.state.library.enable_object_caching()
+            return super().compile_extra(func)
+
+
+class LoopCompiler(KernelCompiler):
+    library = Loop
+
+
+@contextmanager
+def _libraries(codegen, kind: type[JITCodeLibrary]) -> Iterator[None]:
+    """What numba makes now are these. (It compiles in one thread at a time.)"""
+    before, codegen._library_class = codegen._library_class, kind
+    try:
+        yield
+    finally:
+        codegen._library_class = before

@@ -1,4 +1,4 @@
-"""Compiled kernels that numba keeps are those of the files as they are."""
+"""Compiled kernels that are kept are those of the files as they are, wherever these lie."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from minipaged.fast.cpu import kernel_cache
+from tests.effort import thorough
+
 INIT = """
+import sys, types
+for name in ("minipaged.fast", "minipaged.fast.cpu"):  # without torch, which takes seconds
+    sys.modules[name] = package = types.ModuleType(name)
+    package.__path__ = [{root!r} + name.replace(".", "/")]
 from minipaged.fast.cpu.kernel_cache import follow_sources
 from kernels import inner, outer
 follow_sources(__name__)
@@ -20,24 +29,64 @@ CALL = """
 from kernels.outer import kernel
 print(kernel(), len(kernel.stats.cache_hits))
 """
+ROOT = f"{Path(__file__).parent.parent.parent}/"
+
+
+def write(folder: Path, number: int) -> None:
+    """A package of kernels."""
+    package = folder / "kernels"
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text(INIT.format(root=ROOT))
+    (package / "outer.py").write_text(OUTER)
+    (package / "inner.py").write_text(INNER.format(number))
+
+
+def called(folder: Path, **environment: str) -> str:
+    """What the kernel returns in a new process, and whether it was there."""
+    variables = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    done = subprocess.run(
+        [sys.executable, "-c", CALL],
+        env=variables | {"PYTHONPATH": os.pathsep.join([str(folder), ROOT])} | environment,
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip()
 
 
 def test_a_kernel_is_compiled_anew_when_a_file_has_changed_that_it_takes_up(tmp_path: Path) -> None:
-    package = tmp_path / "kernels"
-    package.mkdir()
-    (package / "__init__.py").write_text(INIT)
-    (package / "outer.py").write_text(OUTER)
-    root = str(Path(__file__).parent.parent.parent)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
+    """And is there for another copy of the same files."""
+    cache = str(tmp_path / "cache")
+    write(tmp_path / "here", 11)
+    assert called(tmp_path / "here", MINIPAGED_CACHE=cache) == "11 0"
+    write(tmp_path / "there", 11)
+    assert called(tmp_path / "there", MINIPAGED_CACHE=cache) == "11 1"
+    write(tmp_path / "here", 22)
+    assert called(tmp_path / "here", MINIPAGED_CACHE=cache) == "22 0"
 
-    def called() -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", CALL], env=environment, cwd=tmp_path, check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
 
-    (package / "inner.py").write_text(INNER.format(11))
-    assert called() == "11 0"
-    assert called() == "11 1"
-    (package / "inner.py").write_text(INNER.format(22))
-    assert called() == "22 0"
+@thorough
+def test_where_the_cache_cannot_be_written_to_kernels_are_kept_where_numba_keeps_them(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    for environment in ({"MINIPAGED_CACHE": str(tmp_path / "cache")}, {"NUMBA_CACHE_DIR": str(tmp_path / "numba")}):
+        write(tmp_path, 11)
+        assert called(tmp_path, **environment) == "11 0"
+        assert called(tmp_path, **environment) == "11 1"
+        write(tmp_path, 22)
+        assert called(tmp_path, **environment) == "22 0"
+    assert [*(tmp_path / "kernels" / "__pycache__").glob("*.nbi*")]
+    assert [*(tmp_path / "numba").rglob("*.nbi*")]
+
+
+def test_the_newest_versions_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "MOST_FOLDERS", 3)
+    for number in range(5):
+        folder = tmp_path / "kernels" / str(number)
+        assert kernel_cache._made(folder) == folder
+        os.utime(folder, (number, number))
+        (folder / "kept").touch()
+        os.utime(folder, (number, number))
+    assert sorted(each.name for each in (tmp_path / "kernels").iterdir()) == ["2", "3", "4"]
+    assert kernel_cache._made(tmp_path / "kernels" / "2") is not None
+    assert sorted(each.name for each in (tmp_path / "kernels").iterdir()) == ["2", "3", "4"]

@@ -1,24 +1,31 @@
-"""What numba keeps of compiled kernels holds as long as none of the files that they are made of has changed.
+"""What numba compiles is kept, and holds as long as none of the files has changed that it is made of.
 
-numba keeps a compiled function with the date and size of the file that defines it. But a kernel takes up functions of
-other files too: after a change there, the old one would go on being used. So here a digest of all of the package's
-files takes that date's place.
+numba keeps a compiled function beside the file that defines it, with that file's date and size. But a kernel takes up
+functions of other files too: after a change there, the old one would go on being used. And another copy of the same
+files would compile the same again. So here kernels are kept in minipaged's cache, in a folder that is named by a digest
+of all files of the package. (Where NUMBA_CACHE_DIR is set they are kept there.)
 """
 
-# mypy: disable-error-code="attr-defined"
+# mypy: disable-error-code="attr-defined, misc, no-untyped-call, no-untyped-def"
 
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numba
 from numba import njit
 from numba.core.caching import FunctionCache
 from numba.core.dispatcher import Dispatcher
 
 from minipaged.fast.cpu.whole_kernels import KernelCompiler, LoopCompiler
+from minipaged.models.hub import cache_folder
 
 kernel = partial(njit, nogil=True, cache=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
 """What Python calls: numba keeps it, and its callees with it."""
@@ -28,20 +35,61 @@ which would crash."""
 loop = partial(inner, pipeline_class=LoopCompiler)
 """An inner function that is optimised by itself before its callers are."""
 
+MOST_FOLDERS = 8
+"""Kernels of so many versions of the files are kept, the newest: each folder has about 5 MB."""
+
+others_compile: list[Callable[[], bool]] = []
+"""Whoever compiles in other processes says so here: each waits for the next kernel, and returns whether there was one
+to wait for."""
+
+
+class KernelCache(FunctionCache):
+    """What numba keeps of one kernel."""
+
+    def __init__(self, kernel: Callable[..., Any], digest: str, folder: Path | None) -> None:
+        """`folder`: where kernels of this digest are kept; None: where numba keeps them."""
+        super().__init__(kernel)
+        kept = self._cache_file
+        if folder is not None:
+            self._cache_path = kept._cache_path = str(folder)
+            kept._index_path = str(folder / f"{kernel.__module__}.{kept._index_name}")
+            kept._data_name_pattern = f"{kernel.__module__}.{kept._data_name_pattern}"
+        else:  # in names too: numba writes what is kept, and under which names, one after the other
+            kept._index_path = f"{kept._index_path}.{digest}"
+            kept._data_name_pattern = f"{digest}.{kept._data_name_pattern}"
+        kept._source_stamp = digest
+
+    def load_overload(self, sig, target_context):
+        """None where it has to be compiled. What another process is compiling is waited for."""
+        found = super().load_overload(sig, target_context)
+        while found is None and any(wait() for wait in others_compile):
+            found = super().load_overload(sig, target_context)
+        return found
+
 
 def follow_sources(package: str) -> None:
     """Let compiled functions of all modules of a package, which are loaded, hold for its files as they are."""
     files = sorted(Path(str(sys.modules[package].__file__)).parent.glob("*.py"))
     if not files:
         return  # compiled modules alone: numba's own date is all there is
-    digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+    digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    folder = None if numba.config.CACHE_DIR else _made(cache_folder() / "kernels" / digest)
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}."):
             for each in vars(module).values():
                 own = isinstance(each, Dispatcher) and each.py_func.__module__ == name  # others only import it
                 if own and isinstance(each._cache, FunctionCache):
-                    kept = each._cache._cache_file
-                    kept._source_stamp = digest
-                    # In names too: numba writes what is kept, and under which names, one after the other.
-                    kept._index_path = f"{kept._index_path}.{digest[:12]}"
-                    kept._data_name_pattern = f"{digest[:12]}.{kept._data_name_pattern}"
+                    each._cache = KernelCache(each.py_func, digest, folder)
+
+
+def _made(folder: Path) -> Path | None:
+    """The folder, or None where it cannot be written to. A new one takes the place of the oldest of its like."""
+    try:
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True)
+            newest = sorted(folder.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+            for old in newest[MOST_FOLDERS:]:
+                shutil.rmtree(old, ignore_errors=True)
+        return folder if os.access(folder, os.W_OK) else None
+    except OSError:
+        return None

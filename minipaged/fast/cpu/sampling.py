@@ -323,4 +323,30 @@ def _sorted_drawer(scaled, drawer):
         if _drawer(logit) == drawer:
             inside[count] = logit
             count += 1
-    return np.sort(inside[:count])
+    _sort(inside[:count])
+    return inside[:count]
+
+
+@inner(error_model="numpy")
+def _sort(values):
+    """In rising order, in place, by a heap: `np.sort` takes as long to compile as half of all other kernels here."""
+    for i in range(len(values) // 2 - 1, -1, -1):
+        _sink(values, i, len(values))
+    for end in range(len(values) - 1, 0, -1):
+        values[0], values[end] = values[end], values[0]
+        _sink(values, 0, end)
+
+
+@inner(error_model="numpy")
+def _sink(heap, i, size):
+    """Put heap[i] where it belongs, below larger ones: those at 2 i + 1 and 2 i + 2 are its own."""
+    x = heap[i]
+    while 2 * i + 1 < size:
+        child = 2 * i + 1
+        if child + 1 < size and heap[child + 1] > heap[child]:
+            child += 1
+        if heap[child] <= x:
+            break
+        heap[i] = heap[child]
+        i = child
+    heap[i] = x

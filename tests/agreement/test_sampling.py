@@ -27,7 +27,7 @@ from minipaged.fast import sampling as fast
 from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
 from tests.agreement.kernels import KERNEL_SETS, KernelSet
-from tests.effort import examples, quick_cases
+from tests.effort import examples, one_case_in, quick_cases
 
 FloatArray = NDArray[np.floating[Any]]
 
@@ -198,6 +198,7 @@ def test_both_tiers_tell_the_same_of_given_tokens(
 
 
 @quick_cases(36)
+@one_case_in(3)
 @pytest.mark.parametrize(
     "params",
     [

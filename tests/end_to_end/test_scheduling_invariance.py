@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from minipaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from minipaged.models.quantized.recipe import Recipe
 from minipaged.quantizing import quantize
-from tests.effort import examples, thorough
+from tests.effort import examples, one_case_in, thorough
 from tests.end_to_end.ties import check_same_or_tied
 from tests.memory import give_back
 from tests.workloads import ended
@@ -147,7 +147,7 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @every_kind
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(30, least=5))
 @given(schedule=schedules())
 def test_no_schedule_shows_in_the_tokens(
     small_llama: Path, alone: dict[str, list[RequestOutput]], tier: str, kind: str, schedule: dict[str, Any]
@@ -343,6 +343,7 @@ def smollm2_alone(smollm2_folder: Path) -> tuple[list[Job], list[RequestOutput]]
 
 
 @thorough
+@one_case_in(2)
 @pytest.mark.model
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_a_crowded_smollm2_says_what_it_says_alone(

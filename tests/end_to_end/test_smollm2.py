@@ -14,6 +14,7 @@ import pytest
 
 from minipaged import LLM, SamplingParams
 from minipaged.replay_steps import logits_of
+from tests.effort import one_case_in
 from tests.end_to_end import yardstick
 from tests.end_to_end.ties import check_same_or_tied
 from tests.end_to_end.yardstick import assert_same_beams, assert_same_logprobs
@@ -46,6 +47,7 @@ def test_greedy_tokens_are_those_of_transformers(smollm2: LLM, smollm2_folder: P
         check_same_or_tied(smollm2_folder, prompt, output.outputs[0].token_ids, theirs["greedy"])
 
 
+@one_case_in(4)
 @pytest.mark.parametrize(
     "number", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, len(yardstick.TEXTS)))]
 )

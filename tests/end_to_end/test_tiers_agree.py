@@ -19,7 +19,7 @@ from minipaged.events import BlockCopied, Event, PrefixReused, RequestPreempted
 from minipaged.llm import LoadedModel
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.replay_steps import logits_of
-from tests.effort import thorough
+from tests.effort import one_case_in, thorough
 from tests.end_to_end import yardstick
 from tests.end_to_end.test_scheduling_invariance import Job, largest_need, run
 from tests.end_to_end.ties import check_same_or_tied, check_same_or_tied_draws
@@ -59,6 +59,7 @@ def random_jobs(r: random.Random, encode: Callable[[str], list[int]]) -> list[Jo
 
 
 @thorough
+@one_case_in(4)
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("seed", range(2))
 def test_random_workloads_give_the_same_tokens(smollm2_folder: Path, seed: int, preemption: str) -> None:

@@ -22,7 +22,7 @@ from minipaged.errors import Invariant, InvariantViolation
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner, GivenRow
-from tests.effort import scaled, seeds
+from tests.effort import one_case_in, scaled, seeds
 from tests.workloads import Run, random_workload, run_workload
 
 EVERYTHING_THAT_CAN_HAPPEN = {
@@ -41,6 +41,7 @@ EVERYTHING_THAT_CAN_HAPPEN = {
 }
 
 
+@one_case_in(4)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(2000, 100), ids=str)
 def test_every_invariant_holds_in_random_workloads(seeds: range) -> None:
@@ -92,6 +93,7 @@ def run_with(make_runner: type[ContentRunner], seed: int) -> None:
     run.check_outputs()
 
 
+@one_case_in(4)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(1000, 100, least=100), ids=str)
 def test_no_row_reads_what_another_row_writes_in_the_same_step(seeds: range) -> None:

@@ -28,7 +28,7 @@ from minipaged.events import (
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.replay.state import State
 from minipaged.scheduling import RequestView
-from tests.effort import quick_cases, scaled, seeds
+from tests.effort import one_case_in, quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.replay.test_state import ahead
 from tests.workloads import Run, Workload, WorkloadRequest, random_workload
@@ -109,6 +109,7 @@ def check(run: Run) -> None:
     assert measure.num_compared >= run.engine.stats.steps
 
 
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
 def test_the_events_of_a_random_workload_give_the_engines_statistics_after_every_step(seeds: range) -> None:
@@ -123,6 +124,7 @@ def test_the_events_of_a_random_workload_give_the_engines_statistics_after_every
 
 
 @quick_cases(8)
+@one_case_in(4)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize("part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "fetch"])
 def test_also_where_steps_fail(part: str, workload: Any) -> None:

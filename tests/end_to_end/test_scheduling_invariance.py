@@ -334,7 +334,7 @@ REAL_JOBS: list[tuple[str, Params]] = [
 """Neither a sample nor a beam comes nearer than 0.001 to another choice, and rounding is about 0.00001."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")  # tests of one tier run before those of the other, other modules' among them
 def smollm2_alone(smollm2_folder: Path) -> tuple[list[Job], list[RequestOutput]]:
     """The jobs for SmolLM2, and what they give alone."""
     llm = LLM(smollm2_folder, tier="reference", num_blocks=64, enable_prefix_caching=False)

@@ -14,16 +14,14 @@ from minipaged.tiers import reference_logprobs, reference_tier
 
 def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
     """Logits [vocab] after `tokens`."""
-    return _logits(tuple(tokens), vocab_size)
+    return _logits(tuple(tokens), vocab_size).copy()
 
 
 @lru_cache(maxsize=20_000)
 def _logits(tokens: tuple[int, ...], vocab_size: int) -> np.ndarray:
-    """They are kept, because a request is served alone too, to know what it must produce. Nobody may write to them."""
+    """They are kept, because each request is served alone too, to know what it must produce."""
     key = hash(tokens) & (2**64 - 1)
-    logits = 2 * np.random.Generator(np.random.Philox(key=key)).standard_normal(vocab_size, dtype=np.float32)
-    logits.flags.writeable = False
-    return logits
+    return 2 * np.random.Generator(np.random.Philox(key=key)).standard_normal(vocab_size, dtype=np.float32)
 
 
 class NumpyModel(FakeModel):

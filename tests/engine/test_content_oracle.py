@@ -15,6 +15,7 @@ import pytest
 
 from minipaged.engine import block_manager, engine
 from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.engine import Engine
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Sequence
@@ -70,6 +71,20 @@ def test_the_workloads_bring_about_everything_that_can_happen() -> None:
             break
     assert workloads_with.keys() == EVERYTHING_THAT_CAN_HAPPEN
     assert min(workloads_with.values()) >= 2, workloads_with
+
+
+def test_the_engine_checks_its_invariants_at_every_step_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `debug`, which all of them ask for."""
+    checked, right = list[Engine](), Engine.check_invariants
+
+    def check(self: Engine) -> None:
+        checked.append(self)
+        right(self)
+
+    monkeypatch.setattr(Engine, "check_invariants", check)
+    run = Run(random_workload(RICH_WORKLOADS[0]))
+    run.to_the_end()
+    assert len(checked) >= run.engine.stats.steps > 10
 
 
 # --- The rows of a step do not depend on each other -----------------------------------------------

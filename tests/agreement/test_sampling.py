@@ -271,7 +271,7 @@ def test_the_largest_are_the_same_and_in_the_same_order(kernel_set: KernelSet, v
     assert found.tolist() == [reference.largest(row, count).tolist() for row in values]
 
 
-@with_fixtures
+@settings(with_fixtures, max_examples=examples(60, least=15))  # of 64 draws each
 @given(
     hnp.arrays(np.float32, st.integers(1, 6), elements=st.integers(-1, 1).map(float)),
     st.sampled_from([0.5, 1.0, 2.5]),

@@ -166,6 +166,8 @@ def test_the_workloads_bring_about_everything_that_can_happen() -> None:
         steps.update(overlap.happened)
         happened = {*+overlap.happened, *run.happened} & EVERYTHING_THAT_CAN_HAPPEN
         workloads_with.update(happened)
+        if workloads_with.keys() == EVERYTHING_THAT_CAN_HAPPEN and min(workloads_with.values()) >= 2:
+            break  # after 301 of them, when this was written
     assert workloads_with.keys() == EVERYTHING_THAT_CAN_HAPPEN
     assert min(workloads_with.values()) >= 2, workloads_with
     assert steps["launched ahead"] > steps["launched alone"] / 2, steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,7 +14,13 @@ from minipaged.tiers import reference_logprobs, reference_tier
 
 def fake_logits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
     """Logits [vocab] after `tokens`."""
-    key = hash(tuple(tokens)) & (2**64 - 1)
+    return _logits(tuple(tokens), vocab_size).copy()
+
+
+@lru_cache(maxsize=20_000)
+def _logits(tokens: tuple[int, ...], vocab_size: int) -> np.ndarray:
+    """They are kept, because each request is served alone too, to know what it must produce."""
+    key = hash(tokens) & (2**64 - 1)
     return 2 * np.random.Generator(np.random.Philox(key=key)).standard_normal(vocab_size, dtype=np.float32)
 
 

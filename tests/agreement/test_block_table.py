@@ -244,14 +244,14 @@ class TablesRunner(ContentRunner):
 
 @scaled
 @pytest.mark.parametrize(
-    ("kernels", "device", "thorough"),
-    [pytest.param(cpu, "cpu", 300, id="cpu"), pytest.param(gpu, GPU_DEVICE, 20, id="gpu")],
+    ("kernels", "device", "number", "least"),
+    [pytest.param(cpu, "cpu", 100, 30, id="cpu"), pytest.param(gpu, GPU_DEVICE, 20, 2, id="gpu")],
 )
 def test_the_tables_on_the_device_are_those_of_the_engine(
-    kernels: BlockTableKernels, device: str, thorough: int
+    kernels: BlockTableKernels, device: str, number: int, least: int
 ) -> None:
     """At every step, with twice as many rows as sequences may run. (The oracle makes sure that the mirror is right.)"""
-    for seed in range(examples(thorough)):
+    for seed in range(examples(number, least)):
         workload, num_lanes = random_workload(seed), 1 + seed % 3
         config = replace(workload.config, pipeline_parallel_size=num_lanes)
         run = Run(replace(workload, config=config), make_runner=TablesRunner)

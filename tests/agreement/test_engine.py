@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from minipaged.events import Event
-from tests.effort import scaled, seeds
+from tests.effort import one_case_in, scaled, seeds
 from tests.workloads import FAST, REFERENCE, Run, random_workload, run_workload
 
 
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
 def test_both_tiers_go_through_the_same_events(seeds: range) -> None:
@@ -32,6 +33,7 @@ def test_both_tiers_go_through_the_same_events(seeds: range) -> None:
             assert reference == fast, f"workload {seed}, event {step}"
 
 
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(300, 50, first=10_000), ids=str)
 def test_every_invariant_holds_with_the_fast_tiers_parts(seeds: range) -> None:

@@ -27,7 +27,7 @@ from minipaged.fast import sampling as fast
 from minipaged.params import SamplingParams
 from minipaged.reference import sampling as reference
 from tests.agreement.kernels import KERNEL_SETS, KernelSet
-from tests.effort import examples, quick_cases
+from tests.effort import examples, one_case_in, quick_cases
 
 FloatArray = NDArray[np.floating[Any]]
 
@@ -198,6 +198,7 @@ def test_both_tiers_tell_the_same_of_given_tokens(
 
 
 @quick_cases(36)
+@one_case_in(3)
 @pytest.mark.parametrize(
     "params",
     [
@@ -270,7 +271,7 @@ def test_the_largest_are_the_same_and_in_the_same_order(kernel_set: KernelSet, v
     assert found.tolist() == [reference.largest(row, count).tolist() for row in values]
 
 
-@with_fixtures
+@settings(with_fixtures, max_examples=examples(60, least=15))  # of 64 draws each
 @given(
     hnp.arrays(np.float32, st.integers(1, 6), elements=st.integers(-1, 1).map(float)),
     st.sampled_from([0.5, 1.0, 2.5]),

@@ -18,7 +18,7 @@ from minipaged import LLM, InvalidRequest, RequestOutput, SamplingParams
 from minipaged.contracts import BatchRow
 from minipaged.llm import LoadedModel
 from minipaged.tiers import ReferenceTier
-from tests.effort import quick_cases, thorough
+from tests.effort import one_case_in, quick_cases, thorough
 from tests.end_to_end import yardstick
 from tests.end_to_end.small_llama import make_small_llama
 from tests.end_to_end.test_scheduling_invariance import (
@@ -149,6 +149,7 @@ def said_in_one_piece(smollm2: LoadedModel) -> Said:
 
 
 @thorough
+@one_case_in(2)
 @pytest.mark.model
 @pytest.mark.parametrize("layout", [(2, 1), (3, 1), (4, 1), (2, 2)], ids=str)
 def test_smollm2_in_parts_computes_what_it_does_in_one_piece(

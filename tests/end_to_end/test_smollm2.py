@@ -11,10 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from minipaged import LLM, SamplingParams
+from minipaged.fast.cpu.llama import DenseMatrix
 from minipaged.replay_steps import logits_of
+from tests.effort import one_case_in
 from tests.end_to_end import yardstick
+from tests.end_to_end.matrices import kept_once
 from tests.end_to_end.ties import check_same_or_tied
 from tests.end_to_end.yardstick import assert_same_beams, assert_same_logprobs
 from tests.memory import give_back
@@ -25,6 +29,21 @@ CHUNK = 32
 pytestmark = pytest.mark.model
 
 
+@pytest.mark.parametrize("num_tokens", [1, 2, CHUNK])
+@pytest.mark.parametrize(("rows", "columns"), [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)], ids=str)
+def test_a_matrix_of_this_size_gives_the_same_however_it_is_laid_out(rows: int, columns: int, num_tokens: int):
+    """For one token, for many, and without oneDNN, as the model is served below."""
+    random = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, columns, generator=random) for size in (rows, num_tokens))
+    laid_out = DenseMatrix(weight, None)
+    with kept_once():
+        as_rows = DenseMatrix(weight, None)
+    assert as_rows._packed is None
+    expected = x @ weight.T
+    for matrix in (laid_out, as_rows):
+        assert (matrix(x) - expected).norm() <= 1e-6 * expected.norm()
+
+
 @pytest.fixture(scope="module")
 def kept() -> dict[str, Any]:
     return yardstick.kept()
@@ -33,7 +52,8 @@ def kept() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def smollm2(tier: str, smollm2_folder: Path) -> LLM:
     give_back()  # the other tier's weights
-    return LLM("smollm2-135m-instruct", tier=tier, dtype="float32", num_blocks=64, max_num_batched_tokens=CHUNK)
+    with kept_once():
+        return LLM("smollm2-135m-instruct", tier=tier, dtype="float32", num_blocks=64, max_num_batched_tokens=CHUNK)
 
 
 def test_greedy_tokens_are_those_of_transformers(smollm2: LLM, smollm2_folder: Path, kept: dict[str, Any]):
@@ -46,6 +66,7 @@ def test_greedy_tokens_are_those_of_transformers(smollm2: LLM, smollm2_folder: P
         check_same_or_tied(smollm2_folder, prompt, output.outputs[0].token_ids, theirs["greedy"])
 
 
+@one_case_in(4)
 @pytest.mark.parametrize(
     "number", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in range(1, len(yardstick.TEXTS)))]
 )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from tests.effort import thorough
+from tests.effort import one_case_in, thorough
 from tests.end_to_end import yardstick
 from tests.end_to_end.ties import check_same_or_tied
 
@@ -33,6 +33,7 @@ def tokenizer(smollm2_folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(smollm2_folder)
 
 
+@one_case_in(3)
 @pytest.mark.parametrize("then", KEPT["texts"], ids=range(len(KEPT["texts"])))
 def test_what_is_kept_of_a_text_is_what_transformers_says_now(
     theirs: LlamaForCausalLM, tokenizer: Any, smollm2_folder: Path, then: dict[str, Any]

@@ -15,6 +15,7 @@ import pytest
 
 from minipaged.engine import block_manager, engine
 from minipaged.engine.block_manager import BlockManager
+from minipaged.engine.engine import Engine
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Sequence
@@ -22,7 +23,7 @@ from minipaged.errors import Invariant, InvariantViolation
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner, GivenRow
-from tests.effort import scaled, seeds
+from tests.effort import one_case_in, scaled, seeds
 from tests.workloads import Run, random_workload, run_workload
 
 EVERYTHING_THAT_CAN_HAPPEN = {
@@ -41,6 +42,7 @@ EVERYTHING_THAT_CAN_HAPPEN = {
 }
 
 
+@one_case_in(4)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(2000, 100), ids=str)
 def test_every_invariant_holds_in_random_workloads(seeds: range) -> None:
@@ -71,6 +73,20 @@ def test_the_workloads_bring_about_everything_that_can_happen() -> None:
     assert min(workloads_with.values()) >= 2, workloads_with
 
 
+def test_the_engine_checks_its_invariants_at_every_step_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `debug`, which all of them ask for."""
+    checked, right = list[Engine](), Engine.check_invariants
+
+    def check(self: Engine) -> None:
+        checked.append(self)
+        right(self)
+
+    monkeypatch.setattr(Engine, "check_invariants", check)
+    run = Run(random_workload(RICH_WORKLOADS[0]))
+    run.to_the_end()
+    assert len(checked) >= run.engine.stats.steps > 10
+
+
 # --- The rows of a step do not depend on each other -----------------------------------------------
 
 
@@ -92,6 +108,7 @@ def run_with(make_runner: type[ContentRunner], seed: int) -> None:
     run.check_outputs()
 
 
+@one_case_in(4)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(1000, 100, least=100), ids=str)
 def test_no_row_reads_what_another_row_writes_in_the_same_step(seeds: range) -> None:

@@ -21,7 +21,7 @@ from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.sampling import sample
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner
-from tests.effort import calls_that_raise, quick_cases, scaled, seeds
+from tests.effort import calls_that_raise, one_case_in, quick_cases, scaled, seeds
 from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended, random_workload
 
 
@@ -218,6 +218,7 @@ def test_requests_survive_errors_that_come_again_and_again() -> None:
         assert run_through(wired(workload, EveryEighth("forward"))) >= 2
 
 
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
 def test_random_workloads_survive_an_error_anywhere(seeds: range) -> None:

@@ -20,7 +20,7 @@ from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner
-from tests.effort import quick_cases, scaled, seeds
+from tests.effort import one_case_in, quick_cases, scaled, seeds
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE
 
@@ -159,6 +159,7 @@ def check_same(scene: Scene, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -
     return going_on
 
 
+@one_case_in(4)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(400, 20, least=40), ids=str)
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
@@ -193,6 +194,7 @@ def test_going_on_works_on_a_device_that_is_as_late_as_it_may_be(seeds: range, m
 
 
 @quick_cases(1)
+@one_case_in(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_an_error_while_going_on_costs_time_and_nothing_else(
@@ -206,6 +208,7 @@ def test_an_error_while_going_on_costs_time_and_nothing_else(
 
 
 @quick_cases(3)
+@one_case_in(3)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
 def test_an_allocator_that_fails_while_going_on_costs_time_and_nothing_else(

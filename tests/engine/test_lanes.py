@@ -35,7 +35,7 @@ from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.step_files import encode
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner
-from tests.effort import calls_that_raise, examples, quick_cases, scaled, seeds, thorough
+from tests.effort import calls_that_raise, examples, one_case_in, quick_cases, scaled, seeds, thorough
 from tests.engine.test_async_scheduling import check, check_cached_blocks_are_computed, goes_on
 from tests.engine.test_failure_injection import PARTS, WORKLOADS, Fault, Fuse, run_through, wired
 from tests.engine.test_going_on import Scene, check_same, scene_of
@@ -145,6 +145,7 @@ class Watched(LateRunner):
 # --- Random workloads -----------------------------------------------------------------------------
 
 
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("tier", [REFERENCE, FAST], ids=["reference", "fast"])
@@ -160,6 +161,7 @@ def test_every_invariant_holds_in_random_workloads(seeds: range, tier: Tier, lan
             raise
 
 
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
@@ -183,6 +185,7 @@ def test_every_invariant_holds_on_a_device_that_is_as_late_as_it_may_be(seeds: r
 
 
 @thorough
+@one_case_in(3)
 @pytest.mark.parametrize("lanes", LANES)
 def test_the_workloads_bring_about_everything_that_can_happen(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: Counter[str] = Counter()
@@ -234,6 +237,7 @@ def test_the_workloads_bring_about_everything_that_can_happen(lanes: int, monkey
 
 
 @quick_cases(5)
+@one_case_in(4)
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize("part", PARTS)
@@ -258,6 +262,7 @@ def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_swap_raises(
         assert run_through(wired(workload, Fuse(part, number))) == 1
 
 
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
@@ -614,6 +619,7 @@ def scene_in(lanes: int) -> Callable[[int], Scene]:
 
 
 @quick_cases(1)
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("seeds", seeds(100, 50, tried=False), ids=str)

@@ -137,7 +137,7 @@ def of_single_sequences(seed: int, *, async_scheduling: bool) -> Workload:
 def test_a_memory_that_reserves_serves_the_same_tokens(async_scheduling: bool) -> None:
     """By the same engine, scheduler and policy, with every read and every reference count checked; and wastes more."""
     wasted = dict.fromkeys(("paged", "reserved"), 0)
-    for seed in range(examples(200, least=30)):
+    for seed in range(examples(80, least=30)):
         workload = of_single_sequences(seed, async_scheduling=async_scheduling)
         runs = {"paged": Run(workload), "reserved": Run(workload, memory=Contiguous)}
         for name, run in runs.items():

@@ -10,10 +10,11 @@ import pytest
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.testing.content_runner import ContentRunner
 from minipaged.testing.plain_model import PlainModel, logits
-from tests.effort import scaled, seeds
+from tests.effort import one_case_in, scaled, seeds
 from tests.workloads import Run, Workload, WorkloadRequest, random_workload
 
 
+@one_case_in(4)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(1000, 100), ids=str)
 def test_every_invariant_holds_in_random_workloads(seeds: range) -> None:

@@ -30,7 +30,7 @@ from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, MakePolicy, RequestView, Way
 from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
 from minipaged.testing.workloads import prompt_of
-from tests.effort import examples, quick_cases, scaled, seeds
+from tests.effort import examples, one_case_in, quick_cases, scaled, seeds
 from tests.workloads import Run, Workload, WorkloadRequest, random_workload, run_workload
 
 QUESTIONS = ("share_tokens", "victim", "way_back", "admit")
@@ -76,6 +76,7 @@ class Dice(FirstComeFirstServed):
 
 
 @quick_cases(2)
+@one_case_in(5)
 @scaled
 @pytest.mark.parametrize("policy", [PriorityFirst, ShortestFirst, Dice])
 @pytest.mark.parametrize("some", seeds(500, 50, tried=False), ids=str)

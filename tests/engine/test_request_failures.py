@@ -17,7 +17,7 @@ from minipaged.engine.detokenizer import CONTEXT_TOKENS, Decode
 from minipaged.events import Event, RequestFinished, SequenceFinished
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.testing.content_runner import ContentRunner, GivenRow
-from tests.effort import quick_cases
+from tests.effort import one_case_in, quick_cases
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, letters
@@ -64,6 +64,7 @@ ASYNC = {name: replace(w, config=replace(w.config, async_scheduling=True)) for n
 
 
 @quick_cases(2)
+@one_case_in(3)
 @pytest.mark.parametrize(
     ("tier", "runner", "workloads"),
     [
@@ -131,6 +132,7 @@ ALL_KINDS = (
 
 
 @quick_cases(2)
+@one_case_in(3)
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 def test_a_decoder_that_raises_ends_one_request(workload: Workload, async_scheduling: bool) -> None:

@@ -22,7 +22,7 @@ from minipaged.params import SamplingParams
 from minipaged.replay.state import State
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import Prefixes
-from tests.effort import examples, scaled, seeds
+from tests.effort import examples, one_case_in, scaled, seeds
 from tests.engine.test_failure_injection import Fuse, crowded, run_through
 from tests.handover.oracle import HandsOver, InMemory, connected_run, losing
 from tests.replay.test_state import check_any_prefix
@@ -59,6 +59,7 @@ def hand_over(seed: int, **config: Any) -> Counter[str]:
     return happened
 
 
+@one_case_in(4)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(500, 50, least=50), ids=str)
 def test_every_invariant_holds_where_blocks_are_handed_over(seeds: range) -> None:

@@ -38,6 +38,7 @@ from minipaged.paper.vllm import VLLM, WholePrompts
 from minipaged.paper.workloads import MAX_MODEL_LEN, Asked
 from minipaged.scheduling import RequestView
 from minipaged.simulated import OPT_13B_ON_AN_A100
+from tests.effort import one_case_in
 
 ORDER = ["1", "2", "3", *"456789", "10", "11", "13", "15", "18a", "18b", "19a", "19b", "table1", "calibration"]
 """The figures of this file."""
@@ -584,6 +585,7 @@ def test_a_machine_that_is_wrong_by_a_fifth_turns_a_verdict_red(monkeypatch: pyt
 
 
 @pytest.mark.thorough
+@one_case_in(2)
 @pytest.mark.parametrize(("beams", "kept"), [(False, FURTHER_SAMPLE), (True, FURTHER_BEAM)], ids=["samples", "beams"])
 def test_where_nothing_waits_further_sequences_cost_what_the_paper_shows(beams: bool, kept: float) -> None:
     """At the points that calibrated them each is within 15 %, and a tenth more or less is farther from all."""

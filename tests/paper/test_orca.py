@@ -85,7 +85,7 @@ def test_what_is_read_is_what_was_written_and_no_block_is_lost(name: str) -> Non
     """Content, exclusive-write, conservation, exact-references (`debug`, after every step), liveness; the tokens are
     those that each request gets alone. Nobody is ever preempted."""
     happened: Counter[str] = Counter()
-    for seed in range(examples(400, least=40)):
+    for seed in range(examples(120, least=40)):
         run = run_on(name, seed, lambda event: happened.update([type(event).__name__]))
         try:
             run.to_the_end()

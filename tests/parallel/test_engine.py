@@ -12,7 +12,7 @@ import pytest
 from minipaged import LLM, RequestOutput, SamplingParams
 from minipaged.engine.engine import Engine
 from minipaged.events import BlockCopied, Event, PrefixReused, RequestPreempted, SwappedIn, SwappedOut
-from tests.effort import thorough
+from tests.effort import one_case_in, thorough
 from tests.end_to_end.test_scheduling_invariance import BEAMS, GREEDY, SAMPLED, Job, run
 from tests.parallel.one_process import ShardsInOneProcess
 from tests.tiny_model import make_tiny_model
@@ -34,6 +34,7 @@ def told(outputs: list[RequestOutput]) -> list[Any]:
 
 
 @thorough
+@one_case_in(3)
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "settings"),
     [

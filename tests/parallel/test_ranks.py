@@ -22,7 +22,7 @@ from minipaged.parallel.tier import ParallelTier
 from minipaged.params import EngineConfig
 from minipaged.steps import LOGITS, Begun, BlockMoves, Row, StepInput, TableChange, Told
 from minipaged.tiers import FastTier, choose_tier
-from tests.effort import scaled, seeds, thorough
+from tests.effort import one_case_in, scaled, seeds, thorough
 from tests.parallel.one_process import ShardsInOneProcess
 from tests.tiny_model import make_tiny_model
 
@@ -133,6 +133,7 @@ def test_three_processes_give_the_bits_of_three_shards_in_one(tmp_path: Path) ->
 
 
 @thorough
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(6, 1, tried=False))
 def test_random_models(tmp_path: Path, seeds: range) -> None:

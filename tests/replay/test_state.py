@@ -28,7 +28,7 @@ from minipaged.events import (
 from minipaged.replay.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, Pool, State
 from minipaged.replay.teller import tell
 from minipaged.replay.timeline import Timeline
-from tests.effort import calls_that_raise, quick_cases, scaled, seeds
+from tests.effort import calls_that_raise, one_case_in, quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.workloads import Run, Workload, random_workload
 
@@ -149,6 +149,7 @@ def in_lanes(workload: Workload) -> Workload:
     return replace(workload, config=replace(workload.config, pipeline_parallel_size=3))
 
 
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
 def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range) -> None:
@@ -164,6 +165,7 @@ def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range)
 
 
 @quick_cases(3)
+@one_case_in(4)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize(
     "part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "sample", "fetch"]

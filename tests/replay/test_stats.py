@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import runpy
+import ast
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from minipaged.events import (
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.replay.state import State
 from minipaged.scheduling import RequestView
-from tests.effort import quick_cases, scaled, seeds
+from tests.effort import one_case_in, quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.replay.test_state import ahead
 from tests.workloads import Run, Workload, WorkloadRequest, random_workload
@@ -107,6 +109,7 @@ def check(run: Run) -> None:
     assert measure.num_compared >= run.engine.stats.steps
 
 
+@one_case_in(3)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
 def test_the_events_of_a_random_workload_give_the_engines_statistics_after_every_step(seeds: range) -> None:
@@ -121,6 +124,7 @@ def test_the_events_of_a_random_workload_give_the_engines_statistics_after_every
 
 
 @quick_cases(8)
+@one_case_in(4)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize("part", ["allocate", "share", "copy_on_write", "swap out", "swap in", "forward", "fetch"])
 def test_also_where_steps_fail(part: str, workload: Any) -> None:
@@ -152,6 +156,24 @@ def test_also_where_samples_wait_with_a_block_that_they_share_and_have_not_fille
     assert unfilled[1] == 3 + 1  # in the block of all four samples, and in the last of the other prompt
 
 
+def up_to_the_last_recording(script: Path) -> ast.Module:
+    """The script without what comes after its last `with record(...) as run`, which may be in a function: the rest
+    records nothing, and takes most of its time."""
+    tree = ast.parse(script.read_text())
+
+    def records(node: ast.stmt) -> bool:
+        names = (item.optional_vars for each in ast.walk(node) if isinstance(each, ast.With) for item in each.items)
+        return any(isinstance(name, ast.Name) and name.id == "run" for name in names)
+
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and records(node)}
+    last = 0
+    for number, node in enumerate(tree.body):
+        calls_one = any(isinstance(each, ast.Name) and each.id in functions for each in ast.walk(node))
+        if calls_one or (records(node) and not isinstance(node, ast.FunctionDef)):
+            last = number
+    return ast.Module(tree.body[: last + 1], [])
+
+
 @pytest.mark.model
 @quick_cases(7)
 @pytest.mark.parametrize("script", RECORDED, ids=lambda script: script.stem)
@@ -165,7 +187,9 @@ def test_a_recorded_run_gives_its_engines_statistics(script: Path, monkeypatch: 
         self.listeners.append(runs[-1][1].append)
 
     monkeypatch.setattr(Engine, "__init__", listen)
-    runpy.run_path(str(script))
+    module = ModuleType(script.stem)
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where its dataclasses look for their names
+    exec(compile(up_to_the_last_recording(script), str(script), "exec"), vars(module))
     heard = [(stats, events) for stats, events in runs if events]
     assert heard
     for stats, events in heard:

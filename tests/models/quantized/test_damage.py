@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from minipaged.errors import ModelError
 from minipaged.models.loading import load_config, load_weights
-from tests.effort import examples
+from tests.effort import examples, one_case_in
 from tests.models.quantized.samples import SAMPLES, Raw, read, tensors_of, write, write_sample
 
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
@@ -79,6 +79,7 @@ def spoil(tensors: dict[str, Raw], name: str) -> str:
 DAMAGES: list[Callable[[dict[str, Raw], str], str]] = [drop, shorten, turn, mislabel, spoil]
 
 
+@one_case_in(4)
 @pytest.mark.parametrize("name", QUANTIZED)
 @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -315,6 +316,7 @@ VALUES = st.sampled_from(
 )
 
 
+@one_case_in(4)
 @pytest.mark.parametrize("name", SAMPLES)
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())

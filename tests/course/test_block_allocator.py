@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minipaged.course.assignments.block_allocator import checks as block_allocator
+from minipaged.course.assignments.block_allocator import session
 from minipaged.course.assignments.block_allocator.checks import ASSIGNMENT, LARGE_POOLS
 from minipaged.course.assignments.block_allocator.mutants import SEEDED
 from minipaged.course.grader.assignment import Bench, Failure, Status, Submission, TestResult
@@ -139,7 +140,10 @@ class Hundreds(BlockAllocator):
 def test_a_bug_that_shows_in_pools_of_hundreds_of_blocks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(block_allocator, "LARGE_POOLS", LARGE_POOLS)
+    """A grade has a pool that is twice as large, and four times as many calls to shorten its run."""
+    assert LARGE_POOLS[-1] >= 300
+    monkeypatch.setattr(block_allocator, "LARGE_POOLS", (300,))
+    monkeypatch.setattr(session, "MOST_CALLS", session.MOST_CALLS // 4)
     result = result_of("long runs in large pools", submit(REFERENCE + HUNDREDS, tmp_path, "Hundreds"))
     assert result.failure is not None
     assert "ref_count" in result.failure.message

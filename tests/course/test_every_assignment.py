@@ -17,7 +17,7 @@ from minipaged.course.grader.handouts import folder_of
 from minipaged.course.grader.mutants import find_seeded
 from minipaged.llm import LoadedModel
 from tests.course.harness import result_of, submit
-from tests.effort import quick_cases, thorough
+from tests.effort import one_case_in, quick_cases, thorough
 
 NAMES = "block-allocator", "block-table", "paged-attention", "scheduler", "beam-search"
 """Those that have no worker that is slow to start: the others' tests share one."""
@@ -90,6 +90,7 @@ def check_full_marks(name: str, what: str, folder: Path, **given: Any) -> str:
 
 
 @thorough
+@one_case_in(3)
 @pytest.mark.parametrize(
     ("name", "what"), [(name, what) for name in ASSIGNMENTS for what in find_seeded(name).right if USUAL[name] != what]
 )

@@ -5,21 +5,28 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page
+from hypothesis import settings
+from playwright.sync_api import Browser, Page
 
-from docs import build
+from docs import build, python_in_page
+from minipaged.course.assignments.block_allocator import checks as block_allocator
+from minipaged.course.assignments.block_table import checks as block_table
+from minipaged.course.assignments.scheduler import checks as scheduler
+from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Submission, find_assignment
 from minipaged.course.grader.formats import as_json
 from minipaged.course.grader.grading import grade
 from minipaged.course.grader.handouts import files_of
 from minipaged.course.grader.mutants import find_seeded
 from minipaged.stepper.page import STEPPER
-from tests.browser import Watched, axe_script
+from tests.browser import Watched, axe_script, watching
 
 ASSETS = build.ROOT / "docs" / "assets"
 SCRIPTS = ("iframe-worker", "stepper", "editor", "grader")
@@ -30,21 +37,49 @@ HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>An assignm
 NAMES = ("block-allocator", "block-table", "scheduler")
 LONG = 240_000
 """Milliseconds: Python in a page is several times slower, and other tests run beside it."""
+FEWER = (
+    (search, "EXAMPLES", 20),
+    (block_allocator, "LARGE_POOLS", (8, 33)),
+    *((assignment, "ENGINE_WORKLOADS", 2) for assignment in (block_allocator, block_table, scheduler)),
+)
+"""What the page has fewer of than a grade. In the nightly profile it has as many."""
 
 
 @pytest.fixture(autouse=True)
-def fewer_examples() -> None:
-    """No fewer: the page has as many as a grade."""
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the command line as many as in the page."""
+    if settings.get_current_profile_name() != "nightly":
+        for module, name, number in FEWER:
+            monkeypatch.setattr(module, name, number)
+
+
+def write_grading(folder: Path) -> None:
+    """The script `grading.js`, in whose Python there are fewer examples."""
+    sources = python_in_page.sources
+
+    def fewer(parts: Sequence[str]) -> dict[str, str]:
+        files = sources(parts)
+        for module, name, number in FEWER:
+            path = Path(str(module.__file__)).relative_to(python_in_page.ROOT).as_posix()
+            files[path], replaced = re.subn(rf"^{name} = .*", f"{name} = {number}", files[path], flags=re.MULTILINE)
+            assert replaced == 1
+        return files
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(python_in_page, "sources", fewer)
+        python_in_page.write_grading(folder)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, python_scripts: Path) -> Path:
-    """A page for each assignment that is graded in one, as the site has it."""
+    """A page for each assignment that is graded in one, as the site has it, but for the number of examples."""
     folder = tmp_path_factory.mktemp("grader")
     for script in (STEPPER, *(ASSETS / f"{name}.js" for name in SCRIPTS if name != "stepper")):
         shutil.copy(script, folder)
     for script in ("python.js", "grading.js"):
         shutil.copy(python_scripts / script, folder)
+    if settings.get_current_profile_name() != "nightly":
+        write_grading(folder)
     for name in NAMES:
         [element] = re.findall(r"<div><paged-grader.*</div>", build.in_the_page(name))
         (folder / f"{name}.html").write_text(f"{HEAD}<main><h1>An assignment</h1>{element}</main>")
@@ -57,6 +92,24 @@ def opened(page: Page, folder: Path, name: str) -> Any:
     page.get_by_role("button", name="Write it here").click()
     page.get_by_text("Python is here").wait_for(timeout=LONG)
     return page.get_by_role("textbox", name="The code")
+
+
+PageOf = Callable[[str], Watched]
+
+
+@pytest.fixture(scope="module")
+def page_of(chromium: Browser, folder: Path) -> Iterator[PageOf]:
+    """A page of each assignment, in which tests grade one after the other: to start Python takes seconds."""
+    pages: dict[str, Watched] = {}
+    with ExitStack() as stack:
+
+        def page_of(name: str) -> Watched:
+            if name not in pages:
+                pages[name] = stack.enter_context(watching(chromium))
+                opened(pages[name].page, folder, name)
+            return pages[name]
+
+        yield page_of
 
 
 def graded(page: Page, source: str) -> str:
@@ -94,10 +147,10 @@ def found_in(page: Page) -> list[list[str]]:
     ],
 )
 def test_a_seeded_bug_gets_the_points_and_the_counterexample_of_the_command_line(
-    watched: Watched, folder: Path, tmp_path: Path, name: str, bug: str
+    page_of: PageOf, tmp_path: Path, name: str, bug: str
 ) -> None:
+    watched = page_of(name)
     page = watched.page
-    opened(page, folder, name)
     source = find_seeded(name).mutants[bug].source
     assert graded(page, source).startswith("Graded: ")
     there = on_the_command_line(name, source, tmp_path)
@@ -123,9 +176,9 @@ def test_a_seeded_bug_gets_the_points_and_the_counterexample_of_the_command_line
     watched.check()
 
 
-def test_a_right_part_gets_all_points_but_those_of_the_command_line(watched: Watched, folder: Path) -> None:
+def test_a_right_part_gets_all_points_but_those_of_the_command_line(page_of: PageOf) -> None:
+    watched = page_of("block-allocator")
     page = watched.page
-    opened(page, folder, "block-allocator")
     assert graded(page, find_seeded("block-allocator").right["the reference"]) == "Graded: all passed."
     assert page.locator("paged-grader .score").text_content() == "90 of 90 points."
     assert page.locator("paged-grader .score + p").text_content() == (
@@ -182,13 +235,17 @@ def test_a_page_that_hears_nothing_for_long_ends_the_grading(watched: Watched, f
     watched.check()
 
 
-def test_results_fit_a_phone_and_axe_finds_nothing(watched: Watched, folder: Path) -> None:
+def test_results_fit_a_phone_and_axe_finds_nothing(page_of: PageOf) -> None:
+    watched = page_of("block-allocator")
     page = watched.page
+    screen = page.viewport_size
+    assert screen
     page.set_viewport_size({"width": 390, "height": 844})
-    opened(page, folder, "block-allocator")
     source = find_seeded("block-allocator").mutants["share-not-counted"].source
     graded(page, source)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.add_script_tag(content=axe_script())
     violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
     assert not violations, json.dumps(violations, indent=1)
+    page.set_viewport_size(screen)
+    watched.check()

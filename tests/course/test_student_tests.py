@@ -30,7 +30,7 @@ from minipaged.course.sandbox.contract import Limits
 from minipaged.course.sandbox.process import Workers
 from tests.course import harness
 from tests.course.harness import run_script, run_script_in_worker
-from tests.effort import quick_cases, thorough
+from tests.effort import one_case_in, quick_cases, thorough
 
 HEAD = """
 import pytest
@@ -280,7 +280,8 @@ SAID = {
 """What is said where there is no script."""
 
 
-@quick_cases(16)
+@quick_cases(len(ASSIGNMENTS))  # a bug of each
+@one_case_in(6)
 @pytest.mark.parametrize(("name", "bug"), BUGS, ids=lambda value: str(value))
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself_and_as_a_test(
     name: str, bug: str, tmp_path: Path, workers: Workers

@@ -32,7 +32,7 @@ from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.scheduling import RequestView
 from tests.course import harness
 from tests.course.harness import ROOT, run_script, submit
-from tests.effort import thorough
+from tests.effort import examples, thorough
 
 STARTER = ROOT / "assignments" / "8_under_load" / "starter.py"
 FEW = Load("a small load", ((8, 6.0),))
@@ -66,7 +66,7 @@ def test_by_arrival_passes_what_asks_for_no_gain_and_is_told_by_how_much_it_fall
 @thorough
 @pytest.mark.parametrize("load", [LIGHT, OVERLOAD, BURSTS], ids=lambda load: load.name)
 def test_ours_is_fair_and_better_whatever_is_drawn(load: Load) -> None:
-    for seed in range(10):
+    for seed in range(min(10, examples(6))):  # three in the thorough part, ten in the nightly
         requests = load.requests(seed)
         first_come = served(requests, policy=FirstComeFirstServed)
         ours = served(requests, turn=Ours(OBJECTIVES, bound(first_come)).turn)

@@ -114,6 +114,8 @@ class AllocatorSession(Session):
         super().__init__(bench, part)
         self.num_blocks = num_blocks
         self._tables: list[_Table] = []
+        self._counted: dict[int, int] | None = None
+        """What `_counts` returned last, until a table changes."""
         self._variables: list[tuple[str, int]] = []
         """Name and value of what was returned, in order."""
         self._num_results = 0
@@ -289,10 +291,12 @@ class AllocatorSession(Session):
     # --- What is right ----------------------------------------------------------------------------
 
     def _counts(self) -> dict[int, int]:
-        counts: dict[int, int] = {}
-        for table in self._tables:
-            counts[table.block] = counts.get(table.block, 0) + 1
-        return counts
+        """Holders of each held block, in the order of its first holder's table. Not to be written to."""
+        if self._counted is None:
+            self._counted = {}
+            for table in self._tables:
+                self._counted[table.block] = self._counted.get(table.block, 0) + 1
+        return self._counted
 
     def _expected_error(self, method: str, value: int | list[int] | None) -> tuple[type[Exception], str] | None:
         counts = self._counts()
@@ -402,6 +406,7 @@ class AllocatorSession(Session):
         table = _Table(letter(self._num_tables).upper(), self._num_tables, letter(self._num_tables).upper(), block)
         self._num_tables += 1
         self._tables.append(table)
+        self._counted = None
         self._events += [
             RequestArrived(table.request, table.sequence, (0,), 1),
             RequestAdmitted(table.request),
@@ -416,11 +421,13 @@ class AllocatorSession(Session):
         child = _Table(letter(self._num_tables).upper(), self._num_tables, parent.request, block, parent.num_tokens)
         self._num_tables += 1
         self._tables.append(child)
+        self._counted = None
         self._events.append(SequenceForked(parent.request, parent.sequence, child.sequence))
 
     def _end(self, block: int) -> None:
         table = self._last_holder(block)
         self._tables.remove(table)
+        self._counted = None
         self._events += [
             SequenceFinished(table.request, table.sequence, "length"),
             BlocksFreed(table.sequence, (block,)),
@@ -434,6 +441,7 @@ class AllocatorSession(Session):
             holders = self._counts()[block]
             self._events.append(BlockCopied(table.sequence, 0, block, target, holders))
             table.block = target
+            self._counted = None
         if table.num_tokens < BLOCK_SIZE:
             table.num_tokens += 1
             self._events.append(TokenGenerated(table.request, table.sequence, 0, 0.0))

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from hypothesis import settings
 from markdown import markdown
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
@@ -35,7 +36,6 @@ from minipaged.events import (
 from minipaged.stepper.page import NO_CODE, sentences_of
 from minipaged.stepper.pictures import Bars
 from tests.browser import ROOT, Watched, axe_script, missing, watching
-from tests.effort import examples
 from tests.javascript import check_folds_agree
 
 
@@ -206,10 +206,12 @@ def test_a_page_says_what_it_has_so_that_no_style_looks_through_all_of_it(site: 
 # --- Every page, visited once ---------------------------------------------------------------------
 
 PARTS = 4
-"""The pages are shared out among so many tests; in each second one they are loaded on a phone."""
-MADE_ALIKE = {"api": 6}
-"""Pages in these folders are made by programs, all alike. Axe looks at `examples` of so many of each, drawn at random:
-a fifth of them, and all in `make test-nightly`. What a person wrote is always looked at."""
+"""The pages are shared out among so many tests."""
+MADE_ALIKE = {"api": 5, "paper": 2}
+"""Pages in these folders are made by programs, all alike. Axe looks at one in so many of each, and at all in
+`make test-nightly`. Axe always looks at what a person wrote."""
+STEPPED = 4
+"""One in so many steppers is tried out, and all in `make test-nightly`. The others are loaded."""
 
 ONCE = """() => {
     const seen = new Set();
@@ -237,17 +239,22 @@ def test_pages_fit_the_screen_ask_for_nothing_axe_finds_no_violation_and_what_is
 ) -> None:
     """Each page is loaded on one screen and seen on both, and all that is to hold of it is looked at in that one visit.
 
-    With MINIPAGED_SCREENSHOTS=1 it leaves a picture of each in build/screenshots, to be looked at.
+    Axe looks at it on the screen on which it is loaded: the desktop for half of the pages, the phone for the others, by
+    the run's seed. In `make test-nightly` it looks at each on both.
+
+    With MINIPAGED_SCREENSHOTS=1 the test leaves a picture of each in build/screenshots, to be looked at.
     """
-    screens = (DESKTOP, PHONE) if part % 2 == 0 else (PHONE, DESKTOP)
-    axe, wrong = axe_script(), []
-    passed_over = without_axe(site, pytestconfig.getoption("--hypothesis-seed"))
+    seed = str(pytestconfig.getoption("--hypothesis-seed"))
+    axe, wrong, on_both = axe_script(), [], settings.get_current_profile_name() == "nightly"
+    passed_over, tried = without_axe(site, seed), steppers_to_try(site, seed)
+    screens = random.Random(seed).sample((DESKTOP, PHONE), 2)
     with watching(browser, reduced_motion="reduce") as watched:
         page = watched.page
         page.add_init_script("localStorage.clear()")  # at each load: which scheme was chosen on the page before
         for path in pages(site)[part::PARTS]:
             name = path.relative_to(site).with_suffix("").as_posix()
-            for screen in screens:
+            alike = name.startswith("api/")  # and so long that drawing one again is most of its visit
+            for screen in screens[:1] if alike and path in passed_over else screens:
                 page.set_viewport_size({"width": screen.width, "height": screen.height})
                 page.emulate_media(color_scheme=screen.scheme)
                 if screen is screens[0]:
@@ -257,38 +264,58 @@ def test_pages_fit_the_screen_ask_for_nothing_axe_finds_no_violation_and_what_is
                 else:
                     page.get_by_title(f"Switch to {screen.scheme} mode").click()
                 check_it_fits(page, name, screen)
-                if not name.startswith("api/") and os.environ.get("MINIPAGED_SCREENSHOTS"):
+                if not alike and os.environ.get("MINIPAGED_SCREENSHOTS"):
                     picture = f"{name.replace('/', '-')}-{screen.name}-{screen.scheme}.png"
                     page.screenshot(path=ROOT / "build" / "screenshots" / picture, full_page=True)
-                if path in passed_over:
+                if path in passed_over or (screen is screens[1] and not on_both):
                     continue
                 if screen is screens[0]:
                     page.evaluate(ONCE)
                     page.add_script_tag(content=axe)
-                result = page.evaluate(AXE, COLOURS if name.startswith("api/") and screen is screens[1] else {})
+                result = page.evaluate(AXE, COLOURS if alike and screen is screens[1] else {})
                 wrong += [
                     (name, screen.name, violation["id"], node["target"], node["html"][:160])
                     for violation in result["violations"]
                     for node in violation["nodes"]
                 ]
-            page.set_viewport_size({"width": DESKTOP.width, "height": DESKTOP.height})
             if name.startswith("tutorials/"):
+                on_a_desktop(page)
                 check_no_line_of_a_tutorial_is_cut_and_its_pictures_can_be_read(page, name)
             if page.locator("paged-attention").count():
+                on_a_desktop(page)
                 check_a_query_walks_its_block_table(page)
             for i in range(page.locator("paged-stepper").count()):
-                check_it_steps_by_button_key_slider_and_link(page, i, name)
+                if (path, i) in tried:
+                    on_a_desktop(page)
+                    check_it_steps_by_button_key_slider_and_link(page, i, name)
+            screens.reverse()  # the next page is loaded as this one was seen last: to draw this one again is in vain
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def without_axe(site: Path, seed: object) -> set[Path]:
-    """Most of the pages that are made alike; the same for the same seed."""
+def on_a_desktop(page: Page) -> None:
+    page.set_viewport_size({"width": DESKTOP.width, "height": DESKTOP.height})
+
+
+def without_axe(site: Path, seed: str) -> set[Path]:
+    """Most of the pages that are made alike."""
     left_out: set[Path] = set()
     for folder, number in MADE_ALIKE.items():
         made = sorted(page for page in (site / folder).glob("*.html") if page.stem not in ("index", "what"))
-        seen = random.Random(str(seed)).sample(made, min(examples(number), len(made)))
-        left_out |= {*made} - {*seen}
+        left_out |= {*made} - {*one_in(number, made, seed)}
     return left_out
+
+
+def steppers_to_try(site: Path, seed: str) -> list[tuple[Path, int]]:
+    """Some of the steppers, by page and place on it."""
+    placed = [(page, i) for page in with_stepper(site) for i in range(page.read_text().count("<paged-stepper"))]
+    return one_in(STEPPED, placed, seed)
+
+
+def one_in(number: int, all_of_them: list[Any], seed: str) -> list[Any]:
+    """One in so many of them, drawn by the run's seed; all in `make test-nightly`."""
+    if settings.get_current_profile_name() == "nightly":
+        return all_of_them
+    return random.Random(seed).sample(all_of_them, -(-len(all_of_them) // number))
 
 
 def check_no_stepper_begins_with_an_empty_pool(page: Page, name: str) -> None:

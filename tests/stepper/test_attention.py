@@ -392,7 +392,7 @@ def test_axe_finds_nothing_and_no_letter_is_too_small(browser: Browser, file: Pa
             }""",
             [query, long, n],
         )
-        violations = page.evaluate(AXE_RUN, COLOURS if scheme == "dark" else {})["violations"]
+        violations = page.evaluate(AXE_RUN, COLOURS if scheme == "dark" else {"preload": True})["violations"]
         assert not violations, [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in violations]
     sizes = page.evaluate(
         """[...document.querySelector("paged-attention").all.querySelectorAll("*")]

@@ -352,13 +352,15 @@ def executed(script: Path) -> tuple[str, list[Any], float]:
         # No port is opened. Without a name of its own a kernel's sockets would be those of any other that starts here.
         config = Config(KernelManager={"transport": "ipc", "ip": f"{sockets}/kernel"})
         # What a cell prints comes in pieces, cut wherever the clock has it; the page shows it as one.
-        NotebookClient(notebook, config=config, timeout=120, resources=place, coalesce_streams=True).execute(
+        NotebookClient(notebook, config=config, timeout=CELL_S, resources=place, coalesce_streams=True).execute(
             env=os.environ | ONE_THREAD
         )
     cells = [cell for cell in notebook.cells if CHECK not in cell.metadata]
     return download, cells, float(notebook.cells[-1].outputs[0].text)
 
 
+CELL_S = 900
+"""A cell that takes longer, in seconds, ends the build. A cell that compiles on a busy machine is given its time."""
 CHECK = "check"
 """In the metadata of a cell that asks the run whether an answer is right, or what it took."""
 HAS_COMPUTED = """import resource

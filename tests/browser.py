@@ -28,6 +28,11 @@ AXE = "axe-core@4.14.1"
 AXE_SHA512 = "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
 
 
+AXE_RUN = "(only) => axe.run(document, {resultTypes: ['violations'], preload: false, ...only})"
+"""Looks at all of a page; `only` may name the rules."""
+COLOURS = {"runOnly": ["color-contrast", "link-in-text-block"]}
+"""The rules of axe that may judge a page otherwise in its other colour scheme."""
+
 in_both = pytest.mark.parametrize("browser", ["chromium", "firefox"], indirect=True)
 """Marks a test of the stepper that runs in Firefox, too."""
 

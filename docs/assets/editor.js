@@ -23,7 +23,9 @@
   /** What the worker does; its text is sent there. */
   const work = () => {
     const unpack = async (text) => {
-      const packed = Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
+      const signs = atob(text);
+      const packed = new Uint8Array(signs.length);
+      for (let i = 0; i < signs.length; i++) packed[i] = signs.charCodeAt(i); // Uint8Array.from takes 20 times as long
       const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
       return new Uint8Array(await new Response(stream).arrayBuffer());
     };

@@ -54,7 +54,11 @@ if (opening && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
     }
     name();
   });
-  opening.addEventListener("animationend", name);
+  let next; // frame: hundreds of parts may end in one, and each would look through all of them
+  opening.addEventListener("animationend", () => {
+    cancelAnimationFrame(next);
+    next = requestAnimationFrame(name);
+  });
   opening.classList.add("plays");
   button.hidden = false;
 }

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from hypothesis import settings
 from markdown import markdown
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
@@ -34,8 +35,7 @@ from minipaged.events import (
 )
 from minipaged.stepper.page import NO_CODE, sentences_of
 from minipaged.stepper.pictures import Bars
-from tests.browser import ROOT, Watched, axe_script, missing, watching
-from tests.effort import examples
+from tests.browser import AXE_RUN, COLOURS, ROOT, Watched, axe_script, missing, watching
 from tests.javascript import check_folds_agree
 
 
@@ -128,21 +128,21 @@ def test_n_is_for_the_stepper_that_is_pointed_at_and_not_for_the_next_page(site:
 
 def search(page: Any, words: str) -> list[str]:
     """Where the first results lead, the best first."""
-    box = page.get_by_role("textbox", name="Search")
+    box, results = page.get_by_role("textbox", name="Search"), page.locator(".md-search-result__item")
+    box.fill("")
+    results.first.wait_for(state="detached", timeout=60_000)  # those of other words
     box.fill(words)  # at once: of half a word, such as "copy-", the search engine complains
     box.press("End")
-    page.locator(".md-search-result__item").first.wait_for(state="attached", timeout=20_000)
+    results.first.wait_for(state="attached", timeout=60_000)
     links: list[str] = page.locator(".md-search-result__link").evaluate_all("links => links.map(l => l.href)")
     return links
 
 
-@pytest.mark.parametrize("words", ["copy-on-write", "copy on write"])
-def test_search_for_copy_on_write_leads_to_its_tutorial_first_from_a_file(
-    site: Path, browser: Browser, words: str
-) -> None:
+def test_search_for_copy_on_write_leads_to_its_tutorial_first_from_a_file(site: Path, browser: Browser) -> None:
     watched = Watched(browser, viewport={"width": 1280, "height": 900})
     watched.page.goto((site / "index.html").as_uri())
-    assert "06_copy_on_write.html" in search(watched.page, words)[0]
+    for words in ("copy-on-write", "copy on write"):  # one page: it takes ten seconds to make its index
+        assert "06_copy_on_write.html" in search(watched.page, words)[0], words
     watched.check()
     watched.page.close()
 
@@ -206,10 +206,15 @@ def test_a_page_says_what_it_has_so_that_no_style_looks_through_all_of_it(site: 
 # --- Every page, visited once ---------------------------------------------------------------------
 
 PARTS = 4
-"""The pages are shared out among so many tests; in each second one they are loaded on a phone."""
-MADE_ALIKE = {"api": 6}
-"""Pages in these folders are made by programs, all alike. Axe looks at `examples` of so many of each, drawn at random:
-a fifth of them, and all in `make test-nightly`. What a person wrote is always looked at."""
+"""The pages are shared out among so many tests."""
+MADE_ALIKE = {"api": 5, "paper": 2}
+"""Pages in these folders are made by programs, all alike. Axe looks at one in so many of each, and at all in
+`make test-nightly`. Axe always looks at what a person wrote."""
+LONG = "api"
+"""Pages of this folder at which axe does not look are not loaded, either: they are up to fifty times as long as others,
+and axe or not, drawing them costs as much as all else together."""
+STEPPED = 4
+"""One in so many steppers is tried out, and all in `make test-nightly`. The others are loaded."""
 
 ONCE = """() => {
     const seen = new Set();
@@ -220,8 +225,6 @@ ONCE = """() => {
     document.body.normalize();
 }"""
 """Of each kind of word in code one is left in its colour: axe would look at fifty thousand more, all alike."""
-AXE = "(only) => axe.run(document, {resultTypes: ['violations'], preload: false, ...only})"
-COLOURS = {"runOnly": ["color-contrast", "link-in-text-block"]}
 OPEN_FOLDS = "document.querySelectorAll('details').forEach((folded) => { folded.open = true; })"
 IN_VIEW = """(part) => { const box = part.getBoundingClientRect();
     return box.top >= 0 && box.left >= 0 && box.bottom <= innerHeight && box.right <= innerWidth; }"""
@@ -237,15 +240,20 @@ def test_pages_fit_the_screen_ask_for_nothing_axe_finds_no_violation_and_what_is
 ) -> None:
     """Each page is loaded on one screen and seen on both, and all that is to hold of it is looked at in that one visit.
 
-    With MINIPAGED_SCREENSHOTS=1 it leaves a picture of each in build/screenshots, to be looked at.
+    Axe looks at it on the screen on which it is loaded: the desktop for half of the pages, the phone for the others, by
+    the run's seed. In `make test-nightly` it looks at each on both.
+
+    With MINIPAGED_SCREENSHOTS=1 the test leaves a picture of each in build/screenshots, to be looked at.
     """
-    screens = (DESKTOP, PHONE) if part % 2 == 0 else (PHONE, DESKTOP)
-    axe, wrong = axe_script(), []
-    passed_over = without_axe(site, pytestconfig.getoption("--hypothesis-seed"))
+    seed = str(pytestconfig.getoption("--hypothesis-seed"))
+    axe, wrong, on_both = axe_script(), [], settings.get_current_profile_name() == "nightly"
+    passed_over, tried = without_axe(site, seed), steppers_to_try(site, seed)
+    screens = random.Random(seed).sample((DESKTOP, PHONE), 2)
     with watching(browser, reduced_motion="reduce") as watched:
         page = watched.page
         page.add_init_script("localStorage.clear()")  # at each load: which scheme was chosen on the page before
-        for path in pages(site)[part::PARTS]:
+        visited = [path for path in pages(site) if path not in passed_over or path.parent.name != LONG]
+        for path in visited[part::PARTS]:
             name = path.relative_to(site).with_suffix("").as_posix()
             for screen in screens:
                 page.set_viewport_size({"width": screen.width, "height": screen.height})
@@ -260,35 +268,55 @@ def test_pages_fit_the_screen_ask_for_nothing_axe_finds_no_violation_and_what_is
                 if not name.startswith("api/") and os.environ.get("MINIPAGED_SCREENSHOTS"):
                     picture = f"{name.replace('/', '-')}-{screen.name}-{screen.scheme}.png"
                     page.screenshot(path=ROOT / "build" / "screenshots" / picture, full_page=True)
-                if path in passed_over:
+                if path in passed_over or (screen is screens[1] and not on_both):
                     continue
                 if screen is screens[0]:
                     page.evaluate(ONCE)
                     page.add_script_tag(content=axe)
-                result = page.evaluate(AXE, COLOURS if name.startswith("api/") and screen is screens[1] else {})
+                result = page.evaluate(AXE_RUN, COLOURS if name.startswith("api/") and screen is screens[1] else {})
                 wrong += [
                     (name, screen.name, violation["id"], node["target"], node["html"][:160])
                     for violation in result["violations"]
                     for node in violation["nodes"]
                 ]
-            page.set_viewport_size({"width": DESKTOP.width, "height": DESKTOP.height})
             if name.startswith("tutorials/"):
+                on_a_desktop(page)
                 check_no_line_of_a_tutorial_is_cut_and_its_pictures_can_be_read(page, name)
             if page.locator("paged-attention").count():
+                on_a_desktop(page)
                 check_a_query_walks_its_block_table(page)
             for i in range(page.locator("paged-stepper").count()):
-                check_it_steps_by_button_key_slider_and_link(page, i, name)
+                if (path, i) in tried:
+                    on_a_desktop(page)
+                    check_it_steps_by_button_key_slider_and_link(page, i, name)
+            screens.reverse()  # the next page is loaded as this one was seen last: to draw this one again is in vain
     assert not wrong, "\n".join(map(str, wrong))
 
 
-def without_axe(site: Path, seed: object) -> set[Path]:
-    """Most of the pages that are made alike; the same for the same seed."""
+def on_a_desktop(page: Page) -> None:
+    page.set_viewport_size({"width": DESKTOP.width, "height": DESKTOP.height})
+
+
+def without_axe(site: Path, seed: str) -> set[Path]:
+    """Most of the pages that are made alike."""
     left_out: set[Path] = set()
     for folder, number in MADE_ALIKE.items():
         made = sorted(page for page in (site / folder).glob("*.html") if page.stem not in ("index", "what"))
-        seen = random.Random(str(seed)).sample(made, min(examples(number), len(made)))
-        left_out |= {*made} - {*seen}
+        left_out |= {*made} - {*one_in(number, made, seed)}
     return left_out
+
+
+def steppers_to_try(site: Path, seed: str) -> list[tuple[Path, int]]:
+    """Some of the steppers, by page and place on it."""
+    placed = [(page, i) for page in with_stepper(site) for i in range(page.read_text().count("<paged-stepper"))]
+    return one_in(STEPPED, placed, seed)
+
+
+def one_in(number: int, all_of_them: list[Any], seed: str) -> list[Any]:
+    """One in so many of them, drawn by the run's seed; all in `make test-nightly`."""
+    if settings.get_current_profile_name() == "nightly":
+        return all_of_them
+    return random.Random(seed).sample(all_of_them, -(-len(all_of_them) // number))
 
 
 def check_no_stepper_begins_with_an_empty_pool(page: Page, name: str) -> None:
@@ -470,7 +498,7 @@ def test_the_opening_paused_half_way_goes_on_where_it_was(site: Path, browser: B
 def test_the_stepper_of_the_home_page_begins_where_a_block_is_copied_and_a_link_begins_elsewhere(
     site: Path, browser: Browser
 ) -> None:
-    watched = home(site, browser, DESKTOP)
+    watched = home(site, browser, DESKTOP, reduced_motion="reduce")
     stepper = watched.page.locator("paged-stepper")
     assert stepper.evaluate("stepper => stepper.events[stepper.n - 1].event") == "block_copied"
     assert stepper.locator("[data-block]:not([data-refs='0'])").count() >= 5

@@ -67,7 +67,8 @@ HOUSE = {
         "numpy",
     ),
     "fast": Room(
-        "contracts errors mirror models.config models.hub models.quantized.stored models.shards params scheduling steps",
+        "contracts errors mirror models.config models.hub models.quantized.stored models.shards params scheduling "
+        "steps",
         "filelock llvmlite numba numpy torch triton",
         late={
             "only where there is something to compile": "rich",

@@ -18,7 +18,6 @@ from minipaged.reference.llama import Llama
 from minipaged.replay_steps import Replay, open_replay
 from minipaged.step_files import Header, StepRecorder, read_recording
 from tests.effort import quick_cases, thorough
-from tests.end_to_end.matrices import kept_once
 from tests.end_to_end.small_llama import make_small_llama
 from tests.memory import give_back
 
@@ -100,9 +99,7 @@ def test_smollm2_recorded_on_the_reference_runs_on_the_fast_tier(smollm2_folder:
         recorder.close()
     del llm, recorder
     give_back()  # one tier's weights at a time
-    with kept_once():
-        fast = LoadedModel.load(smollm2_folder, "fast", dtype="float32")
-    replayed = replay(tmp_path / "steps", fast)
+    replayed = replay(tmp_path / "steps", LoadedModel.load(smollm2_folder, "fast", dtype="float32"))
     for difference in replayed:
         assert difference.objection is None, difference
     assert replayed.num_choices == 48

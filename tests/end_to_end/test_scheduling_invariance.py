@@ -24,7 +24,6 @@ from minipaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from minipaged.models.quantized.recipe import Recipe
 from minipaged.quantizing import quantize
 from tests.effort import examples, one_case_in, thorough
-from tests.end_to_end.matrices import kept_once
 from tests.end_to_end.ties import check_same_or_tied
 from tests.memory import give_back
 from tests.workloads import ended
@@ -352,19 +351,18 @@ def test_a_crowded_smollm2_says_what_it_says_alone(
 ):
     jobs, alone = smollm2_alone
     give_back()  # the weights that served each alone
-    with kept_once():
-        llm = LLM(
-            smollm2_folder,
-            tier=tier,
-            dtype="float32",
-            block_size=8,
-            num_blocks=largest_need(jobs, 8) + 2,
-            num_swap_blocks=64,
-            preemption=preemption,
-            max_num_batched_tokens=24,
-            max_model_len=128,
-            debug=True,
-        )
+    llm = LLM(
+        smollm2_folder,
+        tier=tier,
+        dtype="float32",
+        block_size=8,
+        num_blocks=largest_need(jobs, 8) + 2,
+        num_swap_blocks=64,
+        preemption=preemption,
+        max_num_batched_tokens=24,
+        max_model_len=128,
+        debug=True,
+    )
     crowded = run(llm, jobs, [0, 0, 2, 3, 3])
     check_nothing_is_held(llm)
     stats = llm.stats()

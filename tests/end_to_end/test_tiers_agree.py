@@ -21,7 +21,6 @@ from minipaged.models.tokenizer import Tokenizer
 from minipaged.replay_steps import logits_of
 from tests.effort import one_case_in, thorough
 from tests.end_to_end import yardstick
-from tests.end_to_end.matrices import kept_once
 from tests.end_to_end.test_scheduling_invariance import Job, largest_need, run
 from tests.end_to_end.ties import check_same_or_tied, check_same_or_tied_draws
 from tests.memory import give_back
@@ -76,19 +75,18 @@ def test_random_workloads_give_the_same_tokens(smollm2_folder: Path, seed: int, 
             if isinstance(event, RequestPreempted | BlockCopied | PrefixReused):
                 count[event.name] += 1
 
-        with kept_once():
-            llm = LLM(
-                smollm2_folder,
-                tier=tier,
-                dtype="float32",
-                block_size=4,
-                num_blocks=largest_need(jobs, 4) + 1,
-                num_swap_blocks=100,
-                max_model_len=64,
-                preemption=preemption,  # type: ignore[arg-type]
-                debug=True,
-                listeners=[note],
-            )
+        llm = LLM(
+            smollm2_folder,
+            tier=tier,
+            dtype="float32",
+            block_size=4,
+            num_blocks=largest_need(jobs, 4) + 1,
+            num_swap_blocks=100,
+            max_model_len=64,
+            preemption=preemption,  # type: ignore[arg-type]
+            debug=True,
+            listeners=[note],
+        )
         outputs[tier] = run(llm, jobs)
         assert count["request_preempted"], "the pool was large enough for all"
         assert count["block_copied"]
@@ -113,6 +111,5 @@ def test_every_logit_is_within_rounding_of_that_of_transformers(smollm2_folder: 
     theirs = yardstick.last_logits(yardstick.load(smollm2_folder), prompt)
     for tier in ("reference", "fast"):
         give_back()  # the weights before
-        with kept_once():
-            ours = logits_of(LoadedModel.load(smollm2_folder, tier, dtype="float32"), prompt)
+        ours = logits_of(LoadedModel.load(smollm2_folder, tier, dtype="float32"), prompt)
         assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max(), tier

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import sys
+import runpy
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -156,26 +154,9 @@ def test_also_where_samples_wait_with_a_block_that_they_share_and_have_not_fille
     assert unfilled[1] == 3 + 1  # in the block of all four samples, and in the last of the other prompt
 
 
-def up_to_the_last_recording(script: Path) -> ast.Module:
-    """The script without what comes after its last `with record(...) as run`, which may be in a function: the rest
-    records nothing, and takes most of its time."""
-    tree = ast.parse(script.read_text())
-
-    def records(node: ast.stmt) -> bool:
-        names = (item.optional_vars for each in ast.walk(node) if isinstance(each, ast.With) for item in each.items)
-        return any(isinstance(name, ast.Name) and name.id == "run" for name in names)
-
-    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and records(node)}
-    last = 0
-    for number, node in enumerate(tree.body):
-        calls_one = any(isinstance(each, ast.Name) and each.id in functions for each in ast.walk(node))
-        if calls_one or (records(node) and not isinstance(node, ast.FunctionDef)):
-            last = number
-    return ast.Module(tree.body[: last + 1], [])
-
-
 @pytest.mark.model
 @quick_cases(7)
+@one_case_in(4)
 @pytest.mark.parametrize("script", RECORDED, ids=lambda script: script.stem)
 def test_a_recorded_run_gives_its_engines_statistics(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[tuple[Stats, list[Event]]] = []  # and not the engines, each of which has a model
@@ -187,9 +168,7 @@ def test_a_recorded_run_gives_its_engines_statistics(script: Path, monkeypatch: 
         self.listeners.append(runs[-1][1].append)
 
     monkeypatch.setattr(Engine, "__init__", listen)
-    module = ModuleType(script.stem)
-    monkeypatch.setitem(sys.modules, module.__name__, module)  # where its dataclasses look for their names
-    exec(compile(up_to_the_last_recording(script), str(script), "exec"), vars(module))
+    runpy.run_path(str(script))
     heard = [(stats, events) for stats, events in runs if events]
     assert heard
     for stats, events in heard:

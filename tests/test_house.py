@@ -8,6 +8,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -188,9 +189,20 @@ SOURCES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 When = Literal["at once", "late", "for type checkers"]
 
 
-def imports_and_when(path: Path) -> Iterator[tuple[str, When]]:
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Each file is read once, for all tests."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports_and_when(path: Path) -> list[tuple[str, When]]:
     """The modules that a file imports, as dotted names; `late` are those that its functions import."""
-    pending: list[tuple[ast.AST, When]] = [(ast.parse(path.read_text()), "at once")]
+    return [*_imports_and_when(path)]
+
+
+def _imports_and_when(path: Path) -> Iterator[tuple[str, When]]:
+    pending: list[tuple[ast.AST, When]] = [(parsed(path), "at once")]
     while pending:
         node, when = pending.pop()
         if isinstance(node, ast.Import):
@@ -365,7 +377,7 @@ def test_what_preemption_costs_is_reckoned_in_one_place():
     """By the policy. Others only say what the figures are; a simulated machine's are fields of its own."""
 
     def reads(path: Path, figure: str) -> bool:
-        nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute))
+        nodes = (node for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute))
         return any(node.attr == figure and isinstance(node.ctx, ast.Load) for node in nodes)
 
     def readers(figure: str) -> set[str]:
@@ -400,11 +412,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_every_file_opens_with_a_docstring():
-    silent = [
-        name
-        for name, path in SOURCES.items()
-        if path.read_text() and not ast.get_docstring(ast.parse(path.read_text()))
-    ]
+    silent = [name for name, path in SOURCES.items() if path.read_text() and not ast.get_docstring(parsed(path))]
     assert not silent
 
 

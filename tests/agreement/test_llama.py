@@ -467,6 +467,7 @@ def begin_five(seed: int) -> Twins:
     return twins
 
 
+@thorough
 @pytest.mark.usefixtures("uncaptured")
 def test_sequences_that_decode_keep_their_graph_when_a_prompt_arrives() -> None:
     twins = begin_five(6)

@@ -197,7 +197,7 @@ def test_both_tiers_tell_the_same_of_given_tokens(
     assert_same(list(found), expected, TOLERANCE[logits.dtype])
 
 
-@quick_cases(36)
+@quick_cases(18)
 @one_case_in(3)
 @pytest.mark.parametrize(
     "params",

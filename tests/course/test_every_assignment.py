@@ -128,7 +128,7 @@ REPEATED = {
 }
 
 
-@quick_cases(2)
+@quick_cases(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_seed_gives_the_same_score_and_the_same_counterexample(name: str, tmp_path: Path) -> None:
     mutant = find_seeded(name).mutants[REPEATED[name]]
@@ -150,7 +150,7 @@ WRONG_IN_A_MODEL = {
 }
 
 
-@quick_cases(5)
+@quick_cases(2)
 @pytest.mark.parametrize("name", WRONG_IN_A_MODEL)
 def test_the_model_test_passes_a_right_part_and_fails_a_wrong_one(
     name: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -389,6 +389,7 @@ def test_an_instructor_can_change_points_and_add_hidden_tests(capsys: pytest.Cap
         assert "minipaged grade assignment.py" in archive.read("run_autograder").decode()
 
 
+@thorough
 def test_what_is_tried_does_not_depend_on_the_modules_that_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

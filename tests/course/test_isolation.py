@@ -27,7 +27,7 @@ from minipaged.errors import BlockNotAllocated
 from tests.course import harness
 from tests.course.harness import submit
 from tests.course.submissions import REFERENCE, hostile
-from tests.effort import quick_cases
+from tests.effort import quick_cases, thorough
 
 LIMITS = Limits(processes=None, call_seconds=60.0, test_seconds=600.0, memory_bytes=300 << 20)
 """Time enough, however busy the machine is."""
@@ -152,6 +152,7 @@ def test_a_hostile_submission_gets_its_verdict_and_never_a_pass(source: str, ver
     assert time.monotonic() - started < 90, "nobody waits for it to wake up"
 
 
+@quick_cases(1)
 @pytest.mark.parametrize(
     ("source", "verdict"),
     [
@@ -188,6 +189,7 @@ def test_a_grading_ends_the_processes_that_it_has_started(tmp_path: Path, monkey
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
+@thorough
 def test_a_call_that_does_not_return_has_a_short_script_that_does_not_either(tmp_path: Path) -> None:
     result = result_of(hostile("while self.num_free == 0: pass"), tmp_path, IMPATIENT)
     assert result.failure is not None
@@ -471,6 +473,7 @@ def test_a_copy_leads_a_session_so_that_nothing_it_starts_can_leave_its_group(tm
             part.module.call("leave")
 
 
+@thorough
 def test_elsewhere_than_on_linux_each_worker_is_a_program_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ from minipaged.course.grader.handouts import files_of
 from minipaged.course.grader.mutants import find_seeded
 from minipaged.course.sandbox import answering, contract, page_process
 from tests.course.submissions import hostile
-from tests.effort import one_case_in, quick_cases
+from tests.effort import one_case_in, quick_cases, thorough
 
 NAMES = ("block-allocator", "block-table", "scheduler")
 REFERENCE = find_seeded("block-allocator").right["the reference"]
@@ -94,7 +94,7 @@ BUGS = [
 ]
 
 
-@quick_cases(len(NAMES))  # a bug of each assignment
+@quick_cases(1)
 @one_case_in(6)
 @pytest.mark.parametrize(("name", "bug"), BUGS, ids=[f"{name}: {bug}" for name, bug in BUGS])
 def test_a_seeded_bug_gets_the_points_and_counterexamples_that_it_gets_in_processes(
@@ -146,6 +146,7 @@ def test_the_line_in_which_it_went_wrong_is_marked() -> None:
         assert source.splitlines()[broken["line"] - 1].strip() == line
 
 
+@quick_cases(3)
 @pytest.mark.usefixtures("four_tests")
 @pytest.mark.parametrize(
     ("in_allocate", "verdict", "message"),
@@ -246,6 +247,7 @@ def test_after_a_call_that_was_ended_no_other_is_made(monkeypatch: pytest.Monkey
     assert {made[i + 1] for i, call in enumerate(made[:-1]) if call == 0} == {2}  # of the next allocator, in all tests
 
 
+@thorough
 def test_of_a_hidden_test_a_page_tells_the_points_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assignment = find_assignment("block-allocator")
     hidden = replace(assignment, tests=tuple(replace(test, hidden=True) for test in assignment.tests[:4]))

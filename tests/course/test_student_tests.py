@@ -250,6 +250,7 @@ def test_all_free(n):
 # --- Every assignment -----------------------------------------------------------------------------
 
 
+@quick_cases(3)
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_a_first_test_passes_on_every_right_part_and_fails_on_the_starter(name: str, tmp_path: Path) -> None:
     test = submit((folder_of(name) / "first_test.py").read_text(), tmp_path)

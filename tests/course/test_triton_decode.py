@@ -103,6 +103,7 @@ def test_an_error_inside_the_kernel_is_told_with_its_line(bench: Bench, folder: 
     )
 
 
+@thorough
 def test_what_reaches_far_outside_is_told_as_that(bench: Bench, folder: Path) -> None:
     path = folder / "far.py"
     path.write_text(PLAIN.replace("block.to(tl.int64)", "2**40 * block.to(tl.int64)"))

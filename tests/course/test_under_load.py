@@ -74,6 +74,7 @@ def test_ours_is_fair_and_better_whatever_is_drawn(load: Load) -> None:
         assert ours.in_time >= first_come.in_time + (0 if load is LIGHT else 0.15)
 
 
+@thorough
 def test_who_starves_somebody_gets_nothing_for_the_load_however_many_are_in_time(tmp_path: Path) -> None:
     """The shortest first has more requests in time than by arrival."""
     with Bench(ASSIGNMENT, submit(SHORTEST, tmp_path), 0) as bench, pytest.raises(Failed) as failed:

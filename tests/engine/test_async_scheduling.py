@@ -382,7 +382,7 @@ CROWDED = ASYNC_CROWDED | SIMPLE_CROWDED
 PARTS = ["allocate", "share", "after moving", "forward", "half way through forward", "sample", "fetch"]
 
 
-@quick_cases(7)
+@quick_cases(3)
 @pytest.mark.parametrize(
     "workload", [*ASYNC_CROWDED.values(), *SIMPLE_CROWDED.values()], ids=[*ASYNC_CROWDED, *SIMPLE_CROWDED]
 )

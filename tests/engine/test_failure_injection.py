@@ -160,7 +160,7 @@ PARTS = [
 ]
 
 
-@quick_cases(24)
+@quick_cases(12)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize("part", PARTS)
 def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_call_raises(

@@ -38,7 +38,7 @@ from minipaged.paper.vllm import VLLM, WholePrompts
 from minipaged.paper.workloads import MAX_MODEL_LEN, Asked
 from minipaged.scheduling import RequestView
 from minipaged.simulated import OPT_13B_ON_AN_A100
-from tests.effort import one_case_in
+from tests.effort import one_case_in, quick_cases
 
 ORDER = ["1", "2", "3", *"456789", "10", "11", "13", "15", "18a", "18b", "19a", "19b", "table1", "calibration"]
 """The figures of this file."""
@@ -85,6 +85,7 @@ def test_names_that_experiments_speak_of_are_in_the_code() -> None:
 SIMULATED = ["beyond/chunked-prefill", "beyond/policies", "beyond/kv-8-bits", "beyond/swap-or-recompute"]
 
 
+@quick_cases(2)
 @pytest.mark.parametrize("name", SIMULATED)
 def test_a_figure_beyond_the_paper_draws_each_of_its_jobs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beyond, "QUICK_SECONDS", 20.0)

@@ -13,6 +13,7 @@ from minipaged.paper.figures import FIGURES, routing
 from minipaged.paper.figures.routing import ROUTERS, Fleet, Routed, RoutedChats, Talk
 from minipaged.paper.running import Results, run_figure
 from minipaged.paper.workloads import MAX_MODEL_LEN, Round, conversations
+from tests.effort import thorough
 
 
 def talked(router: str, replicas: int, rounds: Sequence[Sequence[Round]]) -> Routed:
@@ -74,6 +75,7 @@ def test_who_is_least_loaded_is_asked() -> None:
     assert talked("least loaded", 2, rounds).latency.mean < talked("round robin", 2, rounds).latency.mean
 
 
+@thorough
 def test_the_figure_has_a_line_for_each_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "QUICK_SECONDS", 12.0)
     data = run_figure(

@@ -164,7 +164,7 @@ def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range)
             raise
 
 
-@quick_cases(3)
+@quick_cases(1)
 @one_case_in(4)
 @pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from minipaged.engine.engine import Engine
 from minipaged.events import BlockCopied, Event, SwappedIn
 from minipaged.reference.block_table import BlockTable
 from minipaged.stepper import Reciter, edited
+from tests.effort import quick_cases
 
 ROOT = Path(__file__).parent.parent.parent
 EDITABLE = [
@@ -92,6 +93,7 @@ def slid(source: str, needed: str, **values: int) -> dict[str, Any]:
     return result
 
 
+@quick_cases(2)
 @pytest.mark.parametrize("name", SLIDING)
 def test_a_cell_runs_wherever_its_sliders_stand(name: str) -> None:
     """At both ends of each, in all combinations; and each of them changes what is shown."""

@@ -42,17 +42,16 @@ def parts() -> list[Part]:
     def attention(dtype: torch.dtype) -> Part:
         return [part(dtype, d) for d in heads for part in (compiling.prompts, compiling.decoding)]
 
-    layers = {d: [compiling.layers(d), compiling.one_token(d)] for d in map(partial(getattr, torch), DTYPES)}
-    sampling = [part(dtype) for dtype in (f32, f64) for part in (compiling.choosing, compiling.sampling)]
+    layers = {dtype: [compiling.layers(dtype)] for dtype in map(partial(getattr, torch), DTYPES)}
     return [
         [*attention(f32), *layers[f32]],  # all layers in one take up the attention of decoding
-        [*attention(bf16), *layers.get(bf16, []), *sampling],
+        [*attention(bf16), *layers.get(bf16, []), compiling.sampling(f32), compiling.sampling(f64)],
     ]
 
 
 def compile_in_turns(folder: Path, worker: int) -> None:
     """What a test process calls, with a folder that all of them have, before its first test."""
-    last = [("one_token", getattr(torch, dtype)) for dtype in DTYPES] + [("sampling", torch.float64)]  # of both
+    last = [("layers", getattr(torch, dtype)) for dtype in DTYPES] + [("sampling", torch.float64)]  # of both
     if all(compiling.is_compiled(*each) for each in last):
         return
     for i in range(2):

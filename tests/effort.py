@@ -7,7 +7,8 @@
 | nightly  | `make test-nightly` | ten times all of them, at random             |
 
 A test that needs another number of examples than its neighbours says so by `examples(n)`: n are all of them.
-Where they are numbered (`seeds(n)`), the thorough ones come after the quick ones.
+Where they are numbered (`seeds(n)`), the thorough ones come after the quick ones. Of a test's many cases the thorough
+profile may run a sample (`one_case_in(n)`).
 """
 
 from __future__ import annotations
@@ -69,25 +70,32 @@ def quick_cases(number: int) -> pytest.MarkDecorator:
 
 
 def one_case_in(number: int) -> pytest.MarkDecorator:
-    """Of a test with many cases, the thorough profile runs one in so many of those that `make test` leaves out, drawn
+    """Of a test with many cases, the thorough profile runs one of every `number` that `make test` leaves out, drawn
     anew by each run's seed. The nightly profile runs them all."""
     return pytest.mark.one_case_in(number)
 
 
-def choose(items: list[pytest.Item], seed: object = None) -> list[pytest.Item]:
+NOT_DRAWN = pytest.StashKey[bool]()
+"""Set for a case that the thorough profile leaves out."""
+
+
+def choose(items: list[pytest.Item], seed: object = None) -> set[pytest.Item]:
     """Mark as thorough what is so by its place: cases beyond `quick_cases`, what needs a browser or the site. Returns
     what is not to run at all: in the thorough profile most cases of a test with `one_case_in`."""
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
-    left_out: list[pytest.Item] = []
+    left_out: set[pytest.Item] = set()
     for test, same in cases.items():
         quick, one_in = (same[0].get_closest_marker(name) for name in ("quick_cases", "one_case_in"))
-        others = same[quick.args[0] :] if quick is not None else same
         in_browser = not {"browser", "chromium", "site"}.isdisjoint(getattr(same[0], "fixturenames", ()))
-        for item in same if in_browser else others if quick is not None else ():
+        for item in same if in_browser else same[quick.args[0] :] if quick is not None else ():
             item.add_marker("thorough")
         if one_in is not None and settings.get_current_profile_name() == "thorough":
-            run = random.Random(f"{seed} {test}").sample(range(len(others)), -(-len(others) // one_in.args[0]))
-            left_out += (item for i, item in enumerate(others) if i not in run)
+            # Where no case is marked, all are in `make test` too, with fewer examples.
+            drawn_from = [item for item in same if item.get_closest_marker("thorough")] or same
+            drawn = random.Random(f"{seed} {test}").sample(drawn_from, -(-len(drawn_from) // one_in.args[0]))
+            left_out |= {*drawn_from} - {*drawn}
+    for item in left_out:
+        item.stash[NOT_DRAWN] = True
     return left_out

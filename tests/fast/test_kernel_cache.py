@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
 
 from minipaged.fast.cpu import kernel_cache
@@ -79,14 +80,35 @@ def test_where_the_cache_cannot_be_written_to_kernels_are_kept_where_numba_keeps
     assert [*(tmp_path / "numba").rglob("*.nbi*")]
 
 
-def test_the_newest_versions_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_versions_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cache, "MOST_FOLDERS", 3)
-    for number in range(5):
+    used = [0]
+    real = os.utime
+    monkeypatch.setattr(os, "utime", lambda folder: real(folder, (used[0], used[0])))
+
+    def use(number: int) -> set[str]:
+        used[0] += 1
         folder = tmp_path / "kernels" / str(number)
         assert kernel_cache._made(folder) == folder
-        os.utime(folder, (number, number))
-        (folder / "kept").touch()
-        os.utime(folder, (number, number))
-    assert sorted(each.name for each in (tmp_path / "kernels").iterdir()) == ["2", "3", "4"]
-    assert kernel_cache._made(tmp_path / "kernels" / "2") is not None
-    assert sorted(each.name for each in (tmp_path / "kernels").iterdir()) == ["2", "3", "4"]
+        return {each.name for each in folder.parent.iterdir()}
+
+    assert [use(number) for number in range(3)][-1] == {"0", "1", "2"}
+    assert use(0) == {"0", "1", "2"}
+    assert use(3) == {"0", "2", "3"}
+
+
+def test_a_kernel_runs_though_it_cannot_be_kept(tmp_path: Path) -> None:
+    """And where the folder was removed meanwhile, it is kept there again."""
+    kept = kernel_cache.KernelCache(_one, "digest", tmp_path / "gone" / "folder")
+    one = numba.njit(_one)
+    one._cache = kept
+    assert one() == 1
+    assert [*(tmp_path / "gone" / "folder").glob("*.nbc")]
+    (tmp_path / "file").touch()
+    two = numba.njit(_one)
+    two._cache = kernel_cache.KernelCache(_one, "digest", tmp_path / "file" / "folder")
+    assert two() == 1
+
+
+def _one() -> int:
+    return 1

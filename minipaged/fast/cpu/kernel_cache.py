@@ -3,7 +3,8 @@
 numba keeps a compiled function beside the file that defines it, with that file's date and size. But a kernel takes up
 functions of other files too: after a change there, the old one would go on being used. And another copy of the same
 files would compile the same again. So here kernels are kept in minipaged's cache, in a folder that is named by a digest
-of all files of the package. (Where NUMBA_CACHE_DIR is set they are kept there.)
+of all files of the package. Where NUMBA_CACHE_DIR is set, and where the cache cannot be written to, numba's own place
+is used, and the digest is in the files' names.
 """
 
 # mypy: disable-error-code="attr-defined, misc, no-untyped-call, no-untyped-def"
@@ -15,11 +16,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numba
+from filelock import FileLock
 from numba import njit
 from numba.core.caching import FunctionCache
 from numba.core.dispatcher import Dispatcher
@@ -36,11 +39,7 @@ loop = partial(inner, pipeline_class=LoopCompiler)
 """An inner function that is optimised by itself before its callers are."""
 
 MOST_FOLDERS = 8
-"""Kernels of so many versions of the files are kept, the newest: each folder has about 5 MB."""
-
-others_compile: list[Callable[[], bool]] = []
-"""Whoever compiles in other processes says so here: each waits for the next kernel, and returns whether there was one
-to wait for."""
+"""The number of versions whose kernels are kept: those used last. A version has about 5 MB."""
 
 
 class KernelCache(FunctionCache):
@@ -49,6 +48,7 @@ class KernelCache(FunctionCache):
     def __init__(self, kernel: Callable[..., Any], digest: str, folder: Path | None) -> None:
         """`folder`: where kernels of this digest are kept; None: where numba keeps them."""
         super().__init__(kernel)
+        self._folder = folder
         kept = self._cache_file
         if folder is not None:
             self._cache_path = kept._cache_path = str(folder)
@@ -59,12 +59,16 @@ class KernelCache(FunctionCache):
             kept._data_name_pattern = f"{digest}.{kept._data_name_pattern}"
         kept._source_stamp = digest
 
-    def load_overload(self, sig, target_context):
-        """None where it has to be compiled. What another process is compiling is waited for."""
-        found = super().load_overload(sig, target_context)
-        while found is None and any(wait() for wait in others_compile):
-            found = super().load_overload(sig, target_context)
-        return found
+    def save_overload(self, sig, data):
+        """One process at a time: two that save one kernel for two types could give both the same file. A folder that
+        was removed is made again; where there is no room, the kernel is compiled anew by the next process."""
+        if self._folder is None:
+            super().save_overload(sig, data)
+            return
+        with suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self._folder / "saving.lock"):
+                super().save_overload(sig, data)
 
 
 def follow_sources(package: str) -> None:
@@ -72,7 +76,8 @@ def follow_sources(package: str) -> None:
     files = sorted(Path(str(sys.modules[package].__file__)).parent.glob("*.py"))
     if not files:
         return  # compiled modules alone: numba's own date is all there is
-    digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    made_of = [numba.__version__.encode(), *(file.read_bytes() for file in files)]
+    digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:12]
     folder = None if numba.config.CACHE_DIR else _made(cache_folder() / "kernels" / digest)
     for name, module in list(sys.modules.items()):
         if name.startswith(f"{package}."):
@@ -83,13 +88,17 @@ def follow_sources(package: str) -> None:
 
 
 def _made(folder: Path) -> Path | None:
-    """The folder, or None where it cannot be written to. A new one takes the place of the oldest of its like."""
+    """The folder, or None where it cannot be written to. A new one takes the place of the one that was
+    not used for longest."""
     try:
-        if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)
-            newest = sorted(folder.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
-            for old in newest[MOST_FOLDERS:]:
-                shutil.rmtree(old, ignore_errors=True)
-        return folder if os.access(folder, os.W_OK) else None
+        is_new = not folder.is_dir()
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)  # it is used
     except OSError:
         return None
+    if is_new:
+        with suppress(OSError):  # another process may tidy, too
+            used_last = sorted(folder.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
+            for old in used_last[MOST_FOLDERS:]:
+                shutil.rmtree(old, ignore_errors=True)
+    return folder if os.access(folder, os.W_OK) else None

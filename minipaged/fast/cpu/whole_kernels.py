@@ -39,6 +39,8 @@ class Ingredient(JITCodeLibrary):
         engine = self._codegen._engine
         names = [variable.name for variable in self._final_module.global_variables]
         new = [name for name in names if name.startswith("_ZN08NumbaEnv") and not engine.is_symbol_defined(name)]
+        if not new:
+            return
         lines = [f'@"{name}" = common global i8* null' for name in new]
         self._codegen._add_module(
             binding.parse_assembly("\n".join([str(self._codegen._create_empty_module("")), *lines]))
@@ -61,7 +63,7 @@ class Whole(JITCodeLibrary):
 
 
 class Loop(Ingredient):
-    """What LLVM makes better vectors of before it is part of anything else."""
+    """A function that is optimised before its callers take it up: LLVM then makes better vectors of its loops."""
 
     _optimize_functions = JITCodeLibrary._optimize_functions
     _optimize_final_module = JITCodeLibrary._optimize_final_module

@@ -206,15 +206,15 @@ def test_a_page_says_what_it_has_so_that_no_style_looks_through_all_of_it(site: 
 # --- Every page, visited once ---------------------------------------------------------------------
 
 PARTS = 4
-"""The pages are shared out among so many tests."""
+"""The number of tests that share out the pages."""
 MADE_ALIKE = {"api": 5, "paper": 2}
-"""Pages in these folders are made by programs, all alike. Axe looks at one in so many of each, and at all in
+"""Pages in these folders are made by programs, all alike. Axe looks at one of every n (the number here), and at all in
 `make test-nightly`. Axe always looks at what a person wrote."""
 LONG = "api"
 """Pages of this folder at which axe does not look are not loaded, either: they are up to fifty times as long as others,
 and axe or not, drawing them costs as much as all else together."""
 STEPPED = 4
-"""One in so many steppers is tried out, and all in `make test-nightly`. The others are loaded."""
+"""One of every n steppers is tried out, and all in `make test-nightly`. The others are loaded."""
 
 ONCE = """() => {
     const seen = new Set();
@@ -313,7 +313,7 @@ def steppers_to_try(site: Path, seed: str) -> list[tuple[Path, int]]:
 
 
 def one_in(number: int, all_of_them: list[Any], seed: str) -> list[Any]:
-    """One in so many of them, drawn by the run's seed; all in `make test-nightly`."""
+    """One of every n of them, drawn by the run's seed; all in `make test-nightly`."""
     if settings.get_current_profile_name() == "nightly":
         return all_of_them
     return random.Random(seed).sample(all_of_them, -(-len(all_of_them) // number))

@@ -179,7 +179,7 @@ def text_without_end(token_ids: Sequence[int], decode: Decode) -> str:
     for count in range(1, CONTEXT_TOKENS):  # some of them may be special tokens, which have no text
         shorter = decode(token_ids[: len(token_ids) - count])
         if not shorter.endswith(NOT_WHOLE):
-            return shorter if text.endswith(NOT_WHOLE) or len(shorter) > len(text) else text
+            return max(text.rstrip(NOT_WHOLE), shorter, key=len)
     return text
 
 

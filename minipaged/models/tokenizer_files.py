@@ -67,7 +67,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 @lru_cache(maxsize=1)  # a model's configuration asks for its end token first: a large file is read once for both
 def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
     """The tokenizer in `folder`, whose files have these contents."""
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
     path = folder / TOKENIZER
     try:
@@ -77,14 +77,19 @@ def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
     config = read_json_if_there(folder / CONFIG)
     older = {} if "added_tokens_decoder" in config else read_json_if_there(folder / OLDER_CONFIG)
     padding = None if backend.padding is None else str(backend.padding["pad_token"])
-    roles, extra, special = _declared(folder, config, older, padding)
+    roles, extra, special, as_texts = _declared(folder, config, older, padding)
     listed, by_content = _listed(folder, config, backend, special)
     roles |= {role: by_content.get(roles[role].content, roles[role]) for role in roles.keys() & set(ROLES)}
 
     known = {each.content for each in (*backend.get_added_tokens_decoder().values(), *listed)}
     tokens = [*listed]
-    for token in (*roles.values(), *extra):
-        if token.content not in known and token not in tokens:
+    # transformers leaves out what it has already, and to it a text is no object: the last of the two counts.
+    objects, texts = [*listed], list[AddedToken]()
+    declared = [*((token, role in as_texts) for role, token in roles.items()), *extra]
+    for token, is_text in declared:
+        same = texts if is_text else objects
+        if token.content not in known and token not in same:
+            same.append(token)
             tokens.append(token)
     named = {each.content for each in roles.values()}
     for token in tokens:
@@ -99,14 +104,17 @@ def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
 
 def _declared(
     folder: Path, config: Mapping[str, Any], older: Mapping[str, Any], padding: str | None
-) -> tuple[dict[str, AddedToken], list[AddedToken], set[str]]:
-    """The special tokens with a role, those without, and the texts that are special where added_tokens.json has them.
+) -> tuple[dict[str, AddedToken], list[tuple[AddedToken, bool]], set[str], set[str]]:
+    """The special tokens with a role; those without, and whether each is written as a text; the texts that are special
+    where added_tokens.json has them; and the roles whose token is written as a text, not as an object.
 
     Where both files name one of `ROLES`, the older file counts. `padding`: the token that tokenizer.json pads with.
     """
     roles: dict[str, AddedToken | None] = dict.fromkeys(ROLES)
+    as_texts: set[str] = set()
     if padding is not None and "pad_token" not in {**config, **older}:
         roles["pad_token"] = _token(padding, f"{folder / TOKENIZER}: padding")
+        as_texts.add("pad_token")
     others: dict[str, AddedToken] = {}
     plain: dict[str, AddedToken] = {}  # texts in the newer file come last, and override the others
     for file, said in ((CONFIG, config), (OLDER_CONFIG, older)):
@@ -114,6 +122,10 @@ def _declared(
             where = f"{folder / file}: {key}"
             if file == OLDER_CONFIG and isinstance(value, dict) and key != EXTRA:
                 value = value | {"special": True}
+            if isinstance(value, str):
+                as_texts.add(key)
+            elif key not in plain:
+                as_texts.discard(key)
             if key in ROLES:
                 roles[key] = None if value is None else _token(value, where)
             elif key.endswith("_token") and isinstance(value, str | dict):  # "add_bos_token" is a bool
@@ -126,17 +138,19 @@ def _declared(
     for said in (lists, older):
         if isinstance(more := said.get(EXTRA), dict):
             plain |= {role: _token(value, f"{folder}: {EXTRA}") for role, value in more.items()}
+            as_texts |= {role for role, value in more.items() if isinstance(value, str)}
             lists.pop(EXTRA, None)
     if isinstance(older.get(EXTRA), list):
         lists[EXTRA] = [*(lists.get(EXTRA) or ()), *older[EXTRA]]
     if ADDITIONAL in older:
         lists[ADDITIONAL] = older[ADDITIONAL]
-    extra = [_token(value, f"{folder}: {EXTRA}") for value in lists.get(EXTRA, lists.get(ADDITIONAL)) or ()]
+    unnamed = lists.get(EXTRA, lists.get(ADDITIONAL)) or ()
+    extra = [(_token(value, f"{folder}: {EXTRA}"), isinstance(value, str)) for value in unnamed]
     present = {role: token for role, token in (roles | others | plain).items() if token is not None}
     written = {role for role in ROLES if role in older or isinstance(config.get(role), str)}
     special = {present[role].content for role in written & present.keys()}
     special |= {each for each in lists.get(EXTRA) or () if isinstance(each, str)}
-    return present, extra, special
+    return present, extra, special, as_texts
 
 
 def _listed(

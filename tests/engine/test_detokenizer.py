@@ -246,6 +246,17 @@ def test_a_special_token_within_a_character_changes_nothing(
         assert shown + detokenizer.text == decode(token_ids)
 
 
+def test_what_stands_before_bytes_of_no_character_is_the_prompts_text() -> None:
+    """However many tokens of such bytes follow in the prompt."""
+    pieces = [b"a\xf0\x9f\x98", b"\xff", b"\xf0\x9f", b"b"]
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return b"".join(pieces[token] for token in token_ids).decode(errors="replace")
+
+    for prompt in ([0], [0, 1], [0, 1, 2, 2], [3, 2, 1]):
+        assert text_without_end(prompt, decode) == decode(prompt).rstrip("\ufffd")
+
+
 def test_a_stop_string_may_begin_with_the_space_before_the_first_word() -> None:
     decode, token_ids = KINDS["bytes to fall back to"].decode, KINDS["bytes to fall back to"].encode("the the").ids
     detokenizer = Detokenizer(decode, (" the",), prompt_token_ids=token_ids[:1])

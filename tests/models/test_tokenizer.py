@@ -450,6 +450,17 @@ def test_a_tokenizer_is_the_same_one_in_transformers(
     assert ours.eos_token_id == theirs.eos_token_id
 
 
+def test_a_token_that_several_roles_declare_differently_is_the_same_one_in_transformers(tmp_path: Path) -> None:
+    """The last one counts, and one that is written as a text is not taken for one that is written as an object."""
+    stripping = {"content": "<|a|>", "__type": "AddedToken", "lstrip": True}
+    folder = tokenizers.write(tokenizers.byte_level(), tmp_path, bos_token="<|a|>", unk_token=stripping)
+    (folder / "special_tokens_map.json").write_text(json.dumps({"pad_token": {"content": "<|a|>"}}))
+    ours, theirs = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.encode(" <|a|>") == theirs.encode(" <|a|>")
+    assert len(ours.encode(" <|a|>")) == 2
+    assert ours.in_transformers.encode(" <|a|>") == theirs.encode(" <|a|>")
+
+
 @pytest.mark.parametrize("typed", [False, True])
 def test_a_role_written_as_an_object_is_the_same_token_in_transformers(tmp_path: Path, typed: bool) -> None:
     """With "__type" as transformers writes it, or without, which transformers itself does not read."""

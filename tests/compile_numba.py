@@ -10,6 +10,7 @@ does. What the tests need besides is compiled when they call it.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -82,6 +83,7 @@ class Compiling(event.Listener):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
+    gc.disable()  # what is made stays to the end
     for kernels in parts()[int(sys.argv[1])]:
         for _ in kernels:
             pass

@@ -104,10 +104,11 @@ def test_a_kernel_runs_though_it_cannot_be_kept(tmp_path: Path) -> None:
     one._cache = kept
     assert one() == 1
     assert [*(tmp_path / "gone" / "folder").glob("*.nbc")]
-    (tmp_path / "file").touch()
+    (tmp_path / "full" / "saving.lock").mkdir(parents=True)  # so that nothing is saved
     two = numba.njit(_one)
-    two._cache = kernel_cache.KernelCache(_one, "digest", tmp_path / "file" / "folder")
+    two._cache = kernel_cache.KernelCache(_one, "digest", tmp_path / "full")
     assert two() == 1
+    assert not [*(tmp_path / "full").glob("*.nbc")]
 
 
 def _one() -> int:

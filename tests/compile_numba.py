@@ -3,9 +3,9 @@
     python -m tests.compile_numba 0
     python -m tests.compile_numba 1
 
-numba keeps what it has compiled in files, but also 300 MB of memory, in a process that serves models on top of it. The
-two parts take about as long, so two test processes on two cores have one each; neither then compiles what the other
-does. What the tests need besides is compiled when they call it.
+numba saves what it compiles in files. But compiling also leaves the process 300 MB larger, and a test process needs
+memory for models too. The two parts take about as long, so two test processes on two cores have one each; neither then
+compiles what the other does. What the tests need besides is compiled when they call it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Part = list[Iterator[None]]
 
 
 def parts() -> list[Part]:
-    """What compiles each, one kernel after the other; nothing has been done yet."""
+    """The two parts. Each is a list of iterators, and each of their steps compiles one kernel."""
     f32, f64, bf16 = torch.float32, torch.float64, torch.bfloat16
     heads = (compiling.HEAD_DIM, 8)  # only the first can be multiplied in pairs
 
@@ -51,7 +51,8 @@ def parts() -> list[Part]:
 
 
 def compile_in_turns(folder: Path, worker: int) -> None:
-    """What a test process calls, with a folder that all of them have, before its first test."""
+    """Each test process calls this before its first test; `folder` is shared by all of them. Where kernels are missing,
+    it compiles its own part, then compiles the other part or waits for the process that does."""
     last = [("layers", getattr(torch, dtype)) for dtype in DTYPES] + [("sampling", torch.float64)]  # of both
     if all(compiling.is_compiled(*each) for each in last):
         return
@@ -66,7 +67,8 @@ def compile_in_turns(folder: Path, worker: int) -> None:
 
 
 class Compiling(event.Listener):  # type: ignore[misc]
-    """Hears of what numba compiles in this process: it costs no test, but all that call the kernel (`durations.py`)."""
+    """Records what numba compiles in this process as a cost of its own: the first test to call a kernel does not pay for
+    all others that call it (`durations.py`)."""
 
     def __init__(self, measuring: Measuring) -> None:
         self._measuring = measuring

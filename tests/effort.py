@@ -3,7 +3,7 @@
 | profile  | command             | examples                                     |
 |----------|---------------------|----------------------------------------------|
 | quick    | `make test`         | a tenth, always the same ones                |
-| thorough | `make test-all`     | half of them, at random; the seed is printed |
+| thorough | `make test-thorough` | half of them, at random; the seed is printed |
 | nightly  | `make test-nightly` | ten times all of them, at random             |
 
 A test that needs another number of examples than its neighbours says so by `examples(n)`: n are all of them.
@@ -70,8 +70,8 @@ def quick_cases(number: int) -> pytest.MarkDecorator:
 
 
 def one_case_in(number: int) -> pytest.MarkDecorator:
-    """Of a test with many cases, the thorough profile runs one of every `number` that `make test` leaves out, drawn
-    anew by each run's seed. The nightly profile runs them all."""
+    """Of a test with many cases, the thorough profile runs one of every `number` of the thorough ones (of all, if none
+    is thorough), drawn by the run's seed. The nightly profile runs them all."""
     return pytest.mark.one_case_in(number)
 
 
@@ -80,8 +80,8 @@ NOT_DRAWN = pytest.StashKey[bool]()
 
 
 def choose(items: list[pytest.Item], seed: object = None) -> set[pytest.Item]:
-    """Mark as thorough what is so by its place: cases beyond `quick_cases`, what needs a browser or the site. Returns
-    what is not to run at all: in the thorough profile most cases of a test with `one_case_in`."""
+    """Marks as thorough the cases beyond `quick_cases` and all tests that need a browser or the built site. Returns the
+    cases to leave out: in the thorough profile, those that `one_case_in` did not draw."""
     cases: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)

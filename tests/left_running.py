@@ -1,4 +1,4 @@
-"""A test that leaves a process behind fails.
+"""A run fails if a test leaves a process running.
 
 pytest puts the name of the running test into the environment (PYTEST_CURRENT_TEST). Processes inherit it, also those
 whose parent ends before them. So after the last test of each file, and at the end of a run, we look for processes whose

@@ -23,8 +23,8 @@ EVERY_S = 15
 DEAREST = 20
 SLOWEST = 5
 LEFT_OUT = {
-    "quick": "left out: {number} thorough tests ({rooms}), and nine tenths of the random examples; make test-thorough "
-    "runs them",
+    "quick": "left out: {number} thorough tests ({rooms}), which make test-thorough runs, and nine tenths of the "
+    "random examples, of which it tries more",
     "thorough": "left out: {number} cases of tests that run some of theirs, drawn at random ({rooms}); "
     "make test-nightly runs them all",
 }

@@ -41,7 +41,8 @@ HEAD_DIM = 32
 
 
 def prompts(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
-    """Compile their attention. These iterators yield after each kernel; the last one is the part's sign, in PARTS."""
+    """Compiles attention for prompts. Each iterator here yields after every kernel it compiles. `PARTS` names its last
+    kernel: where that one is kept, `is_compiled` counts the whole part as compiled."""
     one = torch.zeros(1, dtype=torch.int32)
     query, (keys, values) = torch.zeros(2, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
     ends = torch.tensor([0, 2], dtype=torch.int32)
@@ -50,7 +51,7 @@ def prompts(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
 
 
 def decoding(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
-    """Its attention."""
+    """Compiles attention for decoding."""
     one = torch.zeros(1, dtype=torch.int32)
     query, (keys, values) = torch.zeros(1, 2, head_dim, dtype=dtype), torch.zeros(2, 1, 1, 4, head_dim, dtype=dtype)
     cpu.paged_decode(query, keys, values, one[:, None], one, one + 1, 1.0)
@@ -58,7 +59,7 @@ def decoding(dtype: torch.dtype, head_dim: int = HEAD_DIM) -> Iterator[None]:
 
 
 def sampling(dtype: torch.dtype) -> Iterator[None]:
-    """`dtype`: of logits, which are float64 where they are penalised."""
+    """Compiles how tokens are chosen. `dtype`: of logits, which are float64 where they are penalised."""
     whole, real = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.float64)
     logits = torch.zeros(1, 4, dtype=dtype)
     cpu.argmax_logsumexp(logits)
@@ -70,7 +71,8 @@ def sampling(dtype: torch.dtype) -> Iterator[None]:
 
 
 def layers(dtype: torch.dtype) -> Iterator[None]:
-    """What is between, and all layers for one token, which takes up what decoding has compiled."""
+    """Compiles the kernels around attention (norms, activation, rotation, matrix products), then the one that runs one
+    token through all layers. That one links in the attention kernel that `decoding` has compiled."""
     one, angles = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 4)
     x, weight, qkv = (torch.zeros(1, size, dtype=dtype) for size in (8, 8, 32))
     keys, values = torch.zeros(2, 1, 1, 4, 8, dtype=dtype)
@@ -106,7 +108,8 @@ class Part(NamedTuple):
 
 
 HAS_VECTORS = number_type(torch.float32) is not None
-"""Of 512 bits. Without them a prompt's products are the library's, and only what reads keys and values is compiled."""
+"""Whether numba may use vectors of 512 bits. Without them torch does the matrix products of a prompt's attention, and
+only the kernel that reads keys and values is compiled."""
 PARTS = {
     "prompts": Part(prompts, _prefill if HAS_VECTORS else _read_heads, 1),
     "decoding": Part(decoding, _decode, 1),
@@ -114,9 +117,8 @@ PARTS = {
     "layers": Part(layers, _run, 6),
 }
 SHARES = (("prompts", "sampling"), ("decoding", "layers"))
-"""What each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). Each imports
-torch and numba anew: 1.3 s of a core. Two are done sooner than three on two cores, and reading weights leaves them time
-on a third."""
+"""What each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). On two cores,
+two processes finish sooner than three, because each must import torch and numba: 1.3 s of a core."""
 
 
 def is_compiled(part: str, dtype: torch.dtype) -> bool:
@@ -131,7 +133,8 @@ def is_compiled(part: str, dtype: torch.dtype) -> bool:
 
 
 def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
-    """Of a model that computes in `dtype`: parts that are not compiled, and what for. (Logits are float32.)"""
+    """The parts that a model computing in `dtype` needs and that are not compiled yet, each with its dtype. (Logits are
+    float32.)"""
     wanted = [(part, torch.float32 if part == "sampling" else dtype) for part in PARTS]
     return [(part, of) for part, of in wanted if not is_compiled(part, of)]
 
@@ -200,8 +203,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def compile_part(part: str, dtype: torch.dtype) -> None:
-    """In this process; a line on stdout after each kernel. Where others are at it, theirs is waited for. (The file by
-    which they know stays in numba's folder, beside what is kept there.)"""
+    """Compiles the part in this process and prints an empty line after each kernel. If another process is compiling the
+    same part, this one waits for it first. The lock file stays in the folder of the kernels."""
     kernels, last, _ = PARTS[part]
     folder = Path(last._cache.cache_path)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,10 @@
-"""What numba compiles is kept, and holds as long as none of the files has changed that it is made of.
+"""Compiled kernels are kept on disk, and used until a file of this package or the version of numba changes.
 
 numba keeps a compiled function beside the file that defines it, with that file's date and size. But a kernel takes up
 functions of other files too: after a change there, the old one would go on being used. And another copy of the same
 files would compile the same again. So here kernels are kept in minipaged's cache, in a folder that is named by a digest
-of all files of the package. Where NUMBA_CACHE_DIR is set, and where the cache cannot be written to, numba's own place
-is used, and the digest is in the files' names.
+of numba's version and of all files of this package. Where NUMBA_CACHE_DIR is set, and where the cache cannot be written
+to, numba's own place is used, and the digest is in the files' names.
 """
 
 # mypy: disable-error-code="attr-defined, misc, no-untyped-call, no-untyped-def"
@@ -33,8 +33,8 @@ from minipaged.models.hub import cache_folder
 kernel = partial(njit, nogil=True, cache=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
 """What Python calls: numba keeps it, and its callees with it."""
 inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""What only compiled code calls: kept with its callers, and not for itself, nor compiled for calls from Python,
-which would crash."""
+"""A function that only compiled code may call. It is kept as a part of its callers and has no wrapper for Python: a
+call from Python would crash."""
 loop = partial(inner, pipeline_class=LoopCompiler)
 """An inner function that is optimised by itself before its callers are."""
 
@@ -54,7 +54,7 @@ class KernelCache(FunctionCache):
             self._cache_path = kept._cache_path = str(folder)
             kept._index_path = str(folder / f"{kernel.__module__}.{kept._index_name}")
             kept._data_name_pattern = f"{kernel.__module__}.{kept._data_name_pattern}"
-        else:  # in names too: numba writes what is kept, and under which names, one after the other
+        else:  # in the names too: numba writes index and data one after the other, and two versions could mix them
             kept._index_path = f"{kept._index_path}.{digest}"
             kept._data_name_pattern = f"{digest}.{kept._data_name_pattern}"
         kept._source_stamp = digest
@@ -72,7 +72,8 @@ class KernelCache(FunctionCache):
 
 
 def follow_sources(package: str) -> None:
-    """Let compiled functions of all modules of a package, which are loaded, hold for its files as they are."""
+    """Ties the kernels of the package's loaded modules to its files as they are: after a change to any of them, kernels
+    are compiled again."""
     files = sorted(Path(str(sys.modules[package].__file__)).parent.glob("*.py"))
     if not files:
         return  # compiled modules alone: numba's own date is all there is

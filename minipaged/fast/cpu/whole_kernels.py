@@ -34,8 +34,9 @@ class Ingredient(JITCodeLibrary):
         self._finalized = True
 
     def _add_environments(self) -> None:
-        """Each function has a variable of its own, which numba sets as soon as the function is compiled. All machine
-        code of a process shares the first one of a name."""
+        """numba gives each function a variable in LLVM (`_ZN08NumbaEnv...`) and sets it once the function is compiled.
+        An ingredient has no machine code to hold it, so it is defined here; machine code that is made later, with a
+        variable of the same name, uses this one."""
         engine = self._codegen._engine
         names = [variable.name for variable in self._final_module.global_variables]
         new = [name for name in names if name.startswith("_ZN08NumbaEnv") and not engine.is_symbol_defined(name)]
@@ -49,7 +50,8 @@ class Ingredient(JITCodeLibrary):
 
     @classmethod
     def _unserialize(cls, codegen, state) -> JITCodeLibrary:
-        """Another kernel, as numba keeps it: it is whole."""
+        """Loads a kept kernel while another one is being compiled. It has its machine code already, so it is no
+        ingredient."""
         with _libraries(codegen, JITCodeLibrary):
             library: JITCodeLibrary = JITCodeLibrary._unserialize(codegen, state)
             return library
@@ -70,7 +72,7 @@ class Loop(Ingredient):
 
 
 class KernelCompiler(Compiler):
-    """numba's own, to which all libraries that are made on the way are ingredients."""
+    """numba's compiler, but the libraries that it makes on the way to a kernel are ingredients."""
 
     library: type[JITCodeLibrary] = Whole
 
@@ -88,7 +90,7 @@ class LoopCompiler(KernelCompiler):
 
 @contextmanager
 def _libraries(codegen, kind: type[JITCodeLibrary]) -> Iterator[None]:
-    """What numba makes now are these. (It compiles in one thread at a time.)"""
+    """Within this context numba makes its libraries of class `kind`. (It compiles in one thread at a time.)"""
     before, codegen._library_class = codegen._library_class, kind
     try:
         yield

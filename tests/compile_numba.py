@@ -67,8 +67,8 @@ def compile_in_turns(folder: Path, worker: int) -> None:
 
 
 class Compiling(event.Listener):  # type: ignore[misc]
-    """Records what numba compiles in this process as a cost of its own: the first test to call a kernel does not pay for
-    all others that call it (`durations.py`)."""
+    """Records what numba compiles in this process as a cost of its own: the first test to call a kernel does not pay
+    for all others that call it (`durations.py`)."""
 
     def __init__(self, measuring: Measuring) -> None:
         self._measuring = measuring

@@ -117,8 +117,8 @@ PARTS = {
     "layers": Part(layers, _run, 6),
 }
 SHARES = (("prompts", "sampling"), ("decoding", "layers"))
-"""What each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). On two cores,
-two processes finish sooner than three, because each must import torch and numba: 1.3 s of a core."""
+"""What each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). On two
+cores, two processes finish sooner than three, because each must import torch and numba: 1.3 s of a core."""
 
 
 def is_compiled(part: str, dtype: torch.dtype) -> bool:

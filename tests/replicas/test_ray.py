@@ -1,5 +1,8 @@
 """Several engines behind one endpoint, by the command line: what Ray starts, kills and ends. All of these are thorough,
-for which `make test-all` installs Ray."""
+for which `make test-all` installs Ray.
+
+Starting Ray takes most of the time. So tests share one command until one of them ends it, and one cluster.
+"""
 
 from __future__ import annotations
 
@@ -26,22 +29,24 @@ import pytest
 from minipaged.llm import LLM
 from minipaged.params import SamplingParams
 from tests.effort import thorough
+from tests.serve.harness import PATIENCE_S
 from tests.tiny_model import make_tiny_model
 
 pytestmark = thorough
-PATIENCE_S = 120
 ENGINE: dict[str, Any] = {"tier": "reference", "dtype": "float32", "num_blocks": 64, "num_swap_blocks": 0}
 """The reference tier: its steps are slow enough that something goes on when a replica is killed."""
-OPTIONS = (*(f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()), "--shutdown-timeout=20")
+OPTIONS = (*(f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.items()), "--shutdown-timeout=60")
 
 
 @dataclass
 class Running:
-    """`minipaged serve --replicas 2`."""
+    """`minipaged serve --replicas N`."""
 
     url: str
     process: subprocess.Popen[str]
     said: Path
+    segments: set[str]
+    """Shared memory that was there before."""
 
     def post(self, **body: Any) -> httpx.Response:
         return httpx.post(self.url + "/v1/completions", json=body, timeout=PATIENCE_S)
@@ -91,12 +96,12 @@ def wait_until(true: Callable[[], bool], what: str) -> None:
     end = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end, f"{what} has not come to be in {PATIENCE_S} s"
-        time.sleep(0.1)
+        time.sleep(0.25)  # looking through all processes takes time, too
 
 
 def is_healthy(url: str) -> bool:
     try:
-        return httpx.get(url + "/health", timeout=10).status_code == 200
+        return httpx.get(url + "/health", timeout=PATIENCE_S).status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -113,43 +118,64 @@ def free_port() -> int:
     return port
 
 
-def launch(model: Path, folder: Path, *options: str) -> Running:
-    port, said = free_port(), folder / "said"
-    command = [sys.executable, "-m", "minipaged", "serve", str(model), "--replicas", "2", "--port", str(port)]
+def launch(model: Path, folder: Path, *options: str, replicas: int = 2) -> Running:
+    port, said, segments = free_port(), folder / "said", set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "minipaged", "serve", str(model), "--port", str(port)]
+    command += ["--replicas", str(replicas)]
     with said.open("w") as out:
         process = subprocess.Popen([*command, *OPTIONS, *options], stdout=out, stderr=out, text=True)
-    return Running(f"http://127.0.0.1:{port}", process, said)
+    return Running(f"http://127.0.0.1:{port}", process, said, segments)
 
 
-def start(model: Path, folder: Path, *options: str) -> Running:
-    running = launch(model, folder, *options)
-    process, said = running.process, running.said
-    try:
-        wait_until(lambda: process.poll() is not None or is_healthy(running.url), "the endpoint")
-        assert process.poll() is None, said.read_text()
-        wait_until(lambda: "listening" in said.read_text(), "its first words")
-    except BaseException:
-        process.kill()  # nobody else would end it
-        raise
-    return running
+def start(model: Path, folder: Path, *options: str, replicas: int = 2) -> Running:
+    for _ in range(3):
+        running = launch(model, folder, *options, replicas=replicas)
+        process, said = running.process, running.said
+        try:
+            wait_until(lambda: process.poll() is not None or is_healthy(running.url), "the endpoint")  # noqa: B023
+            if "node timed out during startup" in said.read_text():  # Ray waits 30 s for itself on a busy machine, too
+                process.wait(PATIENCE_S)
+                continue
+            assert process.poll() is None, said.read_text()
+            wait_until(lambda: "listening" in said.read_text(), "its first words")  # noqa: B023
+        except BaseException:
+            process.kill()  # nobody else would end it
+            raise
+        return running
+    pytest.fail("Ray gave up starting three times: is this machine so busy?")
 
 
 @pytest.fixture(scope="module")
-def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    segments = set(os.listdir("/dev/shm"))
-    running = start(model, tmp_path_factory.mktemp("running"))
-    yield running
-    processes = running.processes()
-    running.process.send_signal(signal.SIGTERM)
-    assert running.process.wait(PATIENCE_S) == 0, running.said.read_text()
-    check_nothing_is_left(running, processes, segments)
+def started(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Running]]:
+    """The command that runs, or else another one."""
+    all_of_them: list[Running] = []
+
+    def one_that_runs() -> Running:
+        if not all_of_them or all_of_them[-1].process.poll() is not None:
+            all_of_them.append(start(model, tmp_path_factory.mktemp("running")))
+        return all_of_them[-1]
+
+    yield one_that_runs
+    for each in all_of_them:
+        if each.process.poll() is None:
+            processes = each.processes()
+            each.process.send_signal(signal.SIGTERM)
+            assert each.process.wait(PATIENCE_S) == 0, each.said.read_text()
+            check_nothing_is_left(each, processes)
 
 
-def check_nothing_is_left(running: Running, processes: list[psutil.Process], segments: set[str]) -> None:
+@pytest.fixture
+def running(started: Callable[[], Running]) -> Running:
+    """A command with two replicas, which other tests have asked before, and will."""
+    return started()
+
+
+def check_nothing_is_left(running: Running, processes: list[psutil.Process]) -> None:
     """No process, no port, no shared memory."""
     assert len(processes) > 5
     wait_until(lambda: not any(_lives(one) for one in processes), "the end of all processes")
-    wait_until(lambda: set(os.listdir("/dev/shm")) <= segments, "the end of shared memory")  # others may use it, too
+    # Others may use it, too.
+    wait_until(lambda: set(os.listdir("/dev/shm")) <= running.segments, "the end of shared memory")
     with socket.socket() as port:
         port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         port.bind(("127.0.0.1", int(running.url.rpartition(":")[2])))
@@ -208,12 +234,14 @@ def test_errors_are_those_of_one_engine(running: Running) -> None:
 def test_who_hangs_up_ends_the_request(running: Running) -> None:
     aborted = running.count("vllm:request_success_total", finished_reason="abort")
     body = {"prompt": "for ever", "max_tokens": 900, "ignore_eos": True}
-    with httpx.stream("POST", running.url + "/v1/completions", json=body | {"stream": True}, timeout=60) as answer:
+    with httpx.stream(
+        "POST", running.url + "/v1/completions", json=body | {"stream": True}, timeout=PATIENCE_S
+    ) as answer:
         lines = answer.iter_lines()  # kept: the connection is closed when it goes
         assert next(lines)
         assert running.count("vllm:num_requests_running") == 1
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(running.url + "/v1/completions", json=body, timeout=0.5)
+        httpx.post(running.url + "/v1/completions", json=body, timeout=httpx.Timeout(PATIENCE_S, read=0.5))
     wait_until(lambda: running.count("vllm:request_success_total", finished_reason="abort") == aborted + 2, "both ends")
     assert running.count("minipaged:blocks", state="held") == 0
     assert httpx.get(running.url + "/load", timeout=PATIENCE_S).json() == {"server_load": 0}
@@ -238,7 +266,7 @@ def test_when_a_replica_is_killed_every_request_is_right_or_told(running: Runnin
     came = Counter[str]()
 
     def ask(number: int) -> None:
-        if number == 200:
+        if number == 80:
             victim.kill()
         body = {"prompt": prompts[number % 20], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
         body["return_token_ids"] = True
@@ -260,8 +288,8 @@ def test_when_a_replica_is_killed_every_request_is_right_or_told(running: Runnin
             came["told"] += 1
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(ask, range(500)))
-    assert came["right"] + came["told"] == 500, came
+        list(pool.map(ask, range(200)))
+    assert came["right"] + came["told"] == 200, came
     assert came["told"] <= 16  # those that it had
     assert victim.pid not in [one.pid for one in running.both_replicas()]
     assert others.is_running()
@@ -272,40 +300,38 @@ def test_when_a_replica_is_killed_every_request_is_right_or_told(running: Runnin
     assert len([line for line in said if not line.startswith("replicas: ")]) == 4, said  # Ray's own words are not here
 
 
-def test_a_first_signal_lets_requests_finish_and_nothing_is_left(model: Path, tmp_path: Path) -> None:
-    segments = set(os.listdir("/dev/shm"))
-    running = start(model, tmp_path)
+def test_a_first_signal_lets_requests_finish_and_nothing_is_left(running: Running) -> None:
     body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", running.url + "/v1/completions", json=body, timeout=PATIENCE_S) as answer:
         lines = answer.iter_lines()
         assert next(lines)
         processes = running.processes()
         running.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "1 request has 20 s to finish" in running.said.read_text(), "what it says of that")
+        wait_until(lambda: "1 request has 60 s to finish" in running.said.read_text(), "what it says of that")
         refused = running.post(prompt="y", max_tokens=1)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         said = [line for line in lines if line]
     assert said[-1] == "data: [DONE]"
     assert json.loads(said[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     assert running.process.wait(PATIENCE_S) == 0, running.said.read_text()
-    check_nothing_is_left(running, processes, segments)
+    check_nothing_is_left(running, processes)
 
 
 def test_where_the_command_is_killed_nothing_is_left(model: Path, tmp_path: Path) -> None:
-    segments = set(os.listdir("/dev/shm"))
-    running = start(model, tmp_path)
+    running = start(model, tmp_path, replicas=1)
     processes = running.processes()
     running.process.kill()
     running.process.wait()
-    check_nothing_is_left(running, processes, segments)
+    check_nothing_is_left(running, processes)
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Process]]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[str, psutil.Process]]:
     """The address of one on this machine, which nobody of ours has started, and the process that it ends with."""
+    monkeypatch = pytest.MonkeyPatch()
     port = free_port()
     options = ("--include-dashboard=false", "--disable-usage-stats", f"--ray-client-server-port={free_port()}")
-    command = ["ray", "start", "--head", "--block", "--num-cpus=4", f"--port={port}", *options]
+    command = ["ray", "start", "--head", "--block", "--num-cpus=2", f"--port={port}", *options]
     command[0] = str(Path(sys.executable).parent / "ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # or it asks for a token, if whoever runs this has one
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -317,30 +343,31 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, psutil.Proce
         started = head.children(recursive=True)
         process.terminate()
         process.wait(PATIENCE_S)
+        monkeypatch.undo()
     wait_until(lambda: not any(_lives(one) for one in started), "the end of the cluster")
+
+
+def replicas_in(cluster: tuple[str, psutil.Process]) -> list[psutil.Process]:
+    return [one for one in cluster[1].children(recursive=True) if "ServeReplica" in _title(one)]
 
 
 def test_a_cluster_is_left_as_it_was_however_the_command_ends(
     model: Path, tmp_path: Path, cluster: tuple[str, psutil.Process]
 ) -> None:
     address, head = cluster
-
-    def replicas() -> list[psutil.Process]:
-        return [one for one in head.children(recursive=True) if "ServeReplica" in _title(one)]
-
-    starting = launch(model, tmp_path, "--ray-address", address)
-    wait_until(lambda: bool(replicas()) or starting.process.poll() is not None, "the beginning of a replica")
+    starting = launch(model, tmp_path, "--ray-address", address, replicas=1)
+    wait_until(lambda: bool(replicas_in(cluster)) or starting.process.poll() is not None, "the beginning of a replica")
     starting.process.send_signal(signal.SIGINT)
     assert starting.process.wait(PATIENCE_S) == 128 + signal.SIGINT, starting.said.read_text()
     assert "listening" not in starting.said.read_text()
-    wait_until(lambda: not replicas(), "the end of the replicas")
+    wait_until(lambda: not replicas_in(cluster), "the end of the replicas")
 
     running = start(model, tmp_path, "--ray-address", address)
     assert running.post(prompt="x", max_tokens=2).status_code == 200
-    assert len(replicas()) >= 2
+    assert len(replicas_in(cluster)) >= 2
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(PATIENCE_S) == 0, running.said.read_text()
-    wait_until(lambda: not replicas(), "the end of the replicas")
+    wait_until(lambda: not replicas_in(cluster), "the end of the replicas")
     assert head.is_running()
 
 
@@ -355,10 +382,13 @@ def test_what_a_replica_says_is_the_reason_and_not_that_the_endpoint_finds_none(
     assert not LAST_WORDS.findall(endpoint)
 
 
-def test_why_no_replica_starts_is_said_in_a_line(model: Path, tmp_path: Path) -> None:
+def test_why_no_replica_starts_is_said_in_a_line(
+    model: Path, tmp_path: Path, cluster: tuple[str, psutil.Process]
+) -> None:
     folder = tmp_path / "without_weights"
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    command = [sys.executable, "-m", "minipaged", "serve", str(folder), "--replicas", "2", "--port", "0", *OPTIONS]
+    command = [sys.executable, "-m", "minipaged", "serve", str(folder), "--replicas", "1", "--port", "0", *OPTIONS]
+    command += ["--ray-address", cluster[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1
     assert not done.stdout
@@ -366,3 +396,5 @@ def test_why_no_replica_starts_is_said_in_a_line(model: Path, tmp_path: Path) ->
     assert first.startswith("starting Ray")
     assert error.startswith("error: no replica could be started: ")
     assert str(folder) in error
+    wait_until(lambda: not replicas_in(cluster), "the end of the replicas")
+    assert cluster[1].is_running()

@@ -54,10 +54,10 @@ if (opening && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
     }
     name();
   });
-  let next; // frame: hundreds of parts may end in one, and each would look through all of them
+  let frame; // hundreds of parts may end in one, and each would look through all of them
   opening.addEventListener("animationend", () => {
-    cancelAnimationFrame(next);
-    next = requestAnimationFrame(name);
+    cancelAnimationFrame(frame);
+    frame = requestAnimationFrame(name);
   });
   opening.classList.add("plays");
   button.hidden = false;

@@ -67,7 +67,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
 @lru_cache(maxsize=1)  # a model's configuration asks for its end token first: a large file is read once for both
 def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
     """The tokenizer in `folder`, whose files have these contents."""
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import Tokenizer
 
     path = folder / TOKENIZER
     try:
@@ -77,20 +77,17 @@ def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
     config = read_json_if_there(folder / CONFIG)
     older = {} if "added_tokens_decoder" in config else read_json_if_there(folder / OLDER_CONFIG)
     padding = None if backend.padding is None else str(backend.padding["pad_token"])
-    roles, extra, special, as_texts = _declared(folder, config, older, padding)
+    declared, extra, special = _declared(folder, config, older, padding)
     listed, by_content = _listed(folder, config, backend, special)
+    roles = {role: _special(token) for role, token in declared.items()}
     roles |= {role: by_content.get(roles[role].content, roles[role]) for role in roles.keys() & set(ROLES)}
 
     known = {each.content for each in (*backend.get_added_tokens_decoder().values(), *listed)}
-    tokens = [*listed]
-    # transformers leaves out what it has already, and to it a text is no object: the last of the two counts.
-    objects, texts = [*listed], list[AddedToken]()
-    declared = [*((token, role in as_texts) for role, token in roles.items()), *extra]
-    for token, is_text in declared:
-        same = texts if is_text else objects
-        if token.content not in known and token not in same:
-            same.append(token)
-            tokens.append(token)
+    missing: list[str | AddedToken] = []
+    for token in (*declared.values(), *extra):
+        if _special(token).content not in known and token not in missing:
+            missing.append(token)
+    tokens = [*listed, *map(_special, missing)]
     named = {each.content for each in roles.values()}
     for token in tokens:
         token.special |= token.content in named
@@ -104,28 +101,22 @@ def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
 
 def _declared(
     folder: Path, config: Mapping[str, Any], older: Mapping[str, Any], padding: str | None
-) -> tuple[dict[str, AddedToken], list[tuple[AddedToken, bool]], set[str], set[str]]:
-    """The special tokens with a role; those without, and whether each is written as a text; the texts that are special
-    where added_tokens.json has them; and the roles whose token is written as a text, not as an object.
+) -> tuple[dict[str, str | AddedToken], list[str | AddedToken], set[str]]:
+    """The special tokens with a role, those without, and the texts that are special where added_tokens.json has them.
 
+    A token that is written as a text stays one: to transformers it is not the same as an object with that content.
     Where both files name one of `ROLES`, the older file counts. `padding`: the token that tokenizer.json pads with.
     """
-    roles: dict[str, AddedToken | None] = dict.fromkeys(ROLES)
-    as_texts: set[str] = set()
+    roles: dict[str, str | AddedToken | None] = dict.fromkeys(ROLES)
     if padding is not None and "pad_token" not in {**config, **older}:
-        roles["pad_token"] = _token(padding, f"{folder / TOKENIZER}: padding")
-        as_texts.add("pad_token")
-    others: dict[str, AddedToken] = {}
-    plain: dict[str, AddedToken] = {}  # texts in the newer file come last, and override the others
+        roles["pad_token"] = padding
+    others: dict[str, str | AddedToken] = {}
+    plain: dict[str, str | AddedToken] = {}  # texts in the newer file come last, and override the others
     for file, said in ((CONFIG, config), (OLDER_CONFIG, older)):
         for key, value in said.items():
             where = f"{folder / file}: {key}"
             if file == OLDER_CONFIG and isinstance(value, dict) and key != EXTRA:
                 value = value | {"special": True}
-            if isinstance(value, str):
-                as_texts.add(key)
-            elif key not in plain:
-                as_texts.discard(key)
             if key in ROLES:
                 roles[key] = None if value is None else _token(value, where)
             elif key.endswith("_token") and isinstance(value, str | dict):  # "add_bos_token" is a bool
@@ -138,19 +129,17 @@ def _declared(
     for said in (lists, older):
         if isinstance(more := said.get(EXTRA), dict):
             plain |= {role: _token(value, f"{folder}: {EXTRA}") for role, value in more.items()}
-            as_texts |= {role for role, value in more.items() if isinstance(value, str)}
             lists.pop(EXTRA, None)
     if isinstance(older.get(EXTRA), list):
         lists[EXTRA] = [*(lists.get(EXTRA) or ()), *older[EXTRA]]
     if ADDITIONAL in older:
         lists[ADDITIONAL] = older[ADDITIONAL]
-    unnamed = lists.get(EXTRA, lists.get(ADDITIONAL)) or ()
-    extra = [(_token(value, f"{folder}: {EXTRA}"), isinstance(value, str)) for value in unnamed]
+    extra = [_token(value, f"{folder}: {EXTRA}") for value in lists.get(EXTRA, lists.get(ADDITIONAL)) or ()]
     present = {role: token for role, token in (roles | others | plain).items() if token is not None}
     written = {role for role in ROLES if role in older or isinstance(config.get(role), str)}
-    special = {present[role].content for role in written & present.keys()}
+    special = {_special(present[role]).content for role in written & present.keys()}
     special |= {each for each in lists.get(EXTRA) or () if isinstance(each, str)}
-    return present, extra, special, as_texts
+    return present, extra, special
 
 
 def _listed(
@@ -164,7 +153,7 @@ def _listed(
     try:
         if "added_tokens_decoder" in config:
             for token_id, value in config["added_tokens_decoder"].items():
-                listed.append((int(token_id), _token(value, f"added_tokens_decoder[{token_id!r}]")))
+                listed.append((int(token_id), _special(_token(value, f"added_tokens_decoder[{token_id!r}]"))))
         else:
             for content, token_id in read_json_if_there(folder / ADDED).items():
                 token = AddedToken(content, normalized=content not in special, special=content in special)
@@ -176,12 +165,19 @@ def _listed(
     return [by_id[token_id] for token_id in sorted(by_id)], {token.content: token for _, token in listed}
 
 
-def _token(value: Any, where: str) -> AddedToken:
-    """A token as a file writes it: its text, which makes it a special one, or an object with its properties."""
+def _special(token: str | AddedToken) -> AddedToken:
+    """A token that is written as a text is a special one."""
+    from tokenizers import AddedToken
+
+    return AddedToken(token, special=True) if isinstance(token, str) else token
+
+
+def _token(value: Any, where: str) -> str | AddedToken:
+    """A token as a file writes it: its text, or an object with its properties."""
     from tokenizers import AddedToken
 
     if isinstance(value, str):
-        return AddedToken(value, special=True)
+        return value
     if isinstance(value, dict) and isinstance(value.get("content"), str):
         properties = {key: value[key] for key in PROPERTIES if key in value}
         if all(isinstance(each, bool) for each in properties.values()):

@@ -89,8 +89,8 @@ def follow_sources(package: str) -> None:
 
 
 def _made(folder: Path) -> Path | None:
-    """The folder, or None where it cannot be written to. A new one takes the place of the one that was
-    not used for longest."""
+    """The folder, or None where it cannot be written to. A new one takes the place of the one that was used longest
+    ago."""
     try:
         is_new = not folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)

@@ -28,8 +28,6 @@ AXE = "axe-core@4.14.1"
 AXE_SHA512 = "FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
 
 
-AXE_RUN = "(only) => axe.run(document, {resultTypes: ['violations'], preload: false, ...only})"
-"""Looks at all of a page; `only` may name the rules."""
 COLOURS = {"runOnly": ["color-contrast", "link-in-text-block"]}
 """The rules of axe that may judge a page otherwise in its other colour scheme."""
 
@@ -155,6 +153,16 @@ def from_npm(package: str, sha512: str) -> Path:
         return npm.fetch(package, sha512)
     except npm.NotFetched as error:
         return missing(str(error))
+
+
+def axe_violations(page: Page, within: str | None = None, **options: Any) -> list[dict[str, Any]]:
+    """What axe finds in the page, which has its script: in all of it, or `within` an element. `options` are axe's."""
+    found = page.evaluate(
+        "([within, options]) => axe.run(within ?? document, {resultTypes: ['violations'], ...options})",
+        [within, options],
+    )
+    listed: list[dict[str, Any]] = found["violations"]
+    return listed
 
 
 def axe_script() -> str:

@@ -1,10 +1,10 @@
 """How many random examples the tests try: three Hypothesis profiles, and everything that is counted in proportion.
 
-| profile  | command             | examples                                     |
-|----------|---------------------|----------------------------------------------|
-| quick    | `make test`         | a tenth, always the same ones                |
+| profile  | command              | examples                                     |
+|----------|----------------------|----------------------------------------------|
+| quick    | `make test`          | a tenth, always the same ones                |
 | thorough | `make test-thorough` | half of them, at random; the seed is printed |
-| nightly  | `make test-nightly` | ten times all of them, at random             |
+| nightly  | `make test-nightly`  | ten times all of them, at random             |
 
 A test that needs another number of examples than its neighbours says so by `examples(n)`: n are all of them.
 Where they are numbered (`seeds(n)`), the thorough ones come after the quick ones. Of a test's many cases the thorough
@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
@@ -40,10 +41,11 @@ def examples(all_of_them: int, least: int = 2) -> int:
 
 
 def seeds(all_of_them: int, chunk: int, *, first: int = 0, least: int = 2, tried: bool = True) -> list[range]:
-    """`examples(all_of_them, least)` seeds from `first` on, in parts of `chunk`: a test each, so that cores share them.
+    """Numbered seeds from `first` on, `examples(all_of_them, least)` of them, in ranges of `chunk`: one case each, so
+    that cores share them.
 
-    The thorough profile leaves out those of the quick one, which are always the same, where `make test` has `tried`
-    them: not if some cases of the test, or all, are thorough.
+    With `tried`, the thorough profile skips the seeds that `make test` runs. Pass `tried=False` if any case of the test
+    is thorough, because `make test` does not run that case.
     """
     end = first + examples(all_of_them, least)
     if tried and settings.get_current_profile_name() == "thorough":
@@ -51,8 +53,16 @@ def seeds(all_of_them: int, chunk: int, *, first: int = 0, least: int = 2, tried
     return [range(begin, min(begin + chunk, end)) for begin in range(first, end, chunk)]
 
 
+T = TypeVar("T")
+
+
+def drawn(one_in: int, all_of_them: Sequence[T], key: str) -> list[T]:
+    """One of every `one_in` of them, one at least; the same for the same key, which has the run's seed."""
+    return random.Random(key).sample(all_of_them, -(-len(all_of_them) // one_in))
+
+
 SHARE_OF_CALLS = 5
-"""The thorough profile tries one call in so many."""
+"""The thorough profile tries one of every five calls."""
 
 
 def calls_that_raise(request: pytest.FixtureRequest, calls: Sequence[int]) -> Sequence[int]:
@@ -60,8 +70,8 @@ def calls_that_raise(request: pytest.FixtureRequest, calls: Sequence[int]) -> Se
     fifth, but one at least, drawn anew by the run's seed for each case of the test."""
     if settings.get_current_profile_name() != "thorough":
         return calls
-    drawn = random.Random(f"{request.config.getoption('--hypothesis-seed')} {request.node.nodeid}")
-    return sorted(drawn.sample(calls, -(-len(calls) // SHARE_OF_CALLS)))
+    seed = request.config.getoption("--hypothesis-seed")
+    return sorted(drawn(SHARE_OF_CALLS, calls, f"{seed} {request.node.nodeid}"))
 
 
 def quick_cases(number: int) -> pytest.MarkDecorator:
@@ -70,8 +80,8 @@ def quick_cases(number: int) -> pytest.MarkDecorator:
 
 
 def one_case_in(number: int) -> pytest.MarkDecorator:
-    """Of a test with many cases, the thorough profile runs one of every `number` of the thorough ones (of all, if none
-    is thorough), drawn by the run's seed. The nightly profile runs them all."""
+    """Marks a test with many cases. The thorough profile runs one of every `number` of the thorough cases (of all, if
+    none is thorough), drawn by the run's seed. The nightly profile runs them all."""
     return pytest.mark.one_case_in(number)
 
 
@@ -94,8 +104,7 @@ def choose(items: list[pytest.Item], seed: object = None) -> set[pytest.Item]:
         if one_in is not None and settings.get_current_profile_name() == "thorough":
             # Where no case is marked, all are in `make test` too, with fewer examples.
             drawn_from = [item for item in same if item.get_closest_marker("thorough")] or same
-            drawn = random.Random(f"{seed} {test}").sample(drawn_from, -(-len(drawn_from) // one_in.args[0]))
-            left_out |= {*drawn_from} - {*drawn}
+            left_out |= {*drawn_from} - {*drawn(one_in.args[0], drawn_from, f"{seed} {test}")}
     for item in left_out:
         item.stash[NOT_DRAWN] = True
     return left_out

@@ -32,7 +32,8 @@ class LeftRunning:
     def pytest_runtest_teardown(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """After a file's last test nothing runs that a test started, nor at the end what a fixture started."""
+        """After a file's last test, fails if a process that a test started is still running; after the run's last test,
+        also if one that a fixture started is."""
         done = yield
         if nextitem is None or nextitem.path != item.path:
             left = wait_for_their_end(self._patience_s, everything=nextitem is None)

@@ -17,6 +17,7 @@ class Case:
         self.nodeid = f"tests/test_it.py::test_it[{number}]"
         self.marks = {mark.name: mark.mark for mark in marks}
         self.stash = pytest.Stash()
+        self.fixturenames: tuple[str, ...] = ()
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
         return self.marks.get(name)
@@ -68,5 +69,5 @@ def test_where_some_cases_are_marked_the_others_are_not_drawn_from() -> None:
 def test_what_needs_a_browser_is_thorough() -> None:
     in_browser = cases(2, effort.quick_cases(1))
     for case in in_browser:
-        case.fixturenames = ("page", "browser")  # type: ignore[attr-defined]
+        case.fixturenames = ("page", "browser")
     assert chosen(in_browser, "quick") == ([0, 1], [])

@@ -17,6 +17,7 @@ from minipaged.course.assignments.under_load import checks as under_load
 from minipaged.course.grader import assignment, search, student_tests
 from minipaged.course.sandbox import process
 from minipaged.course.sandbox.process import Workers
+from tests.effort import examples
 
 FEWER = (
     (search, "EXAMPLES", 100),
@@ -31,12 +32,24 @@ FEWER = (
     (beam_search, "ENGINE_WORKLOADS", 4),
     (under_load, "ENGINE_WORKLOADS", 2),
 )
+FEWER_IN_A_PAGE = (
+    (search, "EXAMPLES", 20),
+    (block_allocator, "LARGE_POOLS", (8, 33)),
+    *((assignment, "ENGINE_WORKLOADS", 2) for assignment in (block_allocator, block_table, scheduler)),
+)
+"""What is graded twice, in a page and on the command line, has fewer still."""
 
 
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, number in FEWER:
         monkeypatch.setattr(module, name, number)
+
+
+@pytest.fixture
+def examples_of_a_right_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is to be found in one: a few examples are enough, and the nightly profile has more than a grade."""
+    monkeypatch.setattr(search, "EXAMPLES", examples(100))
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from minipaged.course.assignments.block_allocator import checks as block_allocator
-from minipaged.course.assignments.block_allocator import session
 from minipaged.course.assignments.block_allocator.checks import ASSIGNMENT, LARGE_POOLS
 from minipaged.course.assignments.block_allocator.mutants import SEEDED
-from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Bench, Failure, Status, Submission, TestResult
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade, run_test
@@ -20,7 +18,7 @@ from minipaged.events import StepFailed
 from tests.course import harness
 from tests.course.harness import folded, run_script, submit
 from tests.course.submissions import REFERENCE, RIGHT, right, right_with_many
-from tests.effort import examples, quick_cases, thorough
+from tests.effort import quick_cases, thorough
 
 MUTANTS = SEEDED.mutants
 result_of = partial(harness.result_of, ASSIGNMENT)
@@ -35,12 +33,6 @@ def first_failure(submission: Submission, seed: int = 0) -> TestResult | None:
             if result.status is not Status.PASSED:
                 return result
     return None
-
-
-@pytest.fixture
-def examples_of_a_right_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is to be found in one: a few examples are enough, and the nightly profile has more than a grade."""
-    monkeypatch.setattr(search, "EXAMPLES", examples(100))
 
 
 @quick_cases(1)
@@ -148,10 +140,7 @@ class Hundreds(BlockAllocator):
 def test_a_bug_that_shows_in_pools_of_hundreds_of_blocks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A grade has a pool that is twice as large, and four times as many calls to shorten its run."""
-    assert LARGE_POOLS[-1] >= 300
-    monkeypatch.setattr(block_allocator, "LARGE_POOLS", (300,))
-    monkeypatch.setattr(session, "MOST_CALLS", session.MOST_CALLS // 4)
+    monkeypatch.setattr(block_allocator, "LARGE_POOLS", LARGE_POOLS)
     result = result_of("long runs in large pools", submit(REFERENCE + HUNDREDS, tmp_path, "Hundreds"))
     assert result.failure is not None
     assert "ref_count" in result.failure.message

@@ -10,7 +10,6 @@ import pytest
 
 from minipaged.course.assignments.block_allocator import checks as block_allocator
 from minipaged.course.assignments.block_allocator.checks import LARGE_POOLS
-from minipaged.course.grader import search
 from minipaged.course.grader.assignment import ASSIGNMENTS, Status, Submission, find_assignment
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
@@ -18,7 +17,7 @@ from minipaged.course.grader.handouts import folder_of
 from minipaged.course.grader.mutants import find_seeded
 from minipaged.llm import LoadedModel
 from tests.course.harness import result_of, submit
-from tests.effort import examples, quick_cases, thorough
+from tests.effort import quick_cases, thorough
 
 NAMES = "block-allocator", "block-table", "paged-attention", "scheduler", "beam-search"
 """Those that have no worker that is slow to start: the others' tests share one."""
@@ -88,12 +87,6 @@ def check_full_marks(name: str, what: str, folder: Path, **given: Any) -> str:
     elif result.assignment.measure:
         assert "speed: not measured: there is no GPU here" in text(result)
     return text(result)
-
-
-@pytest.fixture
-def examples_of_a_right_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is to be found in one: a few examples are enough, and the nightly profile has more than a grade."""
-    monkeypatch.setattr(search, "EXAMPLES", examples(40))
 
 
 @thorough

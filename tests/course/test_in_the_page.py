@@ -16,17 +16,14 @@ from hypothesis import settings
 from playwright.sync_api import Browser, Page
 
 from docs import build, python_in_page
-from minipaged.course.assignments.block_allocator import checks as block_allocator
-from minipaged.course.assignments.block_table import checks as block_table
-from minipaged.course.assignments.scheduler import checks as scheduler
-from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Submission, find_assignment
 from minipaged.course.grader.formats import as_json
 from minipaged.course.grader.grading import grade
 from minipaged.course.grader.handouts import files_of
 from minipaged.course.grader.mutants import find_seeded
 from minipaged.stepper.page import STEPPER
-from tests.browser import Watched, axe_script, watching
+from tests.browser import Watched, axe_script, axe_violations, watching
+from tests.course.conftest import FEWER_IN_A_PAGE
 
 ASSETS = build.ROOT / "docs" / "assets"
 SCRIPTS = ("iframe-worker", "stepper", "editor", "grader")
@@ -37,19 +34,13 @@ HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>An assignm
 NAMES = ("block-allocator", "block-table", "scheduler")
 LONG = 240_000
 """Milliseconds: Python in a page is several times slower, and other tests run beside it."""
-FEWER = (
-    (search, "EXAMPLES", 20),
-    (block_allocator, "LARGE_POOLS", (8, 33)),
-    *((assignment, "ENGINE_WORKLOADS", 2) for assignment in (block_allocator, block_table, scheduler)),
-)
-"""What the page has fewer of than a grade. In the nightly profile it has as many."""
 
 
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the command line as many as in the page."""
+    """On the command line as many as in the page, which in the nightly profile has as many as a grade."""
     if settings.get_current_profile_name() != "nightly":
-        for module, name, number in FEWER:
+        for module, name, number in FEWER_IN_A_PAGE:
             monkeypatch.setattr(module, name, number)
 
 
@@ -59,7 +50,7 @@ def write_grading(folder: Path) -> None:
 
     def fewer(parts: Sequence[str]) -> dict[str, str]:
         files = sources(parts)
-        for module, name, number in FEWER:
+        for module, name, number in FEWER_IN_A_PAGE:
             path = Path(str(module.__file__)).relative_to(python_in_page.ROOT).as_posix()
             files[path], replaced = re.subn(rf"^{name} = .*", f"{name} = {number}", files[path], flags=re.MULTILINE)
             assert replaced == 1
@@ -245,7 +236,7 @@ def test_results_fit_a_phone_and_axe_finds_nothing(page_of: PageOf) -> None:
     graded(page, source)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.add_script_tag(content=axe_script())
-    violations = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    violations = axe_violations(page)
     assert not violations, json.dumps(violations, indent=1)
     page.set_viewport_size(screen)
     watched.check()

@@ -14,16 +14,13 @@ from typing import Any
 import pytest
 
 from minipaged.course import page
-from minipaged.course.assignments.block_allocator import checks as block_allocator
-from minipaged.course.assignments.block_table import checks as block_table
-from minipaged.course.assignments.scheduler import checks as scheduler
-from minipaged.course.grader import search
 from minipaged.course.grader.assignment import Submission, find_assignment
 from minipaged.course.grader.formats import as_json
 from minipaged.course.grader.grading import grade
 from minipaged.course.grader.handouts import files_of
 from minipaged.course.grader.mutants import find_seeded
 from minipaged.course.sandbox import answering, contract, page_process
+from tests.course.conftest import FEWER_IN_A_PAGE
 from tests.course.submissions import hostile
 from tests.effort import one_case_in, quick_cases, thorough
 
@@ -33,10 +30,8 @@ REFERENCE = find_seeded("block-allocator").right["the reference"]
 
 @pytest.fixture(autouse=True)
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "EXAMPLES", 20)
-    monkeypatch.setattr(block_allocator, "LARGE_POOLS", (8, 33))
-    for assignment in (block_allocator, block_table, scheduler):
-        monkeypatch.setattr(assignment, "ENGINE_WORKLOADS", 2)
+    for module, name, number in FEWER_IN_A_PAGE:
+        monkeypatch.setattr(module, name, number)
 
 
 @pytest.fixture(autouse=True)

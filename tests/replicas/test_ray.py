@@ -40,7 +40,7 @@ OPTIONS = (*(f"--{name.replace('_', '-')}={value}" for name, value in ENGINE.ite
 
 @dataclass
 class Running:
-    """`minipaged serve --replicas N`."""
+    """`minipaged serve --replicas 2`."""
 
     url: str
     process: subprocess.Popen[str]
@@ -118,31 +118,38 @@ def free_port() -> int:
     return port
 
 
-def launch(model: Path, folder: Path, *options: str, replicas: int = 2) -> Running:
+def launch(model: Path, folder: Path, *options: str) -> Running:
     port, said, segments = free_port(), folder / "said", set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-m", "minipaged", "serve", str(model), "--port", str(port)]
-    command += ["--replicas", str(replicas)]
+    command = [sys.executable, "-m", "minipaged", "serve", str(model), "--replicas", "2", "--port", str(port)]
     with said.open("w") as out:
         process = subprocess.Popen([*command, *OPTIONS, *options], stdout=out, stderr=out, text=True)
     return Running(f"http://127.0.0.1:{port}", process, said, segments)
 
 
-def start(model: Path, folder: Path, *options: str, replicas: int = 2) -> Running:
-    for _ in range(3):
-        running = launch(model, folder, *options, replicas=replicas)
-        process, said = running.process, running.said
-        try:
-            wait_until(lambda: process.poll() is not None or is_healthy(running.url), "the endpoint")  # noqa: B023
-            if "node timed out during startup" in said.read_text():  # Ray waits 30 s for itself on a busy machine, too
-                process.wait(PATIENCE_S)
-                continue
-            assert process.poll() is None, said.read_text()
-            wait_until(lambda: "listening" in said.read_text(), "its first words")  # noqa: B023
-        except BaseException:
-            process.kill()  # nobody else would end it
-            raise
-        return running
-    pytest.fail("Ray gave up starting three times: is this machine so busy?")
+def start(model: Path, folder: Path, *options: str) -> Running:
+    for _ in range(2):
+        running = launch(model, folder, *options)
+        if not has_given_up(running):
+            return running
+    running = launch(model, folder, *options)
+    assert not has_given_up(running), running.said.read_text()
+    return running
+
+
+def has_given_up(running: Running) -> bool:
+    """Waits until it listens. True: it has ended, because Ray waited 30 s for itself, too few on a busy machine."""
+    process, said = running.process, running.said
+    try:
+        wait_until(lambda: process.poll() is not None or is_healthy(running.url), "the endpoint")
+        if "node timed out during startup" in said.read_text():
+            process.wait(PATIENCE_S)
+            return True
+        assert process.poll() is None, said.read_text()
+        wait_until(lambda: "listening" in said.read_text(), "its first words")
+    except BaseException:
+        process.kill()  # nobody else would end it
+        raise
+    return False
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +273,7 @@ def test_when_a_replica_is_killed_every_request_is_right_or_told(running: Runnin
     came = Counter[str]()
 
     def ask(number: int) -> None:
-        if number == 80:
+        if number == 200:
             victim.kill()
         body = {"prompt": prompts[number % 20], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
         body["return_token_ids"] = True
@@ -288,8 +295,8 @@ def test_when_a_replica_is_killed_every_request_is_right_or_told(running: Runnin
             came["told"] += 1
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(ask, range(200)))
-    assert came["right"] + came["told"] == 200, came
+        list(pool.map(ask, range(500)))
+    assert came["right"] + came["told"] == 500, came
     assert came["told"] <= 16  # those that it had
     assert victim.pid not in [one.pid for one in running.both_replicas()]
     assert others.is_running()
@@ -318,7 +325,7 @@ def test_a_first_signal_lets_requests_finish_and_nothing_is_left(running: Runnin
 
 
 def test_where_the_command_is_killed_nothing_is_left(model: Path, tmp_path: Path) -> None:
-    running = start(model, tmp_path, replicas=1)
+    running = start(model, tmp_path)
     processes = running.processes()
     running.process.kill()
     running.process.wait()
@@ -331,7 +338,7 @@ def cluster() -> Iterator[tuple[str, psutil.Process]]:
     monkeypatch = pytest.MonkeyPatch()
     port = free_port()
     options = ("--include-dashboard=false", "--disable-usage-stats", f"--ray-client-server-port={free_port()}")
-    command = ["ray", "start", "--head", "--block", "--num-cpus=2", f"--port={port}", *options]
+    command = ["ray", "start", "--head", "--block", "--num-cpus=4", f"--port={port}", *options]
     command[0] = str(Path(sys.executable).parent / "ray")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # or it asks for a token, if whoever runs this has one
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -355,7 +362,7 @@ def test_a_cluster_is_left_as_it_was_however_the_command_ends(
     model: Path, tmp_path: Path, cluster: tuple[str, psutil.Process]
 ) -> None:
     address, head = cluster
-    starting = launch(model, tmp_path, "--ray-address", address, replicas=1)
+    starting = launch(model, tmp_path, "--ray-address", address)
     wait_until(lambda: bool(replicas_in(cluster)) or starting.process.poll() is not None, "the beginning of a replica")
     starting.process.send_signal(signal.SIGINT)
     assert starting.process.wait(PATIENCE_S) == 128 + signal.SIGINT, starting.said.read_text()
@@ -387,7 +394,7 @@ def test_why_no_replica_starts_is_said_in_a_line(
 ) -> None:
     folder = tmp_path / "without_weights"
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    command = [sys.executable, "-m", "minipaged", "serve", str(folder), "--replicas", "1", "--port", "0", *OPTIONS]
+    command = [sys.executable, "-m", "minipaged", "serve", str(folder), "--replicas", "2", "--port", "0", *OPTIONS]
     command += ["--ray-address", cluster[0]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1

@@ -42,7 +42,7 @@ from minipaged.serve.live.watch import KEPT_FIGURES, KEPT_REQUESTS, LONGEST_BACK
 from minipaged.serve.settings import ServeSettings
 from minipaged.stepper import Storyteller
 from minipaged.tiers import ReferenceTier, reference_tier
-from tests.browser import Watched, axe_script
+from tests.browser import Watched, axe_script, axe_violations
 from tests.serve.harness import PATIENCE_S, Served, served, wait_until
 from tests.workloads import Run, random_workload
 
@@ -955,8 +955,8 @@ def test_the_page_is_for_everybody(open_page: Callable[..., Opened], screen: str
     page.evaluate("document.querySelector('#key').hidden = false")
     script = axe_script()
     page.evaluate(script)
-    found = page.evaluate("axe.run({resultTypes: ['violations'], preload: false})")
-    assert [(wrong["id"], [node["html"] for node in wrong["nodes"]]) for wrong in found["violations"]] == []
+    found = axe_violations(page, preload=False)
+    assert [(wrong["id"], [node["html"] for node in wrong["nodes"]]) for wrong in found] == []
     wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert wide <= 0
     buttons = [button.bounding_box() for button in page.get_by_role("button").all()]

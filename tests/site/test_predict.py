@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, Page
 
 from docs import build, predict
 from minipaged.stepper.page import NO_CODE, STEPPER
-from tests.browser import COLOURS, ROOT, Tabs, Watched, axe_script
+from tests.browser import COLOURS, ROOT, Tabs, Watched, axe_script, axe_violations
 from tests.stepper.test_edited import SLIDING, slid
 
 SCRIPTS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
@@ -318,9 +318,6 @@ def test_on_a_phone_it_fits_and_axe_finds_nothing(browser: Browser, folder: Path
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.add_script_tag(content=axe_script())
     for place in (".predict", ".editable"):
-        rules = COLOURS if dark else {}
-        violations = page.evaluate(f"(only) => axe.run('{place}', {{resultTypes: ['violations'], ...only}})", rules)[
-            "violations"
-        ]
+        violations = axe_violations(page, place, **(COLOURS if dark else {}))
         assert not violations, json.dumps(violations, indent=1)
     page.close()

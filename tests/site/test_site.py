@@ -35,7 +35,8 @@ from minipaged.events import (
 )
 from minipaged.stepper.page import NO_CODE, sentences_of
 from minipaged.stepper.pictures import Bars
-from tests.browser import AXE_RUN, COLOURS, ROOT, Watched, axe_script, missing, watching
+from tests.browser import COLOURS, ROOT, Watched, axe_script, axe_violations, missing, watching
+from tests.effort import drawn
 from tests.javascript import check_folds_agree
 
 
@@ -273,10 +274,10 @@ def test_pages_fit_the_screen_ask_for_nothing_axe_finds_no_violation_and_what_is
                 if screen is screens[0]:
                     page.evaluate(ONCE)
                     page.add_script_tag(content=axe)
-                result = page.evaluate(AXE_RUN, COLOURS if name.startswith("api/") and screen is screens[1] else {})
+                rules = COLOURS if name.startswith("api/") and screen is screens[1] else {}
                 wrong += [
                     (name, screen.name, violation["id"], node["target"], node["html"][:160])
-                    for violation in result["violations"]
+                    for violation in axe_violations(page, preload=False, **rules)
                     for node in violation["nodes"]
                 ]
             if name.startswith("tutorials/"):
@@ -316,7 +317,7 @@ def one_in(number: int, all_of_them: list[Any], seed: str) -> list[Any]:
     """One of every n of them, drawn by the run's seed; all in `make test-nightly`."""
     if settings.get_current_profile_name() == "nightly":
         return all_of_them
-    return random.Random(seed).sample(all_of_them, -(-len(all_of_them) // number))
+    return drawn(number, all_of_them, seed)
 
 
 def check_no_stepper_begins_with_an_empty_pool(page: Page, name: str) -> None:

@@ -18,7 +18,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.reference.attention import attend
 from minipaged.reference.kv_cache import Array, KVCache
 from minipaged.stepper.attention import KIND, LENGTHS, SCRIPT, Walk, watch_attention
-from tests.browser import AXE_RUN, COLOURS, SCREENS, Watched, axe_script, in_both, stop_time, watching
+from tests.browser import COLOURS, SCREENS, Watched, axe_script, axe_violations, in_both, stop_time, watching
 
 rng = np.random.default_rng(4)
 QUERIES = rng.standard_normal((4, 4)).astype(np.float32)  # [queries, head_dim], at positions 7 to 10
@@ -392,7 +392,7 @@ def test_axe_finds_nothing_and_no_letter_is_too_small(browser: Browser, file: Pa
             }""",
             [query, long, n],
         )
-        violations = page.evaluate(AXE_RUN, COLOURS if scheme == "dark" else {"preload": True})["violations"]
+        violations = axe_violations(page, **(COLOURS if scheme == "dark" else {}))
         assert not violations, [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in violations]
     sizes = page.evaluate(
         """[...document.querySelector("paged-attention").all.querySelectorAll("*")]

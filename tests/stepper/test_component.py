@@ -19,7 +19,7 @@ from minipaged.demo.view import COLORS
 from minipaged.events import BlocksFreed, EngineStarted, Event, StepStarted
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import UNSEEN, as_data, page
-from tests.browser import AXE_RUN, COLOURS, SCREENS, Watched, axe_script, in_both, stop_time, watching
+from tests.browser import COLOURS, SCREENS, Watched, axe_script, axe_violations, in_both, stop_time, watching
 from tests.workloads import Run, random_workload
 
 Visiting = Callable[..., AbstractContextManager[Watched]]
@@ -364,10 +364,10 @@ def test_axe_finds_nothing(browser: Browser, crowded: Path, scheme: Any) -> None
     page.goto(crowded.as_uri())
     page.add_script_tag(content=axe_script())
     last = page.evaluate("document.querySelector('paged-stepper').events.length")
-    rules = COLOURS if scheme == "dark" else {"preload": True}
+    rules = COLOURS if scheme == "dark" else {}
     for n in range(1, last + 1, 20):
         page.evaluate("n => document.querySelector('paged-stepper').go(n)", n)
-        violations = page.evaluate(AXE_RUN, rules)["violations"]
+        violations = axe_violations(page, **rules)
         assert not violations, (n, [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in violations])
     page.close()
 
@@ -470,7 +470,7 @@ def test_what_is_wrong_is_in_the_picture_and_the_last_step_says_that_it_broke(br
     heights = page.evaluate(EACH_STEP, "(stepper) => [stepper.offsetHeight, stepper.memory.offsetHeight]")
     assert len(set(map(tuple, heights))) == 1
     page.add_script_tag(content=axe_script())
-    violations = page.evaluate(AXE_RUN, {"preload": True})["violations"]
+    violations = axe_violations(page)
     assert not violations, [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in violations]
     watched.check()
     page.close()

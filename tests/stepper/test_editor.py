@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page
 
 from docs import build
 from minipaged.stepper.page import STEPPER, element
-from tests.browser import AXE_RUN, Watched, axe_script, in_both
+from tests.browser import Watched, axe_script, axe_violations, in_both
 from tests.stepper.test_edited import ALLOCATOR, lit, run
 
 ASSETS = build.ROOT / "docs" / "assets"
@@ -243,6 +243,6 @@ def test_without_python_the_page_says_why_and_the_recorded_run_stays(
     assert page.locator("paged-stepper .n").text_content() == "2 / 52"
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     page.add_script_tag(content=axe_script())
-    violations = page.evaluate(AXE_RUN, {"preload": True})["violations"]
+    violations = axe_violations(page)
     assert not violations, json.dumps(violations, indent=1)
     page.close()

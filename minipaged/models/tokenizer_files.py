@@ -79,8 +79,9 @@ def _read(folder: Path, contents: tuple[bytes, ...]) -> TokenizerFiles:
     padding = None if backend.padding is None else str(backend.padding["pad_token"])
     declared, extra, special = _declared(folder, config, older, padding)
     listed, by_content = _listed(folder, config, backend, special)
+    for role in declared.keys() & set(ROLES):
+        declared[role] = by_content.get(_special(declared[role]).content, declared[role])
     roles = {role: _special(token) for role, token in declared.items()}
-    roles |= {role: by_content.get(roles[role].content, roles[role]) for role in roles.keys() & set(ROLES)}
 
     known = {each.content for each in (*backend.get_added_tokens_decoder().values(), *listed)}
     missing: list[str | AddedToken] = []

@@ -461,6 +461,15 @@ def test_a_token_that_several_roles_declare_differently_is_the_same_one_in_trans
     assert ours.in_transformers.encode(" <|a|>") == theirs.encode(" <|a|>")
 
 
+@pytest.mark.parametrize("bos", ["<|a|>", {"content": "<|a|>", "__type": "AddedToken"}])
+def test_a_role_that_is_listed_with_an_id_is_the_token_of_the_list(tmp_path: Path, bos: object) -> None:
+    """Even where the list's id is taken by a token of tokenizer.json, so that the list itself adds nothing."""
+    folder = tokenizers.write(tokenizers.bpe_with_byte_fallback(), tmp_path, bos_token=bos)
+    (folder / "added_tokens.json").write_text(json.dumps({"<|a|>": 0}))
+    ours, theirs = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.encode("<|a|><|a|>") == theirs.encode("<|a|><|a|>") == ours.in_transformers.encode("<|a|><|a|>")
+
+
 @pytest.mark.parametrize("typed", [False, True])
 def test_a_role_written_as_an_object_is_the_same_token_in_transformers(tmp_path: Path, typed: bool) -> None:
     """With "__type" as transformers writes it, or without, which transformers itself does not read."""

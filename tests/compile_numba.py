@@ -45,8 +45,9 @@ def parts() -> list[Part]:
 
     layers = {dtype: [compiling.layers(dtype)] for dtype in map(partial(getattr, torch), DTYPES)}
     return [
-        [*attention(f32), *layers[f32]],  # all layers in one take up the attention of decoding
-        [*attention(bf16), *layers.get(bf16, []), compiling.sampling(f32), compiling.sampling(f64)],
+        # All layers in one take up the attention of decoding.
+        [*attention(f32), *layers[f32], compiling.sampling(f32), compiling.sampling(f64)],
+        [*attention(bf16), *layers.get(bf16, [])],
     ]
 
 

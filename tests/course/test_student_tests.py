@@ -262,9 +262,11 @@ def test_a_first_test_passes_on_every_right_part_and_fails_on_the_starter(name: 
         assert not outcome.failed
 
 
+IN_TURN = sorted(ASSIGNMENTS, key="triton-decode".__eq__)
+"""A bug of each, again and again. One that Triton's interpreter runs takes 5 s, so those come last."""
 BUGS = [
     (name, bug)
-    for bugs in zip_longest(*([(n, b) for b in find_seeded(n).mutants] for n in ASSIGNMENTS))
+    for bugs in zip_longest(*([(n, b) for b in find_seeded(n).mutants] for n in IN_TURN))
     for name, bug in filter(None, bugs)
 ]
 CRASHES = (
@@ -281,7 +283,7 @@ SAID = {
 """What is said where there is no script."""
 
 
-@quick_cases(len(ASSIGNMENTS))  # a bug of each
+@quick_cases(len(IN_TURN) - 1)  # a bug of each but the last
 @one_case_in(6)
 @pytest.mark.parametrize(("name", "bug"), BUGS, ids=lambda value: str(value))
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself_and_as_a_test(

@@ -237,9 +237,8 @@ def test_a_message_that_nobody_reads_does_not_hold_the_driver_up(llm: LLM, monke
 
 @thorough
 def test_one_that_dies_while_nothing_runs_is_heard_of_and_a_server_says_so_and_ends(
-    shared: Lend, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shared: Lend, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("minipaged.serve.server.LAST_WORDS_S", 5)
     loaded = shared()
     workers = workers_of(loaded)
     heard: list[Exception] = []
@@ -254,11 +253,12 @@ def test_one_that_dies_while_nothing_runs_is_heard_of_and_a_server_says_so_and_e
             tell_server(error)
 
         running.allm.llm.engine.runner.on_failure(hear)
-        os.kill(workers.pids[0], signal.SIGKILL)
-        wait_until(lambda: bool(heard))
-        assert "worker 0 of 2" in str(heard[0])
-        assert "SIGKILL" in str(heard[0])
-        wait_until(lambda: running.get("/health").status_code == 503)
+        with running.last_words():
+            os.kill(workers.pids[0], signal.SIGKILL)
+            wait_until(lambda: bool(heard))
+            assert "worker 0 of 2" in str(heard[0])
+            assert "SIGKILL" in str(heard[0])
+            wait_until(lambda: running.get("/health").status_code == 503)
         running.thread.join(PATIENCE_S)
         assert not running.thread.is_alive()
         assert running.server.status == 1

@@ -23,7 +23,7 @@ import pytest
 from minipaged.async_llm import AsyncLLM
 from minipaged.llm import LoadedModel
 from minipaged.outputs import RequestUpdate
-from minipaged.serve.server import Server, listen, make_server
+from minipaged.serve.server import LAST_WORDS_S, Server, listen, make_server
 from minipaged.serve.settings import ServeSettings
 
 Result = TypeVar("Result")
@@ -78,6 +78,24 @@ class Served:
         finally:
             engine.step = step  # type: ignore[method-assign]
             go_on.set()
+
+    @contextmanager
+    def last_words(self) -> Iterator[None]:
+        """A server whose engine has died ends when the context does, and not after `LAST_WORDS_S`: a test may take as
+        long as it likes to ask it something."""
+        loop, held = self.server.loop, list[tuple[Any, ...]]()
+        later = loop.call_later
+
+        def hold(delay: float, *call: Any, **more: Any) -> asyncio.TimerHandle | None:
+            if delay != LAST_WORDS_S:
+                return later(delay, *call, **more)
+            held.append(call)
+            return None
+
+        with patch.object(loop, "call_later", hold):
+            yield
+            [call] = held
+            loop.call_soon_threadsafe(*call)
 
     def terminate(self) -> None:
         """As SIGTERM does, which arrives in the main thread only."""

@@ -236,30 +236,27 @@ def test_terminated_it_aborts_what_takes_too_long_and_says_so(tiny: LoadedModel)
         check_empty(running.allm)
 
 
-def test_when_the_engine_dies_all_are_told_and_the_server_ends(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("minipaged.serve.server.LAST_WORDS_S", 5)
-
+def test_when_the_engine_dies_all_are_told_and_the_server_ends(tiny: LoadedModel) -> None:
     def broken() -> Any:
         raise MemoryError("planted")
 
     with served(tiny) as running, httpx.Client(timeout=PATIENCE_S) as client, running.slow():
-        request = client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True})
-        answer = client.send(request, stream=True)
-        lines = answer.iter_lines()
-        next(lines)
-        running.allm.llm.engine.step = broken  # type: ignore[method-assign]
-        events = [line.removeprefix("data: ") for line in lines if line]
-        assert events[-1] == "[DONE]"
-        told = json.loads(events[-2])["error"]
-        assert "planted" in told["message"]
-        assert (told["type"], told["code"]) == ("ServiceUnavailableError", 503)  # as of an answer in one piece
-        assert running.get("/health").status_code == 503
-        late = running.post("/v1/completions", LONG)
-        assert late.status_code == 503
-        assert late.headers["retry-after"] == "1"
-        assert "planted" in late.json()["error"]["message"]
+        with running.last_words():
+            request = client.build_request("POST", running.url + "/v1/completions", json=LONG | {"stream": True})
+            answer = client.send(request, stream=True)
+            lines = answer.iter_lines()
+            next(lines)
+            running.allm.llm.engine.step = broken  # type: ignore[method-assign]
+            events = [line.removeprefix("data: ") for line in lines if line]
+            assert events[-1] == "[DONE]"
+            told = json.loads(events[-2])["error"]
+            assert "planted" in told["message"]
+            assert (told["type"], told["code"]) == ("ServiceUnavailableError", 503)  # as of an answer in one piece
+            assert running.get("/health").status_code == 503
+            late = running.post("/v1/completions", LONG)
+            assert late.status_code == 503
+            assert late.headers["retry-after"] == "1"
+            assert "planted" in late.json()["error"]["message"]
         running.thread.join(PATIENCE_S)
         assert not running.thread.is_alive()
         assert running.server.status == 1

@@ -1,6 +1,7 @@
 # `make demo` and `make test` need nothing but Python 3.11 or newer; everything else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP ?= $(BIN)/pip
 
 # torch has two builds for Linux: the package index has `cuda`, for NVIDIA GPUs; `cpu` is a twelfth of its size.
 # `make test TORCH=cpu` or `TORCH=cuda` installs that one. Without TORCH what is installed stays, and a new .venv gets
@@ -63,17 +64,17 @@ docs-serve: docs
 	$(PYTHON) -m venv .venv
 
 .venv/base: pyproject.toml constraints.txt | .venv/bin/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(PIP) install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 .venv/serve: .venv/base
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[serve]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[serve]'
 	touch $@
 
 .venv/test: pyproject.toml constraints.txt $(if $(filter-out $(INSTALLED),$(BUILD)),another-build) | .venv/bin/python
 	$(if $(filter-out $(BUILDS),$(BUILD))$(word 2,$(BUILD)),$(error TORCH=$(BUILD) is no build of torch here; there is: $(BUILDS)))
 	$(if $(filter cuda,$(BUILDS)),$(install_torch_$(BUILD)))
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
 	echo $(BUILD) >$@
 	touch .venv/base .venv/serve
 
@@ -88,7 +89,7 @@ endef
 
 # Ray is large, and a few thorough tests alone need it.
 .venv/ray: .venv/test
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[ray]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[ray]'
 	touch $@
 
 # `===`: `==` would be content with the build for CPUs.

@@ -232,6 +232,7 @@ def test_where_the_system_has_no_more_files_it_tries_again_after_a_while(
         time.sleep(2 * SILENT_S)
         door._listening[:] = [exhausted]
         small.server.loop.call_soon_threadsafe(door._take_in, exhausted)
+        wait_until(lambda: len(tries) == 1)  # before that, the socket itself would still take the next one in
         with connect(small.url) as waiting:
             waiting.sendall(HEALTH)
             wait_until(lambda: len(tries) >= 3)

@@ -34,7 +34,7 @@ TESTS = Path(__file__).parent
 WRITTEN = TESTS.parent / "build" / "durations.json"
 BUDGET = TESTS / "budget.toml"
 LOOK_S = 0.05
-"""A shorter phase is not worth a look at the running child processes, which costs about 2 ms."""
+"""A shorter phase is not worth a look at the running child processes, which costs about 2 ms, unless one has ended."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ def room(file: str) -> str:
 # --- In each test process: measure ----------------------------------------------------------------
 
 
-def processor_seconds() -> float:
-    """Seconds of processor of this process and of its descendants that have ended."""
+def seconds_of_ended() -> float:
+    """Seconds of processor of the descendants that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime
+    return ended.ru_utime + ended.ru_stime
 
 
 def seconds_of_running() -> float:
@@ -119,14 +119,15 @@ class Meter:
 
     def measure(self) -> Callable[[], tuple[float, float]]:
         """Begins a stretch; the function that it returns ends it, and returns its seconds: wall, processor."""
-        began, used = time.perf_counter(), processor_seconds() + self._running
+        began, ended = time.perf_counter(), seconds_of_ended()
+        used = time.process_time() + ended + self._running
         self._inner.append((0.0, 0.0))
 
         def end() -> tuple[float, float]:
             wall = time.perf_counter() - began
-            if wall > LOOK_S:
+            if wall > LOOK_S or seconds_of_ended() > ended:  # who has ended does not run any more
                 self._running = seconds_of_running()
-            processor = processor_seconds() + self._running - used
+            processor = time.process_time() + seconds_of_ended() + self._running - used
             inner_wall, inner_processor = self._inner.pop()
             outer_wall, outer_processor = self._inner[-1]
             self._inner[-1] = (outer_wall + wall, outer_processor + processor)

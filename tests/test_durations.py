@@ -95,6 +95,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Cost]]:
     return done.stdout, durations.read(str(folder / "durations.json"))
 
 
+def test_a_process_that_ends_is_counted_once_however_short_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that a whole file shares end in the last test's teardown, and their seconds are those of earlier tests."""
+    meter, computes = durations.Meter(), "import time\nwhile time.process_time() < 0.7: pass\nprint(flush=True); input()"
+    end = meter.measure()
+    with subprocess.Popen([sys.executable, "-c", computes], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout
+        child.stdout.readline()
+        assert end()[1] > 0.65
+        monkeypatch.setattr(durations, "LOOK_S", 60)
+        end = meter.measure()
+        child.communicate(b"\n")
+        assert end()[1] < 0.35
+
+
 def test_a_test_costs_what_it_and_its_processes_compute_and_a_shared_fixture_costs_by_itself(
     run: tuple[str, list[Cost]],
 ) -> None:

@@ -96,8 +96,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[Cost]]:
 
 
 def test_a_process_that_ends_is_counted_once_however_short_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that a whole file shares end in the last test's teardown, and their seconds are those of earlier tests."""
-    meter, computes = durations.Meter(), "import time\nwhile time.process_time() < 0.7: pass\nprint(flush=True); input()"
+    """Workers that a file's tests share end in the last test's teardown, and have cost earlier tests their seconds."""
+    computes = "import time\nwhile time.process_time() < 0.7: pass\nprint(flush=True); input()"
+    meter = durations.Meter()
     end = meter.measure()
     with subprocess.Popen([sys.executable, "-c", computes], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout

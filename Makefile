@@ -1,10 +1,10 @@
-# `make demo` and `make test` need nothing but Python 3.11 or newer; everything else is installed into .venv.
+# `make demo` and `make test` need Python 3.11 or newer and a package index; everything else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP ?= $(BIN)/pip
 
 # torch has two builds for Linux: the package index has `cuda`, for NVIDIA GPUs; `cpu` is a twelfth of its size.
-# `make test TORCH=cpu` or `TORCH=cuda` installs that one. Without TORCH what is installed stays, and a new .venv gets
+# `make test TORCH=cpu` or `TORCH=cuda` installs that one. Without TORCH the installed build stays, and a new .venv gets
 # the one that suits the machine. Elsewhere the index has `cpu` only.
 BUILDS := $(if $(filter Linux,$(shell uname -s)),cpu cuda,cpu)
 GPU = $(shell ls /dev/nvidiactl /usr/lib/wsl/lib/libcuda.so 2>/dev/null || nvidia-smi -L 2>/dev/null | grep ^GPU)
@@ -21,17 +21,17 @@ demo: .venv/base
 serve: .venv/serve
 	$(BIN)/minipaged serve $(ARGS)
 
-# One BLAS thread in each of the two test processes: four threads on two cores would mostly wait for each other. And what
-# a model took is given back to the system when it goes (glibc keeps pieces that are smaller than the threshold). And what
-# Python compiles is kept, whatever is set elsewhere: hundreds of processes would do it again, pytest alone for 5 s.
+# *_NUM_THREADS: two test processes share two cores; with two threads each, the threads would mostly wait for each other.
+# MALLOC_MMAP_THRESHOLD_: freed weights go back to the system (glibc keeps smaller pieces). PYTHONDONTWRITEBYTECODE=:
+# bytecode is kept, or hundreds of processes would compile it again (pytest's alone takes 5 s).
 PYTEST = PYTHONDONTWRITEBYTECODE= OPENBLAS_NUM_THREADS=1 OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1048576 $(BIN)/python -m pytest -n 2 --dist worksteal
 SEED ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
 test: .venv/test
 	$(PYTEST) -m 'not thorough'
 
-# The tests that `make test` leaves out, and those with random examples once more: ten times as many, at random, and
-# of those that are numbered with the rest.
+# The tests that `make test` leaves out (of many like cases, a sample), and again the tests with random examples: five
+# times as many. Of numbered examples, only the rest.
 test-thorough: .venv/test .venv/ray
 	$(PYTEST) -m 'thorough or scaled or hypothesis' --hypothesis-profile thorough --hypothesis-seed $(SEED)
 

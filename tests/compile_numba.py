@@ -4,8 +4,8 @@
     python -m tests.compile_numba 1
 
 numba saves what it compiles in files. But compiling also leaves the process 300 MB larger, and a test process needs
-memory for models too. The two parts take about as long, so two test processes on two cores have one each; neither then
-compiles what the other does. What the tests need besides is compiled when they call it.
+memory for models too. The two parts take about equally long, so each of two test processes compiles one. Other kernels
+are compiled when a test first calls them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.durations import Measuring
 
 ROOT = Path(__file__).parent.parent
 DTYPES = sorted({"float32", choose_tier("fast", "cpu").dtype})
-"""What models are served in here: not every processor has bfloat16."""
+"""The dtypes that models are served in on this machine: not every processor has bfloat16."""
 
 
 Part = list[Iterator[None]]
@@ -45,7 +45,7 @@ def parts() -> list[Part]:
 
     layers = {dtype: [compiling.layers(dtype)] for dtype in map(partial(getattr, torch), DTYPES)}
     return [
-        # All layers in one take up the attention of decoding.
+        # The kernel that runs all layers links in the kernel for decoding's attention.
         [*attention(f32), *layers[f32], compiling.sampling(f32), compiling.sampling(f64)],
         [*attention(bf16), *layers.get(bf16, [])],
     ]
@@ -54,7 +54,8 @@ def parts() -> list[Part]:
 def compile_in_turns(folder: Path, worker: int) -> None:
     """Each test process calls this before its first test; `folder` is shared by all of them. Where kernels are missing,
     it compiles its own part, then compiles the other part or waits for the process that does."""
-    last = [("layers", getattr(torch, dtype)) for dtype in DTYPES] + [("sampling", torch.float64)]  # of both
+    # The last kernels of the two parts.
+    last = [("layers", getattr(torch, dtype)) for dtype in DTYPES] + [("sampling", torch.float64)]
     if all(compiling.is_compiled(*each) for each in last):
         return
     for i in range(2):
@@ -86,7 +87,7 @@ class Compiling(event.Listener):  # type: ignore[misc]
 
 
 if __name__ == "__main__":
-    gc.disable()  # what is made stays to the end
+    gc.disable()  # nothing made here is freed before the end
     for kernels in parts()[int(sys.argv[1])]:
         for _ in kernels:
             pass

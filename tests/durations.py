@@ -2,10 +2,11 @@
 
     python -m tests.durations OLD NEW     # compare two such files: rooms, files, fixtures and tests
 
-Each test has three phases (setup, call, teardown). Each phase has seconds by the clock, seconds of processor, and the
-most memory (MiB) that the test process held in it. What a fixture costs stands by itself, and is not in the setup that
-asked for it; nor is what numba compiles in the first test that calls a kernel. Processor time is what counts: it hardly
-changes when other programs want the same processor. It includes every process that the test started.
+Each test has three phases (setup, call, teardown). Each phase has seconds by the clock, seconds of processor (CPU
+time), and the most memory (MiB) that the test process held in it. The cost of a fixture is a row of its own, not a part of the
+setup that asked for it. Compiling by numba is a row of its own too, not a part of the first test that calls the kernel.
+Processor time is what counts: it hardly changes when other programs want the same processor. It includes every process
+that the test started.
 
 `tests/budget.toml` says what a run may cost: `over_budget` compares.
 """
@@ -34,7 +35,7 @@ TESTS = Path(__file__).parent
 WRITTEN = TESTS.parent / "build" / "durations.json"
 BUDGET = TESTS / "budget.toml"
 LOOK_S = 0.05
-"""A shorter phase is not worth a look at the running child processes, which costs about 2 ms, unless one has ended."""
+"""Looking at the running child processes costs about 2 ms. In a shorter phase we look only if a child has ended."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class Meter:
 
         def end() -> tuple[float, float]:
             wall = time.perf_counter() - began
-            if wall > LOOK_S or seconds_of_ended() > ended:  # who has ended does not run any more
+            if wall > LOOK_S or seconds_of_ended() > ended:  # an ended child must not count as running, too
                 self._running = seconds_of_running()
             processor = time.process_time() + seconds_of_ended() + self._running - used
             inner_wall, inner_processor = self._inner.pop()
@@ -193,7 +194,7 @@ class Measuring:
 
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         thorough = settings.get_current_profile_name() == "thorough"
-        # The thorough profile leaves out what `make test` has run, too.
+        # In the thorough profile, tests that are deselected because `make test` has run them do not count as left out.
         self._left_out.update(room(item.nodeid) for item in items if not thorough or NOT_DRAWN in item.stash)
 
     def pytest_sessionfinish(self, session: Any) -> None:

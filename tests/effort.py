@@ -6,9 +6,9 @@
 | thorough | `make test-thorough` | half of them, at random; the seed is printed |
 | nightly  | `make test-nightly`  | ten times all of them, at random             |
 
-A test that needs another number of examples than its neighbours says so by `examples(n)`: n are all of them.
-Where they are numbered (`seeds(n)`), the thorough ones come after the quick ones. Of a test's many cases the thorough
-profile may run a sample (`one_case_in(n)`).
+`examples(n)` scales a test's own number of examples, n, to the profile. With `seeds(n, chunk)` examples are numbered,
+and the thorough profile goes on after the quick profile's. Of a test's many cases the thorough profile may run a sample
+(`one_case_in(n)`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def calls_that_raise(request: pytest.FixtureRequest, calls: Sequence[int]) -> Se
 
 
 def quick_cases(number: int) -> pytest.MarkDecorator:
-    """Of a test with many cases, only so many are in `make test`: the first."""
+    """Marks a test with many cases, of which only the first `number` are in `make test`."""
     return pytest.mark.quick_cases(number)
 
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 PATIENCE_S = 60
-"""How long a process may take to end that was told to, however busy the machine is."""
+"""Seconds that a process may take to end after it was told to, even on a busy machine."""
 OURS = "MINIPAGED_TEST_PROCESS"
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Python starts these by itself, once, and they live as long as the process that started them."""
@@ -32,8 +32,8 @@ class LeftRunning:
     def pytest_runtest_teardown(
         self, item: pytest.Item, nextitem: pytest.Item | None
     ) -> Generator[None, object, object]:
-        """After a file's last test, fails if a process that a test started is still running; after the run's last test,
-        also if one that a fixture started is."""
+        """After a file's last test, fails if a process that a test started is still running. After the run's last test,
+        it also fails for processes that fixtures started."""
         done = yield
         if nextitem is None or nextitem.path != item.path:
             left = wait_for_their_end(self._patience_s, everything=nextitem is None)

@@ -1,7 +1,7 @@
 """What `make test` says: while it runs, how far it is and what is left; at its end, one screen about the run.
 
-How far a run is, is told by what the rooms cost (`tests/budget.toml`), and not by the number of tests: a test of the
-real model takes as long as a thousand others.
+Progress is measured by the rooms' budgets (`tests/budget.toml`), not by the number of tests: a test of the real model
+takes as long as a thousand others.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ EVERY_S = 15
 DEAREST = 20
 SLOWEST = 5
 LEFT_OUT = {
-    "quick": "left out: {number} thorough tests ({rooms}), which make test-thorough runs, and nine tenths of the "
-    "random examples, of which it tries more",
-    "thorough": "left out: {number} cases of tests that run some of theirs, drawn at random ({rooms}); "
-    "make test-nightly runs them all",
+    "quick": "left out: {number} thorough tests ({rooms}), for make test-thorough (of many like cases, a sample), and "
+    "nine tenths of the random examples, of which it tries more",
+    "thorough": "left out: {number} cases that were not drawn ({rooms}); make test-nightly runs them all",
 }
 
 

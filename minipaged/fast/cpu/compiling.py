@@ -3,8 +3,8 @@
     python -m minipaged.fast.cpu.compiling DTYPE PART [DTYPE PART ...]
 
 numba compiles on one core at a time, and a first start waits for little else. So two processes compile a share of the
-kernels' parts each, while this one reads weights; they leave what they make where numba keeps it. Nothing depends on
-them: what is missing, because one of them failed, is compiled where it is called.
+kernels' parts each, while this one reads weights. They save the kernels on disk (`kernel_cache.py`). If one of them
+fails, its missing kernels are compiled when they are called.
 """
 
 from __future__ import annotations
@@ -133,16 +133,17 @@ def is_compiled(part: str, dtype: torch.dtype) -> bool:
 
 
 def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
-    """The parts that a model computing in `dtype` needs and that are not compiled yet, each with its dtype. (Logits are
-    float32.)"""
+    """The parts that a model computing in `dtype` needs and that are not compiled yet, each with its dtype. (Logits
+    without penalties are float32.)"""
     wanted = [(part, torch.float32 if part == "sampling" else dtype) for part in PARTS]
     return [(part, of) for part, of in wanted if not is_compiled(part, of)]
 
 
 @contextmanager
 def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
-    """On leaving, what most models in `dtype` need is compiled; in between there is time to do something else. Left out
-    is what few ask for: packed weights, keys and values in 8 bits, heads that cannot be multiplied in pairs, penalties.
+    """On leaving the context, the kernels that most models in `dtype` need are compiled. Within it the caller can do
+    other work. Kernels that few models need are not compiled: those for packed weights, for keys and values in 8 bits,
+    for heads that cannot be multiplied in pairs, and for penalties.
 
     Says on stderr that it compiles, if there is anything to, and on a terminal how far it is.
     """
@@ -179,14 +180,15 @@ def compiled_meanwhile(dtype: torch.dtype) -> Iterator[None]:
             followers.append(follower)
             at_the_end.push(child)
             at_the_end.callback(follower.join)
-            at_the_end.callback(child.kill)  # the first of the three; nothing, if it has ended
+            at_the_end.callback(child.kill)  # runs before the two lines above; does nothing if the child has ended
         yield
         for follower in followers:
             follower.join()
 
 
 def _start(parts: list[tuple[str, torch.dtype]]) -> subprocess.Popen[bytes]:
-    """A process that compiles them, and sees the modules that this one does, but none that lie where it was started."""
+    """Starts a process that compiles `parts`. It imports the modules that this process can, but none from the current
+    directory."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", __name__, *(word for part, dtype in parts for word in (_name(dtype), part))],
@@ -214,6 +216,6 @@ def compile_part(part: str, dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    gc.disable()  # what is made stays to the end (6 and 16 % of the time in two pairs)
+    gc.disable()  # nothing made here is freed before the end (saved 6 and 16 % of the time in two paired runs)
     for name, part in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         compile_part(part, getattr(torch, name))

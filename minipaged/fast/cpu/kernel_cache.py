@@ -1,10 +1,10 @@
 """Compiled kernels are kept on disk, and used until a file of this package or the version of numba changes.
 
-numba keeps a compiled function beside the file that defines it, with that file's date and size. But a kernel takes up
-functions of other files too: after a change there, the old one would go on being used. And another copy of the same
-files would compile the same again. So here kernels are kept in minipaged's cache, in a folder that is named by a digest
-of numba's version and of all files of this package. Where NUMBA_CACHE_DIR is set, and where the cache cannot be written
-to, numba's own place is used, and the digest is in the files' names.
+numba keeps a compiled function beside the file that defines it, with that file's date and size. But a kernel links in
+functions of other files too: after a change in one of those, numba would go on using the old kernel. And another clone
+would compile the same kernels again. So here kernels are kept in minipaged's cache, in a folder that is named by a
+digest of numba's version and of all files of this package. Where NUMBA_CACHE_DIR is set, and where the cache cannot be
+written to, numba's own place is used, and the digest is in the files' names.
 """
 
 # mypy: disable-error-code="attr-defined, misc, no-untyped-call, no-untyped-def"
@@ -89,8 +89,8 @@ def follow_sources(package: str) -> None:
 
 
 def _made(folder: Path) -> Path | None:
-    """The folder, or None where it cannot be written to. A new one takes the place of the one that was used longest
-    ago."""
+    """The folder, or None where it cannot be written to. Creating it removes the least recently used ones beyond
+    `MOST_FOLDERS`."""
     try:
         is_new = not folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""A kernel is optimised once, as a whole, when all that it calls is in one place.
+"""A kernel is optimised once, as a whole, when all functions that it calls are in one place.
 
-numba makes a library of each function that a kernel calls. It optimises each and makes machine code of it, then does
-both again in each library that takes it up: a function within a parallel loop is in five of them on its way to the
-kernel. Only the last one ever runs. So here the others stay as they were written, which saves a first start more than
-half of LLVM's time.
+numba makes a library of each function that a kernel calls. It optimises the function and makes machine code of it, and
+does both again in every library that links it in: a function within a parallel loop is in five libraries on its way to
+the kernel. Only the kernel's own library runs. So here the other libraries are not made machine code of and, but for a
+few loops (`Loop`), not optimised. That saves more than half of LLVM's time at a first start.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
@@ -20,7 +20,7 @@ from numba.core.compiler import Compiler
 
 
 class Ingredient(JITCodeLibrary):
-    """What a kernel calls: neither optimised nor made machine code of. Python cannot call it."""
+    """The library of a function that a kernel calls: not optimised, without machine code. Python cannot call it."""
 
     def _optimize_functions(self, ll_module) -> None:
         ll_module.data_layout = self._codegen._data_layout
@@ -58,14 +58,15 @@ class Ingredient(JITCodeLibrary):
 
 
 class Whole(JITCodeLibrary):
-    """A kernel."""
+    """The library of a kernel."""
 
     def _optimize_functions(self, ll_module) -> None:
         ll_module.data_layout = self._codegen._data_layout
 
 
 class Loop(Ingredient):
-    """A function that is optimised before its callers take it up: LLVM then makes better vectors of its loops."""
+    """The library of a function that is optimised before its callers link it in: LLVM then makes better vectors of its
+    loops."""
 
     _optimize_functions = JITCodeLibrary._optimize_functions
     _optimize_final_module = JITCodeLibrary._optimize_final_module

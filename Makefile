@@ -1,7 +1,7 @@
 # `make demo` and `make test` need Python 3.11 or newer and a package index; everything else is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-PIP ?= $(BIN)/pip
+INSTALLER ?= $(BIN)/pip
 
 # torch has two builds for Linux: the package index has `cuda`, for NVIDIA GPUs; `cpu` is a twelfth of its size.
 # `make test TORCH=cpu` or `TORCH=cuda` installs that one. Without TORCH the installed build stays, and a new .venv gets
@@ -64,17 +64,17 @@ docs-serve: docs
 	$(PYTHON) -m venv .venv
 
 .venv/base: pyproject.toml constraints.txt | .venv/bin/python
-	$(PIP) install --quiet --constraint constraints.txt --editable .
+	$(INSTALLER) install --quiet --constraint constraints.txt --editable .
 	touch $@
 
 .venv/serve: .venv/base
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[serve]'
+	$(INSTALLER) install --quiet --constraint constraints.txt --editable '.[serve]'
 	touch $@
 
 .venv/test: pyproject.toml constraints.txt $(if $(filter-out $(INSTALLED),$(BUILD)),another-build) | .venv/bin/python
 	$(if $(filter-out $(BUILDS),$(BUILD))$(word 2,$(BUILD)),$(error TORCH=$(BUILD) is no build of torch here; there is: $(BUILDS)))
 	$(if $(filter cuda,$(BUILDS)),$(install_torch_$(BUILD)))
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	$(INSTALLER) install --quiet --constraint constraints.txt --editable '.[test]'
 	echo $(BUILD) >$@
 	touch .venv/base .venv/serve
 
@@ -89,7 +89,7 @@ endef
 
 # Ray is large, and a few thorough tests alone need it.
 .venv/ray: .venv/test
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[ray]'
+	$(INSTALLER) install --quiet --constraint constraints.txt --editable '.[ray]'
 	touch $@
 
 # `===`: `==` would be content with the build for CPUs.

@@ -107,8 +107,8 @@ def watching(browser: Browser | Firefox, **settings: Any) -> Iterator[Watched]:
 class Tabs:
     """Pages that tests use one after the other. A new one costs ten times as much as going to another address.
 
-    A test finds the page as a new one: the address is loaded again, with the media, the screen and the pointer as they
-    were when the tab was opened. What a page keeps beyond that (its storage, a clock) is for pages of their own.
+    A test finds the page as a new one: the address is loaded again, with the pointer where it was when the tab was
+    opened. A test that changes more (the media, the screen, the storage, a clock) needs a page of its own.
     """
 
     def __init__(self) -> None:

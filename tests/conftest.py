@@ -42,8 +42,8 @@ settings.load_profile("quick")  # unless --hypothesis-profile names another
 
 def pytest_configure(config: pytest.Config) -> None:
     """Each test process measures what tests cost; the one that people see says it."""
-    gc.disable()  # until the first test: the imports make half a million objects, and nearly all of them stay
     if not config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        gc.disable()  # until the first test: the imports make half a million objects, and nearly all of them stay
         config.pluginmanager.register(Measuring(), "measuring")
         config.pluginmanager.register(LeftRunning())
     if not hasattr(config, "workerinput"):

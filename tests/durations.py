@@ -3,10 +3,10 @@
     python -m tests.durations OLD NEW     # compare two such files: rooms, files, fixtures and tests
 
 Each test has three phases (setup, call, teardown). Each phase has seconds by the clock, seconds of processor (CPU
-time), and the most memory (MiB) that the test process held in it. The cost of a fixture is a row of its own, not a part
-of the setup that asked for it. Compiling by numba is a row of its own too, not a part of the first test that calls the
-kernel. Processor time is what counts: it hardly changes when other programs want the same processor. It includes every
-process that the test started.
+time), and the most memory (MiB) that the test process held in it. The setup of a fixture is a row of its own, not a
+part of the test's setup; its teardown is a part of the last test's. Compiling by numba is a row of its own too, not a
+part of the first test that calls the kernel, unless another thread calls it. Processor time is what counts: it hardly
+changes when other programs want the same processor. It includes every process that the test started.
 
 `tests/budget.toml` says what a run may cost: `over_budget` compares.
 """

@@ -2,7 +2,8 @@
 
 pytest puts the name of the running test into the environment (PYTEST_CURRENT_TEST). Processes inherit it, also those
 whose parent ends before them. So after the last test of each file, and at the end of a run, we look for processes whose
-environment says that a test of this process started them.
+environment says that a test of this process started them. Two kinds are not seen: a grader's workers, which are started
+with a clean environment, and copies of a process that was started before the test.
 """
 
 from __future__ import annotations

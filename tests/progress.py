@@ -34,7 +34,7 @@ class Progress:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._in_lines = config.getoption("numprocesses", None) is not None and config.get_verbosity() == 0
+        self._in_lines = bool(config.getoption("numprocesses", None)) and config.get_verbosity() == 0
         self._began = self._said = time.monotonic()
         self._all: Counter[str] = Counter()
         self._done: Counter[str] = Counter()

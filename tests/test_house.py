@@ -361,6 +361,13 @@ def test_numba_is_imported_only_by_its_kernels():
     assert users == {name for name in users if is_under(name, "minipaged.fast.cpu")}
 
 
+def test_numbas_kernels_are_marked_as_kernel_inner_or_loop():
+    """A function of plain `njit` would be made a part of the first kernel that calls it, and crash if Python called it
+    later (`whole_kernels.py`)."""
+    users = [name for name, path in SOURCES.items() if "njit" in path.read_text()]
+    assert users == ["minipaged.fast.cpu.kernel_cache"]
+
+
 def test_the_fast_tier_reaches_its_kernels_by_their_interface_only():
     """`kernels_for` chooses; no other file of the tier knows which set it has, or asks either for more."""
     sides = ("minipaged.fast.gpu", "minipaged.fast.cpu")

@@ -106,7 +106,7 @@ def fingerprint(folder: Path) -> str:
 def cache_folder() -> Path:
     """$MINIPAGED_CACHE, or the place the operating system keeps caches in."""
     if chosen := os.environ.get("MINIPAGED_CACHE"):
-        return Path(chosen).expanduser()
+        return Path(chosen).expanduser().absolute()  # a process may go to another folder
     from platformdirs import user_cache_path
 
     return user_cache_path("minipaged")

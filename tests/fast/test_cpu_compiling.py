@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numba
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -67,6 +69,21 @@ def test_what_is_compiled_for_another_processor_is_none(monkeypatch: pytest.Monk
     assert not compiling.missing_parts(torch.float32)
     monkeypatch.setattr(type(compiling.cpu_target.target_context.codegen()), "magic_tuple", lambda _: ("another",))
     assert [part for part, _ in compiling.missing_parts(torch.float32)] == [*compiling.PARTS]
+
+
+def test_a_kernel_is_compiled_for_the_dtype_that_it_is_called_with_and_if_its_file_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Drawing from logits in float32 takes arrays of float64, too."""
+    single, double = numba.typeof(np.zeros((1, 4), np.float32)), numba.typeof(np.zeros(1))
+    kept = compiling.PARTS["sampling"].last._cache._cache_file
+    here = compiling.cpu_target.target_context.codegen().magic_tuple()
+    monkeypatch.setattr(kept, "_load_index", lambda: {((single, double), here, ()): "a.nbc"})
+    monkeypatch.setattr(kept, "_cache_path", str(tmp_path))
+    assert not compiling.is_compiled("sampling", torch.float32)
+    (tmp_path / "a.nbc").touch()
+    assert compiling.is_compiled("sampling", torch.float32)
+    assert not compiling.is_compiled("sampling", torch.float64)
 
 
 @pytest.mark.parametrize("part", compiling.PARTS)

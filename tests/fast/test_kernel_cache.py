@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import numba
 import pytest
+from numba.core.caching import FunctionCache
 
 from minipaged.fast.cpu import kernel_cache
+from minipaged.fast.cpu.kernel_cache import kernel
 from tests.effort import thorough
 
 INIT = """
@@ -18,17 +22,25 @@ import sys, types
 for name in ("minipaged.fast", "minipaged.fast.cpu"):  # without torch, which takes seconds
     sys.modules[name] = package = types.ModuleType(name)
     package.__path__ = [{root!r} + name.replace(".", "/")]
-from minipaged.fast.cpu.kernel_cache import follow_sources
-from kernels import inner, outer
-follow_sources(__name__)
 """
-INNER = "from numba import njit\n@njit(cache=True)\ndef number():\n    return {}\n"
-OUTER = (
-    "from numba import njit\nfrom kernels.inner import number\n@njit(cache=True)\ndef kernel():\n    return number()\n"
-)
+INNER = """
+from minipaged.fast.cpu.kernel_cache import inner
+
+@inner()
+def number():
+    return {}
+"""
+OUTER = """
+from kernels.inner import number
+from minipaged.fast.cpu.kernel_cache import kernel
+
+@kernel()
+def called(x):
+    return x + number()
+"""
 CALL = """
-from kernels.outer import kernel
-print(kernel(), len(kernel.stats.cache_hits))
+from kernels.outer import called
+print(called(0), len(called.stats.cache_hits))
 """
 ROOT = f"{Path(__file__).parent.parent.parent}/"
 
@@ -97,18 +109,58 @@ def test_the_versions_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: 
     assert use(3) == {"0", "2", "3"}
 
 
-def test_a_kernel_runs_though_it_cannot_be_kept(tmp_path: Path) -> None:
-    """And where the folder was removed meanwhile, it is kept there again."""
-    kept = kernel_cache.KernelCache(_one, "digest", tmp_path / "gone" / "folder")
-    one = numba.njit(_one)
-    one._cache = kept
+def test_a_folder_that_others_have_filled_is_read_though_it_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(os, "access", lambda *arguments: False)
+    assert kernel_cache._made(tmp_path) is None
+    (tmp_path / "a.nbi").touch()
+    assert kernel_cache._made(tmp_path) == tmp_path
+
+
+def test_a_kernel_runs_though_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so. And where the folder was removed meanwhile, it is kept there again."""
+    monkeypatch.setenv("MINIPAGED_CACHE", str(tmp_path))
+    one = kernel()(_one)
+    folder = Path(one._cache.cache_path)
+    shutil.rmtree(folder)
     assert one() == 1
-    assert [*(tmp_path / "gone" / "folder").glob("*.nbc")]
-    (tmp_path / "full" / "saving.lock").mkdir(parents=True)  # so that nothing is saved
-    two = numba.njit(_one)
-    two._cache = kernel_cache.KernelCache(_one, "digest", tmp_path / "full")
-    assert two() == 1
-    assert not [*(tmp_path / "full").glob("*.nbc")]
+    assert [*folder.glob("*.nbc")]
+
+    shutil.rmtree(folder)
+    (folder / "saving.lock").mkdir(parents=True)
+    two = kernel()(_one)
+    with pytest.warns(UserWarning, match=r"kernels cannot be kept.*saving\.lock.*MINIPAGED_CACHE"):
+        assert two() == 1
+    assert not [*folder.glob("*.nbc")]
+
+    monkeypatch.setattr(kernel_cache, "_made", lambda folder: None)
+    monkeypatch.setattr(kernel_cache.CompileResultCacheImpl, "_locator_classes", [])
+    with pytest.warns(UserWarning, match="kernels cannot be kept.*no locator available"):
+        three = kernel()(_one)
+    assert three() == 1
+
+
+def test_one_process_at_a_time_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numba looks for a free name, then writes the index, then the file: two could give two types one name."""
+    monkeypatch.setenv("MINIPAGED_CACHE", str(tmp_path))
+    held: list[str] = []
+    saved: list[list[str]] = []
+
+    @contextmanager
+    def lock(path: Path) -> Iterator[None]:
+        held.append(path.name)
+        yield
+        held.remove(path.name)
+
+    monkeypatch.setattr(kernel_cache, "FileLock", lock)
+    monkeypatch.setattr(FunctionCache, "save_overload", lambda *arguments: saved.append([*held]))
+    assert kernel()(_one)() == 1
+    assert saved == [["saving.lock"]]
 
 
 def _one() -> int:

@@ -87,13 +87,14 @@ class Served:
         later = loop.call_later
 
         def hold(delay: float, *call: Any, **more: Any) -> asyncio.TimerHandle | None:
-            if delay != LAST_WORDS_S:
-                return later(delay, *call, **more)
-            held.append(call)
-            return None
+            if delay == LAST_WORDS_S and call[:2] == (setattr, self.server):
+                held.append(call)
+                return None
+            return later(delay, *call, **more)
 
         with patch.object(loop, "call_later", hold):
             yield
+            wait_until(lambda: bool(held))  # the engine's error is seen before it is told
             [call] = held
             loop.call_soon_threadsafe(*call)
 

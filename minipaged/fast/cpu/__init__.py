@@ -2,7 +2,6 @@
 
 from minipaged.fast.cpu.attention import paged_decode
 from minipaged.fast.cpu.block_table import advance_decode, edit_tables, fork_tables, slot_mapping
-from minipaged.fast.cpu.kernel_cache import follow_sources
 from minipaged.fast.cpu.kv_cache import copy_blocks, poison_blocks, rope_and_write, write
 from minipaged.fast.cpu.llama import add_rms_norm, linears, rms_norm, swiglu, use_threads
 from minipaged.fast.cpu.one_token import one_token
@@ -30,5 +29,3 @@ __all__ = [
     "use_threads",
     "write",
 ]
-
-follow_sources(__name__)

@@ -28,6 +28,7 @@ from numba.core.registry import cpu_target
 from minipaged.fast import cpu
 from minipaged.fast.cpu.attention import _decode
 from minipaged.fast.cpu.bfloat16 import as_array
+from minipaged.fast.cpu.kernel_cache import KernelCache
 from minipaged.fast.cpu.one_token import _run
 from minipaged.fast.cpu.prefill import _prefill, _read_heads
 from minipaged.fast.cpu.sampling import _draw
@@ -104,6 +105,8 @@ class Part(NamedTuple):
     compile: Callable[[torch.dtype], Iterator[None]]
     last: Any
     """The one that is compiled last."""
+    argument: slice
+    """Which of its arguments say what dtype it is compiled for."""
     num_kernels: int
 
 
@@ -111,10 +114,10 @@ HAS_VECTORS = number_type(torch.float32) is not None
 """Whether numba may use vectors of 512 bits. Without them torch does the matrix products of a prompt's attention, and
 only the kernel that reads keys and values is compiled."""
 PARTS = {
-    "prompts": Part(prompts, _prefill if HAS_VECTORS else _read_heads, 1),
-    "decoding": Part(decoding, _decode, 1),
-    "sampling": Part(sampling, _draw, 3),
-    "layers": Part(layers, _run, 6),
+    "prompts": Part(prompts, _prefill, slice(1), 1) if HAS_VECTORS else Part(prompts, _read_heads, slice(None), 1),
+    "decoding": Part(decoding, _decode, slice(1), 1),
+    "sampling": Part(sampling, _draw, slice(1), 3),
+    "layers": Part(layers, _run, slice(2, 3), 6),
 }
 SHARES = (("prompts", "sampling"), ("decoding", "layers"))
 """What each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). On two
@@ -125,16 +128,20 @@ def is_compiled(part: str, dtype: torch.dtype) -> bool:
     """Whether numba will find the part's last kernel for tensors of this type, made for this processor."""
     here = cpu_target.target_context.codegen().magic_tuple()
     stored = numba.from_dtype(as_array(torch.empty(0, dtype=dtype)).dtype)
-    compiled = PARTS[part].last._cache._cache_file._load_index()
+    kept = PARTS[part].last._cache._cache_file
     return any(  # a key is (types of the arguments, processor, ...)
-        processor == here and stored in (getattr(argument, "dtype", None) for argument in types)
-        for types, processor, *_ in compiled
+        processor == here
+        and stored in (getattr(argument, "dtype", None) for argument in types[PARTS[part].argument])
+        and Path(kept._data_path(file)).exists()  # numba writes its name first
+        for (types, processor, *_), file in kept._load_index().items()
     )
 
 
 def missing_parts(dtype: torch.dtype) -> list[tuple[str, torch.dtype]]:
     """The parts that a model computing in `dtype` needs and that are not compiled yet, each with its dtype. (Logits
-    without penalties are float32.)"""
+    without penalties are float32.) Empty where kernels cannot be kept: compiling them ahead would be of no use."""
+    if not all(isinstance(part.last._cache, KernelCache) for part in PARTS.values()):
+        return []
     wanted = [(part, torch.float32 if part == "sampling" else dtype) for part in PARTS]
     return [(part, of) for part, of in wanted if not is_compiled(part, of)]
 
@@ -207,11 +214,10 @@ def _name(dtype: torch.dtype) -> str:
 def compile_part(part: str, dtype: torch.dtype) -> None:
     """Compiles the part in this process and prints an empty line after each kernel. If another process is compiling the
     same part, this one waits for it first. The lock file stays in the folder of the kernels."""
-    kernels, last, _ = PARTS[part]
-    folder = Path(last._cache.cache_path)
+    folder = Path(PARTS[part].last._cache.cache_path)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{part}-{_name(dtype)}.lock"):
-        for _ in kernels(dtype):
+        for _ in PARTS[part].compile(dtype):
             print(flush=True)
 
 

@@ -4,102 +4,146 @@ numba keeps a compiled function beside the file that defines it, with that file'
 functions of other files too: after a change in one of those, numba would go on using the old kernel. And another clone
 would compile the same kernels again. So here kernels are kept in minipaged's cache, in a folder that is named by a
 digest of numba's version and of all files of this package. Where NUMBA_CACHE_DIR is set, and where the cache cannot be
-written to, numba's own place is used, and the digest is in the files' names.
+written to, they are kept where numba keeps its own. The digest is in the files' names, too.
 """
 
-# mypy: disable-error-code="attr-defined, misc, no-untyped-call, no-untyped-def"
+# mypy: disable-error-code="assignment, attr-defined, misc, no-untyped-call, no-untyped-def"
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-import sys
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numba
 from filelock import FileLock
 from numba import njit
-from numba.core.caching import FunctionCache
-from numba.core.dispatcher import Dispatcher
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
 from minipaged.fast.cpu.whole_kernels import KernelCompiler, LoopCompiler
 from minipaged.models.hub import cache_folder
 
-kernel = partial(njit, nogil=True, cache=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
-"""What Python calls: numba keeps it, and its callees with it."""
 inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """A function that only compiled code may call. It is kept as a part of its callers and has no wrapper for Python: a
 call from Python would crash."""
 loop = partial(inner, pipeline_class=LoopCompiler)
 """An inner function that is optimised by itself before its callers are."""
 
+
+def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Marks a function that Python calls: it is kept, and its callees with it. `options`: those of `numba.njit`."""
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        made = njit(nogil=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler, **options)(function)  # type: ignore[call-overload]
+        try:
+            made._cache = KernelCache(function)
+        except RuntimeError as error:
+            _warn(error)
+        return made
+
+    return compiled
+
+
+def _warn(error: Exception) -> None:
+    """Says it once, because all kernels come here."""
+    warnings.warn(
+        f"compiled kernels cannot be kept, so each start will compile them ({error}); let MINIPAGED_CACHE name a "
+        "folder that can be written to",
+        stacklevel=1,
+    )
+
+
 MOST_FOLDERS = 8
 """The number of versions whose kernels are kept: those used last. A version has about 5 MB."""
 
 
 class KernelCache(FunctionCache):
-    """What numba keeps of one kernel."""
+    """What is kept of one kernel."""
 
-    def __init__(self, kernel: Callable[..., Any], digest: str, folder: Path | None) -> None:
-        """`folder`: where kernels of this digest are kept; None: where numba keeps them."""
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        """Raises RuntimeError if no folder can be written to."""
+        self._impl_class = partial(_Kept, digest_of(Path(kernel.__code__.co_filename).parent))
         super().__init__(kernel)
-        self._folder = folder
-        kept = self._cache_file
-        if folder is not None:
-            self._cache_path = kept._cache_path = str(folder)
-            kept._index_path = str(folder / f"{kernel.__module__}.{kept._index_name}")
-            kept._data_name_pattern = f"{kernel.__module__}.{kept._data_name_pattern}"
-        else:  # in the names too: numba writes index and data one after the other, and two versions could mix them
-            kept._index_path = f"{kept._index_path}.{digest}"
-            kept._data_name_pattern = f"{digest}.{kept._data_name_pattern}"
-        kept._source_stamp = digest
 
     def save_overload(self, sig, data):
-        """One process at a time: two that save one kernel for two types could give both the same file. A folder that
-        was removed is made again; where there is no room, the kernel is compiled anew by the next process."""
-        if self._folder is None:
-            super().save_overload(sig, data)
-            return
-        with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self._folder / "saving.lock"):
+        """One process at a time: two that save one kernel for two types could give both the same file. Where it cannot
+        be saved, the next process compiles it anew."""
+        try:
+            os.makedirs(self.cache_path, exist_ok=True)  # somebody may have removed it
+            with FileLock(Path(self.cache_path) / "saving.lock"):
                 super().save_overload(sig, data)
+        except (OSError, NotImplementedError) as error:
+            _warn(error)
 
 
-def follow_sources(package: str) -> None:
-    """Ties the kernels of the package's loaded modules to its files as they are: after a change to any of them, kernels
-    are compiled again."""
-    files = sorted(Path(str(sys.modules[package].__file__)).parent.glob("*.py"))
-    if not files:
-        return  # compiled modules alone: numba's own date is all there is
+class _Kept(CompileResultCacheImpl):
+    """How numba finds the files of a kernel."""
+
+    def __init__(self, digest: str, kernel: Callable[..., Any]) -> None:
+        self._digest = digest
+        self._locator_classes = [_Folder, *CompileResultCacheImpl._locator_classes]
+        super().__init__(kernel)
+
+    def get_filename_base(self, fullname, abiflags):
+        """With the digest: numba writes index and data one after the other, and two versions could mix them."""
+        return f"{self._digest}.{super().get_filename_base(fullname, abiflags)}"
+
+
+class _Folder:
+    """The folder for the kernels of one digest, as numba asks for it."""
+
+    def __init__(self, folder: Path, kernel: Callable[..., Any]) -> None:
+        self._folder = folder
+        self._line = kernel.__code__.co_firstlineno
+
+    @classmethod
+    def from_function(cls, kernel: Callable[..., Any], file: str) -> _Folder | None:
+        """None where numba is to look for another place."""
+        if numba.config.CACHE_DIR:
+            return None
+        folder = _made(cache_folder() / "kernels" / digest_of(Path(file).parent))
+        return None if folder is None else cls(folder, kernel)
+
+    def get_cache_path(self) -> str:
+        return str(self._folder)
+
+    def ensure_cache_path(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def get_source_stamp(self) -> str:
+        return self._folder.name
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+@lru_cache
+def digest_of(folder: Path) -> str:
+    """A digest of numba's version, of the files in `folder`, whose kernels are to be kept, and of this package's: after
+    a change to any of them, kernels are compiled again."""
+    files = sorted({*folder.glob("*.py"), *Path(__file__).parent.glob("*.py")})
     made_of = [numba.__version__.encode(), *(file.read_bytes() for file in files)]
-    digest = hashlib.sha256(b"\0".join(made_of)).hexdigest()[:12]
-    folder = None if numba.config.CACHE_DIR else _made(cache_folder() / "kernels" / digest)
-    for name, module in list(sys.modules.items()):
-        if name.startswith(f"{package}."):
-            for each in vars(module).values():
-                own = isinstance(each, Dispatcher) and each.py_func.__module__ == name  # others only import it
-                if own and isinstance(each._cache, FunctionCache):
-                    each._cache = KernelCache(each.py_func, digest, folder)
+    return hashlib.sha256(b"\0".join(made_of)).hexdigest()[:12]
 
 
 def _made(folder: Path) -> Path | None:
-    """The folder, or None where it cannot be written to. Creating it removes the least recently used ones beyond
-    `MOST_FOLDERS`."""
+    """The folder, or None where it can neither be written to nor holds any kernel. Creating it removes the least
+    recently used ones beyond `MOST_FOLDERS`."""
+    is_new = not folder.is_dir()
     try:
-        is_new = not folder.is_dir()
         folder.mkdir(parents=True, exist_ok=True)
         os.utime(folder)  # it is used
     except OSError:
-        return None
+        is_new = False
     if is_new:
         with suppress(OSError):  # another process may tidy, too
             used_last = sorted(folder.parent.iterdir(), key=lambda each: each.stat().st_mtime, reverse=True)
             for old in used_last[MOST_FOLDERS:]:
                 shutil.rmtree(old, ignore_errors=True)
-    return folder if os.access(folder, os.W_OK) else None
+    return folder if os.access(folder, os.W_OK) or any(folder.glob("*.nbi")) else None

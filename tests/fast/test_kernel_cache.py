@@ -138,8 +138,9 @@ def test_a_kernel_runs_though_it_cannot_be_kept(tmp_path: Path, monkeypatch: pyt
         assert two() == 1
     assert not [*folder.glob("*.nbc")]
 
-    monkeypatch.setattr(kernel_cache, "_made", lambda folder: None)
     monkeypatch.setattr(kernel_cache.CompileResultCacheImpl, "_locator_classes", [])
+    assert kernel()(_one)._cache.cache_path == str(folder), "no place of numba's own is needed"
+    monkeypatch.setattr(kernel_cache, "_made", lambda folder: None)
     with pytest.warns(UserWarning, match="kernels cannot be kept.*no locator available"):
         three = kernel()(_one)
     assert three() == 1

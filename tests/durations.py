@@ -249,7 +249,7 @@ def over_budget(costs: list[Cost], thorough: set[str], rooms: Mapping[str, float
         if processor > allows["test"] and test not in thorough
     ]
     for name, (processor, _) in by_room(costs).items():
-        if rooms and processor > (allowed := rooms.get(name, 0) * allows["margin"] + allows["slack"]):
+        if rooms and processor > (allowed := rooms.get(name, 0) * allows["margin"]):
             lines.append(f"tests/{name} took {processor:.0f} s of processor in all; its budget allows {allowed:.0f}")
     return lines
 

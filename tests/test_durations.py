@@ -35,7 +35,7 @@ from tests.left_running import LeftRunning
 from tests.progress import Progress
 
 durations.WRITTEN = Path(__file__).parent / "durations.json"
-durations.budget = lambda: {"test": 0.6, "margin": 1.5, "slack": 0}
+durations.budget = lambda: {"test": 0.6, "margin": 1.5}
 
 
 def pytest_configure(config):
@@ -156,17 +156,15 @@ def test_a_dear_test_fails_a_run_unless_it_is_marked_thorough(run: tuple[str, li
 
 
 def test_a_room_has_a_budget_and_what_all_rooms_share_has_one() -> None:
-    """Times the margin, and some seconds beside it."""
-    allows, rooms = durations.budget(), {"engine": 20, "tests": 4}
-    engine, shared = (rooms[room] * allows["margin"] + allows["slack"] for room in ("engine", "tests"))
-    costs = [Cost(f"tests/engine/test_x.py::test_{i}", "call", 1, (engine - 1) / 5) for i in range(5)]
-    costs.append(Cost("tests/engine/test_x.py::test_0", "session", 1, shared - 1, fixture="tests: model"))
+    rooms, margin = {"engine": 20, "tests": 4}, durations.budget()["margin"]
+    costs = [Cost(f"tests/engine/test_x.py::test_{i}", "call", 1, margin * 4.9) for i in range(4)]
+    costs.append(Cost("tests/engine/test_x.py::test_0", "session", 1, margin * 3, fixture="tests: model"))
     assert not over_budget(costs, set(), rooms)
-    costs.append(Cost("tests/engine/test_x.py::test_5", "call", 1, 2))
-    costs.append(Cost("tests/test_house.py::test_y", "call", 1, 2))
+    costs.append(Cost("tests/engine/test_x.py::test_5", "call", 1, margin))
+    costs.append(Cost("tests/test_house.py::test_y", "call", 1, margin * 2))
     assert over_budget(costs, set(), rooms) == [
-        f"tests/engine took {engine + 1:.0f} s of processor in all; its budget allows {engine:.0f}",
-        f"tests/tests took {shared + 1:.0f} s of processor in all; its budget allows {shared:.0f}",
+        f"tests/engine took {20.6 * margin:.0f} s of processor in all; its budget allows {20 * margin:.0f}",
+        f"tests/tests took {5 * margin:.0f} s of processor in all; its budget allows {4 * margin:.0f}",
     ]
 
 

@@ -146,6 +146,15 @@ def test_a_kernel_runs_though_it_cannot_be_kept(tmp_path: Path, monkeypatch: pyt
     assert three() == 1
 
 
+def test_the_digest_of_compiled_modules_alone_follows_them(tmp_path: Path) -> None:
+    digests = []
+    for content in (b"one", b"two"):
+        (tmp_path / "kernels.pyc").write_bytes(content)
+        kernel_cache.digest_of.cache_clear()
+        digests.append(kernel_cache.digest_of(tmp_path))
+    assert digests[0] != digests[1]
+
+
 def test_one_process_at_a_time_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """numba looks for a free name, then writes the index, then the file: two could give two types one name."""
     monkeypatch.setenv("MINIPAGED_CACHE", str(tmp_path))

@@ -35,6 +35,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+def test_a_cache_named_by_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINIPAGED_CACHE", "kept")
+    assert hub.cache_folder() == tmp_path / "kept"
+
+
 @pytest.fixture
 def known(
     tiny_llama: MakeLlama, write_gguf: WriteGGUF, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -36,11 +36,14 @@ loop = partial(inner, pipeline_class=LoopCompiler)
 """An inner function that is optimised by itself before its callers are."""
 
 
+_whole = partial(njit, nogil=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler)
+
+
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Marks a function that Python calls: it is kept, and its callees with it. `options`: those of `numba.njit`."""
 
     def compiled(function: Callable[..., Any]) -> Any:
-        made = njit(nogil=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler, **options)(function)  # type: ignore[call-overload]
+        made = _whole(**options)(function)
         try:
             made._cache = KernelCache(function)
         except RuntimeError as error:
@@ -127,7 +130,7 @@ class _Folder:
 def digest_of(folder: Path) -> str:
     """A digest of numba's version, of the files in `folder`, whose kernels are to be kept, and of this package's: after
     a change to any of them, kernels are compiled again."""
-    files = sorted({*folder.glob("*.py"), *Path(__file__).parent.glob("*.py")})
+    files = sorted({*folder.glob("*.py*"), *Path(__file__).parent.glob("*.py*")})  # compiled modules alone are *.pyc
     made_of = [numba.__version__.encode(), *(file.read_bytes() for file in files)]
     return hashlib.sha256(b"\0".join(made_of)).hexdigest()[:12]
 

@@ -57,9 +57,11 @@ def write(folder: Path, number: int) -> None:
 def called(folder: Path, **environment: str) -> str:
     """What the kernel returns in a new process, and whether it was there."""
     variables = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(folder), ROOT])
+    variables["PYTHONDONTWRITEBYTECODE"] = "1"  # by size and second Python would take an edited file for the same
     done = subprocess.run(
         [sys.executable, "-c", CALL],
-        env=variables | {"PYTHONPATH": os.pathsep.join([str(folder), ROOT])} | environment,
+        env=variables | environment,
         cwd=folder,
         check=True,
         capture_output=True,

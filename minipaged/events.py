@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from functools import cache
 from typing import Any, ClassVar, Literal, Protocol, get_args, get_origin, get_type_hints
@@ -34,7 +34,8 @@ class Event:
 
     def to_json(self) -> str:
         """One line of JSON, without the line's end."""
-        return json.dumps({"event": self.name, **asdict(self)}, separators=(",", ":"))
+        fields = {each.name: getattr(self, each.name) for each in fields_of(self)}
+        return json.dumps({"event": self.name, **fields}, separators=(",", ":"))
 
 
 Listener = Callable[["Event"], None]
@@ -336,31 +337,36 @@ def from_json(line: str) -> Event:
         event = event_type(**{key: _to_tuple(value) for key, value in fields.items()})
     except TypeError as error:
         raise ValueError(f"not a valid {event_type.name} event: {error}") from error
-    for name, hint in _field_types(event.name).items():
-        if not _is_a(getattr(event, name), hint):
+    for name, is_right in _checks(event.name):
+        if not is_right(getattr(event, name)):
             raise ValueError(f"not a valid {event_type.name} event: its {name} is {getattr(event, name)!r:.80}")
     return event
 
 
 @cache
-def _field_types(name: str) -> dict[str, Any]:
-    """The annotations of an event's fields."""
+def _checks(name: str) -> list[tuple[str, Callable[[Any], bool]]]:
+    """For each field of an event, whether a value is what the annotation says."""
     hints = get_type_hints(EVENT_TYPES[name])
-    return {each.name: hints[each.name] for each in fields_of(EVENT_TYPES[name])}
+    return [(each.name, _check(hints[each.name])) for each in fields_of(EVENT_TYPES[name])]
 
 
-def _is_a(value: Any, hint: Any) -> bool:
-    """Whether the value is what a field's annotation says: a number, a text, one of some texts, a tuple of such."""
+def _check(hint: Any) -> Callable[[Any], bool]:
+    """Whether a value is what an annotation says: a number, a text, one of some texts, a tuple of such."""
+    of = get_args(hint)
     if get_origin(hint) is Literal:
-        return value in get_args(hint)
+        return lambda value: value in of
+    if get_origin(hint) is tuple and of[-1] is ...:
+        item_is_right = _check(of[0])
+        return lambda value: isinstance(value, tuple) and all(map(item_is_right, value))
     if get_origin(hint) is tuple:
-        of = get_args(hint)
-        if not isinstance(value, tuple) or (of[-1] is not ... and len(value) != len(of)):
-            return False
-        return all(_is_a(item, of[0] if of[-1] is ... else of[i]) for i, item in enumerate(value))
-    if hint is float:
-        return type(value) in (int, float)
-    return type(value) is hint
+        checks = [_check(each) for each in of]
+        return lambda value: (
+            isinstance(value, tuple)
+            and len(value) == len(checks)
+            and all(is_right(item) for is_right, item in zip(checks, value, strict=True))
+        )
+    types = (int, float) if hint is float else (hint,)
+    return lambda value: type(value) in types
 
 
 def read_jsonl(lines: Iterable[str]) -> Iterator[Event]:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from tests.left_running import LeftRunning
 from tests.progress import Progress
 
 durations.WRITTEN = Path(__file__).parent / "durations.json"
-durations.budget = lambda: {"test": 0.6, "margin": 1.5}
+durations.budget = lambda: {"test": 0.6, "margin": 1.5, "yardstick": durations.yardstick()}
 
 
 def pytest_configure(config):
@@ -166,6 +167,19 @@ def test_a_room_has_a_budget_and_what_all_rooms_share_has_one() -> None:
         f"tests/engine took {20.6 * margin:.0f} s of processor in all; its budget allows {20 * margin:.0f}",
         f"tests/tests took {5 * margin:.0f} s of processor in all; its budget allows {4 * margin:.0f}",
     ]
+
+
+def test_a_budget_is_for_a_processor_of_its_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = durations.budget()["test"]
+    for pace, is_over in ((0.5, True), (1, True), (1.9, True), (2.1, False)):
+        costs = [Cost("tests/a.py::test", "call", 1, 2 * allowed + 0.1, pace=pace)]
+        assert bool(over_budget(costs, set(), {})) == is_over
+    taken = iter([3.0, 5.0])
+    monkeypatch.setattr(durations, "yardstick", lambda: durations.budget()["yardstick"] * next(taken))
+    pace = durations.Pace()
+    assert [pace(), pace()] == [3.0, 3.0]  # looked at once a second
+    monkeypatch.setattr(pace, "_at", time.monotonic() - 2)
+    assert pace() == 5.0
 
 
 @pytest.mark.parametrize("profile", ["quick", "thorough"])

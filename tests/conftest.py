@@ -8,7 +8,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background; programs under test get Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from minipaged.errors import ModelError
 from tests import effort  # registers the profiles
 from tests.durations import Measuring
 from tests.left_running import LeftRunning
@@ -119,6 +120,16 @@ def _compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
         from tests.compile_numba import compile_in_turns
 
         compile_in_turns(tmp_path_factory.getbasetemp().parent, int(worker.removeprefix("gw")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fetched(request: pytest.FixtureRequest) -> None:
+    """The real model is here before the first test that needs it: fetching it takes 7 s and is no test's own work."""
+    if any(item.get_closest_marker("model") for item in request.session.items):
+        from minipaged.models.hub import resolve
+
+        with suppress(ModelError):  # which those tests will tell of
+            resolve("smollm2-135m-instruct")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -174,12 +174,12 @@ def test_a_budget_is_for_a_processor_of_its_pace(monkeypatch: pytest.MonkeyPatch
     for pace, is_over in ((0.5, True), (1, True), (1.9, True), (2.1, False)):
         costs = [Cost("tests/a.py::test", "call", 1, 2 * allowed + 0.1, pace=pace)]
         assert bool(over_budget(costs, set(), {})) == is_over
-    taken = iter([3.0, 5.0])
+    taken = iter([2.0, 4.0])
     monkeypatch.setattr(durations, "yardstick", lambda: durations.budget()["yardstick"] * next(taken))
     pace = durations.Pace()
-    assert [pace(), pace()] == [3.0, 3.0]  # looked at once a second
+    assert [pace(), pace()] == [2.0, 2.0]  # looked at once a second
     monkeypatch.setattr(pace, "_at", time.monotonic() - 2)
-    assert pace() == 5.0
+    assert pace() == 4.0
 
 
 @pytest.mark.parametrize("profile", ["quick", "thorough"])

@@ -8,7 +8,7 @@ part of the test's setup; its teardown is a part of the last test's. Compiling b
 part of the first test that calls the kernel, unless another thread calls it. Processor time is what counts, of the test
 process and of every process that it started: the clock goes on while other programs have the processor.
 
-But a processor is slower while others use its other half, its cache or its memory: by two thirds, on our machines. So
+But a processor is slower while others use its other half, its cache or its memory: up to 1.8 times, on our machine. So
 each cost has a pace: the time of a fixed piece of work (`yardstick`), done just before and after. `tests/budget.toml`
 says what a run may cost, and at which pace: `over_budget` compares.
 """
@@ -196,8 +196,10 @@ class Measuring:
 
     def shared(self, name: str) -> Callable[[], None]:
         """Begins a stretch that is no test's own, though one happens to be the first that needs it."""
-        end = self._meter.measure()
-        return lambda: self._costs.append(Cost(self._test, "session", *end(), fixture=name, pace=self._pace()))
+        pace, end = self._pace(), self._meter.measure()
+        return lambda: self._costs.append(
+            Cost(self._test, "session", *end(), fixture=name, pace=(pace + self._pace()) / 2)
+        )
 
     def _phase(self, item: pytest.Item, phase: str) -> Generator[None, object, object]:
         forget_peak()
@@ -282,13 +284,14 @@ def over_budget(costs: list[Cost], thorough: set[str], rooms: Mapping[str, float
     allows = budget()
     costs = [replace(cost, processor=cost.processor / cost.pace) for cost in costs]
     lines = [
-        f"{test} took {processor:.1f} s of processor; a test over {allows['test']} s is to be marked thorough"
+        f"{test} took {processor:.1f} s of processor at the budget's pace; over {allows['test']} s it is to be thorough"
         for test, (processor, _) in by_test(costs).items()
         if processor > allows["test"] and test not in thorough
     ]
     for name, (processor, _) in by_room(costs).items():
         if rooms and processor > (allowed := rooms.get(name, 0) * allows["margin"]):
-            lines.append(f"tests/{name} took {processor:.0f} s of processor in all; its budget allows {allowed:.0f}")
+            took = f"tests/{name} took {processor:.0f} s of processor in all at the budget's pace"
+            lines.append(f"{took}; its budget allows {allowed:.0f}")
     return lines
 
 

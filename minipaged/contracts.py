@@ -164,11 +164,6 @@ class BlockTable(ABC):
         partly filled, else none. Raises OutOfBlocks and changes nothing when the pool has too few.
         """
 
-    def fill(self, num_new_tokens: int) -> None:
-        """`append`, by somebody who knows that no block is needed: the last one has room, and is this table's alone. A
-        table may leave out its checks here; it need not have this method."""
-        self.append(num_new_tokens)
-
     @abstractmethod
     def adopt(self, blocks: Sequence[int]) -> None:
         """Begin this empty table with full blocks that somebody else holds: takes a reference on each."""

@@ -10,7 +10,7 @@ Room is what is free plus what only the prefix cache holds; `_make_room` evicts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from typing import Literal
 
@@ -66,8 +66,6 @@ class BlockManager(Memory):
         self._swap_in: list[CopyPair] = []
         self._copy: list[CopyPair] = []
         self._debug = config.debug
-        # With `debug` tables are asked at every token: one that takes blocks when it need not is found out.
-        self._fills = not config.debug and hasattr(tier.block_table, "fill")
         self._make_table = tier.block_table
         self._writer = writer
         self._emit = emit
@@ -86,8 +84,6 @@ class BlockManager(Memory):
 
     def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
         """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
-        if all(num_tokens <= sequence.room for sequence, num_tokens in work):
-            return 0
         needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
         if len(work) < 2:
             return needed
@@ -178,28 +174,12 @@ class BlockManager(Memory):
         recomputed = max(0, min(sequence.most_computed, table.num_tokens) - start)
         if table.num_tokens >= sequence.most_computed:
             sequence.most_computed = 0
-            sequence.room = (held + new) * self.block_size - table.num_tokens if self._fills else 0
         if recomputed or self._emit.heard:
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
-
-    def append_all(self, work: Iterable[tuple[Sequence, int]]) -> None:
-        heard = self._emit.heard
-        for sequence, num_tokens in work:
-            if num_tokens > sequence.room:
-                self.append(sequence, num_tokens)
-                continue
-            sequence.room -= num_tokens  # as nearly always
-            self.num_tokens += num_tokens
-            if heard:
-                sequence.table.append(num_tokens)
-                self._emit(TokensComputed(sequence.sequence_id, sequence.table.num_tokens, (), 0))
-            else:
-                sequence.table.fill(num_tokens)
 
     def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
         """`child` (whose table is empty) shares all blocks of `parent`."""
         child.table = parent.table.fork()
-        parent.room = child.room = 0  # they share the last block now
         self._count(child, 1)
         child.num_published = parent.num_published
         child.most_computed = parent.most_computed
@@ -240,7 +220,7 @@ class BlockManager(Memory):
         blocks, num_tokens = tuple(sequence.table.blocks), sequence.table.num_tokens
         sequence.table.trim(0)
         sequence.most_computed = max(sequence.most_computed, num_tokens)
-        sequence.num_published = sequence.room = 0
+        sequence.num_published = 0
         if sequence.swapped:
             sequence.swapped = False
             sequence.table = self.new_table()
@@ -294,7 +274,7 @@ class BlockManager(Memory):
             old = tuple(sequence.table.blocks)
             sequence.table.relocate([new[block] for block in old], target)
             self._writer.table_changed(sequence, 0)
-            sequence.num_published = sequence.room = 0
+            sequence.num_published = 0
             sequence.swapped = target is self.host_allocator
             self._count(sequence, -1 if sequence.swapped else 1)
             if sequence.swapped:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from minipaged.contracts import BeamSearch, BeamStep, Sampled
-from minipaged.engine.batch import LaunchedStep, Plan, ScheduledRequest
+from minipaged.engine.batch import LaunchedStep, ScheduledRequest
 from minipaged.engine.detokenizer import Detokenizer
 from minipaged.engine.memory import Memory
 from minipaged.engine.memory_use import slot_steps_reserved
@@ -22,7 +22,7 @@ from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequenc
 from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import BadLogits, DetokenizerFailed, RequestFailed
 from minipaged.events import BeamFinished, Emit, RequestFinished, SequenceFinished, TokenGenerated
-from minipaged.outputs import CompletionUpdate, RequestUpdate
+from minipaged.outputs import RequestUpdate
 from minipaged.params import SamplingParams
 from minipaged.steps import LOGITS
 
@@ -65,50 +65,18 @@ class Committer:
         given back already: the device works in order, so whoever was given them writes after this step has.
         """
         sampled = list(step.result.choices)  # this is where the host waits for the device
-        for scheduled, first_choice in self._commit_plain(step.plan, sampled):
-            try:
-                num_choices = len(scheduled.work) * max(0, scheduled.num_choices)
-                self._commit_request(step, scheduled, sampled[first_choice : first_choice + num_choices])
-            except RequestFailed as error:
-                self.cut_short(scheduled.request, "error", str(error))
+        for scheduled, first_choice in zip(step.plan.scheduled, step.plan.first_choices, strict=True):
+            self.commit_part(step, scheduled, sampled[first_choice : first_choice + scheduled.num_sampled])
 
-    def _commit_plain(self, plan: Plan, sampled: list[Sampled]) -> Iterator[tuple[ScheduledRequest, int]]:
-        """What `_commit_request` comes to in nearly all cases: a sequence has one token more, and goes on.
-
-        Yields those that are none of these, each in its turn, and where its choices begin; for them nothing is done.
-        """
-        heard, block_size, updates = self._emit.heard, self._blocks.block_size, self.updates
-        publishes = self._blocks.prefix_cache is not None
-        for scheduled, first_choice in zip(plan.scheduled, plan.first_choices, strict=True):
-            sequence = scheduled.plain
-            if sequence is None:
-                yield scheduled, first_choice
-                continue
-            choice, output = sampled[first_choice], sequence.output_token_ids
-            token = choice.token_id
-            ends = token in scheduled.final_token_ids or not 0 < len(output) < scheduled.last  # or begins
-            if ends or choice.error or sequence.finish_reason is not None:
-                yield scheduled, first_choice
-                continue
-            if publishes and (num_computed := len(sequence.tokens)) // block_size != sequence.num_published:
-                self._blocks.publish(sequence, num_computed)
-            sequence.pending = False
-            sequence.tokens.append(token)
-            output.append(token)
-            sequence.cumulative_logprob += choice.logprob
-            self._num_generated += 1
-            if heard:
-                self._emit(TokenGenerated(scheduled.request_id, sequence.sequence_id, token, choice.logprob))
-            if scheduled.reads_along:
-                sequence.num_reported += 1
-                news = CompletionUpdate(sequence.index, (token,), "", None, None, None)
-                updates.append(RequestUpdate(scheduled.request_id, (news,), None))
+    def commit_part(self, step: LaunchedStep, scheduled: ScheduledRequest, choices: list[Sampled]) -> None:
+        """One request's part of the step, for which these tokens were chosen. If it fails, the request ends."""
+        try:
+            self._commit_request(step, scheduled, choices)
+        except RequestFailed as error:
+            self.cut_short(scheduled.request, "error", str(error))
 
     def _commit_request(self, step: LaunchedStep, scheduled: ScheduledRequest, choices: list[Sampled]) -> None:
-        """One request's part of the step, for which these tokens were chosen.
-
-        Raises RequestFailed; K/V that led to logits that are no numbers are offered to nobody.
-        """
+        """Raises RequestFailed; K/V that led to logits that are no numbers are offered to nobody."""
         request = scheduled.request
         if request.prompt_logprobs is not None and request.state is not RequestState.FINISHED:
             self._keep_prompt_logprobs(step, scheduled, request.prompt_logprobs)
@@ -170,7 +138,7 @@ class Committer:
         for sequence, choice in zip(sequences, choices, strict=True):
             if sequence.finish_reason is None:
                 self._commit_token(request, sequence, choice)
-        self._report(request)
+        self.report(request)
 
     def _fork_samples(self, request: Request, parent: Sequence, n: int) -> list[Sequence]:
         """The other samples of a prompt that has just been computed."""
@@ -186,7 +154,7 @@ class Committer:
         """Append a token, and end the sequence if that was its last."""
         # Decoding may raise, so it comes first: a token is appended together with what follows from it.
         reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
-        self._append_token(request, sequence, choice.token_id, choice.logprob)
+        self.append_token(request, sequence, choice.token_id, choice.logprob)
         sequence.cumulative_logprob += choice.logprob
         if sequence.logprobs is not None and choice.top_logprobs is not None:
             sequence.logprobs.append(choice.top_logprobs)
@@ -236,7 +204,7 @@ class Committer:
                 self._end_sequence(request, beam, "dropped")
         request.sequences[:] = survivors
         for beam, move in zip(survivors, step.survivors, strict=True):
-            self._append_token(request, beam, move.token_id, move.cumulative_logprob - beam.cumulative_logprob)
+            self.append_token(request, beam, move.token_id, move.cumulative_logprob - beam.cumulative_logprob)
             self._writer.told(beam)
             beam.cumulative_logprob = move.cumulative_logprob
         if not survivors:
@@ -271,7 +239,8 @@ class Committer:
             raise
         return children
 
-    def _append_token(self, request: Request, sequence: Sequence, token: int, logprob: float) -> None:
+    def append_token(self, request: Request, sequence: Sequence, token: int, logprob: float) -> None:
+        """The sequence has one token more."""
         sequence.pending = False
         sequence.tokens.append(token)
         sequence.output_token_ids.append(token)
@@ -282,7 +251,6 @@ class Committer:
     def _end_sequence(self, request: Request, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         self._writer.ended(sequence)
-        self._scheduler.plan_anew(sequence.lane)
         reserved = slot_steps_reserved(sequence)
         self._emit(SequenceFinished(request.request_id, sequence.sequence_id, reason, reserved))
         self._blocks.free(sequence)
@@ -300,7 +268,7 @@ class Committer:
 
     # --- Requests ---------------------------------------------------------------------------------
 
-    def _report(self, request: Request) -> None:
+    def report(self, request: Request) -> None:
         """Tell what a step has brought: always at the end, and on the way to it if somebody reads along."""
         if not request.sequences:
             self._finish_request(request, "finished")

@@ -35,10 +35,11 @@ from minipaged.engine.memory_use import memory_held
 from minipaged.engine.pipeline import Pipeline
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.recovery import start_over
-from minipaged.engine.run_ahead import RunAhead
+from minipaged.engine.run_ahead import RunAhead, assign_ahead
 from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import Request
 from minipaged.engine.stats import Stats
+from minipaged.engine.steady import Steady
 from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import InvalidRequest, InvariantViolation
 from minipaged.events import EngineStarted, Listener, RequestArrived, RequestRefused, StepFailed
@@ -56,7 +57,8 @@ class Engine:
     outputs, `encode` turns text into token ids and is needed for bad words; both are called as those of a `Tokenizer`.
     Listeners get every event, in order, after the step (or call) that caused it; they may call the engine's methods. A
     listener that raises makes that call fail with its error, once all listeners have been given everything; what the
-    call did stays done. `clock`: what all times are told by, in seconds; a simulation has one of its own.
+    call did stays done. `clock`: what all times are told by, in seconds; a simulation has one of its own. `steady`:
+    whether steps in which all go on decoding take a short way (`steady.py`) to the same end.
     """
 
     def __init__(
@@ -72,35 +74,38 @@ class Engine:
         encode: Encode | None = None,
         listeners: ListLike[Listener] = (),
         clock: Callable[[], float] = time.perf_counter,
+        steady: bool = True,
     ) -> None:
         self.config = config
         self.stats = Stats()
         self.runner = runner
         self._clock = clock
-        self._emit = EventQueue(self.stats, listeners)
-        self.listeners = self._emit.listeners
+        self.emit = EventQueue(self.stats, listeners)
+        self.listeners = self.emit.listeners
         """Those who get every event: to be appended to and removed from."""
         self._requests: dict[str, Request] = {}
         self._orders = count()
-        self._step = 0  # the number of the latest
+        self.step_number = 0  # the number of the latest
         self._last_commit = 0.0
-        self._writers = StepWriters(config.pipeline_parallel_size)
-        self._written: dict[int, Plan] = {}  # by which each lane's latest step was written
-        self.blocks = memory(config, tier, allocator, self._writers, self._emit)
-        self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy, self._writers)
+        self.writers = StepWriters(config.pipeline_parallel_size)
+        self.blocks = memory(config, tier, allocator, self.writers, self.emit)
+        self.scheduler = Scheduler(config, self.blocks, runner, self.emit, policy, self.writers)
         sequence_ids = count()
         self._arrivals = Arrivals(
             config, tier.beam_search, self.scheduler, self.blocks, sequence_ids, decode, encode, clock
         )
-        self._committer = Committer(
-            self._requests, self.scheduler, self.blocks, self._writers, sequence_ids, self._emit, clock
+        self.committer = Committer(
+            self._requests, self.scheduler, self.blocks, self.writers, sequence_ids, self.emit, clock
         )
+        self._steady = Steady(self) if steady else None
+        self._launch = self._steady.launch if self._steady else self.launch
         self._ahead: RunAhead | Pipeline | None = None
         if config.pipeline_parallel_size > 1:
-            self._ahead = Pipeline(self.scheduler, self._launch, self._commit)
+            assign: Callable[[int], Plan | None] = (self._steady or self.scheduler).assign_ahead
+            self._ahead = Pipeline(self.scheduler, assign, self._launch, self._commit)
         elif config.async_scheduling:
-            self._ahead = RunAhead(self.scheduler, self._launch, self._commit, self._requests)
-        self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
+            self._ahead = RunAhead(self._assign_ahead, self._launch, self._commit, self._requests)
+        self.emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
 
     # --- What callers do --------------------------------------------------------------------------
 
@@ -127,19 +132,19 @@ class Engine:
                 raise InvalidRequest(f"request id {request_id!r} is in use; wait for that request or choose another id")
             request = self._arrivals.make(request_id, order, prompt_token_ids, params, prompt, output_kind, priority)
         except InvalidRequest as error:
-            self._emit(RequestRefused(request_id, str(error)))
-            self._emit.deliver()
+            self.emit(RequestRefused(request_id, str(error)))
+            self.emit.deliver()
             raise
         self._requests[request_id] = request
         self.scheduler.add(request)
         first = request.sequences[0].sequence_id
-        self._emit(RequestArrived(request_id, first, request.prompt_token_ids, request.num_sequences))
-        self._emit.deliver()
+        self.emit(RequestArrived(request_id, first, request.prompt_token_ids, request.num_sequences))
+        self.emit.deliver()
         return request_id
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._requests or self._committer.updates)
+        return bool(self._requests or self.committer.updates)
 
     def step(self) -> list[RequestUpdate]:
         """Run one step; returns what is new of the requests since the last call, in the order in which it came.
@@ -155,17 +160,17 @@ class Engine:
                     self._recover(error)
                 raise
             finally:
-                self._emit.deliver()
+                self.emit.deliver()
         return self.take_updates()
 
     def take_updates(self) -> list[RequestUpdate]:
         """What is new of the requests and was not yet returned."""
-        updates, self._committer.updates = self._committer.updates, []
+        updates, self.committer.updates = self.committer.updates, []
         return updates
 
     def keep_updates(self, updates: Iterable[RequestUpdate]) -> None:
         """Let the next `step` return these (again): for a caller that was given somebody else's."""
-        self._committer.updates[:0] = updates
+        self.committer.updates[:0] = updates
 
     def current_stats(self) -> Stats:
         """What was counted so far, with the blocks as they are now."""
@@ -192,12 +197,15 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return
-        self._committer.cut_short(request, "abort")
+        self._leave_short_way()
+        self.committer.cut_short(request, "abort")
         self._drop_steps_of_nobody()
-        self._emit.deliver()
+        self.emit.deliver()
 
     def check_invariants(self) -> None:
         """Raise InvariantViolation unless conservation and exact-references hold."""
+        if self._steady:
+            self._steady.settle()
         check_blocks((sequence for request in self._requests.values() for sequence in request.sequences), self.blocks)
 
     @property
@@ -214,43 +222,52 @@ class Engine:
         else:
             self._ahead.run_step()
             self._drop_steps_of_nobody()
-        if not self._requests:
-            self._written.clear()  # or it would keep the last of them in memory
         if self.config.debug:
             self.check_invariants()
 
-    def _launch(self, ahead: Plan | None = None, lane: int = 0) -> LaunchedStep:
+    def launch(self, ahead: Plan | None = None, lane: int = 0) -> LaunchedStep:
         """Schedule a step and hand it to the device, without looking at what it chooses. `ahead`: what is to run, where
         that is decided already."""
+        started = self.begin_step()
+        return self.hand_over(self.scheduler.schedule(ahead, lane), started)
+
+    def begin_step(self) -> float:
+        """Number the next step. Returns the time."""
         started = self._clock()
-        self._step += 1
-        self._emit.step_started(self._step)
-        plan = self.scheduler.schedule(ahead, lane)
-        self._emit.step_scheduled(self._step, memory_held(plan, self.scheduler.lanes, self.blocks))
+        self.step_number += 1
+        self.emit.step_started(self.step_number)
+        return started
+
+    def hand_over(self, plan: Plan, started: float) -> LaunchedStep:
+        """Write a scheduled step down and give it to the runner."""
+        self.emit.step_scheduled(self.step_number, memory_held(self.scheduler.running, self.blocks))
         if self.config.debug:
             check_exclusive_writes(plan.work(), self.blocks)
-        moves, writer = self.blocks.take_moves(), self._writers.of(plan.lane)
-        if plan is self._written.get(plan.lane):
-            step = writer.write_on(self._step, moves)
-        else:
-            step = writer.write(self._step, plan.rows, plan.owners(), moves)
-            for request in (scheduled.request for scheduled in plan.scheduled):
-                if request.first_scheduled_time is None:
-                    request.first_scheduled_time = started
-        self._written[plan.lane] = plan
-        return LaunchedStep(self._step, started, plan, self.runner.run(step))
+        writer = self.writers.of(plan.lane)
+        step = writer.write(self.step_number, plan.rows, plan.owners(), self.blocks.take_moves())
+        for request in (scheduled.request for scheduled in plan.scheduled):
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = started
+        return LaunchedStep(self.step_number, started, plan, self.runner.run(step))
 
     def _commit(self, step: LaunchedStep) -> None:
         """Make what it has computed part of the requests."""
-        self._committer.commit(step)
+        (self._steady or self.committer).commit(step)
         self._finish_step(step)
+
+    def _assign_ahead(self, before: LaunchedStep) -> Plan | None:
+        return self._steady.assign_ahead(0, before) if self._steady else assign_ahead(self.scheduler, before)
+
+    def _leave_short_way(self) -> None:
+        if self._steady:
+            self._steady.stop()
 
     def _finish_step(self, step: LaunchedStep) -> None:
         """Seconds are counted once, though steps overlap: from the launch, or the commit of the step before."""
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
-        num_generated = self._committer.take_num_generated()
-        self._emit.step_finished(step.number, step.plan, seconds, num_generated)
+        num_generated = self.committer.take_num_generated()
+        self.emit.step_finished(step.number, step.plan, seconds, num_generated)
 
     def _drop_steps_of_nobody(self) -> None:
         """When all requests have ended, nobody will ask for what the steps in flight choose."""
@@ -259,8 +276,8 @@ class Engine:
 
     def _recover(self, error: BaseException) -> None:
         """After an error within a step: nothing is lost, and what the K/V of it may be is dropped (`recovery.py`)."""
-        self._written.clear()
+        self._leave_short_way()
         if self._ahead:
             self._ahead.take()
-        dropped = start_over(self._requests.values(), self.scheduler, self.blocks, self._writers)
-        self._emit(StepFailed(self._step, repr(error), tuple(request.request_id for request in dropped)))
+        dropped = start_over(self._requests.values(), self.scheduler, self.blocks, self.writers)
+        self.emit(StepFailed(self.step_number, repr(error), tuple(request.request_id for request in dropped)))

@@ -5,8 +5,7 @@ work on. A sequence cannot be in two steps at once, for its next token is not kn
 there are as many *lanes* as stages, and each request runs in one of them: its lane's steps follow one another, and
 those of other lanes run meanwhile (`pipeline.py`).
 
-- A lane has its own running requests, its own plan that may go on, and its own StepWriter, whose other end is a mirror
-  of its own. The queue of those that wait, the blocks, the moves of blocks, and the policy are common to all.
+- A lane has its own running requests, and its own StepWriter, whose other end is a mirror of its own. The queue of those that wait, the blocks, the moves of blocks, and the policy are common to all.
 - A request gets its lane when it comes in, and its forks are in the same one. One that was preempted comes in again,
   perhaps into another lane: there it begins, and in the first it is over (`StepWriters.change_lane`).
 
@@ -18,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 
-from minipaged.engine.batch import Plan
 from minipaged.engine.sequence import Request
 
 
@@ -29,9 +27,6 @@ class Lane:
     number: int
     running: list[Request] = field(default_factory=list)
     """In order of arrival."""
-    going_on: Plan | None = None
-    """The lane's latest plan, if its next step may go by it too, because all that ran goes on decoding.
-    `Scheduler.schedule` keeps it; whatever changes the lane's requests or their sequences drops it (`plan_anew`)."""
 
     @property
     def num_sequences(self) -> int:

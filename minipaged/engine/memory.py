@@ -36,7 +36,7 @@ class Memory(ABC):
     Whenever a table changes its blocks, the memory tells the writer (`StepWriters.table_changed`), keeps `num_entries`
     and `num_tokens`, and emits what happened: TokensComputed at every `append`, BlocksFreed, SequenceForked,
     BlockCopied, SwappedOut and SwappedIn. It keeps what a `Sequence` knows of its table: `swapped`, and
-    `most_computed`, by which recomputing is told. `room` may stay 0.
+    `most_computed`, by which recomputing is told.
     """
 
     block_size: int

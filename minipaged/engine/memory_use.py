@@ -5,31 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from minipaged.engine.batch import Plan
-from minipaged.engine.lanes import Lane
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.engine.stats import Held
 
 
-def memory_held(plan: Plan, lanes: Iterable[Lane], blocks: Memory) -> Held:
-    """What the running requests hold in this step, by `plan`, which takes no more time than there is to find out.
-
-    Of a plan by which all go on decoding only the number of steps is noted (`Plan.count_steps`).
-    """
+def memory_held(running: Iterable[Request], blocks: Memory) -> Held:
+    """What the requests that run hold in this step. Each sequence is noted to have held it (`slot_steps_reserved`)."""
     num_sequences = shared = 0
-    for lane in lanes:
-        if lane.going_on:  # all of them have written into blocks of their own
-            lane.going_on.note_step(runs=plan is lane.going_on)
-            num_sequences += len(lane.going_on.rows)
-            continue
-        for request in lane.running:
-            num_sequences += len(request.sequences)
-            for sequence in request.sequences:
-                sequence.num_steps += 1
-                sequence.token_steps += sequence.table.num_tokens
-            if len(request.sequences) > 1:
-                shared += _unfilled_again(request, blocks.block_size)
+    for request in running:
+        num_sequences += len(request.sequences)
+        for sequence in request.sequences:
+            sequence.num_steps += 1
+            sequence.token_steps += sequence.table.num_tokens
+        if len(request.sequences) > 1:
+            shared += _unfilled_again(request, blocks.block_size)
     return Held(
         num_sequences=num_sequences,
         num_tokens=blocks.num_tokens,

@@ -29,6 +29,7 @@ class Pipeline:
     def __init__(
         self,
         scheduler: Scheduler,
+        assign_ahead: Callable[[int], Plan | None],
         launch: Callable[[Plan | None, int], LaunchedStep],
         commit: Callable[[LaunchedStep], None],
     ) -> None:
@@ -36,6 +37,7 @@ class Pipeline:
         """The oldest first; of each lane one at most."""
         self._turn = 0
         self._scheduler = scheduler
+        self._assign_ahead = assign_ahead
         self._launch = launch
         self._commit = commit
 
@@ -58,7 +60,7 @@ class Pipeline:
         lane = self._next_lane()
         if not self.steps_in_flight:
             step = self._launch(None, self._turn if lane is None else lane)  # if nothing can run, this raises
-        elif lane is None or (ahead := self._scheduler.assign_ahead(lane)) is None:
+        elif lane is None or (ahead := self._assign_ahead(lane)) is None:
             return None
         else:
             step = self._launch(ahead, lane)

@@ -20,18 +20,20 @@ from minipaged.engine.scheduler import Scheduler
 
 
 class RunAhead:
-    """The step in flight of one engine, whose methods these are."""
+    """The step in flight of one engine, whose methods these are.
+
+    `assign_ahead`: what to launch while this step is in flight; None if its tokens, or its blocks, have to be known.
+    """
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        assign_ahead: Callable[[LaunchedStep], Plan | None],
         launch: Callable[[Plan | None], LaunchedStep],
         commit: Callable[[LaunchedStep], None],
         requests: Sized,
     ) -> None:
         self.in_flight: LaunchedStep | None = None
-        self._may_run_ahead = False
-        self._scheduler = scheduler
+        self._assign_ahead = assign_ahead
         self._launch = launch
         self._commit = commit
         self._requests = requests
@@ -39,13 +41,14 @@ class RunAhead:
     def run_step(self) -> None:
         """Launch a step, and commit the one launched before."""
         before, self.in_flight = self.in_flight, None
-        launched = self._launch_ahead() if before else None
+        launched = None
         if before:
+            if (ahead := self._assign_ahead(before)) and ahead.scheduled:  # else all that runs may end with it
+                launched = self._launch(ahead)
             self._commit(before)
         if launched is None and self._requests:
             launched = self._launch(None)
         self.in_flight = launched
-        self._may_run_ahead = launched is not None and expect_tokens(launched)
 
     @property
     def steps_in_flight(self) -> list[LaunchedStep]:
@@ -56,31 +59,16 @@ class RunAhead:
         steps, self.in_flight = self.steps_in_flight, None
         return steps
 
-    def _launch_ahead(self) -> LaunchedStep | None:
-        """Launch the step after the one in flight, unless it has to wait for what that one chooses, or for room; or all
-        that runs may end with that one."""
-        ahead = self._scheduler.assign_ahead() if self._may_run_ahead else None
-        return self._launch(ahead) if ahead and ahead.scheduled else None
 
-
-def expect_tokens(step: LaunchedStep) -> bool:
-    """Let the sequences that run on know that the step in flight is choosing a token for them.
-
-    False if one of the requests has to know more of them: then the next step is not launched before this one's
-    commit.
-    """
-    if step.plan.steps_left > 0:
-        if step.plan.needs_tokens:
-            return False
-        for sequence in step.plan.decoding:
-            sequence.pending = True
-        return True
+def assign_ahead(scheduler: Scheduler, step: LaunchedStep) -> Plan | None:
+    """What the sequences of the step in flight run next, before it is known which tokens it chooses for them. None if
+    one of the requests has to know more of them than the device, or if there are no blocks: then the next step is not
+    launched before this one's commit."""
     completed = [scheduled for scheduled in step.plan.scheduled if scheduled.completes]
     if any(scheduled.request.needs_tokens_on_host() for scheduled in completed):
-        return False
+        return None
     for scheduled in completed:
-        request = scheduled.request
         for sequence, _ in scheduled.work:
-            if sequence.finish_reason is None and not request.ends_by_length(sequence):
+            if sequence.finish_reason is None and not scheduled.request.ends_by_length(sequence):
                 sequence.pending = True
-    return True
+    return scheduler.assign_ahead()

@@ -25,7 +25,7 @@ from collections.abc import Sequence as ListLike
 
 from minipaged.contracts import Runner
 from minipaged.engine.asked_policy import AskedPolicy
-from minipaged.engine.batch import DecodingParts, Plan, ScheduledRequest
+from minipaged.engine.batch import Plan, ScheduledRequest
 from minipaged.engine.lanes import Lane, num_sequences, share_of
 from minipaged.engine.memory import Memory
 from minipaged.engine.sequence import Request, RequestState
@@ -51,7 +51,6 @@ class Scheduler:
         self.running: list[Request] = []
         self.lanes = [Lane(number) for number in range(config.pipeline_parallel_size)]
         self.asked = AskedPolicy(policy, config, blocks, runner)
-        self._decoding_parts = DecodingParts()
         self._writers = writers
         self._blocks = blocks
         self._emit = emit
@@ -77,19 +76,18 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """It has ended, wherever it is."""
-        self._decoding_parts.forget(request)
         if request.state is RequestState.RUNNING:
             self._stop(request)
         else:
             self.waiting.remove(request)
-        self._moved(request)
+        self.asked.queues_changed([request])
 
     def _wait(self, request: Request, state: RequestState) -> None:
         """It ran, and waits now, in its place in the order of arrival."""
         self._stop(request)
         insort(self.waiting, request, key=_order)
         request.state = state
-        self._moved(request)
+        self.asked.queues_changed([request])
 
     def _stop(self, request: Request) -> None:
         self.running.remove(request)
@@ -101,17 +99,7 @@ class Scheduler:
         for queue in (self.running, self.lanes[request.lane].running):
             insort(queue, request, key=_order)
         request.state = RequestState.RUNNING
-        self._moved(request)
-
-    def _moved(self, request: Request) -> None:
         self.asked.queues_changed([request])
-        self.plan_anew(request.lane)
-
-    def plan_anew(self, lane: int) -> None:
-        """What has run in the lane will not go on as it is: its next step needs a plan of its own."""
-        if going_on := self.lanes[lane].going_on:
-            going_on.count_steps()
-            self.lanes[lane].going_on = None
 
     def let_all_wait(self, requests: Iterable[Request]) -> list[Request]:
         """After an error: all of these wait, whatever the queues were. Returns them in order of arrival."""
@@ -119,7 +107,6 @@ class Scheduler:
         self.asked.queues_changed(self.waiting)
         for lane in self.lanes:
             lane.running = []
-            self.plan_anew(lane.number)
         return list(self.waiting)
 
     # --- One step ---------------------------------------------------------------------------------
@@ -127,8 +114,7 @@ class Scheduler:
     def schedule(self, ahead: Plan | None = None, lane: int = 0) -> Plan:
         """Decide the next step and take the blocks for it. `ahead`: what `assign_ahead` has decided already.
 
-        The same plan as for the step before if all that ran only goes on. The step is another lane's than `lane` where
-        all that ran in that one have had to make room.
+        The step is another lane's than `lane` where all that ran in that one have had to make room.
         """
         plan, preempted = ahead or self._assign(lane), False
         while ahead is None and (short := self._blocks_short(plan)) > 0:
@@ -136,16 +122,11 @@ class Scheduler:
             preempted = True
             plan = self._assign(lane if self.lanes[lane].running else self.running[0].lane)
         self._blocks.append_all(plan.work())
-        if self.waiting and not preempted:
-            plan = self._admit(plan)
+        if not preempted:
+            plan = self.admit(plan)
         if not plan.scheduled and self.waiting and not self.running:
             self.asked.stuck(self.waiting)
-        here = self.lanes[plan.lane]
-        if plan is not here.going_on:
-            plan.lay_out(sum(len(request.sequences) for request in here.running))
-            self.plan_anew(plan.lane)
-            here.going_on = plan if plan.decoding else None
-        plan.steps_left -= 1
+        plan.lay_out()
         return plan
 
     def assign_ahead(self, lane: int = 0) -> Plan | None:
@@ -161,17 +142,15 @@ class Scheduler:
     # --- 1. Tokens for those that run -------------------------------------------------------------
 
     def _assign(self, lane: int) -> Plan:
-        """What each running request runs: first those that decode, then the others, both in order of arrival. The plan
-        of the step before, if they all go on by it."""
-        going_on, running = self.lanes[lane].going_on, self.lanes[lane].running
-        if going_on and going_on.steps_left > 0:
-            return going_on
+        """What each running request runs: first those that decode, then the others, both in order of arrival."""
+        running = self.lanes[lane].running
         decoding: list[ScheduledRequest] = []
         behind: list[ScheduledRequest] = []
         for request in running:
-            if part := self._decoding_parts.of(request):
-                decoding.append(part)
-            elif request.remaining():  # prompts, and what was dropped
+            work = request.remaining()
+            if work and all(num_tokens == 1 for _, num_tokens in work):
+                decoding.append(ScheduledRequest(request, work, completes=True))
+            elif work:  # prompts, and what was dropped
                 behind.append(self._whole(request))
         wholes = decoding + behind
         plan = Plan(wholes, lane)
@@ -215,8 +194,7 @@ class Scheduler:
         most = plan.num_query_tokens  # a token takes one block at most: if there are so many, there is no need to count
         if most <= available:
             return most - available
-        unsure = (part for part in plan.scheduled if not (part.plain and part.plain.room))  # the others have room left
-        return sum(self._blocks.blocks_needed(part.work) for part in unsure) - available
+        return sum(self._blocks.blocks_needed(part.work) for part in plan.scheduled) - available
 
     def _preempt(self, short: int) -> None:
         """Take all blocks from the one that the policy names."""
@@ -235,10 +213,10 @@ class Scheduler:
 
     # --- 3. Admission -----------------------------------------------------------------------------
 
-    def _admit(self, plan: Plan) -> Plan:
+    def admit(self, plan: Plan) -> Plan:
         """Let in whom the policy names, until it names nobody: once somebody is in, others may need less.
 
-        Returns the plan with those who have come in.
+        Returns the same plan if nobody has come in, and else one with those who have.
         """
         admitted: list[ScheduledRequest] = []
         tokens_left = self._max_tokens - plan.num_query_tokens
@@ -260,11 +238,10 @@ class Scheduler:
                     self._blocks.append_all(scheduled.work)
                     admitted.append(scheduled)
                     tokens_left -= scheduled.num_query_tokens
-        return plan.joined_by(admitted) if admitted else plan
+        return Plan([*plan.scheduled, *admitted], plan.lane) if admitted else plan
 
     def _choose_lane(self, request: Request, lane: int) -> None:
         if request.lane != lane:
-            self.plan_anew(request.lane)  # whose next step has to say that the request's sequences are over there
             self._writers.change_lane(request, lane)
 
     def _entering(self, lane: int, tokens_left: int) -> ListLike[Request]:

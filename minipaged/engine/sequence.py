@@ -51,9 +51,6 @@ class Sequence:
     cumulative_logprob: float = 0.0
     logprobs: list[dict[int, float]] | None = None
     """Of each output token, where the request asks for them."""
-    room: int = 0
-    """So many slots of its last block are not filled and known to be its own: the next tokens need no block. 0 while it
-    recomputes."""
     num_published: int = 0
     """Leading blocks of the table known to the prefix cache."""
     most_computed: int = 0

@@ -90,8 +90,13 @@ class StepWriter:
         self._forked, self._ended, self._told = {}, [], {}
         return step
 
+    @property
+    def has_news(self) -> bool:
+        """Whether more than tables has changed since the latest step."""
+        return bool(self._fresh or self._forked or self._ended or self._told)
+
     def write_on(self, number: int, moves: BlockMoves) -> StepInput:
-        """The step in which all rows of the one before go on. Nothing but tables can have changed."""
+        """The step in which all rows of the one before go on. Nothing but tables has changed (`has_news`)."""
         self._num_since += 1
         tables = self._take_tables() if self._changed else ()
         return StepInput(number, tables=tables, moves=moves, lane=self._lane)

@@ -99,14 +99,12 @@ class OrcaMemory(Memory):
         self.final_tokens += family.final
         self.expected_tokens += family.expected
         self.num_entries += len(chunk)
-        sequence.room = len(chunk) * self.block_size - table.num_tokens
         self._writer.table_changed(sequence, 0)
 
     def append(self, sequence: EngineSequence, num_tokens: int) -> None:
         table = sequence.table
         new = () if table.num_tokens else tuple(table.blocks)
         table.append(num_tokens)
-        sequence.room -= num_tokens
         self.num_tokens += num_tokens
         if self._emit.heard:
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, new, 0))
@@ -137,7 +135,6 @@ class OrcaMemory(Memory):
         table, blocks = sequence.table, list(sequence.table.blocks)
         self.num_entries -= len(blocks)
         self.num_tokens -= table.num_tokens
-        sequence.room = 0
         self._copies = [(source, to) for source, to in self._copies if to not in blocks]
         family.living -= 1
         family.owed = [(child, sources) for child, sources in family.owed if child is not sequence]

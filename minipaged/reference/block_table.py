@@ -64,9 +64,6 @@ class BlockTable(contracts.BlockTable):
         self._num_tokens += num_new_tokens
         return copies
 
-    def fill(self, num_new_tokens: int) -> None:
-        self._num_tokens += num_new_tokens
-
     def adopt(self, blocks: Sequence[int]) -> None:
         if self._blocks:
             raise ValueError(f"only an empty table can adopt blocks; this one holds {len(self._blocks)}")

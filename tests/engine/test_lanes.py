@@ -38,7 +38,7 @@ from minipaged.testing.content_runner import ContentRunner
 from tests.effort import calls_that_raise, examples, one_case_in, quick_cases, scaled, seeds, thorough
 from tests.engine.test_async_scheduling import check, check_cached_blocks_are_computed, goes_on
 from tests.engine.test_failure_injection import PARTS, WORKLOADS, Fault, Fuse, run_through, wired
-from tests.engine.test_going_on import Scene, check_same, scene_of
+from tests.engine.test_steady import Scene, check_same, scene_of
 from tests.late_device import LATE, LateRunner
 from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, ended, letters, random_workload
 

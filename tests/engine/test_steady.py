@@ -1,4 +1,4 @@
-"""Steps in which all go on decoding are done by a short way: the same as by the long one, which asks at every step."""
+"""steady-equals-plain: the short way of steps in which all go on decoding gives what the engine's own way gives."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from minipaged.contracts import StepResult, Tier
-from minipaged.engine.batch import Plan
 from minipaged.engine.engine import Engine
-from minipaged.engine.sequence import Request as EngineRequest
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
 from minipaged.outputs import RequestUpdate
@@ -96,6 +94,8 @@ def account_of(
     kind: type[ContentRunner] = ContentRunner,
     fails_at: int | None = None,
     allocate_fails_at: int | None = None,
+    *,
+    steady: bool = True,
 ) -> Account:
     account, config = Account(), scene.config
 
@@ -115,7 +115,7 @@ def account_of(
 
     sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size, True)
     runner = Runner(*sizes, tier.sample)
-    engine = Engine(config, tier, runner, allocator=Allocator, clock=lambda: 0.0)
+    engine = Engine(config, tier, runner, allocator=Allocator, clock=lambda: 0.0, steady=steady)
     if scene.somebody_listens:
         engine.listeners.append(account.events.append)
     for now in range(400):
@@ -131,7 +131,7 @@ def account_of(
             account.updates.append(engine.step())
         except ZeroDivisionError:
             account.happened["failed"] += 1
-        account.happened["went on"] += any(lane.going_on for lane in engine.scheduler.lanes)
+        account.happened["steady"] += bool(engine._steady and engine._steady._batches)
         if now > 40 and not engine.has_unfinished_requests():
             break
     engine.check_invariants()
@@ -145,41 +145,35 @@ def account_of(
     return account
 
 
-def check_same(scene: Scene, monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Account:
-    going_on = account_of(scene, *arguments)
-    with monkeypatch.context() as patch:
-        patch.setattr(Plan, "_note_whether_it_goes_on", lambda _: None)
-        patch.setattr(EngineRequest, "is_plain", False)
-        asking = account_of(scene, *arguments)
-    assert going_on.steps == asking.steps
-    assert going_on.updates == asking.updates
-    assert going_on.events == asking.events
-    assert going_on.stats == asking.stats
-    assert going_on.pool == asking.pool, "the free blocks lie in the same order"
-    return going_on
+def check_same(scene: Scene, *arguments: Any) -> Account:
+    steady, plain = (account_of(scene, *arguments, steady=steady) for steady in (True, False))
+    assert steady.steps == plain.steps
+    assert steady.updates == plain.updates
+    assert steady.events == plain.events
+    assert steady.stats == plain.stats
+    assert steady.pool == plain.pool, "the free blocks lie in the same order"
+    return steady
 
 
 @one_case_in(4)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(400, 20, least=40), ids=str)
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_going_on_is_the_same_as_asking_at_every_step(
-    seeds: range, async_scheduling: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_ways_give_the_same(seeds: range, async_scheduling: bool) -> None:
     """Every step said to the runner, every update, every count, and the order of the free blocks."""
     happened: Counter[str] = Counter()
     for seed in seeds:
         try:
             tier = FAST if seed % 2 else REFERENCE
-            happened += check_same(scene_of(seed, async_scheduling=async_scheduling), monkeypatch, tier).happened
+            happened += check_same(scene_of(seed, async_scheduling=async_scheduling), tier).happened
         except Exception as error:
             error.add_note(f"in scene {seed}")
             raise
-    assert happened["went on"] > 10 * len(seeds)
+    assert happened["steady"] > 10 * len(seeds)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_the_scenes_bring_about_what_ends_going_on(async_scheduling: bool) -> None:
+def test_the_scenes_bring_about_what_ends_the_short_way(async_scheduling: bool) -> None:
     happened: Counter[str] = Counter()
     for seed in range(40):
         happened += account_of(scene_of(seed, async_scheduling=async_scheduling)).happened
@@ -188,22 +182,20 @@ def test_the_scenes_bring_about_what_ends_going_on(async_scheduling: bool) -> No
 
 @scaled
 @pytest.mark.parametrize("seeds", seeds(100, 50), ids=str)
-def test_going_on_works_on_a_device_that_is_as_late_as_it_may_be(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_way_works_on_a_device_that_is_as_late_as_it_may_be(seeds: range) -> None:
     for seed in seeds:
-        check_same(scene_of(seed, async_scheduling=True), monkeypatch, LATE, LateRunner)
+        check_same(scene_of(seed, async_scheduling=True), LATE, LateRunner)
 
 
 @quick_cases(1)
 @one_case_in(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_an_error_while_going_on_costs_time_and_nothing_else(
-    async_scheduling: bool, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_on_the_short_way_costs_time_and_nothing_else(async_scheduling: bool, seed: int) -> None:
     """At each step of some runs: the same as by the other way, which the failure injection tests are about."""
     scene = scene_of(seed, async_scheduling=async_scheduling)
     for number in range(1, len(account_of(scene).steps), 3):
-        account = check_same(scene, monkeypatch, REFERENCE, ContentRunner, number)
+        account = check_same(scene, REFERENCE, ContentRunner, number)
         assert account.happened["failed"] == 1
 
 
@@ -211,13 +203,13 @@ def test_an_error_while_going_on_costs_time_and_nothing_else(
 @one_case_in(3)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-def test_an_allocator_that_fails_while_going_on_costs_time_and_nothing_else(
-    async_scheduling: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+def test_an_allocator_that_fails_on_the_short_way_costs_time_and_nothing_else(
+    async_scheduling: bool, seed: int
 ) -> None:
     scene = scene_of(seed, async_scheduling=async_scheduling)
     number = account_of(scene).happened["allocated while it ran"]
     for at in range(number // 4, number, max(1, number // 5)):
-        account = check_same(scene, monkeypatch, REFERENCE, ContentRunner, None, at)
+        account = check_same(scene, REFERENCE, ContentRunner, None, at)
         assert account.happened["failed"] + account.happened["refused"] > 0
 
 
@@ -228,7 +220,7 @@ def test_who_comes_to_listen_is_told_of_everything_from_then_on() -> None:
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
     for _ in range(12):
         engine.step()
-    assert engine.scheduler.lanes[0].going_on
+    assert engine._steady and engine._steady._batches
     heard: list[str] = []
     engine.listeners.append(lambda event: heard.append(event.name))
     engine.step()

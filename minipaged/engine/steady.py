@@ -1,0 +1,281 @@
+"""The short way for steps in which all go on decoding: an accelerator, and no part of how the engine works.
+
+In most steps every sequence runs its latest token, gets one more, and nothing else happens. The long way
+(`Scheduler.schedule`, `StepWriter.write`, `Committer.commit`) then finds out the same for each of them at every step. So
+here the latest plan of a lane is used again as it is:
+
+- launch: a block for each sequence whose last block is full, and nothing for the others. How many slots of their tables
+  are filled, and in how many steps they held their blocks, is known from the number of steps; `settle` writes it down.
+- commit: each sequence gets its token, as the committer appends it.
+
+Everything else goes the long way, after `stop`: a sequence that ends, somebody who comes in, too few blocks, an abort,
+an error. `Engine(steady=False)` goes the long way in every step. Both give the same steps, events, outputs and counts
+(tests/engine/test_steady.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from minipaged.contracts import Sampled
+from minipaged.engine.batch import LaunchedStep, Plan, ScheduledRequest
+from minipaged.engine.invariants import check_exclusive_writes
+from minipaged.engine.lanes import Lane
+from minipaged.engine.memory import Memory
+from minipaged.engine.memory_use import memory_held
+from minipaged.engine.run_ahead import assign_ahead
+from minipaged.engine.sequence import RequestState
+from minipaged.engine.stats import Held
+from minipaged.events import Emit, TokensComputed
+
+if TYPE_CHECKING:
+    from minipaged.engine.engine import Engine
+
+
+class Batch:
+    """The sequences of a lane that go on decoding, each with a token more in every step."""
+
+    def __init__(self, plan: Plan, blocks: Memory, in_flight: int) -> None:
+        """`plan`: of the lane's latest step. `in_flight`: the steps of the lane whose tokens are not known yet."""
+        self.plan = plan
+        self.needs_tokens = any(part.request.needs_tokens_on_host() for part in plan.scheduled)
+        """Whether a step takes more of its tokens than the device knows."""
+        self.steps_left = -in_flight + min(
+            part.request.max_output_tokens - len(sequence.output_token_ids)
+            for part in plan.scheduled
+            for sequence, _ in part.work
+        )
+        """In so many more steps no sequence has ended by its length."""
+        self.sequences = [sequence for sequence, _ in plan.work()]
+        self._blocks = blocks
+        self._start = [sequence.table.num_tokens for sequence in self.sequences]
+        self._num_launched = 0
+        self._filled = [0] * len(self.sequences)  # for so many of the launched steps their tables have slots
+        self._failed_at = 0  # sequences before it have a slot for one step more: the launch of which failed
+        self._due: defaultdict[int, list[int]] = defaultdict(list)  # launch -> the sequences that then need a block
+        for i in range(len(self.sequences)):
+            self._note_room(i)
+        # Steps of the engine in which they held blocks: how many, and the launched steps until then, summed over them.
+        self._held = (0, 0)
+        self._noted = [(0, 0)] * len(self.sequences)  # as much of `_held` as the sequence knows
+
+    def _note_room(self, i: int) -> None:
+        table = self.sequences[i].table
+        room = len(table.blocks) * self._blocks.block_size - table.num_tokens
+        self._due[self._filled[i] + room + 1].append(i)
+
+    @property
+    def num_due(self) -> int:
+        """Blocks that the next step takes."""
+        return len(self._due.get(self._num_launched + 1, ()))
+
+    def advance(self, emit: Emit) -> None:
+        """Slots for one step more. If a block cannot be had, those before have their slots, as on the long way."""
+        launch, num_sequences = self._num_launched + 1, len(self.sequences)
+        due = sorted(self._due.pop(launch, ()))
+        try:
+            if emit.heard:
+                self._advance_heard(launch, {*due}, emit)
+            else:
+                for i in due:
+                    self._failed_at = i
+                    self._take_block(i, launch)
+                self._blocks.num_tokens += num_sequences - len(due)
+        except BaseException:
+            if not emit.heard:
+                self._blocks.num_tokens += self._failed_at - sum(i < self._failed_at for i in due)
+            raise
+        self._num_launched, self._failed_at = launch, 0
+        self.steps_left -= 1
+
+    def _advance_heard(self, launch: int, due: set[int], emit: Emit) -> None:
+        for i, sequence in enumerate(self.sequences):
+            self._failed_at = i
+            if i in due:
+                self._take_block(i, launch)
+            else:
+                self._blocks.num_tokens += 1
+                emit(TokensComputed(sequence.sequence_id, self._start[i] + launch, (), 0))
+
+    def _take_block(self, i: int, launch: int) -> None:
+        self._fill(i, launch - 1)
+        self._blocks.append(self.sequences[i], 1)
+        self._filled[i] = launch
+        self._note_room(i)
+
+    def _fill(self, i: int, launch: int) -> None:
+        """The table has slots for so many launched steps: in its last block, so that it takes none."""
+        if launch > self._filled[i]:
+            self.sequences[i].table.append(launch - self._filled[i])
+            self._filled[i] = launch
+
+    def note_step(self) -> None:
+        """The engine makes a step, by this batch or in another lane."""
+        num_steps, sum_launched = self._held
+        self._held = num_steps + 1, sum_launched + self._num_launched
+
+    def settle(self, i: int) -> None:
+        """Write down in the sequence what its steps come to."""
+        self._fill(i, self._num_launched + (i < self._failed_at))
+        (num_steps, sum_launched), (steps_noted, sum_noted) = self._held, self._noted[i]
+        if new := num_steps - steps_noted:
+            sequence = self.sequences[i]
+            sequence.num_steps += new
+            sequence.token_steps += new * self._start[i] + sum_launched - sum_noted
+            self._noted[i] = self._held
+
+
+class Steady:
+    """The short way of one engine, with the engine's own way for everything else."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._batches: dict[int, Batch] = {}  # by lane
+        self._latest: dict[int, Plan] = {}  # of each lane, since the engine last went the long way in all of them
+
+    def settle(self) -> None:
+        """Let all sequences be as they are on the long way."""
+        for batch in self._batches.values():
+            for i in range(len(batch.sequences)):
+                batch.settle(i)
+
+    def stop(self) -> None:
+        """Something will change that is more than decoding."""
+        self.settle()
+        self._batches.clear()
+        self._latest.clear()
+
+    # --- Launching --------------------------------------------------------------------------------
+
+    def launch(self, ahead: Plan | None = None, lane: int = 0) -> LaunchedStep:
+        """Launch a step. `ahead`: what `assign_ahead` has answered."""
+        batch = self._batches.get(lane)
+        if ahead is None:
+            batch = self._going_on(lane, in_flight=0)
+        elif batch is not None and ahead is not batch.plan:
+            batch = None
+        if batch is not None:
+            return self._launch(batch)
+        latest = {**self._latest}
+        self.stop()
+        step = self._engine.launch(ahead, lane)
+        self._latest = latest | {step.plan.lane: step.plan}
+        return step
+
+    def assign_ahead(self, lane: int, before: LaunchedStep | None = None) -> Plan | None:
+        """What the lane runs next; None if that cannot be launched yet. `before`: its step that is in flight."""
+        if batch := self._going_on(lane, in_flight=int(before is not None)):
+            if before and batch.needs_tokens:
+                return None
+            for sequence in batch.sequences if before and self._engine.scheduler.waiting else ():
+                sequence.pending = True  # the policy may look at those that run
+            return batch.plan
+        self.settle()
+        scheduler = self._engine.scheduler
+        return assign_ahead(scheduler, before) if before else scheduler.assign_ahead(lane)
+
+    def _going_on(self, lane: int, in_flight: int) -> Batch | None:
+        """The lane's batch, if its next step can go the short way."""
+        engine = self._engine
+        batch = self._batches.get(lane)
+        if batch is None:
+            plan = self._latest.get(lane)
+            if plan is None or not _all_go_on(plan, engine.scheduler.lanes[lane]):
+                return None
+            batch = self._batches[lane] = Batch(plan, engine.blocks, in_flight)
+        may = batch.steps_left > 0 and batch.num_due <= engine.blocks.num_available
+        return batch if may and not engine.writers.of(lane).has_news else None
+
+    def _launch(self, batch: Batch) -> LaunchedStep:
+        engine, plan = self._engine, batch.plan
+        started = engine.begin_step()
+        batch.advance(engine.emit)
+        if engine.scheduler.waiting:
+            self.settle()  # the policy may look at those that run
+            plan = engine.scheduler.admit(plan)
+            if plan is not batch.plan:
+                self.stop()
+                plan.lay_out()
+                self._latest[plan.lane] = plan
+                return engine.hand_over(plan, started)
+        engine.emit.step_scheduled(engine.step_number, self._memory_held())
+        if engine.config.debug:
+            self.settle()
+            check_exclusive_writes(plan.work(), engine.blocks)
+        step = engine.writers.of(plan.lane).write_on(engine.step_number, engine.blocks.take_moves())
+        return LaunchedStep(step.number, started, plan, engine.runner.run(step))
+
+    def _memory_held(self) -> Held:
+        """As in `memory_use.py`. The sequences of a batch have written into blocks of their own: they share full ones."""
+        scheduler = self._engine.scheduler
+        elsewhere = [lane for lane in scheduler.lanes if lane.number not in self._batches]
+        held = memory_held((request for lane in elsewhere for request in lane.running), self._engine.blocks)
+        num_sequences = held.num_sequences
+        for batch in self._batches.values():
+            batch.note_step()
+            num_sequences += len(batch.sequences)
+        return held._replace(num_sequences=num_sequences)
+
+    # --- Committing -------------------------------------------------------------------------------
+
+    def commit(self, step: LaunchedStep) -> None:
+        """Make the step's results part of the requests, in any step: those that only go on have a short way in all."""
+        plan, committer, blocks = step.plan, self._engine.committer, self._engine.blocks
+        batch = self._batches.get(plan.lane)
+        if batch is not None and batch.plan is not plan:
+            batch = None
+        publishes, block_size = blocks.prefix_cache is not None, blocks.block_size
+        sampled = list(step.result.choices)
+        stops = False
+        for part, first in zip(plan.scheduled, plan.first_choices, strict=True):
+            if _is_plain(part):
+                request, (sequence, _), choice = part.request, part.work[0], sampled[first]
+                if not _ends(part, choice):
+                    if publishes and (num_computed := len(sequence.tokens)) // block_size != sequence.num_published:
+                        if batch is not None:
+                            batch.settle(part.first_row)  # or the table would take a block that others hold for unfilled
+                        blocks.publish(sequence, num_computed)
+                    committer.append_token(request, sequence, choice.token_id, choice.logprob)
+                    sequence.cumulative_logprob += choice.logprob
+                    committer.report(request)
+                    continue
+            if batch is not None:
+                for i in range(part.first_row, part.first_row + len(part.work)):
+                    batch.settle(i)
+            committer.commit_part(step, part, sampled[first : first + part.num_sampled])
+            stops |= part.request.state is RequestState.FINISHED or any(s.finish_reason for s, _ in part.work)
+        if stops:
+            self.stop()
+
+
+def _all_go_on(plan: Plan, lane: Lane) -> bool:
+    """Whether a step by this plan is one in which all that run in the lane decode, and in the order of arrival."""
+    if not all(part.decodes and part.num_choices == 1 for part in reversed(plan.scheduled)):
+        return False
+    if not plan.scheduled or [part.request for part in plan.scheduled] != lane.running:
+        return False
+    return all(
+        len(part.work) == len(part.request.sequences) and not any(s.most_computed for s, _ in part.work)
+        for part in plan.scheduled
+    )
+
+
+def _is_plain(part: ScheduledRequest) -> bool:
+    """Whether one sequence decodes, and its token is only appended and told: no text, no logprobs, no prompt."""
+    request = part.request
+    if part.num_choices != 1 or len(part.work) != 1 or not request.prompt_computed:
+        return False
+    sequence, num_tokens = part.work[0]
+    return num_tokens == 1 and sequence.detokenizer is None and sequence.logprobs is None and part.completes
+
+
+def _ends(part: ScheduledRequest, choice: Sampled) -> bool:
+    """Whether the sequence may end with this token, or has ended."""
+    request, sequence = part.request, part.work[0][0]
+    return (
+        choice.token_id in request.final_token_ids
+        or len(sequence.output_token_ids) + 1 >= request.max_output_tokens
+        or bool(choice.error)
+        or sequence.finish_reason is not None
+    )

@@ -234,7 +234,9 @@ class Steady:
                 if not _ends(part, choice):
                     if publishes and (num_computed := len(sequence.tokens)) // block_size != sequence.num_published:
                         if batch is not None:
-                            batch.settle(part.first_row)  # or the table would take a block that others hold for unfilled
+                            batch.settle(
+                                part.first_row
+                            )  # or the table would take a block that others hold for unfilled
                         blocks.publish(sequence, num_computed)
                     committer.append_token(request, sequence, choice.token_id, choice.logprob)
                     sequence.cumulative_logprob += choice.logprob

@@ -44,7 +44,8 @@ KIND = "application/vnd.minipaged.run+json"
 WATCHED: dict[str, tuple[str, ...]] = {
     "engine/engine.py": (
         "Engine.add_request",
-        "Engine._launch",
+        "Engine.launch",
+        "Engine.begin_step",
         "Engine._finish_step",
     ),
     "engine/commit.py": (
@@ -58,7 +59,7 @@ WATCHED: dict[str, tuple[str, ...]] = {
         "Scheduler._whole",
         "Scheduler._part",
         "Scheduler._preempt",
-        "Scheduler._admit",
+        "Scheduler.admit",
     ),
     "engine/policy.py": (
         "FirstComeFirstServed.share_tokens",
@@ -101,10 +102,10 @@ Anchor = tuple[str, str]
 
 ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "request_arrived": (("Engine.add_request", "self.scheduler.add(request)"),),
-    "request_refused": (("Engine.add_request", "self._emit(RequestRefused("),),
-    "step_started": (("Engine._launch", "self._emit.step_started("),),
-    "step_finished": (("Engine._finish_step", "self._emit.step_finished("),),
-    "request_admitted": (("Scheduler._admit", "self._emit(RequestAdmitted("),),
+    "request_refused": (("Engine.add_request", "self.emit(RequestRefused("),),
+    "step_started": (("Engine.begin_step", "self.emit.step_started("),),
+    "step_finished": (("Engine._finish_step", "self.emit.step_finished("),),
+    "request_admitted": (("Scheduler.admit", "self._emit(RequestAdmitted("),),
     "request_preempted": (("Scheduler._preempt", "self._emit(RequestPreempted("),),
     "tokens_computed": (
         ("BlockAllocator.allocate", "self._ref_counts[block] = 1"),  # where there are new blocks
@@ -124,7 +125,7 @@ ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "token_generated": (
         ("_attend", "o[:s, :, r:] = "),  # if the model has any attention
         ("Committer._commit_samples", "self._commit_token("),
-        ("Committer._commit_beams", "self._append_token("),
+        ("Committer._commit_beams", "self.append_token("),
     ),
     "beam_finished": (("Committer._commit_beams", "self._emit(BeamFinished("),),
     "sequence_finished": (("Committer._end_sequence", "sequence.finish_reason = reason"),),

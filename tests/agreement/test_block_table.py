@@ -197,23 +197,6 @@ class TwoWorlds(RuleBasedStateMachine):
             self.both(lambda world, number=number: world.pools[number].allocate_many(world.pools[number].num_free))
 
 
-@pytest.mark.parametrize(
-    ("make_allocator", "make_table"), [(BlockAllocator, BlockTable), (fast_allocator.BlockAllocator, fast.BlockTable)]
-)
-def test_filling_is_appending_where_there_is_room(
-    make_allocator: Callable[[int], contracts.BlockAllocator], make_table: Callable[[int, Any], contracts.BlockTable]
-) -> None:
-    for held in range(1, 13):
-        for num_tokens in range(-held % 4 + 1):
-            filled, appended = (World(make_allocator, make_table, [make_allocator(4)]) for _ in range(2))
-            for world in (filled, appended):
-                world.tables.append(make_table(4, world.pools[0]))
-                world.tables[0].append(held)
-            filled.tables[0].fill(num_tokens)
-            assert appended.tables[0].append(num_tokens) == []
-            assert filled.everything() == appended.everything()
-
-
 @scaled
 def test_every_call_has_the_same_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "FEW", 3)  # more than 3 positions, and

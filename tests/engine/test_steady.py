@@ -220,7 +220,8 @@ def test_who_comes_to_listen_is_told_of_everything_from_then_on() -> None:
     engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True, seed=1))
     for _ in range(12):
         engine.step()
-    assert engine._steady and engine._steady._batches
+    assert engine._steady
+    assert engine._steady._batches
     heard: list[str] = []
     engine.listeners.append(lambda event: heard.append(event.name))
     engine.step()

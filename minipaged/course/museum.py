@@ -32,7 +32,7 @@ class TellingRunner(ContentRunner):
 
 def run_workload(seed: int, parts: Parts) -> None:
     """One workload, everything checked. Raises whatever shows that something is wrong."""
-    run = Run(random_workload(seed), make_runner=TellingRunner, **parts)
+    run = Run(random_workload(seed), make_runner=TellingRunner, steady=False, **parts)
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()

@@ -209,6 +209,11 @@ class Engine:
         check_blocks((sequence for request in self._requests.values() for sequence in request.sequences), self.blocks)
 
     @property
+    def takes_short_way(self) -> bool:
+        """Whether the tables of running sequences may be told of slots only later (`steady.py`)."""
+        return self._steady is not None
+
+    @property
     def steps_in_flight(self) -> list[LaunchedStep]:
         """With asynchronous scheduling, or several lanes: the steps that were launched and not committed."""
         return self._ahead.steps_in_flight if self._ahead else []

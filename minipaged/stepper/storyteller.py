@@ -76,7 +76,7 @@ class Storyteller(MirroredRunner):
         tier = self.tier()
         if block_table is not None:
             tier = replace(tier, block_table=cast("type[BlockTable]", block_table))
-        return Engine(config, tier, self, allocator=allocator, decode=self.decode)
+        return Engine(config, tier, self, allocator=allocator, decode=self.decode, steady=False)
 
     def tier(self) -> Tier:
         """The parts that its engines are made of."""

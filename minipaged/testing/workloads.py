@@ -154,6 +154,8 @@ class Run:
     memory: MakeMemory = BlockManager
     policy: MakePolicy = FirstComeFirstServed
     listeners: Sequence[Listener] = ()
+    steady: bool = True
+    """False: the engine takes no short way (`engine/steady.py`)."""
     model: FakeModel = field(default_factory=numpy_model)
     """What each of the requests must produce is what this one chooses."""
     updates: dict[str, list[RequestUpdate]] = field(default_factory=lambda: defaultdict(list))
@@ -185,6 +187,7 @@ class Run:
             encode=from_letters,
             listeners=self.listeners,
             clock=lambda: next(ticks) / 1000,
+            steady=self.steady,
         )
         self.engine.listeners.append(self._count)
         self.runner.engine = self.engine
@@ -392,9 +395,11 @@ def _alone(
     return outputs
 
 
-def run_workload(seed: int, tier: Tier | None = None, policy: MakePolicy = FirstComeFirstServed) -> Run:
+def run_workload(
+    seed: int, tier: Tier | None = None, policy: MakePolicy = FirstComeFirstServed, *, steady: bool = True
+) -> Run:
     """Run the workload of one seed and check everything there is to check."""
-    run = Run(random_workload(seed), tier=tier, policy=policy)
+    run = Run(random_workload(seed), tier=tier, policy=policy, steady=steady)
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()

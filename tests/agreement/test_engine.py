@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -15,28 +16,30 @@ from tests.workloads import FAST, REFERENCE, Run, random_workload, run_workload
 @scaled
 @pytest.mark.parametrize("seeds", seeds(300, 50), ids=str)
 def test_both_tiers_go_through_the_same_events(seeds: range) -> None:
-    """Every block number of every allocation, copy, swap and eviction is in the events, and so is every plan.
+    """Every block number of every allocation, copy, swap and eviction is in the events, and so is every plan; also if
+    the engine takes no short way.
 
     Every other workload runs without debugging: with it, a guard around the allocator takes its batched calls apart.
     """
     for seed in seeds:
         workload = random_workload(seed)
         workload = replace(workload, config=replace(workload.config, debug=seed % 2 == 0))
-        told: dict[str, list[Event]] = {}
-        for tier in (REFERENCE, FAST):
-            told[tier.name] = []
-            run = Run(workload, tier, listeners=[told[tier.name].append])
+        told: list[list[Event]] = []
+        for tier, steady in product((REFERENCE, FAST), (False, True)):
+            told.append([])
+            run = Run(workload, tier, listeners=[told[-1].append], steady=steady)
             now = 0
             while run.advance(now):
                 now += 1
-        for step, (reference, fast) in enumerate(zip(told["reference"], told["fast"], strict=True)):
-            assert reference == fast, f"workload {seed}, event {step}"
+        for number, (first, *others) in enumerate(zip(*told, strict=True)):
+            assert others == [first] * 3, f"workload {seed}, event {number}"
 
 
 @one_case_in(3)
 @scaled
 @pytest.mark.parametrize("seeds", seeds(300, 50, first=10_000), ids=str)
-def test_every_invariant_holds_with_the_fast_tiers_parts(seeds: range) -> None:
+@pytest.mark.parametrize("steady", [True, False], ids=["steady", "straight"])
+def test_every_invariant_holds_with_the_fast_tiers_parts(steady: bool, seeds: range) -> None:
     """Content, exclusive-write, exact-references, conservation, liveness, scheduling-invariance."""
     for seed in seeds:
-        run_workload(seed, FAST)
+        run_workload(seed, FAST, steady=steady)

@@ -61,7 +61,7 @@ def crowded_workloads(seed: int) -> Iterator[tuple[int, Workload]]:
     """Those in which the engine's own scheduler preempts; how they come back is the scheduler's choice."""
     for number, workload in numbered_workloads(seed):
         crowded = replace(workload, config=replace(workload.config, preemption="auto"))
-        run = Run(crowded, model=PlainModel())
+        run = Run(crowded, model=PlainModel(), steady=False)
         run.to_the_end()
         if run.happened["preempted by swap"] + run.happened["preempted by recompute"]:
             yield number, crowded
@@ -91,8 +91,15 @@ def check_workloads(
         try:
             parts = make_parts()
             tier = replace(model.tier, **parts.of_tier)
-            listeners, policy = [events.append], parts.policy
-            run = Run(workload, tier, allocator=parts.allocator, policy=policy, listeners=listeners, model=model)
+            run = Run(
+                workload,
+                tier,
+                allocator=parts.allocator,
+                policy=parts.policy,
+                listeners=[events.append],
+                steady=False,
+                model=model,
+            )
             attach(run.engine)
             run.to_the_end()
             run.check_outputs()

@@ -71,6 +71,7 @@ class Layout:
             memory=make,
             policy=lambda *settings: OrcaPolicy(*settings, memory=memories[0]),
             clock=runner.clock,
+            steady=False,  # its tables are read between steps
         )
         asked = {}
         for prompt, output, most in self.requests:

@@ -366,7 +366,8 @@ def carry_out(settings: Settings, steps: Sequence[BeamStep], message: str) -> tu
     )
     runner = ContentRunner(config.num_blocks, 0, BLOCK_SIZE, config.vocab_size)
     events: list[Event] = []
-    engine = Engine(config, replace(reference_tier(), beam_search=Decided), runner, listeners=[events.append])
+    tier = replace(reference_tier(), beam_search=Decided)
+    engine = Engine(config, tier, runner, listeners=[events.append], steady=False)
     runner.engine = engine
     engine.add_request([0] * settings.prompt_length, settings.params, request_id="A")
     tables: tuple[str, ...] = ()

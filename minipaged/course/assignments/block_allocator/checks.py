@@ -409,7 +409,7 @@ def measure(bench: Bench) -> Performance:
             pools.append(Recorder(num_blocks))
             return pools[-1]
 
-        Run(random_workload(number), allocator=make).to_the_end()
+        Run(random_workload(number), allocator=make, steady=False).to_the_end()
         runs += [(pool.num_blocks, pool.calls) for pool in pools if pool.calls]
     with bench.beside(Submission.of_reference("block_allocator", "BlockAllocator")) as theirs:
 

@@ -54,9 +54,7 @@ class Stage(ContentRunner):
         sizes = {"max_model_len": 64, "vocab_size": len(self.words), "enable_prefix_caching": False} | sizes
         config = EngineConfig(**sizes)
         super().__init__(config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size)
-        self.engine = Engine(
-            config, tier or reference_tier(), self, decode=self.decode, steady=False, **(parts or {})
-        )
+        self.engine = Engine(config, tier or reference_tier(), self, decode=self.decode, steady=False, **(parts or {}))
         return self.engine
 
     def on_wrong_read(self, read: WrongRead) -> None:

@@ -29,9 +29,9 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.commit import Committer
 from minipaged.engine.detokenizer import Decode, Encode
 from minipaged.engine.event_queue import EventQueue
-from minipaged.engine.invariants import check_blocks, check_exclusive_writes
+from minipaged.engine.invariants import check_blocks
+from minipaged.engine.launch import Launcher
 from minipaged.engine.memory import MakeMemory
-from minipaged.engine.memory_use import memory_held
 from minipaged.engine.pipeline import Pipeline
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.recovery import start_over
@@ -78,34 +78,38 @@ class Engine:
     ) -> None:
         self.config = config
         self.stats = Stats()
-        self.runner = runner
         self._clock = clock
-        self.emit = EventQueue(self.stats, listeners)
-        self.listeners = self.emit.listeners
+        self._emit = EventQueue(self.stats, listeners)
+        self.listeners = self._emit.listeners
         """Those who get every event: to be appended to and removed from."""
         self._requests: dict[str, Request] = {}
         self._orders = count()
-        self.step_number = 0  # the number of the latest
         self._last_commit = 0.0
-        self.writers = StepWriters(config.pipeline_parallel_size)
-        self.blocks = memory(config, tier, allocator, self.writers, self.emit)
-        self.scheduler = Scheduler(config, self.blocks, runner, self.emit, policy, self.writers)
+        writers = StepWriters(config.pipeline_parallel_size)
+        self.blocks = memory(config, tier, allocator, writers, self._emit)
+        self.scheduler = Scheduler(config, self.blocks, runner, self._emit, policy, writers)
         sequence_ids = count()
         self._arrivals = Arrivals(
             config, tier.beam_search, self.scheduler, self.blocks, sequence_ids, decode, encode, clock
         )
-        self.committer = Committer(
-            self._requests, self.scheduler, self.blocks, self.writers, sequence_ids, self.emit, clock
+        self._launcher = Launcher(config, self.scheduler, self.blocks, writers, runner, self._emit, clock)
+        self._committer = Committer(
+            self._requests, self.scheduler, self.blocks, writers, sequence_ids, self._emit, clock
         )
-        self._steady = Steady(self) if steady else None
-        self._launch = self._steady.launch if self._steady else self.launch
+        self._writers = writers
+        self._steady = (
+            Steady(self._launcher, self._committer, self.scheduler, self.blocks, writers, self._emit)
+            if steady
+            else None
+        )
+        self._launch = (self._steady or self._launcher).launch
         self._ahead: RunAhead | Pipeline | None = None
         if config.pipeline_parallel_size > 1:
             assign: Callable[[int], Plan | None] = (self._steady or self.scheduler).assign_ahead
             self._ahead = Pipeline(self.scheduler, assign, self._launch, self._commit)
         elif config.async_scheduling:
             self._ahead = RunAhead(self._assign_ahead, self._launch, self._commit, self._requests)
-        self.emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
+        self._emit(EngineStarted(config.num_blocks, config.num_swap_blocks, config.block_size, config.max_model_len))
 
     # --- What callers do --------------------------------------------------------------------------
 
@@ -132,19 +136,19 @@ class Engine:
                 raise InvalidRequest(f"request id {request_id!r} is in use; wait for that request or choose another id")
             request = self._arrivals.make(request_id, order, prompt_token_ids, params, prompt, output_kind, priority)
         except InvalidRequest as error:
-            self.emit(RequestRefused(request_id, str(error)))
-            self.emit.deliver()
+            self._emit(RequestRefused(request_id, str(error)))
+            self._emit.deliver()
             raise
         self._requests[request_id] = request
         self.scheduler.add(request)
         first = request.sequences[0].sequence_id
-        self.emit(RequestArrived(request_id, first, request.prompt_token_ids, request.num_sequences))
-        self.emit.deliver()
+        self._emit(RequestArrived(request_id, first, request.prompt_token_ids, request.num_sequences))
+        self._emit.deliver()
         return request_id
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._requests or self.committer.updates)
+        return bool(self._requests or self._committer.updates)
 
     def step(self) -> list[RequestUpdate]:
         """Run one step; returns what is new of the requests since the last call, in the order in which it came.
@@ -160,17 +164,17 @@ class Engine:
                     self._recover(error)
                 raise
             finally:
-                self.emit.deliver()
+                self._emit.deliver()
         return self.take_updates()
 
     def take_updates(self) -> list[RequestUpdate]:
         """What is new of the requests and was not yet returned."""
-        updates, self.committer.updates = self.committer.updates, []
+        updates, self._committer.updates = self._committer.updates, []
         return updates
 
     def keep_updates(self, updates: Iterable[RequestUpdate]) -> None:
         """Let the next `step` return these (again): for a caller that was given somebody else's."""
-        self.committer.updates[:0] = updates
+        self._committer.updates[:0] = updates
 
     def current_stats(self) -> Stats:
         """What was counted so far, with the blocks as they are now."""
@@ -198,15 +202,24 @@ class Engine:
         if request is None:
             return
         self._leave_short_way()
-        self.committer.cut_short(request, "abort")
+        self._committer.cut_short(request, "abort")
         self._drop_steps_of_nobody()
-        self.emit.deliver()
+        self._emit.deliver()
 
     def check_invariants(self) -> None:
         """Raise InvariantViolation unless conservation and exact-references hold."""
         if self._steady:
             self._steady.settle()
         check_blocks((sequence for request in self._requests.values() for sequence in request.sequences), self.blocks)
+
+    @property
+    def runner(self) -> Runner:
+        """What runs the steps. Another one may take its place before the first request."""
+        return self._launcher.runner
+
+    @runner.setter
+    def runner(self, runner: Runner) -> None:
+        self._launcher.runner = runner
 
     @property
     def takes_short_way(self) -> bool:
@@ -230,34 +243,9 @@ class Engine:
         if self.config.debug:
             self.check_invariants()
 
-    def launch(self, ahead: Plan | None = None, lane: int = 0) -> LaunchedStep:
-        """Schedule a step and hand it to the device, without looking at what it chooses. `ahead`: what is to run, where
-        that is decided already."""
-        started = self.begin_step()
-        return self.hand_over(self.scheduler.schedule(ahead, lane), started)
-
-    def begin_step(self) -> float:
-        """Number the next step. Returns the time."""
-        started = self._clock()
-        self.step_number += 1
-        self.emit.step_started(self.step_number)
-        return started
-
-    def hand_over(self, plan: Plan, started: float) -> LaunchedStep:
-        """Write a scheduled step down and give it to the runner."""
-        self.emit.step_scheduled(self.step_number, memory_held(self.scheduler.running, self.blocks))
-        if self.config.debug:
-            check_exclusive_writes(plan.work(), self.blocks)
-        writer = self.writers.of(plan.lane)
-        step = writer.write(self.step_number, plan.rows, plan.owners(), self.blocks.take_moves())
-        for request in (scheduled.request for scheduled in plan.scheduled):
-            if request.first_scheduled_time is None:
-                request.first_scheduled_time = started
-        return LaunchedStep(self.step_number, started, plan, self.runner.run(step))
-
     def _commit(self, step: LaunchedStep) -> None:
         """Make what it has computed part of the requests."""
-        (self._steady or self.committer).commit(step)
+        (self._steady or self._committer).commit(step)
         self._finish_step(step)
 
     def _assign_ahead(self, before: LaunchedStep) -> Plan | None:
@@ -271,8 +259,8 @@ class Engine:
         """Seconds are counted once, though steps overlap: from the launch, or the commit of the step before."""
         now = self._clock()
         seconds, self._last_commit = now - max(step.started, self._last_commit), now
-        num_generated = self.committer.take_num_generated()
-        self.emit.step_finished(step.number, step.plan, seconds, num_generated)
+        num_generated = self._committer.take_num_generated()
+        self._emit.step_finished(step.number, step.plan, seconds, num_generated)
 
     def _drop_steps_of_nobody(self) -> None:
         """When all requests have ended, nobody will ask for what the steps in flight choose."""
@@ -284,5 +272,7 @@ class Engine:
         self._leave_short_way()
         if self._ahead:
             self._ahead.take()
-        dropped = start_over(self._requests.values(), self.scheduler, self.blocks, self.writers)
-        self.emit(StepFailed(self.step_number, repr(error), tuple(request.request_id for request in dropped)))
+        dropped = start_over(self._requests.values(), self.scheduler, self.blocks, self._writers)
+        self._emit(
+            StepFailed(self._launcher.step_number, repr(error), tuple(request.request_id for request in dropped))
+        )

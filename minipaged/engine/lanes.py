@@ -5,7 +5,8 @@ work on. A sequence cannot be in two steps at once, for its next token is not kn
 there are as many *lanes* as stages, and each request runs in one of them: its lane's steps follow one another, and
 those of other lanes run meanwhile (`pipeline.py`).
 
-- A lane has its own running requests, and its own StepWriter, whose other end is a mirror of its own. The queue of those that wait, the blocks, the moves of blocks, and the policy are common to all.
+- A lane has its own running requests, and its own StepWriter, whose other end is a mirror of its own. The queue of
+  those that wait, the blocks, the moves of blocks, and the policy are common to all.
 - A request gets its lane when it comes in, and its forks are in the same one. One that was preempted comes in again,
   perhaps into another lane: there it begins, and in the first it is over (`StepWriters.change_lane`).
 

@@ -1,8 +1,8 @@
 """The short way for steps in which all go on decoding: an accelerator, and no part of how the engine works.
 
 In most steps every sequence runs its latest token, gets one more, and nothing else happens. The long way
-(`Scheduler.schedule`, `StepWriter.write`, `Committer.commit`) then finds out the same for each of them at every step. So
-here the latest plan of a lane is used again as it is:
+(`Scheduler.schedule`, `StepWriter.write`, `Committer.commit`) then finds out the same for each of them in every step.
+Here the latest plan of a lane is used again as it is:
 
 - launch: a block for each sequence whose last block is full, and nothing for the others. How many slots of their tables
   are filled, and in how many steps they held their blocks, is known from the number of steps; `settle` writes it down.
@@ -16,21 +16,22 @@ an error. `Engine(steady=False)` goes the long way in every step. Both give the 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 from minipaged.contracts import Sampled
 from minipaged.engine.batch import LaunchedStep, Plan, ScheduledRequest
+from minipaged.engine.commit import Committer
+from minipaged.engine.event_queue import EventQueue
 from minipaged.engine.invariants import check_exclusive_writes
 from minipaged.engine.lanes import Lane
+from minipaged.engine.launch import Launcher
 from minipaged.engine.memory import Memory
 from minipaged.engine.memory_use import memory_held
 from minipaged.engine.run_ahead import assign_ahead
+from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.sequence import RequestState
 from minipaged.engine.stats import Held
+from minipaged.engine.step_writer import StepWriters
 from minipaged.events import Emit, TokensComputed
-
-if TYPE_CHECKING:
-    from minipaged.engine.engine import Engine
 
 
 class Batch:
@@ -129,8 +130,21 @@ class Batch:
 class Steady:
     """The short way of one engine, with the engine's own way for everything else."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        launcher: Launcher,
+        committer: Committer,
+        scheduler: Scheduler,
+        blocks: Memory,
+        writers: StepWriters,
+        emit: EventQueue,
+    ) -> None:
+        self._launcher = launcher
+        self._committer = committer
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._writers = writers
+        self._emit = emit
         self._batches: dict[int, Batch] = {}  # by lane
         self._latest: dict[int, Plan] = {}  # of each lane, since the engine last went the long way in all of them
 
@@ -159,7 +173,7 @@ class Steady:
             return self._launch(batch)
         latest = {**self._latest}
         self.stop()
-        step = self._engine.launch(ahead, lane)
+        step = self._launcher.launch(ahead, lane)
         self._latest = latest | {step.plan.lane: step.plan}
         return step
 
@@ -168,49 +182,49 @@ class Steady:
         if batch := self._going_on(lane, in_flight=int(before is not None)):
             if before and batch.needs_tokens:
                 return None
-            for sequence in batch.sequences if before and self._engine.scheduler.waiting else ():
+            for sequence in batch.sequences if before and self._scheduler.waiting else ():
                 sequence.pending = True  # the policy may look at those that run
             return batch.plan
         self.settle()
-        scheduler = self._engine.scheduler
+        scheduler = self._scheduler
         return assign_ahead(scheduler, before) if before else scheduler.assign_ahead(lane)
 
     def _going_on(self, lane: int, in_flight: int) -> Batch | None:
         """The lane's batch, if its next step can go the short way."""
-        engine = self._engine
         batch = self._batches.get(lane)
         if batch is None:
             plan = self._latest.get(lane)
-            if plan is None or not _all_go_on(plan, engine.scheduler.lanes[lane]):
+            if plan is None or not _all_go_on(plan, self._scheduler.lanes[lane]):
                 return None
-            batch = self._batches[lane] = Batch(plan, engine.blocks, in_flight)
-        may = batch.steps_left > 0 and batch.num_due <= engine.blocks.num_available
-        return batch if may and not engine.writers.of(lane).has_news else None
+            batch = self._batches[lane] = Batch(plan, self._blocks, in_flight)
+        may = batch.steps_left > 0 and batch.num_due <= self._blocks.num_available
+        return batch if may and not self._writers.of(lane).has_news else None
 
     def _launch(self, batch: Batch) -> LaunchedStep:
-        engine, plan = self._engine, batch.plan
-        started = engine.begin_step()
-        batch.advance(engine.emit)
-        if engine.scheduler.waiting:
+        launcher, plan = self._launcher, batch.plan
+        started = launcher.begin()
+        batch.advance(self._emit)
+        if self._scheduler.waiting:
             self.settle()  # the policy may look at those that run
-            plan = engine.scheduler.admit(plan)
+            plan = self._scheduler.admit(plan)
             if plan is not batch.plan:
                 self.stop()
                 plan.lay_out()
                 self._latest[plan.lane] = plan
-                return engine.hand_over(plan, started)
-        engine.emit.step_scheduled(engine.step_number, self._memory_held())
-        if engine.config.debug:
+                return launcher.hand_over(plan, started)
+        self._emit.step_scheduled(launcher.step_number, self._memory_held())
+        if launcher.debug:
             self.settle()
-            check_exclusive_writes(plan.work(), engine.blocks)
-        step = engine.writers.of(plan.lane).write_on(engine.step_number, engine.blocks.take_moves())
-        return LaunchedStep(step.number, started, plan, engine.runner.run(step))
+            check_exclusive_writes(plan.work(), self._blocks)
+        step = self._writers.of(plan.lane).write_on(launcher.step_number, self._blocks.take_moves())
+        return LaunchedStep(step.number, started, plan, launcher.runner.run(step))
 
     def _memory_held(self) -> Held:
-        """As in `memory_use.py`. The sequences of a batch have written into blocks of their own: they share full ones."""
-        scheduler = self._engine.scheduler
+        """What `memory_use.memory_held` finds. Sequences of a batch have each written into a block of their own, so they
+        share only full ones."""
+        scheduler = self._scheduler
         elsewhere = [lane for lane in scheduler.lanes if lane.number not in self._batches]
-        held = memory_held((request for lane in elsewhere for request in lane.running), self._engine.blocks)
+        held = memory_held((request for lane in elsewhere for request in lane.running), self._blocks)
         num_sequences = held.num_sequences
         for batch in self._batches.values():
             batch.note_step()
@@ -221,34 +235,35 @@ class Steady:
 
     def commit(self, step: LaunchedStep) -> None:
         """Make the step's results part of the requests, in any step: those that only go on have a short way in all."""
-        plan, committer, blocks = step.plan, self._engine.committer, self._engine.blocks
-        batch = self._batches.get(plan.lane)
-        if batch is not None and batch.plan is not plan:
+        batch = self._batches.get(step.plan.lane)
+        if batch is not None and batch.plan is not step.plan:
             batch = None
-        publishes, block_size = blocks.prefix_cache is not None, blocks.block_size
-        sampled = list(step.result.choices)
+        sampled = list(step.result.choices)  # this is where the host waits for the device
         stops = False
-        for part, first in zip(plan.scheduled, plan.first_choices, strict=True):
-            if _is_plain(part):
-                request, (sequence, _), choice = part.request, part.work[0], sampled[first]
-                if not _ends(part, choice):
-                    if publishes and (num_computed := len(sequence.tokens)) // block_size != sequence.num_published:
-                        if batch is not None:
-                            batch.settle(
-                                part.first_row
-                            )  # or the table would take a block that others hold for unfilled
-                        blocks.publish(sequence, num_computed)
-                    committer.append_token(request, sequence, choice.token_id, choice.logprob)
-                    sequence.cumulative_logprob += choice.logprob
-                    committer.report(request)
-                    continue
+        for part, first in zip(step.plan.scheduled, step.plan.first_choices, strict=True):
+            if _is_plain(part) and not _ends(part, sampled[first]):
+                self._append(part, sampled[first], batch)
+                continue
             if batch is not None:
                 for i in range(part.first_row, part.first_row + len(part.work)):
                     batch.settle(i)
-            committer.commit_part(step, part, sampled[first : first + part.num_sampled])
+            self._committer.commit_part(step, part, sampled[first : first + part.num_sampled])
             stops |= part.request.state is RequestState.FINISHED or any(s.finish_reason for s, _ in part.work)
         if stops:
             self.stop()
+
+    def _append(self, part: ScheduledRequest, choice: Sampled, batch: Batch | None) -> None:
+        """Append its token to a sequence that goes on."""
+        request, (sequence, _), blocks = part.request, part.work[0], self._blocks
+        if blocks.prefix_cache is not None:
+            num_computed = len(sequence.tokens)
+            if num_computed // blocks.block_size != sequence.num_published:
+                if batch is not None:
+                    batch.settle(part.first_row)  # or its last block, now others', would count as one to be filled
+                blocks.publish(sequence, num_computed)
+        self._committer.append_token(request, sequence, choice.token_id, choice.logprob)
+        sequence.cumulative_logprob += choice.logprob
+        self._committer.report(request)
 
 
 def _all_go_on(plan: Plan, lane: Lane) -> bool:

@@ -44,9 +44,11 @@ KIND = "application/vnd.minipaged.run+json"
 WATCHED: dict[str, tuple[str, ...]] = {
     "engine/engine.py": (
         "Engine.add_request",
-        "Engine.launch",
-        "Engine.begin_step",
         "Engine._finish_step",
+    ),
+    "engine/launch.py": (
+        "Launcher.launch",
+        "Launcher.begin",
     ),
     "engine/commit.py": (
         "Committer._commit_samples",
@@ -102,9 +104,9 @@ Anchor = tuple[str, str]
 
 ANCHORS: dict[str, tuple[Anchor, ...]] = {
     "request_arrived": (("Engine.add_request", "self.scheduler.add(request)"),),
-    "request_refused": (("Engine.add_request", "self.emit(RequestRefused("),),
-    "step_started": (("Engine.begin_step", "self.emit.step_started("),),
-    "step_finished": (("Engine._finish_step", "self.emit.step_finished("),),
+    "request_refused": (("Engine.add_request", "self._emit(RequestRefused("),),
+    "step_started": (("Launcher.begin", "self._emit.step_started("),),
+    "step_finished": (("Engine._finish_step", "self._emit.step_finished("),),
     "request_admitted": (("Scheduler.admit", "self._emit(RequestAdmitted("),),
     "request_preempted": (("Scheduler._preempt", "self._emit(RequestPreempted("),),
     "tokens_computed": (

@@ -656,9 +656,7 @@ def test_one_lane_by_the_pipelines_rules_is_what_there_is_without_it(seeds: rang
             engine.listeners.append((events := list[Event]()).append)
             if by_the_pipeline:
                 assert engine._steady
-                engine._ahead = Pipeline(
-                    engine.scheduler, engine._steady.assign_ahead, engine._launch, engine._commit
-                )
+                engine._ahead = Pipeline(engine.scheduler, engine._steady.assign_ahead, engine._launch, engine._commit)
             run.to_the_end()
             updates = [(name, [one.completions for one in of]) for name, of in run.updates.items()]
             told.append((steps, events, updates))

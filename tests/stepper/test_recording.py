@@ -85,7 +85,7 @@ def test_a_step_shows_only_what_ran_since_the_step_before() -> None:
     tokens = [i for i, event in enumerate(run.events) if event.name == "token_generated"]
     assert tokens[1] == tokens[0] + 1  # both samples' first tokens come from one loop
     for index, expected in [
-        (started, ["Engine.add_request", "Engine.begin_step"]),
+        (started, ["Engine.add_request", "Launcher.launch", "Launcher.begin"]),
         (tokens[1], ["Committer._commit_samples"]),
     ]:
         assert [data["functions"][number]["name"] for number, _ in data["lines"][data["lines_of"][index]]] == expected

@@ -1,0 +1,63 @@
+"""The launch: a step is decided, written down and given to the runner, and nobody looks at what it chooses yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minipaged.contracts import Runner
+from minipaged.engine.batch import LaunchedStep, Plan
+from minipaged.engine.event_queue import EventQueue
+from minipaged.engine.invariants import check_exclusive_writes
+from minipaged.engine.memory import Memory
+from minipaged.engine.memory_use import memory_held
+from minipaged.engine.scheduler import Scheduler
+from minipaged.engine.step_writer import StepWriters
+from minipaged.params import EngineConfig
+
+
+class Launcher:
+    """Launches the steps of one engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        blocks: Memory,
+        writers: StepWriters,
+        runner: Runner,
+        emit: EventQueue,
+        clock: Callable[[], float],
+    ) -> None:
+        self.runner = runner
+        self.step_number = 0
+        """The latest step's."""
+        self.debug = config.debug
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._writers = writers
+        self._emit = emit
+        self._clock = clock
+
+    def launch(self, ahead: Plan | None = None, lane: int = 0) -> LaunchedStep:
+        """Launch the lane's next step. `ahead`: what is to run, where that is decided already."""
+        started = self.begin()
+        return self.hand_over(self._scheduler.schedule(ahead, lane), started)
+
+    def begin(self) -> float:
+        """Number the next step. Returns the time, in seconds."""
+        started = self._clock()
+        self.step_number += 1
+        self._emit.step_started(self.step_number)
+        return started
+
+    def hand_over(self, plan: Plan, started: float) -> LaunchedStep:
+        """Write a scheduled step down and give it to the runner."""
+        self._emit.step_scheduled(self.step_number, memory_held(self._scheduler.running, self._blocks))
+        if self.debug:
+            check_exclusive_writes(plan.work(), self._blocks)
+        writer = self._writers.of(plan.lane)
+        step = writer.write(self.step_number, plan.rows, plan.owners(), self._blocks.take_moves())
+        for request in (scheduled.request for scheduled in plan.scheduled):
+            if request.first_scheduled_time is None:
+                request.first_scheduled_time = started
+        return LaunchedStep(self.step_number, started, plan, self.runner.run(step))

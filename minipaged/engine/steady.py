@@ -220,7 +220,7 @@ class Steady:
         return LaunchedStep(step.number, started, plan, launcher.runner.run(step))
 
     def _memory_held(self) -> Held:
-        """What `memory_use.memory_held` finds. Sequences of a batch have each written into a block of their own, so they
+        """What `memory_use.memory_held` finds. Each sequence of a batch has written into a block of its own, so they
         share only full ones."""
         scheduler = self._scheduler
         elsewhere = [lane for lane in scheduler.lanes if lane.number not in self._batches]

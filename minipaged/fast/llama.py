@@ -33,7 +33,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,39 +88,79 @@ class Weights:
 
         Takes each one out of `weights` where it can (a dict), so that no matrix is in memory twice for long.
         """
-        norms, qk_norms, groups = [], [], []
-        for i in range(config.num_hidden_layers):
-            layer, attention, mlp = (f"model.layers.{i}{part}" for part in ("", ".self_attn", ".mlp"))
-            norms.append([_tensor(weights, f"{layer}.{place}_layernorm") for place in ("input", "post_attention")])
-            both = [f"{attention}.q_norm", f"{attention}.k_norm"]
-            qk_norms.append(torch.stack([_tensor(weights, name) for name in both]) if config.qk_norm else None)
-            groups.append([f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"])
-            groups += [[f"{attention}.o_proj"], [f"{mlp}.gate_proj", f"{mlp}.up_proj"], [f"{mlp}.down_proj"]]
-        stacks = [_stackable(weights, names) for names in groups]
+        prefixes = [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
+        stacks = {prefix: _LayerStacks.of(prefix, weights) for prefix in prefixes}
         norm = _tensor(weights, "model.norm") if "model.norm.weight" in weights else None
-        words, head_name = "model.embed_tokens", "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-        table = weights.get(f"{words}.weight")
-        embedding = [words] if isinstance(table, StoredMatrix) and (norm is None or head_name != words) else []
-        single = [[name] for name in [*([] if norm is None else [head_name]), *embedding]]
+        embedding: Stack = ("model.embed_tokens",)
+        head_stack: Stack = embedding if config.tie_word_embeddings else ("lm_head",)
         # The largest first: when the last one is laid out, nearly all of the model is there twice.
-        ready = iter(_linears(weights, [*single, *chain.from_iterable(stacks)], norms[0][0], kernels))
-        head = None if norm is None else next(ready)
+        order: list[Stack] = [] if norm is None else [head_stack]
+        if isinstance(weights.get("model.embed_tokens.weight"), StoredMatrix) and embedding not in order:
+            order.append(embedding)
+        order += [stack for layer in stacks.values() for part in layer for stack in part]
+        matrices = _matrices(weights, order, _tensor(weights, f"{prefixes[0]}.input_layernorm"), kernels)
+
+        def linear(part: list[Stack]) -> Linear:
+            return joined_linear([matrices[stack] for stack in part])
+
         embed: Callable[[Tensor], Tensor] | None = None
-        if embedding:
-            embed = next(ready).rows
-        elif head is not None and head_name == words:
-            embed = head.rows
-        elif isinstance(table, Tensor):
-            embed = table.__getitem__
-        matrices = [joined_linear([next(ready) for _ in each]) for each in stacks]
+        if embedding in matrices:
+            embed = matrices[embedding].rows
+        elif "model.embed_tokens.weight" in weights:
+            embed = _tensor(weights, "model.embed_tokens").__getitem__
         layers = [
-            Layer(input_norm, qkv, qk_norm, o, post_norm, gate_up, down)
-            for (input_norm, post_norm), qk_norm, qkv, o, gate_up, down in zip(
-                norms, qk_norms, matrices[0::4], matrices[1::4], matrices[2::4], matrices[3::4], strict=True
+            Layer(
+                input_norm=_tensor(weights, f"{prefix}.input_layernorm"),
+                qkv=linear(layer.qkv),
+                qk_norm=_qk_norm(weights, prefix) if config.qk_norm else None,
+                o=linear(layer.o),
+                post_norm=_tensor(weights, f"{prefix}.post_attention_layernorm"),
+                gate_up=linear(layer.gate_up),
+                down=linear(layer.down),
             )
+            for prefix, layer in stacks.items()
         ]
+        head = None if norm is None else matrices[head_stack]
         kv_scales = {name: each for name, each in weights.items() if name.endswith(("k_scale", "v_scale"))}
         return cls(embed, layers, norm, head, kv_scales)
+
+
+Stack = tuple[str, ...]
+"""The names of matrices of the same inputs, which are laid out as one matrix, one under another."""
+
+
+class _LayerStacks(NamedTuple):
+    """The matrices that one layer multiplies by, in the order they are laid out.
+
+    Each is one stack, or several where its parts are packed differently.
+    """
+
+    qkv: list[Stack]
+    o: list[Stack]
+    gate_up: list[Stack]
+    down: list[Stack]
+
+    @classmethod
+    def of(cls, prefix: str, weights: Mapping[str, Tensor | StoredMatrix]) -> _LayerStacks:
+        """`prefix`: of the layer's names in `weights`."""
+
+        def stacked(*names: str) -> list[Stack]:
+            return _stacked(tuple(f"{prefix}.{name}" for name in names), weights)
+
+        return cls(
+            qkv=stacked("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            o=stacked("self_attn.o_proj"),
+            gate_up=stacked("mlp.gate_proj", "mlp.up_proj"),
+            down=stacked("mlp.down_proj"),
+        )
+
+
+def _stacked(names: Stack, weights: Mapping[str, Tensor | StoredMatrix]) -> list[Stack]:
+    """The matrices of one input in as few stacks as can be: one where they are tensors, or packed alike."""
+    matrices = [weights[f"{name}.weight"] for name in names]
+    packed = [matrix for matrix in matrices if isinstance(matrix, StoredMatrix)]
+    together = can_stack(packed) if len(packed) == len(matrices) else not packed
+    return [names] if together else [(name,) for name in names]
 
 
 def _tensor(weights: Mapping[str, Tensor | StoredMatrix], name: str) -> Tensor:
@@ -129,26 +169,23 @@ def _tensor(weights: Mapping[str, Tensor | StoredMatrix], name: str) -> Tensor:
     return tensor
 
 
-def _stackable(weights: Mapping[str, Tensor | StoredMatrix], names: list[str]) -> list[list[str]]:
-    """The matrices of one input in as few stacks as can be: one where they are tensors, or packed alike."""
-    matrices = [weights[f"{name}.weight"] for name in names]
-    packed = [matrix for matrix in matrices if isinstance(matrix, StoredMatrix)]
-    together = can_stack(packed) if len(packed) == len(matrices) else not packed
-    return [names] if together else [[name] for name in names]
+def _qk_norm(weights: Mapping[str, Tensor | StoredMatrix], prefix: str) -> Tensor:
+    """The norms of a layer's queries and keys: [2, head_dim]."""
+    return torch.stack([_tensor(weights, f"{prefix}.self_attn.{name}") for name in ("q_norm", "k_norm")])
 
 
-def _linears(
-    weights: Mapping[str, Tensor | StoredMatrix], stacks: list[list[str]], like: Tensor, kernels: LlamaKernels
-) -> list[Matrix]:
-    """Each stack of matrices as one, on the device and in the type of `like`."""
+def _matrices(
+    weights: Mapping[str, Tensor | StoredMatrix], stacks: list[Stack], like: Tensor, kernels: LlamaKernels
+) -> dict[Stack, Matrix]:
+    """Each stack as one matrix, on the device and in the type of `like`. They are laid out in the order of `stacks`."""
 
-    def laid_out(names: list[str]) -> Tensor | StoredMatrix:
+    def laid_out(names: Stack) -> Tensor | StoredMatrix:
         keys = [f"{name}.weight" for name in names]
         taken = [weights.pop(key) if isinstance(weights, dict) else weights[key] for key in keys]
         tensors = [matrix for matrix in taken if isinstance(matrix, Tensor)]
         return torch.cat(tensors) if tensors else stack([m for m in taken if isinstance(m, StoredMatrix)])
 
-    def bias(names: list[str]) -> Tensor | None:
+    def bias(names: Stack) -> Tensor | None:
         biases = [bias for name in names if isinstance(bias := weights.get(f"{name}.bias"), Tensor)]  # all, or none
         return torch.cat(biases) if biases else None
 
@@ -157,7 +194,8 @@ def _linears(
         shapes = [weights[f"{name}.weight"].shape for name in names]
         sizes.append((sum(num_outputs for num_outputs, _ in shapes), shapes[0][1]))
     each = (laid_out(names) for names in stacks)
-    return kernels.linears(sizes, each, [bias(names) for names in stacks], like)
+    ready = kernels.linears(sizes, each, [bias(names) for names in stacks], like)
+    return dict(zip(stacks, ready, strict=True))
 
 
 class Llama(Runner):

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,11 @@ from minipaged.fast.kernels import SamplingKernels
 
 PIECE = 2**24
 """Logits from which tokens are drawn in one go: what is scaled, sorted and added up meanwhile is some 1 GB of a GPU."""
+
+
+Column = TypeVar("Column")
+"""One field of a record of columns: a list or an array on the host, a tensor on the device. The record is the same on
+either side. `send` takes its columns to the device, `Arriving` back to the host."""
 
 
 class Samples(Sequence[Sampled]):
@@ -89,38 +94,71 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
             lambda: _likeliest(inputs, *arriving.arrays()),
         )
 
-    altered = [index for index, wanted in enumerate(inputs) if not wanted.leaves_logits_alone]
-    plain = [index for index, wanted in enumerate(inputs) if wanted.leaves_logits_alone]
-    ranked = sorted({wanted.row for wanted in inputs if wanted.params.num_likeliest})  # whose likeliest are asked for
-    given = [token_id for wanted in inputs for token_id in wanted.params.logprob_token_ids]
-    of_rows = [wanted.row for wanted in inputs for _ in wanted.params.logprob_token_ids]
-    lists = ([wanted.row for wanted in inputs], altered, ranked, of_rows, given)
-    rows, where_altered, ranked_rows, given_rows, given_tokens = send(logits.device, *lists)
+    lookups = _Lookups(
+        rows=[wanted.row for wanted in inputs],
+        altered=[index for index, wanted in enumerate(inputs) if not wanted.leaves_logits_alone],
+        ranked=sorted({wanted.row for wanted in inputs if wanted.params.num_likeliest}),
+        given_rows=[wanted.row for wanted in inputs for _ in wanted.params.logprob_token_ids],
+        given_tokens=[token_id for wanted in inputs for token_id in wanted.params.logprob_token_ids],
+    )
+    sent = _Lookups(*send(logits.device, *lookups))
+    altered = lookups.altered
 
-    token_ids = likeliest[rows]  # [inputs]
-    _draw_into(token_ids, logits, peaks, inputs, [(index, inputs[index].row) for index in plain], kernels)
+    token_ids = likeliest[sent.rows]  # [inputs]
+    plain = [(index, wanted.row) for index, wanted in enumerate(inputs) if wanted.leaves_logits_alone]
+    _draw_into(token_ids, logits, peaks, inputs, plain, kernels)
     altered_peaks = peaks[:0]
     if altered:
         table = penalise(logits, [inputs[index] for index in altered])  # [altered, vocab]
-        token_ids[where_altered], altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
+        token_ids[sent.altered], altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
         users = [(index, row) for row, index in enumerate(altered)]
         _draw_into(token_ids, table, altered_peaks, inputs, users, kernels)
 
     raw = (logits, peaks, log_totals)
-    logprobs = _logprobs(rows, token_ids, *raw)  # [inputs]
+    logprobs = _logprobs(sent.rows, token_ids, *raw)  # [inputs]
     count = max(wanted.params.num_likeliest or 0 for wanted in inputs)
-    top = largest(logits[ranked_rows], count)  # [ranked, count]
-    top_logprobs = _logprobs(ranked_rows[:, None], top, *raw)  # [ranked, count]
-    given_logprobs = _logprobs(given_rows, given_tokens, *raw) if given else logprobs[:0]  # [given]
-
-    results = (token_ids, logprobs, top, top_logprobs, given_logprobs)
-    on_the_way = Arriving(*results, likeliest[rows], peaks[rows], altered_peaks)
+    top = largest(logits[sent.ranked], count)  # [ranked, count]
+    results = _Results(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        top=top,
+        top_logprobs=_logprobs(sent.ranked[:, None], top, *raw),
+        given_logprobs=_logprobs(sent.given_rows, sent.given_tokens, *raw) if lookups.given_rows else logprobs[:0],
+        likeliest=likeliest[sent.rows],
+        peaks=peaks[sent.rows],
+        altered_peaks=altered_peaks,
+    )
+    arriving = Arriving(*results)
 
     def fetch() -> list[Sampled]:
-        *found, of_raw, raw_peaks, of_altered = on_the_way.arrays()
-        return _without_bad(_sampled(inputs, ranked, *found), inputs, altered, of_raw, raw_peaks, of_altered)
+        found = _Results(*arriving.arrays())
+        sampled = _sampled(inputs, lookups.ranked, found)
+        return _without_bad(sampled, inputs, altered, found.likeliest, found.peaks, found.altered_peaks)
 
     return Samples(token_ids, fetch)
+
+
+class _Lookups(NamedTuple, Generic[Column]):
+    """The rows, inputs and tokens that `sample` looks up."""
+
+    rows: Column  # [inputs], of the logits
+    altered: Column  # [altered], inputs that need a row of their own
+    ranked: Column  # [ranked], rows whose likeliest tokens are asked for
+    given_rows: Column  # [given], rows of the tokens that are asked for by their ids
+    given_tokens: Column  # [given], those ids
+
+
+class _Results(NamedTuple, Generic[Column]):
+    """The results of `sample`, before they are put into a `Sampled` for each input."""
+
+    token_ids: Column  # [inputs]
+    logprobs: Column  # [inputs]
+    top: Column  # [ranked, count], the likeliest tokens
+    top_logprobs: Column  # [ranked, count]
+    given_logprobs: Column  # [given]
+    likeliest: Column  # [inputs], of the raw logits
+    peaks: Column  # [inputs], of the raw logits
+    altered_peaks: Column  # [altered]
 
 
 def _logprobs(rows: Tensor, token_ids: Tensor, logits: Tensor, peaks: Tensor, log_totals: Tensor) -> Tensor:
@@ -170,12 +208,12 @@ def _likeliest(
     return _without_bad(sampled, inputs, (), likeliest[rows], peaks[rows], peaks[:0])
 
 
-def _sampled(inputs: Sequence[SamplingInput], ranked: Sequence[int], *results: NDArray[Any]) -> list[Sampled]:
+def _sampled(inputs: Sequence[SamplingInput], ranked: Sequence[int], found: _Results[NDArray[Any]]) -> list[Sampled]:
     """The results as the engine wants them."""
-    token_ids, logprobs, top, top_logprobs, given_logprobs = (array.tolist() for array in results)
-    rankings = {row: list(zip(*both, strict=True)) for row, *both in zip(ranked, top, top_logprobs, strict=True)}
-    sampled, arrived = [], iter(given_logprobs)
-    for wanted, token_id, logprob in zip(inputs, token_ids, logprobs, strict=True):
+    likely = zip(ranked, found.top.tolist(), found.top_logprobs.tolist(), strict=True)
+    rankings = {row: list(zip(tokens, logprobs, strict=True)) for row, tokens, logprobs in likely}
+    sampled, arrived = [], iter(found.given_logprobs.tolist())
+    for wanted, token_id, logprob in zip(inputs, found.token_ids.tolist(), found.logprobs.tolist(), strict=True):
         tops = None
         if given := wanted.params.logprob_token_ids:
             reported = dict(zip(given, islice(arrived, len(given)), strict=True)) | {token_id: logprob}
@@ -192,50 +230,75 @@ def penalise(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
     What is changed is listed as (place, token) pairs over all inputs, and changed in one operation a rule.
     """
     limited = [number for number, wanted in enumerate(inputs) if wanted.params.allowed_token_ids is not None]
-    allowed, forbidden, biased, seen, generated = (_Pairs() for _ in range(5))
+    listed = _Rules(*(_PairList() for _ in _Rules._fields))
     for number, wanted in enumerate(inputs):
         params, output = wanted.params, _tokens(wanted.output_token_ids)
-        allowed.add(number, _tokens(params.allowed_token_ids or ()), 0.0)
-        forbidden.add(number, _tokens(wanted.forbidden_token_ids), -math.inf)
+        listed.allowed.add(number, _tokens(params.allowed_token_ids or ()), 0.0)
+        listed.forbidden.add(number, _tokens(wanted.forbidden_token_ids), -math.inf)
         bias = dict(params.logit_bias)
-        biased.add(number, _tokens(list(bias)), list(bias.values()))
+        listed.biased.add(number, _tokens(list(bias)), list(bias.values()))
         if params.repetition_penalty != 1:
             # A token may be listed twice here: both times its logit is read before either is written.
-            seen.add(number, np.concatenate((_tokens(wanted.prompt_token_ids), output)), params.repetition_penalty)
+            seen = np.concatenate((_tokens(wanted.prompt_token_ids), output))
+            listed.seen.add(number, seen, params.repetition_penalty)
         tokens, times = np.unique(output, return_counts=True)  # [generated]
-        generated.add(number, tokens, params.frequency_penalty * times + params.presence_penalty)
-    lists = (one.arrays() for one in (allowed, forbidden, biased, seen, generated))
-    rows, only, *sent = send(logits.device, [wanted.row for wanted in inputs], limited, *chain.from_iterable(lists))
+        listed.generated.add(number, tokens, params.frequency_penalty * times + params.presence_penalty)
+    [rows, only], *sent = send_records(
+        logits.device, [[wanted.row for wanted in inputs], limited], *(pairs.joined() for pairs in listed)
+    )
+    rules = _Rules(*(_Pairs(*columns) for columns in sent))
     table = logits[rows].double()  # [inputs, vocab]
-    place, token, _ = sent[:3]  # [allowed]
-    held = table[place, token]  # [allowed]
+    held = table[rules.allowed.where]  # [allowed]
     table.index_fill_(0, only, -math.inf)
-    table[place, token] = held
-    place, token, value = sent[3:6]  # [forbidden]
-    table[place, token] = value
-    place, token, value = sent[6:9]  # [biased]
-    table[place, token] += value
-    place, token, penalty = sent[9:12]  # [seen]
-    held = table[place, token]  # [seen]
-    table[place, token] = torch.where(held > 0, held / penalty, held * penalty)
-    place, token, amount = sent[12:]  # [generated]
-    table[place, token] -= amount
+    table[rules.allowed.where] = held
+    table[rules.forbidden.where] = rules.forbidden.value
+    table[rules.biased.where] += rules.biased.value
+    held, penalty = table[rules.seen.where], rules.seen.value  # [seen]
+    table[rules.seen.where] = torch.where(held > 0, held / penalty, held * penalty)
+    table[rules.generated.where] -= rules.generated.value
     return table
 
 
-class _Pairs:
+Changes = TypeVar("Changes")
+
+
+class _Rules(NamedTuple, Generic[Changes]):
+    """The changes that each rule makes. The rules are applied in this order."""
+
+    allowed: Changes
+    forbidden: Changes
+    biased: Changes
+    seen: Changes
+    generated: Changes
+
+
+class _Pairs(NamedTuple, Generic[Column]):
     """(place, token) pairs, each with a number."""
 
+    place: Column  # [pairs], of an input
+    token: Column  # [pairs]
+    value: Column  # [pairs] float64
+
+    @property
+    def where(self) -> tuple[Column, Column]:
+        """The pairs as indices of a table [inputs, vocab]."""
+        return self.place, self.token
+
+
+class _PairList:
+    """Pairs that are collected input by input."""
+
     def __init__(self) -> None:
-        self._parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+        none = np.zeros(0, np.int64)
+        self._parts = _Pairs[list[NDArray[Any]]](place=[none], token=[none], value=[np.zeros(0)])
 
     def add(self, place: int, tokens: NDArray[np.int64], value: float | Sequence[float] | NDArray[Any]) -> None:
-        self._parts.append(
-            (np.full(len(tokens), place), tokens, np.broadcast_to(value, len(tokens)).astype(np.float64))
-        )
+        self._parts.place.append(np.full(len(tokens), place))
+        self._parts.token.append(tokens)
+        self._parts.value.append(np.broadcast_to(value, len(tokens)).astype(np.float64))
 
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        return tuple(np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
+    def joined(self) -> _Pairs[NDArray[Any]]:
+        return _Pairs(*(np.concatenate(parts) for parts in self._parts))
 
 
 def _tokens(token_ids: Sequence[int]) -> NDArray[np.int64]:
@@ -266,33 +329,17 @@ def _draw_into(
     pending = iter(drawing_from.items())
     at_once = len(drawing_from) if only_kernels else max(1, PIECE // vocab)
     while piece := dict(islice(pending, at_once)):
-        drawing = [index for indices in piece.values() for index in indices]
-        where, distributions, uniforms, row, top_k, temperature, least, share = send(
-            logits.device,
-            drawing,
-            [place for place, indices in enumerate(piece.values()) for _ in indices],
-            uniform(
-                kernels,
-                [inputs[index].seed for index in drawing],
-                [inputs[index].stream for index in drawing],
-                [inputs[index].position for index in drawing],
-            ),
-            [distribution.row for distribution in piece],
-            [distribution.top_k for distribution in piece],
-            np.array([distribution.temperature for distribution in piece]),
-            np.array([distribution.min_logprob for distribution in piece]),
-            np.array([distribution.share for distribution in piece]),
-        )
-        token_ids[where] = kernels.draw(
+        sent = _Draws(*send(logits.device, *_Draws.of(piece, inputs, kernels)))
+        token_ids[sent.input] = kernels.draw(
             logits,
-            row,
-            peaks[row],
-            temperature,
-            least,
-            top_k,
-            share,
-            distributions,
-            uniforms,
+            sent.row,
+            peaks[sent.row],
+            sent.temperature,
+            sent.min_logprob,
+            sent.top_k,
+            sent.share,
+            sent.distribution,
+            sent.uniform,
             depth=max(distribution.depth(vocab) for distribution in piece),
         )
 
@@ -313,6 +360,41 @@ class _Distribution(NamedTuple):
         if 0 < self.top_k < vocab:
             return self.top_k
         return vocab if self.share > 0 else 0
+
+
+class _Draws(NamedTuple, Generic[Column]):
+    """The draws that are made in one go, and the distributions that they are made from."""
+
+    input: Column  # [draws], the number of the input that draws
+    distribution: Column  # [draws], its number among the distributions
+    uniform: Column  # [draws] float64, in [0, 1)
+    row: Column  # [distributions]; see `_Distribution`
+    top_k: Column  # [distributions]
+    temperature: Column  # [distributions] float64
+    min_logprob: Column  # [distributions] float64
+    share: Column  # [distributions] float64
+
+    @staticmethod
+    def of(
+        drawing_from: Mapping[_Distribution, Sequence[int]], inputs: Sequence[SamplingInput], kernels: SamplingKernels
+    ) -> _Draws[Sequence[Any] | NDArray[Any]]:
+        """`drawing_from`: for each distribution, the numbers of the inputs that draw from it."""
+        drawing = [index for indices in drawing_from.values() for index in indices]
+        return _Draws(
+            input=drawing,
+            distribution=[number for number, indices in enumerate(drawing_from.values()) for _ in indices],
+            uniform=uniform(
+                kernels,
+                seeds=[inputs[index].seed for index in drawing],
+                streams=[inputs[index].stream for index in drawing],
+                positions=[inputs[index].position for index in drawing],
+            ),
+            row=[each.row for each in drawing_from],
+            top_k=[each.top_k for each in drawing_from],
+            temperature=np.array([each.temperature for each in drawing_from]),
+            min_logprob=np.array([each.min_logprob for each in drawing_from]),
+            share=np.array([each.share for each in drawing_from]),
+        )
 
 
 def uniform(
@@ -355,6 +437,12 @@ def send(device: torch.device, *arrays: Sequence[Any] | NDArray[Any]) -> list[Te
     return [
         part.view(torch.float64) if array.dtype == np.float64 else part for part, array in zip(parts, wide, strict=True)
     ]
+
+
+def send_records(device: torch.device, *records: Sequence[Sequence[Any] | NDArray[Any]]) -> list[list[Tensor]]:
+    """Several records of arrays on the device, in one copy: the tensors of each."""
+    sent = iter(send(device, *chain.from_iterable(records)))
+    return [list(islice(sent, len(record))) for record in records]
 
 
 class Arriving:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListLike
-from itertools import chain
 from typing import Generic, NamedTuple, TypeVar
 
 from minipaged.contracts import Batch, BatchRow, Logits, PromptInput, Runner, Sampled, SamplingInput, StepResult
@@ -59,8 +58,11 @@ class _Chosen(NamedTuple):
 
 
 class Rows:
-    """The rows of the latest step: those of the step before, each one token further, without some, and with others
-    after them. All that a runner needs to know which only counts."""
+    """The rows of the latest step. A runner that only counts needs to know nothing else.
+
+    The rows are kept as they were after the last step that changed them. Steps in which all of them only go on are
+    counted, and touch no row. The rows are brought up to date when they are read, and when a step changes them.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -71,43 +73,38 @@ class Rows:
         self.num_context_tokens = 0
         """The tokens of all rows that have K and V after the step."""
         self.num_steady = 0
-        """For so many steps the rows have been the same ones, each only going on."""
-        # Those that go on are kept as they would have been `_count` steps ago, so that going on changes none of them.
-        self._rows: list[Row] = []
-        self._added: tuple[Row, ...] = ()  # the last of them, as they are in their first step; () after it
-        self._count = 0
-        self._may_go_on = False  # whether all of them choose one token
+        """The number of steps in which the rows have been the same ones, each only going on."""
+        self._rows: list[Row] = []  # as they were `num_steady` steps ago
+        self._all_go_on = False  # whether each of them chooses one token
 
     def follow(self, step: StepInput) -> None:
-        if step.fresh:
-            self.__init__()  # type: ignore[misc]
+        """Bring the rows up to date with the lane's next step."""
         self.number = step.number
-        self._count += 1
-        if self._may_go_on and not (step.ended or step.told or step.left_out or step.added):
+        changed = step.fresh or step.ended or step.told or step.left_out or step.added
+        if changed or not self._all_go_on:
+            self._change(step)
+        else:
             self.num_steady += 1
-            self._added = ()
             self.num_query_tokens = len(self._rows)
             self.num_context_tokens += len(self._rows)
-            return
-        out, going, added = {*step.ended, *step.left_out}, self._rows, step.added
-        if out or not self._may_go_on:
-            going = [row for row in going if row.num_choices and row.sequence not in out]
-        numbers = [row.num_choices for row in going] + [row.num_choices for row in added]
-        self._may_go_on = numbers.count(1) == len(numbers)
+
+    def _change(self, step: StepInput) -> None:
+        before = [] if step.fresh else self._rows
+        out, steps = {*step.ended, *step.left_out}, self.num_steady + 1
+        going = [row.next(steps) for row in before if row.num_choices and row.sequence not in out]
+        self._rows, self.num_steady = [*going, *step.added], 0
+        numbers = [row.num_choices for row in self._rows]
+        self._all_go_on = numbers.count(1) == len(numbers)
         self.num_choices = sum([number for number in numbers if number > 0])
-        self.num_query_tokens = len(going) + sum([row.num_tokens for row in added])
-        self.num_context_tokens = sum([row.start for row in going]) + len(going) * (self._count + 1)
-        self.num_context_tokens += sum([row.stop for row in added])
-        self._rows = [*going, *[row.next(-self._count) for row in added]]
-        self._added, self.num_steady = added, 0
+        self.num_query_tokens = sum([row.num_tokens for row in self._rows])
+        self.num_context_tokens = sum([row.stop for row in self._rows])
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __iter__(self) -> Iterator[Row]:
-        going = self._rows[: len(self._rows) - len(self._added)]
-        now = (Row(sequence, start + self._count, 1, number) for sequence, start, _, number in going)
-        return chain(now, self._added)
+        steps = self.num_steady
+        return (row.next(steps) for row in self._rows) if steps else iter(self._rows)
 
 
 class Mirror:

@@ -2,12 +2,15 @@
 
 A thousand may wait, and the policy may look at one of them. So what takes time to find out is found out when somebody
 looks; then it stays as it was. What nobody looked at while it was so cannot be found out later: that is a LookupError.
+
+A late field is one that `__init__` leaves unset. It is found out when it is read first (`WaitingView`, `LateCosts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import astuple, dataclass, field, fields
+from functools import cached_property
 from typing import Any, overload
 
 from minipaged.contracts import Runner
@@ -57,33 +60,36 @@ def _blocks_needed(request: Request, blocks: Memory) -> int:
     return blocks.blocks_to_admit(request)
 
 
-class WaitingView(RequestView):
-    """Of a request that waits. Its blocks are counted when somebody looks: with a prefix cache, along the prompt."""
+@dataclass(frozen=True, slots=True)
+class _Uncounted(RequestView):
+    """A view whose `__init__` leaves `blocks_needed` unset."""
 
-    __slots__ = ("_count", "counted")
-    _count: Callable[[WaitingView], int]
-    counted: bool
-    """Whether somebody has looked."""
+    blocks_needed: int = field(init=False)
+
+
+class WaitingView(_Uncounted):
+    """A request that waits. Its blocks are counted when somebody looks: with a prefix cache, along the prompt."""
+
+    _request: Request
+    _blocks: Memory
+    _is_up_to_date: Callable[[WaitingView], bool]
 
     def __init__(self, request: Request, blocks: Memory, is_up_to_date: Callable[[WaitingView], bool]) -> None:
         super().__init__(*_told(request, blocks), priority=request.priority, arrival_time=request.arrival_time)
+        # Not by assignments, which a frozen class refuses.
+        vars(self).update(_request=request, _blocks=blocks, _is_up_to_date=is_up_to_date)
 
-        def count(view: WaitingView) -> int:
-            if not is_up_to_date(view):
-                raise LookupError(TOO_LATE)
-            return _blocks_needed(request, blocks)
+    @cached_property
+    def blocks_needed(self) -> int:
+        """Raises LookupError if it is read first when the question is over."""
+        if not self._is_up_to_date(self):
+            raise LookupError(TOO_LATE)
+        return _blocks_needed(self._request, self._blocks)
 
-        object.__delattr__(self, "blocks_needed")
-        object.__setattr__(self, "_count", count)
-        object.__setattr__(self, "counted", False)
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for what is not there yet."""
-        if name != "blocks_needed":
-            raise AttributeError(name)
-        object.__setattr__(self, "blocks_needed", self._count(self))
-        object.__setattr__(self, "counted", True)
-        return self.blocks_needed
+    @property
+    def counted(self) -> bool:
+        """Whether somebody has looked at `blocks_needed`."""
+        return "blocks_needed" in vars(self)
 
 
 class LateViews(Sequence[RequestView]):
@@ -120,21 +126,18 @@ class LateViews(Sequence[RequestView]):
 
 
 class LateCosts(Costs):
-    """A runner's costs. It is asked when somebody looks, because it may have to measure."""
+    """A runner's costs. The runner is asked when somebody looks, because it may have to measure."""
 
-    __slots__ = ("_runner",)
     _runner: Runner
 
     def __init__(self, runner: Runner) -> None:
-        object.__setattr__(self, "_runner", runner)
+        vars(self).update(_runner=runner)
 
     def __getattr__(self, name: str) -> Any:
-        """Called for what is not there yet."""
+        """Called for a field that is not set yet. It sets all of them."""
         if name not in Costs.__slots__:
             raise AttributeError(name)
-        found = self._runner.costs()
-        for field in fields(Costs):
-            object.__setattr__(self, field.name, getattr(found, field.name))
+        super().__init__(*astuple(self._runner.costs()))
         return getattr(self, name)
 
 
@@ -143,6 +146,6 @@ def plain(data: RequestView) -> RequestView: ...
 @overload
 def plain(data: Costs) -> Costs: ...
 def plain(data: RequestView | Costs) -> RequestView | Costs:
-    """The same with all that is found out late found out now: data that can be sent to another process."""
+    """A copy with the late fields found out now: data that can be sent to another process."""
     kind = RequestView if isinstance(data, RequestView) else Costs
     return kind(*(getattr(data, field.name) for field in fields(kind)))

@@ -148,6 +148,22 @@ MOST_LOGPROB_TOKENS = 128
 """vLLM's bound on `SamplingParams.logprob_token_ids`."""
 
 
+def _knows_vllms_arguments(cls: type[SamplingParams]) -> type[SamplingParams]:
+    """Class decorator that lets the class take the arguments which only vLLM's class has (`SAMPLING_ARGUMENTS`).
+
+    A value that asks for what is done here anyway is let through. Any other raises an error that says why.
+    """
+    make, own = cls.__init__, [each.name for each in fields(cls)]
+
+    @wraps(make)
+    def init(self: SamplingParams, *values: Any, **given: Any) -> None:
+        make(self, *values, **take_own(f"{cls.__name__}()", given, SAMPLING_ARGUMENTS, own))
+
+    cls.__init__ = init  # type: ignore[method-assign]  # the fields' own parameters stay its signature
+    return cls
+
+
+@_knows_vllms_arguments
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the tokens of one request. Raises InvalidRequest (a ValueError) for a value out of range."""
@@ -248,20 +264,6 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """Whether tokens are chosen by other logits than the model's."""
         return self.has_penalties or self.allowed_token_ids is not None or bool(self.logit_bias)
-
-
-def _take_vllms_arguments() -> None:
-    """Let `SamplingParams` refuse what vLLM's takes besides with the reason, or let it through."""
-    make, own = SamplingParams.__init__, [each.name for each in fields(SamplingParams)]
-
-    @wraps(make)
-    def init(self: SamplingParams, *values: Any, **given: Any) -> None:
-        make(self, *values, **take_own("SamplingParams()", given, SAMPLING_ARGUMENTS, own))
-
-    SamplingParams.__init__ = init  # type: ignore[method-assign]
-
-
-_take_vllms_arguments()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,31 @@
 """One workload served by one system at one rate: a point of a curve.
 
 The engine, its scheduler, its tables and allocators are the real ones; the machine is simulated. Systems differ in what
-goes through two doors of the engine, memory and policy, and in nothing else.
+goes through two doors of the engine, memory and policy, and in the limits that go with them: `systems` has a record of
+each.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
+from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.engine import Engine
+from minipaged.engine.memory import MakeMemory
 from minipaged.engine.policies import POLICIES
 from minipaged.engine.sequence import Request
 from minipaged.errors import InvalidRequest
 from minipaged.paper.divergence import DIVERGENCE
 from minipaged.paper.faster_transformer import FasterTransformer
 from minipaged.paper.machines import FURTHER_BEAM, FURTHER_SAMPLE, machine
-from minipaged.paper.orca import Orca
+from minipaged.paper.orca import ESTIMATES, Orca
 from minipaged.paper.orca_memory import OrcaMemory
 from minipaged.paper.vllm import VLLM, PromptsApart, WholePrompts
 from minipaged.paper.workloads import MAX_MODEL_LEN, Asked, arrivals
@@ -31,7 +35,7 @@ from minipaged.simulated import Machine, SimulatedRunner, simulated_tier
 from minipaged.traces import Percentiles
 
 BATCH_TOKENS = 2560
-"""vLLM's limit of a step in the paper's days; Orca's baselines had none."""
+"""vLLM's limit of a step in the paper's days."""
 NO_LIMIT = 1 << 20
 PREFILL_FIRST = "prefill-first"
 """The policy `vllm.WholePrompts`, on a machine whose steps are `vllm.PromptsApart`."""
@@ -44,7 +48,7 @@ class Serving:
     """What is served, by whom."""
 
     system: str
-    """vLLM, Orca (Max), Orca (Pow2), Orca (Oracle) or FasterTransformer."""
+    """The name of one of `systems`: vLLM, Orca (Max), Orca (Pow2), Orca (Oracle) or FasterTransformer."""
     model: str
     dataset: str
     rate: float
@@ -220,30 +224,72 @@ class Served:
     """Any two tokens of a request, one after the other, if it is to be kept."""
 
 
+class Doors(NamedTuple):
+    """What goes through the two doors of one engine."""
+
+    memory: MakeMemory
+    policy: MakePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A system that serves: everything in which it differs from the others.
+
+    The defaults are those of Orca, which keeps a chunk for each sequence: a chunk is never shared, and never given up.
+    """
+
+    doors: Callable[[Serving], Doors]
+    """Makes a new engine's memory and policy."""
+    limits_steps: bool = False
+    """Whether a step has at most `Serving.batch_tokens` tokens."""
+    caches_prefixes: bool = False
+    """Whether requests with the same prefix share its blocks."""
+    preempts: bool = False
+    """Whether requests can be preempted. Those that are swapped out need blocks on the host."""
+    judged: bool = True
+    """Whether its knees get a verdict. FasterTransformer's get none: how large its batches could be is not known."""
+
+
+def systems() -> dict[str, System]:
+    """The table of all systems, by name. Each estimate of `orca.ESTIMATES` makes one, including those added later."""
+    return {
+        "FasterTransformer": System(lambda serving: contiguous(FasterTransformer()), judged=False),
+        **dict.fromkeys(ESTIMATES, System(lambda serving: contiguous(Orca(serving.system)))),
+        "vLLM": System(paged, limits_steps=True, caches_prefixes=True, preempts=True),
+    }
+
+
+def contiguous(baseline: Orca) -> Doors:
+    """The baselines' doors, which belong together: the policy asks the memory for chunks."""
+    return Doors(baseline.memory, baseline.policy)
+
+
+def paged(serving: Serving) -> Doors:
+    """vLLM's doors: this engine's own memory, and vLLM's policy of then or the one that the serving names."""
+    if serving.policy and serving.policy != PREFILL_FIRST:
+        return Doors(BlockManager, POLICIES[serving.policy])
+    policy = WholePrompts if serving.policy == PREFILL_FIRST else VLLM
+    return Doors(BlockManager, partial(policy, preemption=serving.preemption))
+
+
 def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
     """The system, on the machine."""
+    system = systems()[serving.system]
     num_blocks = runner.machine.num_blocks(serving.block_size)
+    may_swap = system.preempts and (serving.n > 1 or serving.preemption == "swap")
     config = EngineConfig(
         num_blocks=num_blocks,
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCABULARY,
         block_size=serving.block_size,
-        enable_prefix_caching=serving.prefix > 0 and serving.system == "vLLM",
+        enable_prefix_caching=system.caches_prefixes and serving.prefix > 0,
         max_num_seqs=serving.most_running,
-        max_num_batched_tokens=NO_LIMIT,
+        max_num_batched_tokens=serving.batch_tokens if system.limits_steps else NO_LIMIT,
+        num_swap_blocks=num_blocks if may_swap else 0,
     )
     tier = replace(simulated_tier(), beam_search=DIVERGENCE[serving.divergence])
-    if serving.system == "vLLM":
-        host = num_blocks if serving.n > 1 or serving.preemption == "swap" else 0
-        policy: MakePolicy = partial(VLLM, preemption=serving.preemption)
-        if serving.policy == PREFILL_FIRST:
-            policy = partial(WholePrompts, preemption=serving.preemption)
-        elif serving.policy:
-            policy = POLICIES[serving.policy]
-        config = replace(config, max_num_batched_tokens=serving.batch_tokens, num_swap_blocks=host)
-        return Engine(config, tier, runner, policy=policy, clock=runner.clock)
-    system = FasterTransformer() if serving.system == "FasterTransformer" else Orca(serving.system)
-    return Engine(config, tier, runner, memory=system.memory, policy=system.policy, clock=runner.clock)
+    memory, policy = system.doors(serving)
+    return Engine(config, tier, runner, memory=memory, policy=policy, clock=runner.clock)
 
 
 def prompt_of(serving: Serving, one: Asked, number: int) -> Sequence[int]:

@@ -21,7 +21,7 @@ from minipaged.paper import buddy, chunk, faster_transformer, orca, orca_memory
 from minipaged.paper.buddy import LARGEST_TOKENS, power_of_two
 from minipaged.paper.faster_transformer import FasterTransformer
 from minipaged.paper.orca import ESTIMATES, Orca
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import Serving, systems
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner
 from minipaged.steps import StepInput
@@ -265,6 +265,14 @@ def test_an_estimate_below_the_truth_ends_the_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(ESTIMATES, "Orca (Pow2)", lambda output: output // 4)
     with pytest.raises(InvalidRequest, match="outgrows its chunk"):
         Serving("Orca (Pow2)", "OPT-13B", "ShareGPT", rate=20.0, seconds=1.0).run()
+
+
+def test_an_estimate_that_is_added_makes_a_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(systems())
+    assert before == {"vLLM", *SYSTEMS}
+    monkeypatch.setitem(ESTIMATES, "Orca (Twice)", lambda output: 2 * output)
+    assert systems().keys() - before == {"Orca (Twice)"}
+    assert Serving("Orca (Twice)", "OPT-13B", "Alpaca", rate=5.0, seconds=4.0).run().requests > 10
 
 
 def lines_of_code(path: Path) -> int:

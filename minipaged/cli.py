@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -70,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 SAMPLING_OPTIONS = [name for name in names_of(SamplingParams) if name not in {*names_of(BeamSearchParams), "seed"}]
 BEAM_OPTIONS = [name for name in names_of(BeamSearchParams) if name not in {*names_of(SamplingParams), "beam_width"}]
-TRACE_OPTIONS = ("trace", "requests", "pace")
 
 # --- generate -------------------------------------------------------------------------------------
 
@@ -409,6 +408,9 @@ def doctor() -> None:
 
 # --- demo -----------------------------------------------------------------------------------------
 
+TRACE_OPTIONS = ("trace", "requests", "pace")
+"""Options of the trace's scene alone."""
+
 
 @app.command(cls=Command)
 @takes(Settings, only=("tier", "allocator", "kv_cache_dtype", "tensor_parallel_size"))
@@ -439,68 +441,69 @@ def demo(
 
     In a terminal, live: space pauses, the arrows step back and on, s is the next scene, q quits. Elsewhere, in lines.
     """
-    import minipaged.demo as show
-    from minipaged.demo.trace_scene import play_trace
-
-    if scene != "trace":
-        _refuse_given(context, TRACE_OPTIONS, "has a meaning only with --scene trace")
+    playback: dict[str, Any] = {"speed": speed, "color": not no_color, "record": record}
+    of_scenes: dict[str, Any] = {"block_size": block_size, "num_blocks": num_blocks, "json_output": json_output}
     try:
+        if scene != "trace":
+            _refuse_given(context, TRACE_OPTIONS, "has a meaning only with --scene trace")
         if replay is not None:
-            others = (
-                "prompts",
-                "scene",
-                "steps",
-                "tier",
-                "block_size",
-                "num_blocks",
-                "kv_cache_dtype",
-                "tensor_parallel_size",
-                "allocator",
-                "seed",
-                "json_output",
-            )
-            _refuse_given(context, others, "does not go with --replay, which runs no engine")
-            decode = _decoder(model) if _is_given(context, "model") else None
-            show.replay(replay, decode=decode, speed=speed, color=not no_color, record=record)
-            return
-        if scene == "trace":
-            _refuse_given(
-                context,
-                ("prompts", "model", "tier", "kv_cache_dtype", "tensor_parallel_size", "seed", "steps"),
-                "has no meaning with --scene trace, which runs no model",
-            )
-            if trace is None:
-                raise InvalidRequest("--scene trace replays a file: name it with --trace FILE")
-            play_trace(
-                trace,
-                num_requests=requests,
-                pace=pace,
-                block_size=block_size,
-                num_blocks=num_blocks,
-                allocator=given_for(Settings, given)["allocator"],
-                speed=speed if _is_given(context, "speed") else None,
-                color=not no_color,
-                record=record,
-                json_output=json_output,
-            )
-            return
-        _check_tokenizer(model)
-        show.run_demo(
-            scene=scene,
-            prompts=_ask_for_prompts() if scene == "yours" and not prompts else prompts or (),
-            model=model,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            **given_for(Settings, given),
-            seed=seed,
-            steps=steps,
-            speed=speed,
-            color=not no_color,
-            record=record,
-            json_output=json_output,
-        )
+            _replay_run(context, replay, model, **playback)
+        elif scene == "trace":
+            _play_trace(context, trace, given, num_requests=requests, pace=pace, **of_scenes, **playback)
+        else:
+            _run_scenes(scene, prompts or (), model, given, seed=seed, steps=steps, **of_scenes, **playback)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+
+
+NOT_WITH_REPLAY = (
+    *("prompts", "scene", "steps", "tier", "block_size", "num_blocks", "kv_cache_dtype"),
+    *("tensor_parallel_size", "allocator", "seed", "json_output"),
+)
+"""Options of an engine and its scenes: a replay has neither."""
+
+
+def _replay_run(context: typer.Context, events: Path, model: str, **playback: Any) -> None:
+    """Show a recorded run, with the words of the model if one is named. `playback`: options of `demo.replay`."""
+    import minipaged.demo as show
+
+    _refuse_given(context, NOT_WITH_REPLAY, "does not go with --replay, which runs no engine")
+    decode = _decoder(model) if _is_given(context, "model") else None
+    show.replay(events, decode=decode, **playback)
+
+
+NOT_WITH_TRACE = ("prompts", "model", "tier", "kv_cache_dtype", "tensor_parallel_size", "seed", "steps")
+"""Options of a model and of runs on it: a trace has only times and lengths."""
+
+
+def _play_trace(
+    context: typer.Context, trace: Path | None, given: Mapping[str, Any], *, speed: float, **options: Any
+) -> None:
+    """Serve the requests of a trace, without a model: as fast as the engine goes, unless a speed was given. `options`:
+    others of `play_trace`."""
+    from minipaged.demo.trace_scene import play_trace
+
+    _refuse_given(context, NOT_WITH_TRACE, "has no meaning with --scene trace, which runs no model")
+    if trace is None:
+        raise InvalidRequest("--scene trace replays a file: name it with --trace FILE")
+    play_trace(
+        trace,
+        allocator=given_for(Settings, given)["allocator"],
+        speed=speed if _is_given(context, "speed") else None,
+        **options,
+    )
+
+
+def _run_scenes(
+    scene: str | None, prompts: Sequence[str], model: str, given: Mapping[str, Any], **options: Any
+) -> None:
+    """Run scenes on a model. `options`: others of `demo.run_demo`."""
+    import minipaged.demo as show
+
+    _check_tokenizer(model)
+    if scene == "yours" and not prompts:
+        prompts = _ask_for_prompts()
+    show.run_demo(scene=scene, prompts=prompts, model=model, **given_for(Settings, given), **options)
 
 
 def _ask_for_prompts() -> list[str]:

@@ -6,7 +6,7 @@ cannot be carried out is an InvariantViolation by name: the step fails, its requ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from typing import NoReturn
 
@@ -29,6 +29,8 @@ class AskedPolicy:
         self._preemption = config.preemption
         self._max_tokens = config.max_num_batched_tokens
         self._views: dict[Request, WaitingView] = {}  # of those that wait
+        self.settle: Callable[[], None] = lambda: None
+        """Called before what runs is shown for `admit`: writes down what is put off (`steady.py`)."""
         self._nobody: tuple[Policy, int, int, int] | None = None
         """Room, free blocks and tokens left when the policy let nobody in; None once others wait."""
 
@@ -106,7 +108,7 @@ class AskedPolicy:
         num_free = self._blocks.num_available
         if room <= 0 or num_free <= 0 or self._said_nobody(room, num_free, tokens_left):
             return []
-        shown = LateViews(running, self._blocks)
+        shown = LateViews(running, self._blocks, self.settle)
         try:
             names = self.policy.admit(self._waiting_views(waiting), shown, num_free, tokens_left)
         finally:

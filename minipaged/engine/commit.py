@@ -155,7 +155,6 @@ class Committer:
         # Decoding may raise, so it comes first: a token is appended together with what follows from it.
         reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
         self.append_token(request, sequence, choice.token_id, choice.logprob)
-        sequence.cumulative_logprob += choice.logprob
         if sequence.logprobs is not None and choice.top_logprobs is not None:
             sequence.logprobs.append(choice.top_logprobs)
         if reason:
@@ -206,7 +205,7 @@ class Committer:
         for beam, move in zip(survivors, step.survivors, strict=True):
             self.append_token(request, beam, move.token_id, move.cumulative_logprob - beam.cumulative_logprob)
             self._writer.told(beam)
-            beam.cumulative_logprob = move.cumulative_logprob
+            beam.cumulative_logprob = move.cumulative_logprob  # the sum as beam search has rounded it
         if not survivors:
             self._finish_request(request, "finished")
 
@@ -244,6 +243,7 @@ class Committer:
         sequence.pending = False
         sequence.tokens.append(token)
         sequence.output_token_ids.append(token)
+        sequence.cumulative_logprob += logprob
         self._num_generated += 1
         if self._emit.heard:
             self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, logprob))

@@ -16,8 +16,8 @@ an error. `Engine(steady=False)` goes the long way in every step. Both give the 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
-from minipaged.contracts import Sampled
 from minipaged.engine.batch import LaunchedStep, Plan, ScheduledRequest
 from minipaged.engine.commit import Committer
 from minipaged.engine.event_queue import EventQueue
@@ -28,10 +28,11 @@ from minipaged.engine.memory import Memory
 from minipaged.engine.memory_use import memory_held
 from minipaged.engine.run_ahead import assign_ahead
 from minipaged.engine.scheduler import Scheduler
-from minipaged.engine.sequence import RequestState
+from minipaged.engine.sequence import Request, RequestState, Sequence
 from minipaged.engine.stats import Held
 from minipaged.engine.step_writer import StepWriters
 from minipaged.events import Emit, TokensComputed
+from minipaged.outputs import CompletionUpdate, RequestUpdate
 
 
 class Batch:
@@ -49,6 +50,7 @@ class Batch:
         )
         """In so many more steps no sequence has ended by its length."""
         self.sequences = [sequence for sequence, _ in plan.work()]
+        self.plain = [Plain.of(part) for part in plan.scheduled]
         self._blocks = blocks
         self._start = [sequence.table.num_tokens for sequence in self.sequences]
         self._num_launched = 0
@@ -145,6 +147,7 @@ class Steady:
         self._blocks = blocks
         self._writers = writers
         self._emit = emit
+        scheduler.asked.settle = self.settle  # the policy may look at those that run
         self._batches: dict[int, Batch] = {}  # by lane
         self._latest: dict[int, Plan] = {}  # of each lane, since the engine last went the long way in all of them
 
@@ -205,7 +208,6 @@ class Steady:
         started = launcher.begin()
         batch.advance(self._emit)
         if self._scheduler.waiting:
-            self.settle()  # the policy may look at those that run
             plan = self._scheduler.admit(plan)
             if plan is not batch.plan:
                 self.stop()
@@ -234,36 +236,40 @@ class Steady:
     # --- Committing -------------------------------------------------------------------------------
 
     def commit(self, step: LaunchedStep) -> None:
-        """Make the step's results part of the requests, in any step: those that only go on have a short way in all."""
+        """Make the step's results part of the requests."""
         batch = self._batches.get(step.plan.lane)
-        if batch is not None and batch.plan is not step.plan:
-            batch = None
-        sampled = list(step.result.choices)  # this is where the host waits for the device
-        stops = False
-        for part, first in zip(step.plan.scheduled, step.plan.first_choices, strict=True):
-            if _is_plain(part) and not _ends(part, sampled[first]):
-                self._append(part, sampled[first], batch)
-                continue
-            if batch is not None:
-                for i in range(part.first_row, part.first_row + len(part.work)):
-                    batch.settle(i)
-            self._committer.commit_part(step, part, sampled[first : first + part.num_sampled])
-            stops |= part.request.state is RequestState.FINISHED or any(s.finish_reason for s, _ in part.work)
-        if stops:
+        if batch is None or batch.plan is not step.plan:
+            self._committer.commit(step)
+        elif self._commit(batch, step):
             self.stop()
 
-    def _append(self, part: ScheduledRequest, choice: Sampled, batch: Batch | None) -> None:
-        """Append its token to a sequence that goes on."""
-        request, (sequence, _), blocks = part.request, part.work[0], self._blocks
-        if blocks.prefix_cache is not None:
-            num_computed = len(sequence.tokens)
-            if num_computed // blocks.block_size != sequence.num_published:
-                if batch is not None:
-                    batch.settle(part.first_row)  # or its last block, now others', would count as one to be filled
-                blocks.publish(sequence, num_computed)
-        self._committer.append_token(request, sequence, choice.token_id, choice.logprob)
-        sequence.cumulative_logprob += choice.logprob
-        self._committer.report(request)
+    def _commit(self, batch: Batch, step: LaunchedStep) -> bool:
+        """Whether a sequence has ended."""
+        blocks, committer, append_token = self._blocks, self._committer, self._committer.append_token
+        publishes, block_size = blocks.prefix_cache is not None, blocks.block_size
+        sampled = list(step.result.choices)  # this is where the host waits for the device
+        ended = False
+        for part, first, plain in zip(step.plan.scheduled, step.plan.first_choices, batch.plain, strict=True):
+            if plain is not None:
+                request, sequence, final_token_ids, last = plain
+                choice, num_before = sampled[first], len(sequence.output_token_ids)
+                begins_or_ends = not 0 < num_before < last or choice.token_id in final_token_ids
+                if not (begins_or_ends or choice.error or sequence.finish_reason):
+                    if publishes and (computed := len(sequence.tokens)) // block_size != sequence.num_published:
+                        batch.settle(part.first_row)  # or its last block, now others', would count as one to be filled
+                        blocks.publish(sequence, computed)
+                    token = choice.token_id
+                    append_token(request, sequence, token, choice.logprob)
+                    if request.reads_along:  # what `Committer.report` comes to, in half the time
+                        sequence.num_reported += 1
+                        news = CompletionUpdate(sequence.index, (token,), "", None, None, None)
+                        committer.updates.append(RequestUpdate(request.request_id, (news,), None))
+                    continue
+            for i in range(part.first_row, part.first_row + len(part.work)):
+                batch.settle(i)
+            committer.commit_part(step, part, sampled[first : first + part.num_sampled])
+            ended |= part.request.state is RequestState.FINISHED or any(s.finish_reason for s, _ in part.work)
+        return ended
 
 
 def _all_go_on(plan: Plan, lane: Lane) -> bool:
@@ -278,21 +284,18 @@ def _all_go_on(plan: Plan, lane: Lane) -> bool:
     )
 
 
-def _is_plain(part: ScheduledRequest) -> bool:
-    """Whether one sequence decodes, and its token is only appended and told: no text, no logprobs, no prompt."""
-    request = part.request
-    if part.num_choices != 1 or len(part.work) != 1 or not request.prompt_computed:
-        return False
-    sequence, num_tokens = part.work[0]
-    return num_tokens == 1 and sequence.detokenizer is None and sequence.logprobs is None and part.completes
+class Plain(NamedTuple):
+    """A sequence whose next token is appended and told of, and no more: without text, logprobs or siblings."""
 
+    request: Request
+    sequence: Sequence
+    final_token_ids: frozenset[int]
+    last: int
+    """The number of its output tokens when the next one is the last that its length allows."""
 
-def _ends(part: ScheduledRequest, choice: Sampled) -> bool:
-    """Whether the sequence may end with this token, or has ended."""
-    request, sequence = part.request, part.work[0][0]
-    return (
-        choice.token_id in request.final_token_ids
-        or len(sequence.output_token_ids) + 1 >= request.max_output_tokens
-        or bool(choice.error)
-        or sequence.finish_reason is not None
-    )
+    @classmethod
+    def of(cls, part: ScheduledRequest) -> Plain | None:
+        request, (sequence, _) = part.request, part.work[0]
+        if len(part.work) > 1 or request.beam_search or sequence.detokenizer or sequence.logprobs is not None:
+            return None
+        return cls(request, sequence, request.final_token_ids, request.max_output_tokens - 1)

@@ -93,11 +93,12 @@ class WaitingView(_Uncounted):
 
 
 class LateViews(Sequence[RequestView]):
-    """Views of these requests, made when somebody looks at one."""
+    """Views of these requests, made when somebody looks at one. `settle` is called before."""
 
-    def __init__(self, requests: Sequence[Request], blocks: Memory) -> None:
+    def __init__(self, requests: Sequence[Request], blocks: Memory, settle: Callable[[], None]) -> None:
         self._requests: tuple[Request, ...] = tuple(requests)
         self._blocks: Memory | None = blocks
+        self._settle = settle
         self._views: list[RequestView] | None = None
 
     def close(self) -> None:
@@ -108,6 +109,7 @@ class LateViews(Sequence[RequestView]):
         if self._views is None:
             if self._blocks is None:
                 raise LookupError(TOO_LATE)
+            self._settle()
             self._views = [view_of(request, self._blocks) for request in self._requests]
         return self._views
 

@@ -16,6 +16,7 @@ an error. `Engine(steady=False)` goes the long way in every step. Both give the 
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from typing import NamedTuple
 
 from minipaged.engine.batch import LaunchedStep, Plan, ScheduledRequest
@@ -224,9 +225,8 @@ class Steady:
     def _memory_held(self) -> Held:
         """What `memory_use.memory_held` finds. Each sequence of a batch has written into a block of its own, so they
         share only full ones."""
-        scheduler = self._scheduler
-        elsewhere = [lane for lane in scheduler.lanes if lane.number not in self._batches]
-        held = memory_held((request for lane in elsewhere for request in lane.running), self._blocks)
+        elsewhere = [lane.running for lane in self._scheduler.lanes if lane.number not in self._batches]
+        held = memory_held(chain.from_iterable(elsewhere), self._blocks)
         num_sequences = held.num_sequences
         for batch in self._batches.values():
             batch.note_step()

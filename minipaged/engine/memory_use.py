@@ -10,9 +10,12 @@ from minipaged.engine.sequence import Request, Sequence
 from minipaged.engine.stats import Held
 
 
-def memory_held(running: Iterable[Request], blocks: Memory) -> Held:
-    """What the requests that run hold in this step. Each sequence is noted to have held it (`slot_steps_reserved`)."""
-    num_sequences = shared = 0
+def memory_held(running: Iterable[Request], blocks: Memory, num_others: int = 0) -> Held:
+    """What the requests that run hold in this step. Each sequence is noted to have held it (`slot_steps_reserved`).
+
+    `num_others`: sequences of which that is noted elsewhere, and which share no unfilled blocks.
+    """
+    num_sequences, shared = num_others, 0
     for request in running:
         num_sequences += len(request.sequences)
         for sequence in request.sequences:

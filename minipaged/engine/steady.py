@@ -201,8 +201,10 @@ class Steady:
             if plan is None or not _all_go_on(plan, self._scheduler.lanes[lane]):
                 return None
             batch = self._batches[lane] = Batch(plan, self._blocks, in_flight)
-        may = batch.steps_left > 0 and batch.num_due <= self._blocks.num_available
-        return batch if may and not self._writers.of(lane).has_news else None
+        if batch.steps_left <= 0 or self._writers.of(lane).has_news:
+            return None
+        num_due = batch.num_due
+        return batch if num_due == 0 or num_due <= self._blocks.num_available else None
 
     def _launch(self, batch: Batch) -> LaunchedStep:
         launcher, plan = self._launcher, batch.plan
@@ -225,13 +227,12 @@ class Steady:
     def _memory_held(self) -> Held:
         """What `memory_use.memory_held` finds. Each sequence of a batch has written into a block of its own, so they
         share only full ones."""
-        elsewhere = [lane.running for lane in self._scheduler.lanes if lane.number not in self._batches]
-        held = memory_held(chain.from_iterable(elsewhere), self._blocks)
-        num_sequences = held.num_sequences
+        num_sequences = 0
         for batch in self._batches.values():
             batch.note_step()
             num_sequences += len(batch.sequences)
-        return held._replace(num_sequences=num_sequences)
+        elsewhere = [lane.running for lane in self._scheduler.lanes if lane.number not in self._batches]
+        return memory_held(chain.from_iterable(elsewhere), self._blocks, num_sequences)
 
     # --- Committing -------------------------------------------------------------------------------
 

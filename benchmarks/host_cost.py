@@ -33,7 +33,7 @@ from minipaged.contracts import Runner, Sampled, StepResult
 from minipaged.engine.engine import Engine
 from minipaged.fast import cpu
 from minipaged.fast.block_table import DeviceTables
-from minipaged.fast.sampling import sample
+from minipaged.fast.sampling import Choosing
 from minipaged.mirror import Mirror
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs
@@ -45,7 +45,7 @@ SEQUENCES = (64, 256, 1024)
 STEPS = 96
 PROMPT_TOKENS = 500
 VOCAB_SIZE, TEMPERATURE = 50, 0.6
-TARGET, TARGET_LISTENING = 3.0, 7.0
+TARGET, TARGET_LISTENING, TARGET_DRAWN = 3.0, 7.0, 5.0
 """Microseconds a sequence and step."""
 TRACE_REQUESTS, TRACE_TARGET = 2000, 4.0
 _CHOSEN = Sampled(5, -0.5, None)
@@ -59,13 +59,16 @@ class Following(Runner):
         self._mirror = Mirror()
         self._tables = DeviceTables(2 * max_num_seqs, max_blocks, torch.device("cpu"), cpu)
         self._choices: Sequence[Sampled] = []
+        self._how: Choosing | None = None
 
     def run(self, step: StepInput) -> StepResult:
         self._mirror.apply(step, wait=False)
         self._tables.apply(step)
         if len(self._logits):
             inputs = self._mirror.sampling_inputs()
-            self._choices = sample(self._logits[: len(inputs)], inputs)
+            if self._how is None or self._how.inputs is not inputs:  # as `Llama.sample` keeps it
+                self._how = Choosing(inputs, self._logits.device, VOCAB_SIZE)
+            self._choices = self._how.sample(self._logits[: len(inputs)])
         elif len(self._choices) != self._mirror.rows.num_choices:
             self._choices = [_CHOSEN] * self._mirror.rows.num_choices
         self._mirror.chosen(self._choices)
@@ -165,7 +168,9 @@ def main() -> int:
                 print(f"{num_sequences:5} sequences, {what:26} {cost:6.2f} us a sequence (target {target})", flush=True)
         engine = decoding(num_sequences, async_scheduling=False, chooses=True)
         cost = 1e6 * seconds_per_step(engine.step) / num_sequences
-        print(f"{num_sequences:5} sequences, {'with tokens drawn':26} {cost:6.2f} us a sequence", flush=True)
+        missed += cost > TARGET_DRAWN and num_sequences == 256
+        aim = f" (target {TARGET_DRAWN})" if num_sequences == 256 else ""
+        print(f"{num_sequences:5} sequences, {'with tokens drawn':26} {cost:6.2f} us a sequence{aim}", flush=True)
         if args.peer:
             cost = 1e6 * seconds_per_step(peer_step(args.peer, num_sequences)) / num_sequences
             print(f"{num_sequences:5} sequences, {'nano-vllm':26} {cost:6.2f} us a sequence", flush=True)

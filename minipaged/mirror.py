@@ -119,6 +119,7 @@ class Mirror:
         self._choosing: list[Sequence] = []  # the sequences of the rows for which tokens are chosen
         self._first_choices: list[int] = []  # for each of them
         self._needs_tokens = False
+        self._inputs: list[SamplingInput] = []  # those of the step before; empty if they cannot be those of the next
         self.prompt_inputs: list[PromptInput] = []
         """What the latest step has to tell of prompts, in the order of its rows."""
         self._unsettled: list[_Chosen] = []
@@ -223,9 +224,20 @@ class Mirror:
         return batch
 
     def sampling_inputs(self) -> list[SamplingInput]:
-        """One input for each token to choose, in the order of the rows."""
-        inputs: list[SamplingInput] = []
+        """One input for each token to choose, in the order of the rows.
+
+        The same list as in the step before, where nothing but positions has moved on: the rows only go on, as many
+        tokens are pending (the same number for all), and none may come to be forbidden. An input's position moves with
+        its output.
+        """
         rows_with_logits = (row for row in self.rows if row.num_choices)
+        if self.rows.num_steady and self._inputs:
+            first = next(rows_with_logits)
+            if self._inputs[0].num_pending == first.stop - self.sequences[first.sequence].num_tokens:
+                return self._inputs
+            rows_with_logits = (row for row in self.rows if row.num_choices)
+        inputs: list[SamplingInput] = []
+        self._inputs = inputs if self.rows.num_steady else []  # before, a row may have come back that had none pending
         for place, row in enumerate(rows_with_logits):
             if row.num_choices < 0:
                 continue
@@ -233,8 +245,10 @@ class Mirror:
             sampling, output = sequence.sampling, sequence.output_token_ids
             assert sampling is not None
             num_pending = row.stop - sequence.num_tokens
-            may_forbid = sampling.forbidden_token_ids or sampling.bad_words  # hardly ever
-            forbidden = sampling.forbidden_after(output, num_pending) if may_forbid else ()
+            forbidden: tuple[int, ...] = ()
+            if sampling.forbidden_token_ids or sampling.bad_words:  # hardly ever
+                forbidden = sampling.forbidden_after(output, num_pending)
+                self._inputs = []  # it is found anew after each token
             inputs += [
                 SamplingInput(
                     row=place,

@@ -272,6 +272,44 @@ def test_so_many_tokens_as_were_asked_for_have_to_be_chosen() -> None:
         mirror.chosen([Sampled(1, 0.0, None)])
 
 
+@pytest.mark.parametrize("lag", [0, 1], ids=["known", "pending"])
+def test_inputs_that_only_move_on_are_made_once(lag: int) -> None:
+    """`lag`: the choices of so many steps are not known yet to the mirror. One sequence is left out for a step."""
+    mirror = Mirror()
+    begun = tuple(Begun(number, (1, 2), 2, (0,), Sampling(SamplingParams(), 0, 0)) for number in range(2))
+    steps = [
+        StepInput(1, fresh=True, begun=begun, added=(Row(0, 0, 2, 1), Row(1, 0, 2, 1))),
+        *(StepInput(number) for number in (2, 3, 4)),
+        StepInput(5, left_out=(0,)),
+        StepInput(6, added=(Row(0, 5, 1, 1),)),
+        *(StepInput(number) for number in (7, 8, 9)),
+    ]
+    given: list[list[SamplingInput]] = []
+    for step in steps:
+        mirror.apply(step, wait=lag == 0)
+        given.append(mirror.sampling_inputs())
+        assert [one.position for one in given[-1]] == [row.stop for row in mirror.rows]
+        mirror.chosen([Sampled(3, 0.0, None)] * len(given[-1]))
+    again = [number for number in range(2, 10) if given[number - 1] is given[number - 2]]
+    assert again == [3, 4, 8, 9]  # 2 and 7 are the first in which as many tokens are pending for all
+
+
+@pytest.mark.parametrize(("params", "times"), [({"min_tokens": 3}, 3), ({"bad_words": ["b"]}, 6)])
+def test_inputs_are_made_anew_while_tokens_may_come_to_be_forbidden(params: dict[str, Any], times: int) -> None:
+    """Token 9 would end it, and must not come before the third token; "b" is token 7, wherever it comes."""
+    mirror = Mirror()
+    bad_words = ((7,),) if "bad_words" in params else ()
+    forbidden = (9,) if "min_tokens" in params else ()
+    sampling = Sampling(SamplingParams(**params), 0, 0, forbidden, bad_words)
+    mirror.apply(StepInput(1, fresh=True, begun=(Begun(0, (1, 2), 2, (0,), sampling),), added=(Row(0, 0, 2, 1),)))
+    told = []
+    for number in range(2, 8):
+        told.append(mirror.sampling_inputs()[0].forbidden_token_ids)
+        mirror.chosen([Sampled(3, 0.0, None)])
+        mirror.apply(StepInput(number))
+    assert told == ([(9,)] * times + [()] * (6 - times) if forbidden else [(7,)] * times)
+
+
 # --- Recordings -----------------------------------------------------------------------------------
 
 HEADER = Header(

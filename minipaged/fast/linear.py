@@ -58,7 +58,7 @@ class QuantizingLinear(Matrix):
         size = how.group_size or x.shape[1]
         whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))  # 0 is in each group's range anyway
         groups = whole.view(len(x), whole.shape[1] // size, size)  # [tokens, groups, size]
-        scale, zero = self._found(groups) if how.scale is None else (how.scale, how.zero)
+        scale, zero = self._found(groups) if how.scale is None else (_number(how.scale, groups), how.zero)
         if how.kind == "float8":
             codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
         else:
@@ -71,9 +71,16 @@ class QuantizingLinear(Matrix):
         smallest_scale = torch.finfo(torch.float32).eps
         if self.activations.kind == "float8" or self.activations.symmetric:
             largest = torch.maximum(-low, high)
-            return (largest / (448 if self.activations.kind == "float8" else 127.5)).clamp(min=smallest_scale), 0
-        scale = ((high - low) / 255).clamp(min=smallest_scale)
+            steps = _number(448 if self.activations.kind == "float8" else 127.5, groups)
+            return (largest / steps).clamp(min=smallest_scale), 0
+        scale = ((high - low) / _number(255, groups)).clamp(min=smallest_scale)
         return scale, (-128 - low / scale).clamp(-128, 127).round()
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    """A divisor, on the device: on a GPU torch multiplies by the reciprocal of a number of the host. That rounds once
+    more, and the smallest input of a group got the code -127 in place of -128."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 class JoinedLinear(Linear):

@@ -49,7 +49,7 @@ from minipaged.fast.kernels import Layer, Linear, LlamaKernels, Matrix
 from minipaged.fast.kv_cache import KVCache
 from minipaged.fast.linear import joined_linear
 from minipaged.fast.preemption import carry, measure
-from minipaged.fast.sampling import Samples, gather_logprobs, joined, sample
+from minipaged.fast.sampling import Choosing, Samples, gather_logprobs, joined
 from minipaged.mirror import Mirror, PerLane
 from minipaged.models.config import ModelConfig
 from minipaged.models.quantized.stored import StoredMatrix, can_stack, stack
@@ -238,6 +238,7 @@ class Llama(Runner):
         self._has_lanes = num_lanes > 1
         # The batch of the step before in a lane (by its mirror), if the rows may go on from it.
         self._steady: dict[Mirror, FlatBatch] = {}
+        self._choosing: dict[Mirror, Choosing] = {}  # how the step before in a lane chose its tokens
         self._prompt_hidden: tuple[Tensor, Tensor, Tensor] | None = None  # what `prompt_logprobs` goes on from
         self._graphs: dict[int, DecodeGraph] = {}
         first = self.weights.layers[0]
@@ -277,7 +278,13 @@ class Llama(Runner):
 
     def sample(self, logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
         """One token for each input; they may still be on the device (`sampling.Samples`)."""
-        return sample(logits, inputs)
+        kept = self._choosing.pop(self.mirror, None)  # and there is none, should this be cut short
+        if not inputs:
+            return []
+        if kept is None or kept.inputs is not inputs:
+            kept = Choosing(inputs, logits.device, self.config.vocab_size)
+        self._choosing[self.mirror] = kept
+        return kept.sample(logits)
 
     def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> dict[int, Sequence[Sampled]]:
         """The log-probabilities of prompts, by sequence, still on the device; the logits that they take are made and

@@ -4,7 +4,8 @@ The rules are those of `reference/sampling.py`, in the same order and with the s
 the same tokens on both tiers. What differs is the shape of the work. The logits of a batch are millions of
 numbers on a device, and what is wanted of them is a token and a log-probability a sequence. So
 
-- the parameters of all inputs go to the device in one copy, and all results come back in one;
+- the parameters of all inputs go to the device in one copy, and all results come back in one. While the same inputs go
+  on, their parameters stay there (`Choosing`);
 - in between, nothing waits for the host: no branch depends on a logit. What cannot be served (NaN, nothing left to
   choose) is found out at the end, from results that came back anyway;
 - nor does the host wait for the device: the results are on their way to it when `sample` returns, and are waited for
@@ -79,63 +80,81 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
     A row from which nothing can be chosen is an error of the inputs that use it: it holds NaN or plus infinity, or
     nothing but minus infinity is left.
     """
-    if not inputs:
-        return []
-    if not is_gpu(logits.device) and logits.dtype != torch.float64:
-        logits = logits.float()  # which holds all values of float16 and bfloat16; the compiled loops know neither
-    kernels = kernels_for(logits.device)
-    likeliest, peaks, log_totals = kernels.argmax_logsumexp(logits)  # [rows]
-    if all(_is_plainly_greedy(wanted) for wanted in inputs):
-        chosen_from = [wanted.row for wanted in inputs]
-        one_each = chosen_from == list(range(len(likeliest)))
-        arriving = Arriving(likeliest, peaks, log_totals)
-        return Samples(
-            likeliest if one_each else likeliest[send(logits.device, chosen_from)[0]],
-            lambda: _likeliest(inputs, *arriving.arrays()),
+    return Choosing(inputs, logits.device, logits.shape[1]).sample(logits) if inputs else []
+
+
+class Choosing:
+    """How the tokens of a batch are chosen: worked out once, and used again while the inputs stay the same.
+
+    The parameters of the inputs are on the device then. A later step sends nothing but the numbers to draw with, which
+    depend on the inputs' positions. (An input's position moves on with its output: `Mirror.sampling_inputs`.)
+    """
+
+    def __init__(self, inputs: Sequence[SamplingInput], device: torch.device, vocab: int) -> None:
+        self.inputs = inputs
+        self._kernels = kernels_for(device)
+        self._all_greedy = all(_is_plainly_greedy(wanted) for wanted in inputs)
+        self._lookups = lookups = _Lookups(
+            rows=[wanted.row for wanted in inputs],
+            altered=[index for index, wanted in enumerate(inputs) if not wanted.leaves_logits_alone],
+            ranked=sorted({wanted.row for wanted in inputs if wanted.params.num_likeliest}),
+            given_rows=[wanted.row for wanted in inputs for _ in wanted.params.logprob_token_ids],
+            given_tokens=[token_id for wanted in inputs for token_id in wanted.params.logprob_token_ids],
         )
+        self._sent = _Lookups(*send(device, *lookups))
+        self._in_order = lookups.rows == list(range(len(inputs)))  # input i looks at row i
+        self._count = max((wanted.params.num_likeliest or 0 for wanted in inputs), default=0)
+        altered = set(lookups.altered)
+        plain = [(index, row) for index, row in enumerate(lookups.rows) if index not in altered]
+        self._draws = _Drawing(plain, inputs, device, vocab, self._kernels)
+        of_table = [(index, row) for row, index in enumerate(lookups.altered)]
+        self._altered_draws = _Drawing(of_table, inputs, device, vocab, self._kernels)
 
-    lookups = _Lookups(
-        rows=[wanted.row for wanted in inputs],
-        altered=[index for index, wanted in enumerate(inputs) if not wanted.leaves_logits_alone],
-        ranked=sorted({wanted.row for wanted in inputs if wanted.params.num_likeliest}),
-        given_rows=[wanted.row for wanted in inputs for _ in wanted.params.logprob_token_ids],
-        given_tokens=[token_id for wanted in inputs for token_id in wanted.params.logprob_token_ids],
-    )
-    sent = _Lookups(*send(logits.device, *lookups))
-    altered = lookups.altered
+    def sample(self, logits: Tensor) -> Samples:
+        """One token for each input, at its position as it is now; see the function."""
+        if not is_gpu(logits.device) and logits.dtype != torch.float64:
+            logits = logits.float()  # which holds all values of float16 and bfloat16; the compiled loops know neither
+        kernels, inputs, sent, lookups = self._kernels, self.inputs, self._sent, self._lookups
+        raw = kernels.argmax_logsumexp(logits)  # [rows] each
+        in_order = self._in_order and len(inputs) == len(logits)
+        likeliest, peaks, log_totals = raw if in_order else [each[sent.rows] for each in raw]  # [inputs] each
+        if self._all_greedy:
+            arriving = Arriving(likeliest, peaks, log_totals)
+            return Samples(likeliest, lambda: _likeliest(inputs, *arriving.arrays()))
 
-    token_ids = likeliest[sent.rows]  # [inputs]
-    plain = [(index, wanted.row) for index, wanted in enumerate(inputs) if wanted.leaves_logits_alone]
-    _draw_into(token_ids, logits, peaks, inputs, plain, kernels)
-    altered_peaks = peaks[:0]
-    if altered:
-        table = penalise(logits, [inputs[index] for index in altered])  # [altered, vocab]
-        token_ids[sent.altered], altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
-        users = [(index, row) for row, index in enumerate(altered)]
-        _draw_into(token_ids, table, altered_peaks, inputs, users, kernels)
+        token_ids = likeliest.clone()  # [inputs]
+        self._draws.put_into(token_ids, logits, raw[1])
+        altered_peaks = peaks[:0]
+        if lookups.altered:
+            table = penalise(logits, [inputs[index] for index in lookups.altered])  # [altered, vocab]
+            token_ids[sent.altered], altered_peaks, _ = kernels.argmax_logsumexp(table)  # [altered]
+            self._altered_draws.put_into(token_ids, table, altered_peaks)
 
-    raw = (logits, peaks, log_totals)
-    logprobs = _logprobs(sent.rows, token_ids, *raw)  # [inputs]
-    count = max(wanted.params.num_likeliest or 0 for wanted in inputs)
-    top = largest(logits[sent.ranked], count)  # [ranked, count]
-    results = _Results(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        top=top,
-        top_logprobs=_logprobs(sent.ranked[:, None], top, *raw),
-        given_logprobs=_logprobs(sent.given_rows, sent.given_tokens, *raw) if lookups.given_rows else logprobs[:0],
-        likeliest=likeliest[sent.rows],
-        peaks=peaks[sent.rows],
-        altered_peaks=altered_peaks,
-    )
-    arriving = Arriving(*results)
+        logprobs = logits[sent.rows, token_ids].double() - peaks - log_totals  # [inputs]
+        top, top_logprobs, given_logprobs = token_ids[:0], logprobs[:0], logprobs[:0]
+        if lookups.ranked:
+            top = largest(logits[sent.ranked], self._count)  # [ranked, count]
+            top_logprobs = _logprobs(sent.ranked[:, None], top, logits, *raw[1:])
+        if lookups.given_rows:
+            given_logprobs = _logprobs(sent.given_rows, sent.given_tokens, logits, *raw[1:])
+        results = _Results(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            top=top,
+            top_logprobs=top_logprobs,
+            given_logprobs=given_logprobs,
+            likeliest=likeliest,
+            peaks=peaks,
+            altered_peaks=altered_peaks,
+        )
+        arriving = Arriving(*results)
 
-    def fetch() -> list[Sampled]:
-        found = _Results(*arriving.arrays())
-        sampled = _sampled(inputs, lookups.ranked, found)
-        return _without_bad(sampled, inputs, altered, found.likeliest, found.peaks, found.altered_peaks)
+        def fetch() -> list[Sampled]:
+            found = _Results(*arriving.arrays())
+            sampled = _sampled(inputs, lookups.ranked, found)
+            return _without_bad(sampled, inputs, lookups.altered, found.likeliest, found.peaks, found.altered_peaks)
 
-    return Samples(token_ids, fetch)
+        return Samples(token_ids, fetch)
 
 
 class _Lookups(NamedTuple, Generic[Column]):
@@ -201,27 +220,37 @@ def _likeliest(
     peaks: NDArray[np.float64],
     log_totals: NDArray[np.float64],
 ) -> list[Sampled]:
-    """The likeliest token of each row, for inputs that ask for nothing else: its logit is the peak."""
-    rows = np.array([wanted.row for wanted in inputs])
-    chosen = zip(likeliest[rows].tolist(), (-log_totals[rows]).tolist(), strict=True)
+    """The likeliest token of each input, where nothing else is asked for: its logit is the peak."""
+    chosen = zip(likeliest.tolist(), (-log_totals).tolist(), strict=True)
     sampled = [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
-    return _without_bad(sampled, inputs, (), likeliest[rows], peaks[rows], peaks[:0])
+    return _without_bad(sampled, inputs, (), likeliest, peaks, peaks[:0])
 
 
 def _sampled(inputs: Sequence[SamplingInput], ranked: Sequence[int], found: _Results[NDArray[Any]]) -> list[Sampled]:
     """The results as the engine wants them."""
+    sampled = [
+        Sampled(token_id, logprob, None)
+        for token_id, logprob in zip(found.token_ids.tolist(), found.logprobs.tolist(), strict=True)
+    ]
+    if len(ranked) or len(found.given_logprobs) or any(wanted.params.logprobs is not None for wanted in inputs):
+        _report_logprobs(sampled, inputs, ranked, found)
+    return sampled
+
+
+def _report_logprobs(
+    sampled: Sequence[Sampled], inputs: Sequence[SamplingInput], ranked: Sequence[int], found: _Results[NDArray[Any]]
+) -> None:
+    """Fill in the log-probabilities of other tokens, for the inputs that ask for some."""
     likely = zip(ranked, found.top.tolist(), found.top_logprobs.tolist(), strict=True)
     rankings = {row: list(zip(tokens, logprobs, strict=True)) for row, tokens, logprobs in likely}
-    sampled, arrived = [], iter(found.given_logprobs.tolist())
-    for wanted, token_id, logprob in zip(inputs, found.token_ids.tolist(), found.logprobs.tolist(), strict=True):
-        tops = None
+    arrived = iter(found.given_logprobs.tolist())
+    for wanted, one in zip(inputs, sampled, strict=True):
+        chosen = {one.token_id: one.logprob}
         if given := wanted.params.logprob_token_ids:
-            reported = dict(zip(given, islice(arrived, len(given)), strict=True)) | {token_id: logprob}
-            tops = dict(sorted(reported.items(), key=lambda one: (-one[1], one[0])))
+            reported = dict(zip(given, islice(arrived, len(given)), strict=True)) | chosen
+            one.top_logprobs = dict(sorted(reported.items(), key=lambda pair: (-pair[1], pair[0])))
         elif wanted.params.logprobs is not None:
-            tops = dict(rankings.get(wanted.row, [])[: wanted.params.logprobs]) | {token_id: logprob}
-        sampled.append(Sampled(token_id, logprob, tops))
-    return sampled
+            one.top_logprobs = dict(rankings.get(wanted.row, [])[: wanted.params.logprobs]) | chosen
 
 
 def penalise(logits: Tensor, inputs: Sequence[SamplingInput]) -> Tensor:
@@ -308,40 +337,53 @@ def _tokens(token_ids: Sequence[int]) -> NDArray[np.int64]:
 # --- Drawing ----------------------------------------------------------------------------------------
 
 
-def _draw_into(
-    token_ids: Tensor,
-    logits: Tensor,
-    peaks: Tensor,
-    inputs: Sequence[SamplingInput],
-    users: Sequence[tuple[int, int]],
-    kernels: SamplingKernels,
-) -> None:
-    """Put a token drawn into `token_ids` for those of `users`, (index of an input, row of `logits`), not greedy."""
-    drawing_from: dict[_Distribution, list[int]] = defaultdict(list)  # the inputs that draw from each
-    for index, used_row in users:
-        params = inputs[index].params
-        if params.temperature > 0:
-            min_logprob = math.log(params.min_p) if params.min_p > 0 else -math.inf
-            wanted = _Distribution(used_row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
-            drawing_from[wanted].append(index)
-    vocab = logits.shape[1]
-    only_kernels = is_gpu(logits.device) and not any(one.depth(vocab) for one in drawing_from)  # which make no copies
-    pending = iter(drawing_from.items())
-    at_once = len(drawing_from) if only_kernels else max(1, PIECE // vocab)
-    while piece := dict(islice(pending, at_once)):
-        sent = _Draws(*send(logits.device, *_Draws.of(piece, inputs, kernels)))
-        token_ids[sent.input] = kernels.draw(
-            logits,
-            sent.row,
-            peaks[sent.row],
-            sent.temperature,
-            sent.min_logprob,
-            sent.top_k,
-            sent.share,
-            sent.distribution,
-            sent.uniform,
-            depth=max(distribution.depth(vocab) for distribution in piece),
-        )
+class _Drawing:
+    """The draws of some inputs, in pieces that are each made in one go."""
+
+    def __init__(
+        self,
+        users: Sequence[tuple[int, int]],
+        inputs: Sequence[SamplingInput],
+        device: torch.device,
+        vocab: int,
+        kernels: SamplingKernels,
+    ) -> None:
+        """`users`: (number of an input, the row of logits that it looks at) each. The greedy ones draw nothing."""
+        self._device = device
+        self._kernels = kernels
+        drawing_from: dict[_Distribution, list[int]] = defaultdict(list)  # the inputs that draw from each
+        for index, used_row in users:
+            params = inputs[index].params
+            if params.temperature > 0:
+                min_logprob = math.log(params.min_p) if params.min_p > 0 else -math.inf
+                wanted = _Distribution(used_row, params.top_k, params.temperature, min_logprob, 1 - params.top_p)
+                drawing_from[wanted].append(index)
+        only_kernels = is_gpu(device) and not any(one.depth(vocab) for one in drawing_from)  # which make no copies
+        pending = iter(drawing_from.items())
+        at_once = len(drawing_from) if only_kernels else max(1, PIECE // vocab)
+        self._pieces: list[tuple[_Draws[Tensor], Counters, int]] = []  # and how many of the largest logits they need
+        while piece := dict(islice(pending, at_once)):
+            sent = _Draws(*send(device, *_Draws.of(piece)))
+            drawing = [inputs[index] for indices in piece.values() for index in indices]
+            depth = max(distribution.depth(vocab) for distribution in piece)
+            self._pieces.append((sent, Counters(drawing), depth))
+
+    def put_into(self, token_ids: Tensor, logits: Tensor, peaks: Tensor) -> None:
+        """Put the tokens that are drawn from `logits` [rows, vocab] into `token_ids` [inputs]; peaks: [rows]."""
+        for sent, drawing, depth in self._pieces:
+            [numbers] = send(self._device, drawing.uniform(self._kernels))
+            token_ids[sent.input] = self._kernels.draw(
+                logits,
+                sent.row,
+                peaks[sent.row],
+                sent.temperature,
+                sent.min_logprob,
+                sent.top_k,
+                sent.share,
+                sent.distribution,
+                numbers,
+                depth=depth,
+            )
 
 
 class _Distribution(NamedTuple):
@@ -367,7 +409,6 @@ class _Draws(NamedTuple, Generic[Column]):
 
     input: Column  # [draws], the number of the input that draws
     distribution: Column  # [draws], its number among the distributions
-    uniform: Column  # [draws] float64, in [0, 1)
     row: Column  # [distributions]; see `_Distribution`
     top_k: Column  # [distributions]
     temperature: Column  # [distributions] float64
@@ -375,20 +416,11 @@ class _Draws(NamedTuple, Generic[Column]):
     share: Column  # [distributions] float64
 
     @staticmethod
-    def of(
-        drawing_from: Mapping[_Distribution, Sequence[int]], inputs: Sequence[SamplingInput], kernels: SamplingKernels
-    ) -> _Draws[Sequence[Any] | NDArray[Any]]:
+    def of(drawing_from: Mapping[_Distribution, Sequence[int]]) -> _Draws[Sequence[Any] | NDArray[Any]]:
         """`drawing_from`: for each distribution, the numbers of the inputs that draw from it."""
-        drawing = [index for indices in drawing_from.values() for index in indices]
         return _Draws(
-            input=drawing,
+            input=[index for indices in drawing_from.values() for index in indices],
             distribution=[number for number, indices in enumerate(drawing_from.values()) for _ in indices],
-            uniform=uniform(
-                kernels,
-                seeds=[inputs[index].seed for index in drawing],
-                streams=[inputs[index].stream for index in drawing],
-                positions=[inputs[index].position for index in drawing],
-            ),
             row=[each.row for each in drawing_from],
             top_k=[each.top_k for each in drawing_from],
             temperature=np.array([each.temperature for each in drawing_from]),
@@ -397,15 +429,23 @@ class _Draws(NamedTuple, Generic[Column]):
         )
 
 
-def uniform(
-    kernels: SamplingKernels, seeds: Sequence[int], streams: Sequence[int], positions: Sequence[int]
-) -> NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, stream, position), [n]: 53 bits of Philox4x32-10 (Salmon et al., SC 2011).
+class Counters:
+    """What the numbers that inputs draw with are made of: their seeds, streams and positions."""
 
-    Nothing of it is on the device. So it is computed on the host, and travels with the other parameters.
-    """
-    bits = [seed & 0xFFFFFFFFFFFFFFFF for seed in seeds]
-    return kernels.uniform(*(np.array(words, dtype=np.uint64) for words in (bits, streams, positions)))
+    def __init__(self, inputs: Sequence[SamplingInput]) -> None:
+        self._first = inputs[0]
+        self._first_position = self._first.position
+        self._seeds = np.array([wanted.seed & 0xFFFFFFFFFFFFFFFF for wanted in inputs], np.uint64)  # [n]
+        self._streams = np.array([wanted.stream for wanted in inputs], np.uint64)  # [n]
+        self._positions = np.array([wanted.position for wanted in inputs], np.uint64)  # [n], as they were at first
+
+    def uniform(self, kernels: SamplingKernels) -> NDArray[np.float64]:
+        """A number in [0, 1) for each input at its position, [n]: 53 bits of Philox4x32-10 (Salmon et al., SC 2011).
+
+        Nothing of it is on the device. So it is computed on the host, and sent.
+        """
+        later = np.uint64(self._first.position - self._first_position)  # all of them move on alike
+        return kernels.uniform(self._seeds, self._streams, self._positions + later)
 
 
 def largest(values: Tensor, count: int) -> Tensor:

@@ -81,6 +81,18 @@ class CheckedMirror(Mirror):
         if self._runner.engine is not None:
             self._compare(self._runner.engine, step.lane)
 
+    def sampling_inputs(self) -> list[SamplingInput]:
+        """Those of the step before may be given again, so they are looked at each time."""
+        inputs = super().sampling_inputs()
+        rows = [row for row in self.rows for _ in range(row.num_choices)]
+        for given, row in zip(inputs, rows, strict=True):
+            sequence = self.sequences[row.sequence]
+            assert sequence.sampling is not None
+            forbidden = sequence.sampling.forbidden_after(sequence.output_token_ids, row.stop - sequence.num_tokens)
+            if (given.position, given.forbidden_token_ids) != (row.stop, forbidden):
+                self._differs(f"sequence {row.sequence} chooses a token for {given.position}, and not for {row.stop}")
+        return inputs
+
     def _compare(self, engine: Engine, lane: int) -> None:
         """Raise InvariantViolation unless they agree. (What has not run, or not since an error, is not mirrored.)"""
         requests = (*engine.scheduler.running, *engine.scheduler.waiting)

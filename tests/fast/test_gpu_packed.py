@@ -44,6 +44,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter's bfloat16 is wrong.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 
+HOPPERS_FLOAT8 = 2**-11
+"""What a product of floats of 8 bits may be off by on Hopper, as a share of what is summed up. The tensor cores keep 14
+bits while they add (`minipaged/fast/gpu/packed.py`). On an H200, 2^-12.2 was the most that these tests saw."""
+
 NORMAL_FLOAT4 = np.array(
     [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0],
     np.float32,
@@ -135,6 +139,8 @@ def check(matrix: StoredMatrix, x: torch.Tensor, found: torch.Tensor, bias: torc
     allowed = 2**-20 * summed_up + step * exact.abs() + 1e-7
     if isinstance(matrix, Codebook4):
         allowed += step * summed_up
+    if isinstance(matrix, Float8) and matrix.activations is not None and DEVICE.type == "cuda":
+        allowed += HOPPERS_FLOAT8 * summed_up
     assert found.dtype == x.dtype
     error = (found.double().cpu() - exact).abs()
     assert (error <= allowed).all(), f"off by {float((error / allowed).max()):.3g} of what rounding explains"
@@ -347,6 +353,7 @@ def test_a_product_of_codes_is_that_of_the_floats_that_they_stand_for(how: Activ
         grouped((20, 96), 8, 32, zeros="each", activations=Activations("int8")),
         grouped((20, 96), 8, 32, order=True, activations=Activations("int8")),
         grouped((20, 96), 8, 96, activations=Activations("int8", group_size=24)),
+        grouped((20, 96), 8, 96, activations=Activations("int8", group_size=24, scale=0.0123)),
         grouped((20, 96), 8, 96, activations=Activations("int8", group_size=32, symmetric=False)),
         grouped((20, 96), 8, 96, activations=Activations("float8")),
         float8((20, 96), (20, 96), activations=Activations("int8")),

@@ -74,7 +74,12 @@ def test_logits_may_be_a_strided_view_and_are_left_as_they_were(device: str) -> 
     wide = torch.full((8, VOCAB + 3), 99.0, device=device)
     view = wide[::2, 1:-2]
     view.copy_(logits)
-    assert list(sampling.sample(view, inputs())) == list(sampling.sample(logits, inputs()))
+    found, expected = list(sampling.sample(view, inputs())), list(sampling.sample(logits, inputs()))
+    if device == "cuda":  # loads that are not aligned go to other threads, and so sums are added up in another order
+        assert [one.token_id for one in found] == [one.token_id for one in expected]
+        assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-6)
+    else:
+        assert found == expected
     assert torch.equal(view, logits)
     assert torch.equal(logits, table(device=device))
 
@@ -92,7 +97,28 @@ def test_a_batch_drawn_in_pieces_gives_the_same_tokens(device: str, monkeypatch:
     monkeypatch.setattr(kernels, "draw", watched)
     monkeypatch.setattr(sampling, "PIECE", 3 * VOCAB)
     assert list(sampling.sample(table(device=device), inputs())) == whole
-    assert sizes == [3, 1] + [3] * 6 + [2]  # 4 distributions without penalties; 20 with, one for each input
+    # 4 distributions without penalties, of which some need their logits in order. 20 with, one for each input; none of
+    # these does, and on a GPU all are drawn from at once then.
+    assert sizes == [3, 1, *([20] if device == "cuda" else [3] * 6 + [2])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("params", [*([one] for one in EVERY_WAY), EVERY_WAY], ids=str)
+def test_what_was_worked_out_once_chooses_the_same_tokens_as_the_outputs_grow(
+    params: list[SamplingParams], device: str
+) -> None:
+    outputs = [[3] * (number % 4) for number in range(20 * len(params))]
+    wanted = [replace(one, output_token_ids=output) for one, output in zip(inputs(params), outputs, strict=True)]
+    how = sampling.Choosing(wanted, torch.device(device), VOCAB)
+    drawn: list[list[int]] = []
+    for _ in range(4):
+        found = list(how.sample(table(device=device)))
+        assert found == list(sampling.sample(table(device=device), wanted))
+        drawn.append([one.token_id for one in found])
+        for output, token_id in zip(outputs, drawn[-1], strict=True):
+            output.append(token_id)
+    if any(one.temperature for one in params):
+        assert len(set(map(tuple, drawn))) == 4, "each position draws with a number of its own"
 
 
 @pytest.mark.parametrize("params", EVERY_WAY)
@@ -116,8 +142,7 @@ def test_tokens_that_are_asked_for_come_in_the_same_copy_and_cost_nothing_where_
     for one in (params, asking):
         list(sampling.sample(table(), inputs([one])))
     assert len(copied) == 2
-    is_greedy = params == SamplingParams(temperature=0)
-    assert [len(rows) for rows in gathered] == [*([] if is_greedy else [20, 4 if params.logprobs else 0]), 20, 0, 60]
+    assert [len(rows) for rows in gathered] == [*([4] if params.logprobs else []), 60]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

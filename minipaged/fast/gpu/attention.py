@@ -106,7 +106,7 @@ def paged_decode(
     capability = _capability(query.device)
     in_8_bits = kv_scales is not None
     options = decode_options(query.dtype, head_dim, group, keys.shape[2], capability, in_8_bits, split=max_splits > 1)
-    lengths = (context_lens, seqs, kv_heads, PROGRAMS_PER_SM * num_sms, max_splits)
+    lengths = (context_lens, seqs, kv_heads, int(PROGRAMS_PER_SM * num_sms), max_splits)
     _decode_kernel[(kv_heads, seqs, max_splits)](
         query,
         keys,

@@ -17,6 +17,8 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
+from minipaged.version import own_version
+
 LEAST_TRITON = (3, 7)
 LEAST_CAPABILITY = (8, 0)
 NO_DRIVER = "there is no driver for an NVIDIA GPU here (a container is given it by --gpus all)"
@@ -111,7 +113,8 @@ def compiler_problem() -> str | None:
 def versions() -> dict[str, str]:
     """Of Python, the system, and the packages that matter; "not installed" where one is not."""
     found = {"Python": f"{platform.python_version()} ({sys.executable})", "system": platform.platform()}
-    for package in ("minipaged", *PACKAGES):
+    found["minipaged"] = own_version()
+    for package in PACKAGES:
         is_there = importlib.util.find_spec(package) is not None
         found[package] = _version_of(package) if is_there else "not installed"
     return found

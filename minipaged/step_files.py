@@ -30,7 +30,6 @@ import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
@@ -43,6 +42,7 @@ from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
 from minipaged.steps import StepInput
+from minipaged.version import own_version
 
 FIRST_LINE = b"minipaged steps 2\n"
 _LENGTH = struct.Struct(">I")
@@ -91,7 +91,7 @@ class Header:
         """For the steps of an LLM that was made for `model`."""
         tier = llm.loaded.tier
         sizes = (tier.name, tier.device, tier.dtype, llm.config)
-        return cls(version("minipaged"), model, llm.model_config, *sizes)
+        return cls(own_version(), model, llm.model_config, *sizes)
 
 
 class RecordedStep(NamedTuple):

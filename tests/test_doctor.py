@@ -12,7 +12,7 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -293,6 +293,33 @@ def test_doctor_says_what_there_is_and_what_would_be_chosen(capsys: pytest.Captu
     assert lines["torch"] == metadata.version("torch")
     assert {"Python", "system", "triton", "CPU", "GPU"} <= set(lines)
     assert tiers.choose_tier("auto").description in lines["chosen"]
+
+
+def not_installed(name: str) -> Any:
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_doctor_says_of_a_checkout_that_it_is_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clone that is run where it lies is not installed, and has no version."""
+    there = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: not_installed(name) if name == "minipaged" else there(name))
+    doctor()
+    said = capsys.readouterr().out
+    assert re.search(r"^minipaged +a checkout$", said, flags=re.MULTILINE)
+    assert re.search(rf"^torch +{re.escape(there('torch'))}$", said, flags=re.MULTILINE)
+
+
+def test_what_writes_the_version_down_writes_that_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minipaged.paper.running import made
+    from minipaged.step_files import Header
+
+    tier = SimpleNamespace(name="reference", device="cpu", dtype="float32")
+    llm = SimpleNamespace(loaded=SimpleNamespace(tier=tier), config=None, model_config=None)
+    monkeypatch.setattr(metadata, "version", not_installed)
+    assert made(seed=1, quick=True).minipaged == "a checkout"
+    assert Header.of("model", cast("Any", llm)).version == "a checkout"
 
 
 def test_doctor_is_of_use_without_the_fast_tier(

@@ -34,6 +34,7 @@ class Room:
 HOUSE = {
     # The ground: plain Python, which runs wherever Python runs.
     "errors": Room(),
+    "version": Room(),
     "block_hashes": Room(),
     "kv_connector": Room(),
     "events": Room(),
@@ -78,7 +79,7 @@ HOUSE = {
         },
     ),
     # The one room that knows the wings.
-    "devices": Room(late={"only the fast tier has it": "torch"}),
+    "devices": Room("version", late={"only the fast tier has it": "torch"}),
     "tiers": Room(
         "contracts devices errors models.config models.shards params",
         late={"whoever chooses a tier loads what it needs, and only that": "fast models.loading numpy reference torch"},
@@ -111,7 +112,7 @@ HOUSE = {
     "minipaged": Room(
         "errors outputs params prompts", late={"the parts without NumPy are to be had without it": "async_llm llm"}
     ),
-    "step_files": Room("contracts errors llm models.config params scheduling steps", "msgspec"),
+    "step_files": Room("contracts errors llm models.config params scheduling steps version", "msgspec"),
     "replay_steps": Room("contracts errors llm mirror params step_files steps ties", "numpy"),
     "chat": Room("errors events llm outputs params replay", "rich", late={"not on every system": "readline"}),
     "stepper": Room(
@@ -144,7 +145,7 @@ HOUSE = {
         },
     ),
     "serve": Room(
-        "async_llm engine errors events llm models outputs params replay",
+        "async_llm engine errors events llm models outputs params replay version",
         "fastapi msgspec prometheus_client pydantic starlette uvicorn",
     ),
     # Several engines behind one endpoint; `replicas.routing` needs no more than the ground, and no Ray.
@@ -155,7 +156,7 @@ HOUSE = {
     # The paper's figures, made again: the engine on simulated machines, and several of them behind a router.
     "paper": Room(
         "contracts engine errors events mirror params reference replay replicas.routing scheduling simulated "
-        "stepper steps tiers traces",
+        "stepper steps tiers traces version",
         "matplotlib numpy rich",
         late={
             "beams are listened to once, by whoever writes the file": "llm",

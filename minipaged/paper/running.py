@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import numpy as np
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Check, Figure, Job
 from minipaged.paper.machines import SETTINGS, facts
+from minipaged.version import own_version
 
 PACKAGE = Path(__file__).parents[1]
 SIMULATION = (
@@ -54,7 +54,7 @@ class Made:
 
 
 def made(*, seed: int, quick: bool) -> Made:
-    return Made(seed, quick, version("minipaged"), np.__version__, platform.python_version())
+    return Made(seed, quick, own_version(), np.__version__, platform.python_version())
 
 
 def digest_of(package: Path) -> str:
@@ -74,7 +74,7 @@ def _digest_of_this() -> str:
 
 def key_of(job: Job) -> str:
     """By which its result is found again."""
-    made_by = version("minipaged"), _digest_of_this()
+    made_by = own_version(), _digest_of_this()
     said = json.dumps([*made_by, type(job).__name__, asdict(job)], sort_keys=True)  # type: ignore[call-overload]
     return hashlib.sha256(said.encode()).hexdigest()[:24]
 
@@ -166,9 +166,9 @@ def kept_figure(folder: Path, name: str) -> dict[str, Any] | None:
     if not data or not _is_whole(data):
         raise Unusable(f"{path} is no whole result of a figure; remove it, or {again}", "no whole result")
     maker = data["made"]["minipaged"]
-    if maker != version("minipaged"):
+    if maker != own_version():
         raise Unusable(
-            f"{path} was made by minipaged {maker}, and this is {version('minipaged')}, whose figures may come out "
+            f"{path} was made by minipaged {maker}, and this is {own_version()}, whose figures may come out "
             f"otherwise; {again}",
             f"made by minipaged {maker}",
         )

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import version
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -36,6 +35,7 @@ from minipaged.serve.guards import KeyGuard, LengthGuard, Load, LoadGuard
 from minipaged.serve.live.routes import live_routes
 from minipaged.serve.protocol import FIELDS, SHAPES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from minipaged.serve.serving import Stream, TooLong, UnknownModel, Words
+from minipaged.version import own_version
 
 Result = TypeVar("Result")
 MOST_BODY_BYTES = 8 * 2**20
@@ -65,7 +65,7 @@ def create_app(serving: Words, *, key: str | None = None, cors_origins: Sequence
     app = FastAPI(
         title="minipaged",
         description="An OpenAI-compatible server around PagedAttention.",
-        version=version("minipaged"),
+        version=own_version(),
         docs_url=None,  # its page fetches scripts from elsewhere
         redoc_url=None,
     )
@@ -280,7 +280,7 @@ def _telling(serving: Words, load: Load) -> APIRouter:
 
     @router.get("/version", summary="Of minipaged")
     async def tell_version() -> Response:
-        return answered({"version": version("minipaged")})
+        return answered({"version": own_version()})
 
     @router.get("/metrics", summary="For Prometheus, by vLLM's names", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:

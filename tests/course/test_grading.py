@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -357,6 +357,18 @@ def test_the_autograder_zip_names_what_it_needs() -> None:
     needed = {requirement.partition(">")[0] for requirement in requirements()}
     assert {"numpy", "typer", "hypothesis", "pytest"} <= needed
     assert not {"torch", "ruff"} & needed
+
+
+def test_of_a_checkout_nobody_knows_what_the_zip_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written then."""
+
+    def not_installed(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", not_installed)
+    with pytest.raises(CannotBeGraded, match=r"this is a checkout; `pip install .*` installs it"):
+        write_autograder("block-allocator", tmp_path / "autograder.zip", with_model=False)
+    assert not list(tmp_path.iterdir())
 
 
 OWN = """

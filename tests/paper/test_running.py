@@ -187,8 +187,8 @@ def test_a_result_is_not_kept_beyond_a_change_of_what_made_it(changed: str, tmp_
     assert digest_of(package) != before
 
 
-UNCOUNTED = {"__init__", "contracts", "devices", "errors", "events", "outputs", "prompts", "tiers", "vllm_arguments"}
-UNCOUNTED |= {"models/__init__", "models/config", "models/shards"}
+UNCOUNTED = {"__init__", "contracts", "devices", "errors", "events", "outputs", "prompts", "tiers", "version"}
+UNCOUNTED |= {"vllm_arguments", "models/__init__", "models/config", "models/shards"}
 
 
 def test_all_by_which_a_job_is_run_counts_for_its_result() -> None:

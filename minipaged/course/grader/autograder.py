@@ -62,6 +62,8 @@ def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool =
             assignment="assignment.py" if own else assignment.name, file=file, seed=seed, options=options
         ),
     }
+    extras = ("course", "fast") if assignment.needs else ("course",)
+    needed = requirements(extras)
     package = Path(minipaged.__file__).parent
     try:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -69,8 +71,7 @@ def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool =
                 entry = zipfile.ZipInfo(script, date_time=(1980, 1, 1, 0, 0, 0))
                 entry.external_attr = 0o755 << 16
                 archive.writestr(entry, content)
-            extras = ("course", "fast") if assignment.needs else ("course",)
-            archive.writestr("requirements.txt", "\n".join([*requirements(extras), ""]))
+            archive.writestr("requirements.txt", "\n".join([*needed, ""]))
             if own:
                 archive.write(name, "assignment.py")
             for source in sorted(package.rglob("*")):
@@ -86,8 +87,15 @@ def write_autograder(name: str, path: Path, *, seed: int = 0, with_model: bool =
 
 def requirements(extras: Sequence[str] = ("course",)) -> list[str]:
     """What the installed minipaged says it needs, with these extras."""
+    try:
+        required = importlib.metadata.requires("minipaged") or ()
+    except importlib.metadata.PackageNotFoundError:
+        raise CannotBeGraded(
+            "what an autograder has to install is known of an installed minipaged, and this is a checkout; "
+            "`pip install -e '.[course]'` installs it"
+        ) from None
     needed = []
-    for requirement in importlib.metadata.requires("minipaged") or ():
+    for requirement in required:
         what, _, condition = requirement.partition(";")
         if not condition or any(f'extra == "{extra}"' in condition for extra in extras):
             needed.append(what.strip())

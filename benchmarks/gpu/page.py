@@ -1,6 +1,6 @@
 """Makes docs/gpu.md, and the picture in docs/assets/roofline.svg, of the files that `python -m benchmarks.gpu` wrote.
 
-    python -m benchmarks.gpu.page benchmarks/results/gpu-nvidia-h200-202611211504.json [FILE ...]
+    python -m benchmarks.gpu.page benchmarks/results/gpu-nvidia-h200-20261121150412.json [FILE ...]
     python -m benchmarks.gpu.page        without measurements: what is aimed at, and that nothing is measured yet
 
 What stands between the two marks of the page is written anew; what is written by hand around them stays: why a target
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.harness import CHECKS, Row
-from benchmarks.gpu.targets import first_line, say_rate, verdicts
+from benchmarks.gpu.targets import first_line, verdicts
 
 DOCS = Path(__file__).parents[2] / "docs"
 BEGIN = "<!-- measured: what follows is written by `python -m benchmarks.gpu.page` -->"
@@ -103,7 +103,7 @@ def write(run: Run | None, docs: Path) -> None:
     else:
         picture.parent.mkdir(parents=True, exist_ok=True)
         picture.write_text(drawn)
-    parts = [NOT_MEASURED, targets_table([])] if run is None else measured(run, drawn is not None)
+    parts = [NOT_MEASURED, OF_TARGETS, targets_table([])] if run is None else measured(run, drawn is not None)
     page.write_text("\n\n".join([head + BEGIN, *parts, END + tail]))
 
 
@@ -112,10 +112,11 @@ def write(run: Run | None, docs: Path) -> None:
 
 NOT_MEASURED = """\
 **Not yet measured.** The fast tier has not run on a GPU: no figure of one is claimed anywhere. What can be known
-without one is in [tuning.md](tuning.md): what the compiler makes of the kernels, and what to expect. Where there is a
-GPU, `python -m benchmarks.gpu --checks-only` and `--timings-only` check and measure all of this, each within eight
-minutes (without either, one run of eight minutes does the checks and what measurements there is time for), and
-`python -m benchmarks.gpu.page` makes this page of what they wrote. The targets are for an H200."""
+without one is in [tuning.md](tuning.md): what the compiler makes of the kernels, and what to expect."""
+
+OF_TARGETS = """\
+A rate's target is a share of what the same card does in the same run: of a large copy, or of a large matrix product.
+Beside it stands what that comes to on an H200."""
 
 
 def said_of_checks(rows: Sequence[Row]) -> str:
@@ -137,8 +138,8 @@ def measured(run: Run, drawn: bool) -> list[str]:
         f" {machine['cuda']}, Python {machine['python']}, {versions}.",
         "Made by\n\n" + "\n".join(f"- {line}" for line in run["made"]),
         said_of_checks(rows),
-        "The targets are for an H200. The last column but one names the measurement that is worst off; it stands for"
-        " all.\n\n" + targets_table(rows),
+        f"{OF_TARGETS} The last column but one names the measurement that is worst off; it stands for all.",
+        targets_table(rows),
     ]
     if drawn:
         parts.append("## The roofline\n\n![Each kernel below the ceilings of this card](assets/roofline.svg)")
@@ -182,6 +183,12 @@ def all_rows(rows: Sequence[Row]) -> str:
         beside = [f"{name} {ratios[name]:.2f} x" for name in row.get("peers", {}) if name in ratios]
         lines.append(f"| {row['name']} | {speed} | {time} | {share} | {'; '.join(beside)} |")
     return "## Every measurement\n\n" + "\n".join(lines)
+
+
+def say_rate(rate: float, row: Row) -> str:
+    if row["unit"] == "TFLOP/s":
+        return f"{rate / 1e12:.1f} TFLOP/s"
+    return f"{rate / 1e12:.2f} TB/s" if rate >= 1e12 else f"{rate / 1e9:.1f} GB/s"
 
 
 def won_and_lost(rows: Sequence[Row]) -> list[str]:

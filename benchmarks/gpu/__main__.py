@@ -40,11 +40,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.harness import CHECKS, TESTS, DeviceLost, Job, Row, Setting, run_jobs
+from benchmarks.gpu.harness import CHECKS, ROOT, TESTS, DeviceLost, Job, Row, Setting, run_jobs
 from benchmarks.gpu.targets import first_line, judge, verdicts
 from minipaged.devices import gpu_problem
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
 SECONDS = {

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.harness import Job, Row, Setting
+from benchmarks.gpu.harness import ROOT, Job, Row, Setting
 from benchmarks.gpu.packed import FORMS, exact_product, random_matrix
 from minipaged import steps
 from minipaged.fast import gpu, kernels_for
@@ -45,7 +44,6 @@ SUITES = ("tests/fast", "tests/agreement")
 SUITE_SECONDS = 540
 SUITE_PROCESSES = 14
 """At most."""
-ROOT = Path(__file__).parents[2]
 
 
 def kernel_checks(setting: Setting) -> list[Job]:

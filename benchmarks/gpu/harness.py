@@ -15,11 +15,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 TESTS = "test suites"
+ROOT = Path(__file__).parents[2]
+
 CHECKS = ("kernels against float64", "whole model", TESTS)
 """The sections that check; the others measure."""
 
@@ -81,7 +84,8 @@ def run_jobs(section: str, jobs: Sequence[Job], setting: Setting, seconds: float
         try:
             row |= {"status": "ok"} | job.run()
         except Exception as error:  # whatever it is, it is this job's result
-            row |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            trace = traceback.format_exc().replace(f"{ROOT}/", "")  # no path of this machine's
+            row |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "trace": trace}
         row["job_seconds"] = round(time.monotonic() - start, 2)
         lost = setting.on_gpu and not device_answers()
         if lost:

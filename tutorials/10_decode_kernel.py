@@ -371,8 +371,8 @@ for block_size in (1, 3, 16, 256):
 # ## Step 4: splits
 #
 # Now one user with a long context of 8,192 tokens, and the model of 8 key/value heads. How many programs are there?
-# Eight. An H200 has 132 multiprocessors, and the kernel reckons with two programs on each: while one multiplies, the
-# other has loads under way. (What one, three or four would do is not yet measured.)
+# Eight. An H200 has 132 multiprocessors, and two programs fit on each: while one multiplies, the other has loads under
+# way. (The kernel leaves an eighth of the places free, because sequences do not divide evenly.)
 
 # %%
 places = 2 * 132
@@ -506,8 +506,9 @@ check("the real kernel", paged_decode(Q, keys, values, torch.from_numpy(tables),
 # device so that the whole batch divides evenly, a direct write where there is one split, the blocks of the last
 # tile looked up ahead, and 64-bit addresses. Its docstring says why for each.
 #
-# How fast is it? **Not yet measured**: it has not run on a GPU. What the compiler makes of it, and what is expected, is
-# in [the tuning log](../docs/tuning.md); what is aimed at, on [the page about the GPU](../docs/gpu.md).
+# How fast is it? For 32 sequences of 2,048 tokens an H200 reads 3.8 TB of keys and values a second, 90 % of what a large
+# copy does there. [The page about the GPU](../docs/gpu.md) has every measurement. What was expected of each choice, and
+# what came out, is in [the tuning log](../docs/tuning.md).
 #
 # ## Exercise
 #

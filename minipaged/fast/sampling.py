@@ -104,6 +104,9 @@ class Choosing:
         self._sent = _Lookups(*send(device, *lookups))
         self._in_order = lookups.rows == list(range(len(inputs)))  # input i looks at row i
         self._count = max((wanted.params.num_likeliest or 0 for wanted in inputs), default=0)
+        self._tells_others = any(
+            wanted.params.logprobs is not None or wanted.params.logprob_token_ids for wanted in inputs
+        )
         altered = set(lookups.altered)
         plain = [(index, row) for index, row in enumerate(lookups.rows) if index not in altered]
         self._draws = _Drawing(plain, inputs, device, vocab, self._kernels)
@@ -151,7 +154,10 @@ class Choosing:
 
         def fetch() -> list[Sampled]:
             found = _Results(*arriving.arrays())
-            sampled = _sampled(inputs, lookups.ranked, found)
+            chosen = zip(found.token_ids.tolist(), found.logprobs.tolist(), strict=True)
+            sampled = [Sampled(token_id, logprob, None) for token_id, logprob in chosen]
+            if self._tells_others:
+                _tell_others(sampled, inputs, lookups.ranked, found)
             return _without_bad(sampled, inputs, lookups.altered, found.likeliest, found.peaks, found.altered_peaks)
 
         return Samples(token_ids, fetch)
@@ -226,18 +232,7 @@ def _likeliest(
     return _without_bad(sampled, inputs, (), likeliest, peaks, peaks[:0])
 
 
-def _sampled(inputs: Sequence[SamplingInput], ranked: Sequence[int], found: _Results[NDArray[Any]]) -> list[Sampled]:
-    """The results as the engine wants them."""
-    sampled = [
-        Sampled(token_id, logprob, None)
-        for token_id, logprob in zip(found.token_ids.tolist(), found.logprobs.tolist(), strict=True)
-    ]
-    if len(ranked) or len(found.given_logprobs) or any(wanted.params.logprobs is not None for wanted in inputs):
-        _report_logprobs(sampled, inputs, ranked, found)
-    return sampled
-
-
-def _report_logprobs(
+def _tell_others(
     sampled: Sequence[Sampled], inputs: Sequence[SamplingInput], ranked: Sequence[int], found: _Results[NDArray[Any]]
 ) -> None:
     """Fill in the log-probabilities of other tokens, for the inputs that ask for some."""

@@ -506,9 +506,9 @@ check("the real kernel", paged_decode(Q, keys, values, torch.from_numpy(tables),
 # device so that the whole batch divides evenly, a direct write where there is one split, the blocks of the last
 # tile looked up ahead, and 64-bit addresses. Its docstring says why for each.
 #
-# How fast is it? For 32 sequences of 2,048 tokens an H200 reads 3.8 TB of keys and values a second, 90 % of what a large
-# copy does there. [The page about the GPU](../docs/gpu.md) has every measurement. What was expected of each choice, and
-# what came out, is in [the tuning log](../docs/tuning.md).
+# How fast is it? For 32 sequences of 2,048 tokens an H200 reads 3.8 TB of keys and values a second, 90 % of what a
+# large copy does there. [The page about the GPU](../docs/gpu.md) has every measurement. What was expected of each
+# choice, and what came out, is in [the tuning log](../docs/tuning.md).
 #
 # ## Exercise
 #

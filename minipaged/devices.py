@@ -19,7 +19,7 @@ from pathlib import Path
 
 from minipaged.version import own_version
 
-LEAST_TRITON = (3, 7)
+LEAST_TRITON = (3, 7, 1)
 LEAST_CAPABILITY = (8, 0)
 NO_DRIVER = "there is no driver for an NVIDIA GPU here (a container is given it by --gpus all)"
 PACKAGES = ("numpy", "torch", "triton", "numba", "transformers")
@@ -88,10 +88,10 @@ def triton_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return f"the fast tier needs triton for a GPU; pip install 'triton>={least}'"
     version = _version_of("triton")
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < LEAST_TRITON:
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < LEAST_TRITON:
         return (
             f"triton {version} leaves a fence out of the prefill kernel on Hopper, so that it may read what is not "
-            f"written yet; pip install 'triton>={least}' 'torch>=2.12'"
+            f"written yet; pip install 'triton>={least}' 'torch>=2.12.1'"
         )
     return None
 

@@ -124,8 +124,8 @@ PROBLEMS = {
     ),
     "no driver": (no_driver, r"no driver for an NVIDIA GPU here \(a container is given it by --gpus all\)"),
     "an old GPU": (old_gpu, r"need compute capability 8.0 \(Ampere\) or newer; the Tesla T4 has 7.5"),
-    "no Triton": (no_triton, r"needs triton for a GPU; pip install 'triton>=3.7'"),
-    "an old Triton": (lambda machine: machine.triton("3.6.0"), r"triton 3.6.0 leaves a fence out .*'triton>=3.7'"),
+    "no Triton": (no_triton, r"needs triton for a GPU; pip install 'triton>=3.7.1'"),
+    "an old Triton": (lambda machine: machine.triton("3.7.0"), r"triton 3.7.0 leaves a fence out .*'triton>=3.7.1'"),
 }
 
 

@@ -127,5 +127,5 @@ def _version_of(package: str) -> str:
         return str(importlib.import_module(package).__version__)
 
 
-def _dotted(version: tuple[int, int]) -> str:
+def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))

@@ -49,8 +49,8 @@ def reports(request: pytest.FixtureRequest, all_reports: list[Report]) -> list[R
 
 
 def test_what_is_read_here_was_compiled_by_the_oldest_triton_that_is_allowed() -> None:
-    """3.7.0 left a fence out of 28 kernels for Hopper that are right with 3.7.1. If a newer one is pinned, these tests must
-    run with the oldest one, too."""
+    """3.7.0 left a fence out of 28 kernels for Hopper that are right with 3.7.1. If a newer one is pinned, these tests
+    must run with the oldest one, too."""
     oldest = ".".join(map(str, LEAST_TRITON))
     assert importlib.metadata.version("triton") == oldest
     root = Path(__file__).parents[2]

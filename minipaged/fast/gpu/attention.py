@@ -537,14 +537,14 @@ def _shape(dtype: torch.dtype, dim: int, rows: int, capability: int, in_8_bits: 
     where a tile has wide heads; not so on data-centre Blackwell, where Triton 3.7.1 moreover forgets a fence with 3, so
     that the first V may be multiplied before it is there (`early_reads` in tests/fast/compile_kernels.py). Hopper has
     room for 7, three tiles: on an H200 32 sequences of 8,192 tokens took 250 µs in place of 278, and prompts 3 % less.
-    What is kept in 8 bits is in registers as the numbers that it stands for, so that tiles are smaller where there is
-    least room.
+    (Heads of 64 gain nothing by it.) What is kept in 8 bits is in registers as the numbers that it stands for, so that
+    tiles are smaller where there is least room.
     """
     if dtype == torch.float32:  # no tensor cores: products are sums of single multiplications, which take registers
         few = dim <= 64 and not in_8_bits
         return {"TILE": 16, "num_warps": 4 if few else 8, "num_stages": 5 if dim <= 128 else 3}
     crowded = dim > 128 or (rows >= 64 and not _multiplies_from_shared_memory(capability))
-    num_stages = 7 if capability // 10 == 9 and dim <= 128 else 5
+    num_stages = 7 if capability // 10 == 9 and dim == 128 else 5
     if dim > 128 and rows >= 64 and capability // 10 != 10:
         num_stages = 3
     return {

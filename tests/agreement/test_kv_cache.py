@@ -49,6 +49,7 @@ class Twins:
             static_scales=None if scales is None else self.tensor(scales),
         )
         assert self.fast.block_bytes == self.reference.block_bytes
+        self.fast.host_blocks.zero_()  # on a GPU pinned memory comes as it is; a block is written before it is read
 
     def write(self, layer: int, slots: list[int], seed: int) -> None:
         shape = (len(slots), self.reference.num_kv_heads, self.reference.head_dim)

@@ -427,7 +427,8 @@ def check_draw(setting: Setting, dtype: torch.dtype, random: torch.Generator) ->
     least[::2] = math.log(0.02)
     of = torch.randint(rows, (draws,), generator=random, device=random.device)
     uniforms = torch.rand(draws, generator=random, device=random.device, dtype=torch.float64)
-    order = torch.randint(rows, (rows,), generator=random, device=random.device)  # several of one row among them
+    order = torch.randint(rows, (rows,), generator=random, device=random.device)
+    order[:2] = rows - 1  # two of one row, and neither in its own place
     exact = logits.double()[order]
     peaks = exact.amax(1)
     none = torch.zeros_like(order)

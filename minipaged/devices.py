@@ -111,7 +111,7 @@ def compiler_problem() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the system, and the packages that matter; "not installed" where one is not."""
+    """The versions of Python, the system, and the packages that matter; "not installed" where one is not."""
     found = {"Python": f"{platform.python_version()} ({sys.executable})", "system": platform.platform()}
     found["minipaged"] = own_version()
     for package in PACKAGES:

@@ -226,9 +226,9 @@ class Mirror:
     def sampling_inputs(self) -> list[SamplingInput]:
         """One input for each token to choose, in the order of the rows.
 
-        The same list as in the step before, where nothing but positions has moved on: the rows only go on, as many
-        tokens are pending (the same number for all), and none may come to be forbidden. An input's position moves with
-        its output.
+        Returns the list of the step before if only positions have moved on. For that the rows only go on, the number of
+        pending tokens is what it was (for all of them), and no token may come to be forbidden. An input's position moves
+        with its output.
         """
         rows_with_logits = (row for row in self.rows if row.num_choices)
         if self.rows.num_steady and self._inputs:
@@ -237,7 +237,7 @@ class Mirror:
                 return self._inputs
             rows_with_logits = (row for row in self.rows if row.num_choices)
         inputs: list[SamplingInput] = []
-        self._inputs = inputs if self.rows.num_steady else []  # before, a row may have come back that had none pending
+        self._inputs = inputs if self.rows.num_steady else []  # or a row may have come back with none pending
         for place, row in enumerate(rows_with_logits):
             if row.num_choices < 0:
                 continue

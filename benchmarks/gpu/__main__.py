@@ -174,21 +174,21 @@ def jobs_of(section: str, setting: Setting) -> list[Job]:
 
 @dataclass(frozen=True)
 class Part:
-    """The jobs that one process is started for, or several, one behind another."""
+    """The jobs of one process, or the share of them that one of several processes takes."""
 
     sections: tuple[str, ...]
     only: str = ""
     """A regular expression that is found in the jobs' names."""
     first: int = 0
     step: int = 1
-    """Of these jobs every so many, from number `first` on."""
+    """Every `step`-th of these jobs is taken, from number `first` on."""
 
     def jobs(self, setting: Setting) -> list[Job]:
         jobs = [job for section in self.sections for job in jobs_of(section, setting)]
         return [job for job in jobs if re.search(self.only, job.name)][self.first :: self.step]
 
     def command(self, setting: Setting, seconds: float, done: int = 0) -> list[str]:
-        """Of the process that does them, but for those that are done."""
+        """The command of the process that does these jobs, without the first `done`."""
         command = [sys.executable, "-m", "benchmarks.gpu", "--work-on", *self.sections, f"--only={self.only}"]
         command += ["--share", str(self.first), str(self.step), "--done", str(done)]
         command += ["--seconds", str(seconds), "--seed", str(setting.seed)]
@@ -215,7 +215,7 @@ def work(part: Part, options: argparse.Namespace, setting: Setting) -> int:
 def rows_of(section: str, only: str, setting: Setting, seconds: float) -> Iterator[Row]:
     """The results of a section's jobs, one by one, however many processes it takes."""
     part = Part((section,), only)
-    if setting.tiny:  # imports would cost more than the jobs; and how long it takes says nothing, so it may
+    if setting.tiny:  # in this process: a new one would spend more on imports; times mean nothing here
         yield from run_jobs(section, part.jobs(setting), setting, math.inf)
         return
     deadline, done = time.monotonic() + seconds, 0
@@ -341,7 +341,7 @@ def without_file(arguments: Sequence[str]) -> list[str]:
 
 
 def put_beside(row: Row, rows: list[Row]) -> Row | None:
-    """What another engine did, to the peers of ours on the same model: that row."""
+    """Add another engine's figures as a peer to our row for the same model; returns our row, or None."""
     model, _, peer = row["name"].partition(": transformers ")
     mine = next((other for other in rows if peer and other["name"] == f"{model}: minipaged"), None)
     if mine is not None:

@@ -25,7 +25,7 @@ class Goal:
     fast as that peer it is."""
     aim: float
     of: str = ""
-    """As the aim is written: what it is a share of, and what that comes to."""
+    """The end of the aim's text: what it is a share of, and what that comes to."""
 
     def about(self, row: Row) -> bool:
         return re.fullmatch(self.rows, row["name"]) is not None
@@ -119,7 +119,7 @@ class Verdict:
 
 
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:
-    """Of each goal: its worst row, or why there is none."""
+    """Each goal's worst row, or why there is none."""
     rows = list(rows)
     found = []
     for goal in GOALS:

@@ -1,4 +1,4 @@
-"""The short way for steps in which all go on decoding: an accelerator, and no part of how the engine works.
+"""A short way for steps in which all go on decoding. It only saves time: the engine works without it.
 
 In most steps every sequence runs its latest token, gets one more, and nothing else happens. The long way
 (`Scheduler.schedule`, `StepWriter.write`, `Committer.commit`) then finds out the same for each of them in every step.
@@ -153,13 +153,13 @@ class Steady:
         self._latest: dict[int, Plan] = {}  # of each lane, since the engine last went the long way in all of them
 
     def settle(self) -> None:
-        """Let all sequences be as they are on the long way."""
+        """Let all sequences be as the long way would have left them."""
         for batch in self._batches.values():
             for i in range(len(batch.sequences)):
                 batch.settle(i)
 
     def stop(self) -> None:
-        """Something will change that is more than decoding."""
+        """Let all sequences be as on the long way, and forget the batches: something other than decoding comes next."""
         self.settle()
         self._batches.clear()
         self._latest.clear()

@@ -4,8 +4,8 @@ The rules are those of `reference/sampling.py`, in the same order and with the s
 the same tokens on both tiers. What differs is the shape of the work. The logits of a batch are millions of
 numbers on a device, and what is wanted of them is a token and a log-probability a sequence. So
 
-- the parameters of all inputs go to the device in one copy, and all results come back in one. While the same inputs go
-  on, their parameters stay there (`Choosing`);
+- the parameters of all inputs go to the device in a few copies, however many inputs there are, and all results come
+  back in one. While the same inputs go on, their parameters stay there (`Choosing`);
 - in between, nothing waits for the host: no branch depends on a logit. What cannot be served (NaN, nothing left to
   choose) is found out at the end, from results that came back anyway;
 - nor does the host wait for the device: the results are on their way to it when `sample` returns, and are waited for
@@ -86,8 +86,9 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
 class Choosing:
     """How the tokens of a batch are chosen: worked out once, and used again while the inputs stay the same.
 
-    The parameters of the inputs are on the device then. A later step sends nothing but the numbers to draw with, which
-    depend on the inputs' positions. (An input's position moves on with its output: `Mirror.sampling_inputs`.)
+    The parameters of the inputs are on the device then. A later step sends the numbers to draw with, which depend on
+    the inputs' positions, and the changes for inputs that need a row of their own. (An input's position moves on with
+    its output: `Mirror.sampling_inputs`.)
     """
 
     def __init__(self, inputs: Sequence[SamplingInput], device: torch.device, vocab: int) -> None:
@@ -425,7 +426,7 @@ class _Draws(NamedTuple, Generic[Column]):
 
 
 class Counters:
-    """What the numbers that inputs draw with are made of: their seeds, streams and positions."""
+    """The seeds, streams and positions of some inputs. The numbers that they draw with are computed from these."""
 
     def __init__(self, inputs: Sequence[SamplingInput]) -> None:
         self._first = inputs[0]
@@ -437,7 +438,7 @@ class Counters:
     def uniform(self, kernels: SamplingKernels) -> NDArray[np.float64]:
         """A number in [0, 1) for each input at its position, [n]: 53 bits of Philox4x32-10 (Salmon et al., SC 2011).
 
-        Nothing of it is on the device. So it is computed on the host, and sent.
+        The counters are on the host, so the numbers are computed there and sent.
         """
         later = np.uint64(self._first.position - self._first_position)  # all of them move on alike
         return kernels.uniform(self._seeds, self._streams, self._positions + later)

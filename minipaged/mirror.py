@@ -226,9 +226,9 @@ class Mirror:
     def sampling_inputs(self) -> list[SamplingInput]:
         """One input for each token to choose, in the order of the rows.
 
-        Returns the list of the step before if only positions have moved on. For that the rows only go on, the number of
-        pending tokens is what it was (for all of them), and no token may come to be forbidden. An input's position moves
-        with its output.
+        Returns the list of the step before if only positions have moved on. For that the rows only go on, the number
+        of pending tokens is what it was (for all of them), and no token may come to be forbidden. An input's position
+        moves with its output.
         """
         rows_with_logits = (row for row in self.rows if row.num_choices)
         if self.rows.num_steady and self._inputs:

@@ -119,7 +119,7 @@ class Mirror:
         self._choosing: list[Sequence] = []  # the sequences of the rows for which tokens are chosen
         self._first_choices: list[int] = []  # for each of them
         self._needs_tokens = False
-        self._inputs: list[SamplingInput] = []  # those of the step before; empty if they cannot be those of the next
+        self._inputs: tuple[SamplingInput, ...] = ()  # the step before's; empty if they cannot be the next one's
         self.prompt_inputs: list[PromptInput] = []
         """What the latest step has to tell of prompts, in the order of its rows."""
         self._unsettled: list[_Chosen] = []
@@ -141,6 +141,7 @@ class Mirror:
         self._follow_sequences(step)
         self.prompt_inputs = []
         if not self.rows.num_steady:
+            self._inputs = ()
             self._note_choices()
             self._note_prompts()
         if self._needs_tokens:  # the engine has waited for them already
@@ -223,21 +224,20 @@ class Mirror:
             batch.append(BatchRow(tokens, row.start, sequence.blocks, row.num_choices != 0, num_asked))
         return batch
 
-    def sampling_inputs(self) -> list[SamplingInput]:
+    def sampling_inputs(self) -> tuple[SamplingInput, ...]:
         """One input for each token to choose, in the order of the rows.
 
-        Returns the list of the step before if only positions have moved on. For that the rows only go on, the number
+        Returns those of the step before if only positions have moved on. For that the rows only go on, the number
         of pending tokens is what it was (for all of them), and no token may come to be forbidden. An input's position
         moves with its output.
         """
-        rows_with_logits = (row for row in self.rows if row.num_choices)
-        if self.rows.num_steady and self._inputs:
-            first = next(rows_with_logits)
+        if self._inputs:
+            first = next(iter(self.rows))
             if self._inputs[0].num_pending == first.stop - self.sequences[first.sequence].num_tokens:
                 return self._inputs
-            rows_with_logits = (row for row in self.rows if row.num_choices)
+        rows_with_logits = (row for row in self.rows if row.num_choices)
         inputs: list[SamplingInput] = []
-        self._inputs = inputs if self.rows.num_steady else []  # or a row may have come back with none pending
+        may_come_again = self.rows.num_steady > 0  # in the step before, a row may have come back with none pending
         for place, row in enumerate(rows_with_logits):
             if row.num_choices < 0:
                 continue
@@ -248,7 +248,7 @@ class Mirror:
             forbidden: tuple[int, ...] = ()
             if sampling.forbidden_token_ids or sampling.bad_words:  # hardly ever
                 forbidden = sampling.forbidden_after(output, num_pending)
-                self._inputs = []  # it is found anew after each token
+                may_come_again &= not forbidden and not sampling.bad_words
             inputs += [
                 SamplingInput(
                     row=place,
@@ -262,7 +262,9 @@ class Mirror:
                 )
                 for choice in range(row.num_choices)
             ]
-        return inputs
+        chosen_for = tuple(inputs)
+        self._inputs = chosen_for if may_come_again else ()
+        return chosen_for
 
 
 def _begin(begun: Begun) -> Sequence:

@@ -284,7 +284,7 @@ def test_inputs_that_only_move_on_are_made_once(lag: int) -> None:
         StepInput(6, added=(Row(0, 5, 1, 1),)),
         *(StepInput(number) for number in (7, 8, 9)),
     ]
-    given: list[list[SamplingInput]] = []
+    given: list[tuple[SamplingInput, ...]] = []
     for step in steps:
         mirror.apply(step, wait=lag == 0)
         given.append(mirror.sampling_inputs())
@@ -294,20 +294,26 @@ def test_inputs_that_only_move_on_are_made_once(lag: int) -> None:
     assert again == [3, 4, 8, 9]  # 2 and 7 are the first in which as many tokens are pending for all
 
 
-@pytest.mark.parametrize(("params", "times"), [({"min_tokens": 3}, 3), ({"bad_words": ["b"]}, 6)])
-def test_inputs_are_made_anew_while_tokens_may_come_to_be_forbidden(params: dict[str, Any], times: int) -> None:
-    """Token 9 would end it, and must not come before the third token; "b" is token 7, wherever it comes."""
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(SamplingParams(min_tokens=3), 0, 0, forbidden_token_ids=(9,)), [(9,), (9,), (9,), (), (), ()]),
+        (Sampling(SamplingParams(), 0, 0, bad_words=((3, 7),)), [(), (7,), (), (7,), (), (7,)]),
+    ],
+    ids=["min_tokens", "bad_words"],
+)
+def test_inputs_are_made_anew_while_tokens_may_come_to_be_forbidden(
+    sampling: Sampling, expected: list[tuple[int, ...]]
+) -> None:
+    """Token 9 would end it, and must not come before the fourth token. 7 must not follow 3, every other token."""
     mirror = Mirror()
-    bad_words = ((7,),) if "bad_words" in params else ()
-    forbidden = (9,) if "min_tokens" in params else ()
-    sampling = Sampling(SamplingParams(**params), 0, 0, forbidden, bad_words)
     mirror.apply(StepInput(1, fresh=True, begun=(Begun(0, (1, 2), 2, (0,), sampling),), added=(Row(0, 0, 2, 1),)))
     told = []
     for number in range(2, 8):
         told.append(mirror.sampling_inputs()[0].forbidden_token_ids)
-        mirror.chosen([Sampled(3, 0.0, None)])
+        mirror.chosen([Sampled(3 + number % 2, 0.0, None)])
         mirror.apply(StepInput(number))
-    assert told == ([(9,)] * times + [()] * (6 - times) if forbidden else [(7,)] * times)
+    assert told == expected
 
 
 # --- Recordings -----------------------------------------------------------------------------------

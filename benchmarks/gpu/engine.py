@@ -20,7 +20,6 @@ the time that any of them runs. (Tracing costs the host some time, so the true s
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from dataclasses import dataclass
@@ -127,8 +126,6 @@ def run_ours(work: Workload, setting: Setting) -> Row:
         engine = make_engine(work, setting)
         others = [prompt[::-1] for prompt in work.prompts[:8]]  # or the prefix cache would know these prompts
         run_engine(engine, others, [4] * len(others))  # compiles what is left to compile
-        gc.collect()
-        gc.freeze()  # as `LLM` does when it has begun
 
     setup_seconds = wall_seconds(make, setting)
     assert engine is not None

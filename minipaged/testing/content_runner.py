@@ -81,7 +81,7 @@ class CheckedMirror(Mirror):
         if self._runner.engine is not None:
             self._compare(self._runner.engine, step.lane)
 
-    def sampling_inputs(self) -> list[SamplingInput]:
+    def sampling_inputs(self) -> tuple[SamplingInput, ...]:
         """Those of the step before may be given again, so they are looked at each time."""
         inputs = super().sampling_inputs()
         rows = [row for row in self.rows for _ in range(row.num_choices)]
@@ -89,6 +89,8 @@ class CheckedMirror(Mirror):
             sequence = self.sequences[row.sequence]
             assert sequence.sampling is not None
             forbidden = sequence.sampling.forbidden_after(sequence.output_token_ids, row.stop - sequence.num_tokens)
+            if given.output_token_ids is not sequence.output_token_ids or given.seed != sequence.sampling.seed:
+                self._differs(f"the inputs of another sequence stand where those of sequence {row.sequence} belong")
             if (given.position, given.forbidden_token_ids) != (row.stop, forbidden):
                 self._differs(f"sequence {row.sequence} chooses a token for {given.position}, and not for {row.stop}")
         return inputs

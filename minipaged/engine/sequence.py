@@ -142,12 +142,6 @@ class Request:
         """Not where the log-probabilities of its prompt are wanted still: they come from computing it."""
         return self.prompt_logprobs is None or self.prompt_computed
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one sequence of tokens, and nobody asks for more than them."""
-        sequence, *others = self.sequences
-        return not others and self.beam_search is None and sequence.detokenizer is None and sequence.logprobs is None
-
     def remaining(self) -> list[tuple[Sequence, int]]:
         """Its sequences that have tokens to run, each with how many."""
         return [(sequence, n) for sequence in self.sequences if (n := sequence.num_remaining)]

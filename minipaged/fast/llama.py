@@ -283,8 +283,9 @@ class Llama(Runner):
             return []
         if kept is None or kept.inputs is not inputs:
             kept = Choosing(inputs, logits.device, self.config.vocab_size)
+        samples = kept.sample(logits)
         self._choosing[self.mirror] = kept
-        return kept.sample(logits)
+        return samples
 
     def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> dict[int, Sequence[Sampled]]:
         """The log-probabilities of prompts, by sequence, still on the device; the logits that they take are made and

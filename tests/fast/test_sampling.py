@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from minipaged.contracts import SamplingInput
 from minipaged.fast import kernels_for, sampling
 from minipaged.fast.beam_search import BeamSearch
+from minipaged.fast.llama import Llama
 from minipaged.params import BeamSearchParams, SamplingParams
 
 VOCAB = 400
@@ -119,6 +121,25 @@ def test_what_was_worked_out_once_chooses_the_same_tokens_as_the_outputs_grow(
             output.append(token_id)
     if any(one.temperature for one in params):
         assert len(set(map(tuple, drawn))) == 4, "each position draws with a number of its own"
+
+
+def test_the_model_works_out_once_how_to_choose_while_a_lane_has_the_same_inputs() -> None:
+    model: Any = SimpleNamespace(_choosing={}, config=SimpleNamespace(vocab_size=VOCAB), mirror="a lane's")
+    first, other = tuple(inputs()), tuple(inputs())
+
+    def kept_after(wanted: Any, logits: Any = None) -> sampling.Choosing | None:
+        Llama.sample(model, table() if logits is None else logits, wanted)
+        return model._choosing.get(model.mirror)  # type: ignore[no-any-return]
+
+    kept = kept_after(first)
+    assert kept_after(first) is kept
+    assert kept_after(other) is not kept
+    model.mirror = "another lane's"
+    assert kept_after(first) is not kept
+    assert len(model._choosing) == 2
+    with pytest.raises(AttributeError):
+        kept_after(first, "no logits")
+    assert model.mirror not in model._choosing, "what was cut short is not gone on from"
 
 
 @pytest.mark.parametrize("params", EVERY_WAY)

@@ -428,7 +428,8 @@ def check_draw(setting: Setting, dtype: torch.dtype, random: torch.Generator) ->
     of = torch.randint(rows, (draws,), generator=random, device=random.device)
     uniforms = torch.rand(draws, generator=random, device=random.device, dtype=torch.float64)
     order = torch.randint(rows, (rows,), generator=random, device=random.device)
-    order[:2] = rows - 1  # two of one row, and neither in its own place
+    # Two of one row, the row that holds minus infinity, and none of these in its own place.
+    order[:3] = torch.tensor([rows - 1, rows - 1, 1], device=random.device)
     exact = logits.double()[order]
     peaks = exact.amax(1)
     none = torch.zeros_like(order)

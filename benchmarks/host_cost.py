@@ -66,9 +66,9 @@ class Following(Runner):
         self._tables.apply(step)
         if len(self._logits):
             inputs = self._mirror.sampling_inputs()
-            if self._how is None or self._how.inputs is not inputs:  # as `Llama.sample` keeps it
-                self._how = Choosing(inputs, self._logits.device, VOCAB_SIZE)
-            self._choices = self._how.sample(self._logits[: len(inputs)])
+            logits = self._logits[: len(inputs)]
+            self._how = Choosing.of(inputs, logits, self._how)  # as `Llama.sample` keeps it
+            self._choices = self._how.sample(logits)
         elif len(self._choices) != self._mirror.rows.num_choices:
             self._choices = [_CHOSEN] * self._mirror.rows.num_choices
         self._mirror.chosen(self._choices)

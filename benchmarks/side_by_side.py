@@ -15,6 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from minipaged.devices import own_version
+
 
 @dataclass(frozen=True)
 class Result:
@@ -59,7 +61,8 @@ def describe_machine() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("minipaged", "numba", "numpy", "torch", "transformers")},
+        "versions": {"minipaged": own_version()}
+        | {name: version(name) for name in ("numba", "numpy", "torch", "transformers")},
         "threads": {name: os.environ.get(name, "default") for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")},
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
     }

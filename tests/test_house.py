@@ -34,7 +34,6 @@ class Room:
 HOUSE = {
     # The ground: plain Python, which runs wherever Python runs.
     "errors": Room(),
-    "version": Room(),
     "block_hashes": Room(),
     "kv_connector": Room(),
     "events": Room(),
@@ -79,7 +78,7 @@ HOUSE = {
         },
     ),
     # The one room that knows the wings.
-    "devices": Room("version", late={"only the fast tier has it": "torch"}),
+    "devices": Room(late={"only the fast tier has it": "torch"}),
     "tiers": Room(
         "contracts devices errors models.config models.shards params",
         late={"whoever chooses a tier loads what it needs, and only that": "fast models.loading numpy reference torch"},
@@ -112,7 +111,7 @@ HOUSE = {
     "minipaged": Room(
         "errors outputs params prompts", late={"the parts without NumPy are to be had without it": "async_llm llm"}
     ),
-    "step_files": Room("contracts errors llm models.config params scheduling steps version", "msgspec"),
+    "step_files": Room("contracts devices errors llm models.config params scheduling steps", "msgspec"),
     "replay_steps": Room("contracts errors llm mirror params step_files steps ties", "numpy"),
     "chat": Room("errors events llm outputs params replay", "rich", late={"not on every system": "readline"}),
     "stepper": Room(
@@ -145,7 +144,7 @@ HOUSE = {
         },
     ),
     "serve": Room(
-        "async_llm engine errors events llm models outputs params replay version",
+        "async_llm devices engine errors events llm models outputs params replay",
         "fastapi msgspec prometheus_client pydantic starlette uvicorn",
     ),
     # Several engines behind one endpoint; `replicas.routing` needs no more than the ground, and no Ray.
@@ -155,8 +154,8 @@ HOUSE = {
     ),
     # The paper's figures, made again: the engine on simulated machines, and several of them behind a router.
     "paper": Room(
-        "contracts engine errors events mirror params reference replay replicas.routing scheduling simulated "
-        "stepper steps tiers traces version",
+        "contracts devices engine errors events mirror params reference replay replicas.routing scheduling "
+        "simulated stepper steps tiers traces",
         "matplotlib numpy rich",
         late={
             "beams are listened to once, by whoever writes the file": "llm",

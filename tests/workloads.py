@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from minipaged.contracts import BeamStep, Sampled, SamplingInput, Tier
+from minipaged.fast.sampling import Choosing
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.testing.workloads import (
     Run,
@@ -46,9 +47,16 @@ class FastBeamSearch(_fast.beam_search):  # type: ignore[misc, name-defined]
         return super().step(torch.from_numpy(logits), rows, cumulative_logprobs)
 
 
+_kept: list[Choosing | None] = [None]
+
+
 def fast_sample(logits: np.ndarray, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
-    """The fast tier's, given arrays."""
-    return _fast.sample(torch.from_numpy(logits), inputs)
+    """The fast tier's, given arrays. What was worked out for the same inputs is used again, as `Llama.sample` does."""
+    table = torch.from_numpy(logits)
+    if not inputs:
+        return []
+    _kept[0] = Choosing.of(inputs, table, _kept[0])
+    return _kept[0].sample(table)
 
 
 FAST = Tier("fast", _fast.block_allocator, _fast.block_table, FastBeamSearch, fast_sample)

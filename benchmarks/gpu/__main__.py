@@ -7,11 +7,11 @@
 
 Each part (a *section*) runs in a process of its own, with a budget of seconds: the table below. So a kernel that hangs
 or breaks the GPU's context costs its own job, and the section goes on behind it in a new process. Whatever is found is
-in the JSON file at once. Before any budget counts, the kernels of the checks and of some measurements are compiled on
-all cores, within 150 seconds; those in Triton's cache cost nothing. All else takes up to eight minutes.
-Where the checks leave no time for the last measurements, run the two halves one by one. The last thing printed is the
-short table of what is aimed at (`targets.py`); `python -m benchmarks.gpu.page` makes docs/gpu.md of the files. The exit
-status is 1 if a check failed, or a measurement of ours.
+in the JSON file at once. Before any budget counts, the jobs of the checks and of some measurements are done once by up
+to 14 processes, within 150 seconds, so that their kernels are compiled. Checks and measurements then take up to eight
+minutes, the test suites by themselves up to nine. Where the checks leave no time for the last measurements, run the two
+halves one by one. The last thing printed is the short table of what is aimed at (`targets.py`); `python -m
+benchmarks.gpu.page` makes docs/gpu.md of the files. The exit status is 1 if a check failed, or a measurement of ours.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def lines_before(process: subprocess.Popen[bytes], deadline: float) -> Iterator[
 
 
 def compile_ahead(sections: Sequence[str], only: str, setting: Setting) -> float:
-    """Do the jobs of these sections on all cores, for nothing but what Triton then has in its cache. Returns seconds.
+    """Do the jobs of these sections in several processes, only to fill Triton's cache. Returns the seconds it took.
 
     So the sections' own seconds are not spent on compiling. What a process finds is thrown away, and so is what befalls
     it: one may fail, hang, or lose the device.

@@ -122,9 +122,9 @@ def tuning(setting: Setting) -> list[Job]:
     """The choices of `gpu/attention.py` beside others, at one shape: docs/tuning.md has what to expect of each."""
     decode, prefill = usual_shapes(setting)
     narrow = Shape(prefill.seqs, prefill.context, prefill.kv_heads, prefill.group, 16 if setting.tiny else 64)
-    per_sm = {f"{n} programs a multiprocessor": {"PROGRAMS_PER_SM": n} for n in (1, 3, 4)}
+    per_sm = {f"{n} programs a multiprocessor": {"PROGRAMS_PER_SM": n} for n in (1, 2, 3, 4)}
     tiles = {f"tiles of {n} keys": {"TILE": n} for n in (32, 128)}
-    stages = {f"{n} stages": {"num_stages": n} for n in (3, 4)}
+    stages = {f"{n} stages": {"num_stages": n} for n in (3, 4, 5)}
     wide = {"tiles of 128 keys, 4 stages": {"TILE": 128, "num_stages": 4}}
     two_programs = {"64 rows, 4 warps": {"ROWS": 64, "num_warps": 4}}
     trials: list[tuple[str, Callable[..., Row], Shape, dict[str, dict[str, int]]]] = [

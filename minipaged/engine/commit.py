@@ -121,7 +121,7 @@ class Committer:
         if self._blocks.prefix_cache is None:
             return
         for i, (sequence, _) in enumerate(scheduled.work, scheduled.first_row):
-            # All that were known, if all that it ran was the latest. A step that was planned anew says how many.
+            # All that were known, if all that it ran was the latest. Otherwise its row says how many.
             num_computed = len(sequence.tokens) if scheduled.decodes else step.plan.rows[i].stop
             if num_computed // self._blocks.block_size != sequence.num_published and sequence.finish_reason is None:
                 self._blocks.publish(sequence, num_computed)

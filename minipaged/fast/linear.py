@@ -44,6 +44,7 @@ class QuantizingLinear(Matrix):
 
     def __init__(self, matrix: Matrix, activations: Activations) -> None:
         self.matrix, self.activations = matrix, activations
+        self._divisor: Tensor | None = None  # on the device, once there is one
         self.nbytes = matrix.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -58,29 +59,35 @@ class QuantizingLinear(Matrix):
         size = how.group_size or x.shape[1]
         whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % size))  # 0 is in each group's range anyway
         groups = whole.view(len(x), whole.shape[1] // size, size)  # [tokens, groups, size]
-        scale, zero = self._found(groups) if how.scale is None else (_number(how.scale, groups), how.zero)
+        divisor = self._divisor_like(groups)
+        scale, zero = self._found(groups, divisor) if how.scale is None else (divisor, how.zero)
         if how.kind == "float8":
             codes = (groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float()
         else:
             codes = (groups / scale + zero).clamp(-128, 127).round() - zero
         return (codes * scale).view(whole.shape)[:, : x.shape[1]].to(x.dtype)
 
-    def _found(self, groups: Tensor) -> tuple[Tensor, Tensor | int]:
+    def _divisor_like(self, groups: Tensor) -> Tensor:
+        """The static scale, or the number of steps in a group's range, as a tensor on the device.
+
+        Where a divisor is a number of the host, torch on a GPU multiplies by its reciprocal. That rounds once more, and
+        the smallest input of a group got the code -127 in place of -128.
+        """
+        how = self.activations
+        if self._divisor is None or self._divisor.device != groups.device:
+            of_range = 448 if how.kind == "float8" else 127.5 if how.symmetric else 255
+            value = of_range if how.scale is None else how.scale
+            self._divisor = torch.full((), value, dtype=groups.dtype, device=groups.device)
+        return self._divisor
+
+    def _found(self, groups: Tensor, divisor: Tensor) -> tuple[Tensor, Tensor | int]:
         """Scale and zero [tokens, groups, 1] of each group's own range, which includes 0."""
         low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
         smallest_scale = torch.finfo(torch.float32).eps
         if self.activations.kind == "float8" or self.activations.symmetric:
-            largest = torch.maximum(-low, high)
-            steps = _number(448 if self.activations.kind == "float8" else 127.5, groups)
-            return (largest / steps).clamp(min=smallest_scale), 0
-        scale = ((high - low) / _number(255, groups)).clamp(min=smallest_scale)
+            return (torch.maximum(-low, high) / divisor).clamp(min=smallest_scale), 0
+        scale = ((high - low) / divisor).clamp(min=smallest_scale)
         return scale, (-128 - low / scale).clamp(-128, 127).round()
-
-
-def _number(value: float, like: Tensor) -> Tensor:
-    """A divisor, on the device: on a GPU torch multiplies by the reciprocal of a number of the host. That rounds once
-    more, and the smallest input of a group got the code -127 in place of -128."""
-    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 class JoinedLinear(Linear):

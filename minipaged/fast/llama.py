@@ -281,10 +281,9 @@ class Llama(Runner):
         kept = self._choosing.pop(self.mirror, None)  # and there is none, should this be cut short
         if not inputs:
             return []
-        if kept is None or kept.inputs is not inputs:
-            kept = Choosing(inputs, logits.device, self.config.vocab_size)
-        samples = kept.sample(logits)
-        self._choosing[self.mirror] = kept
+        how = Choosing.of(inputs, logits, kept)
+        samples = how.sample(logits)
+        self._choosing[self.mirror] = how
         return samples
 
     def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> dict[int, Sequence[Sampled]]:

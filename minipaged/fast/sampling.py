@@ -80,7 +80,7 @@ def sample(logits: Tensor, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]
     A row from which nothing can be chosen is an error of the inputs that use it: it holds NaN or plus infinity, or
     nothing but minus infinity is left.
     """
-    return Choosing(inputs, logits.device, logits.shape[1]).sample(logits) if inputs else []
+    return Choosing.of(inputs, logits).sample(logits) if inputs else []
 
 
 class Choosing:
@@ -94,38 +94,47 @@ class Choosing:
     def __init__(self, inputs: Sequence[SamplingInput], device: torch.device, vocab: int) -> None:
         self.inputs = inputs
         self._kernels = kernels_for(device)
+        rows = [wanted.row for wanted in inputs]
+        self._in_order = rows == list(range(len(inputs)))  # input i looks at row i
         self._all_greedy = all(_is_plainly_greedy(wanted) for wanted in inputs)
+        if self._all_greedy and self._in_order:
+            return  # as for most batches: nothing has to be sent
         self._lookups = lookups = _Lookups(
-            rows=[wanted.row for wanted in inputs],
+            rows=rows,
             altered=[index for index, wanted in enumerate(inputs) if not wanted.leaves_logits_alone],
             ranked=sorted({wanted.row for wanted in inputs if wanted.params.num_likeliest}),
             given_rows=[wanted.row for wanted in inputs for _ in wanted.params.logprob_token_ids],
             given_tokens=[token_id for wanted in inputs for token_id in wanted.params.logprob_token_ids],
         )
         self._sent = _Lookups(*send(device, *lookups))
-        self._in_order = lookups.rows == list(range(len(inputs)))  # input i looks at row i
         self._count = max((wanted.params.num_likeliest or 0 for wanted in inputs), default=0)
         self._tells_others = any(
             wanted.params.logprobs is not None or wanted.params.logprob_token_ids for wanted in inputs
         )
         altered = set(lookups.altered)
-        plain = [(index, row) for index, row in enumerate(lookups.rows) if index not in altered]
+        plain = [(index, row) for index, row in enumerate(rows) if index not in altered]
         self._draws = _Drawing(plain, inputs, device, vocab, self._kernels)
         of_table = [(index, row) for row, index in enumerate(lookups.altered)]
         self._altered_draws = _Drawing(of_table, inputs, device, vocab, self._kernels)
+
+    @classmethod
+    def of(cls, inputs: Sequence[SamplingInput], logits: Tensor, before: Choosing | None = None) -> Choosing:
+        """How these inputs choose from logits [rows, vocab]: `before` again, if it is of the very same inputs."""
+        return before if before is not None and before.inputs is inputs else cls(inputs, logits.device, logits.shape[1])
 
     def sample(self, logits: Tensor) -> Samples:
         """One token for each input, at its position as it is now; see the function."""
         if not is_gpu(logits.device) and logits.dtype != torch.float64:
             logits = logits.float()  # which holds all values of float16 and bfloat16; the compiled loops know neither
-        kernels, inputs, sent, lookups = self._kernels, self.inputs, self._sent, self._lookups
+        kernels, inputs = self._kernels, self.inputs
         raw = kernels.argmax_logsumexp(logits)  # [rows] each
-        in_order = self._in_order and len(inputs) == len(logits)
-        likeliest, peaks, log_totals = raw if in_order else [each[sent.rows] for each in raw]  # [inputs] each
+        rows = slice(len(inputs)) if self._in_order else self._sent.rows
+        likeliest, peaks, log_totals = (each[rows] for each in raw)  # [inputs] each
         if self._all_greedy:
             arriving = Arriving(likeliest, peaks, log_totals)
             return Samples(likeliest, lambda: _likeliest(inputs, *arriving.arrays()))
 
+        sent, lookups = self._sent, self._lookups
         token_ids = likeliest.clone()  # [inputs]
         self._draws.put_into(token_ids, logits, raw[1])
         altered_peaks = peaks[:0]

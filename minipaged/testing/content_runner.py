@@ -82,7 +82,7 @@ class CheckedMirror(Mirror):
             self._compare(self._runner.engine, step.lane)
 
     def sampling_inputs(self) -> tuple[SamplingInput, ...]:
-        """Those of the step before may be given again, so they are looked at each time."""
+        """Looked at each time, for the inputs of the step before may be given again."""
         inputs = super().sampling_inputs()
         rows = [row for row in self.rows for _ in range(row.num_choices)]
         for given, row in zip(inputs, rows, strict=True):
@@ -116,7 +116,10 @@ class CheckedMirror(Mirror):
                 self._differs(f"the tokens of sequence {number} are {theirs[number].tokens}, in the mirror others")
         for row in self.rows:
             table, blocks = theirs[row.sequence].table, self.sequences[row.sequence].blocks
-            stop = min(row.stop, table.num_tokens) if engine.takes_short_way else row.stop  # it has filled blocks later
+            if row.stop > len(blocks) * self._runner.block_size:
+                self._differs(f"blocks {blocks} of sequence {row.sequence} have no slot for position {row.stop - 1}")
+            # On the short way the table fills its blocks later; there are slots in them already.
+            stop = min(row.stop, table.num_tokens) if engine.takes_short_way else row.stop
             slots = list(table.slot_mapping(row.start, stop)) if stop > row.start else []
             if slots != slots_of(blocks, row.start, stop, self._runner.block_size):
                 self._differs(f"positions {row.start} to {stop - 1} of blocks {blocks} cannot be in slots {slots}")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.harness import ROOT, Job, Row, Setting
+from benchmarks.gpu.harness import ROOT, TEST_SECONDS, Job, Row, Setting
 from benchmarks.gpu.packed import FORMS, exact_product, random_matrix
 from minipaged import steps
 from minipaged.fast import gpu, kernels_for
@@ -41,7 +41,6 @@ WHOLE_MODEL = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """And where rounding piles up over the layers."""
 
 SUITES = ("tests/fast", "tests/agreement")
-SUITE_SECONDS = 540
 SUITE_PROCESSES = 14
 """At most."""
 
@@ -647,11 +646,11 @@ def run_suites(setting: Setting) -> Row:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SUITE_SECONDS
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS
         )  # fmt: skip
     except subprocess.TimeoutExpired as expired:
         said = (expired.stdout or b"").decode(errors="replace")
-        raise TimeoutError(f"not done after {SUITE_SECONDS} seconds\n{said[-1500:]}") from None
+        raise TimeoutError(f"not done after {TEST_SECONDS} seconds\n{said[-1500:]}") from None
     lines = done.stdout.splitlines() or [f"pytest said nothing, and ended with status {done.returncode}"]
     row = {"summary": lines[-1]}
     if not done.returncode:

@@ -20,8 +20,11 @@ from typing import Any
 
 import torch
 
-TESTS = "test suites"
 ROOT = Path(__file__).parents[2]
+
+TESTS = "test suites"
+TEST_SECONDS = 540
+"""The test suites are one job, which ends itself then."""
 
 CHECKS = ("kernels against float64", "whole model", TESTS)
 """The sections that check; the others measure."""

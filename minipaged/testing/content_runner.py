@@ -116,13 +116,13 @@ class CheckedMirror(Mirror):
                 self._differs(f"the tokens of sequence {number} are {theirs[number].tokens}, in the mirror others")
         for row in self.rows:
             table, blocks = theirs[row.sequence].table, self.sequences[row.sequence].blocks
-            if row.stop > len(blocks) * self._runner.block_size:
-                self._differs(f"blocks {blocks} of sequence {row.sequence} have no slot for position {row.stop - 1}")
             # On the short way the table fills its blocks later; there are slots in them already.
             stop = min(row.stop, table.num_tokens) if engine.takes_short_way else row.stop
             slots = list(table.slot_mapping(row.start, stop)) if stop > row.start else []
             if slots != slots_of(blocks, row.start, stop, self._runner.block_size):
                 self._differs(f"positions {row.start} to {stop - 1} of blocks {blocks} cannot be in slots {slots}")
+            if row.stop > len(blocks) * self._runner.block_size:
+                self._differs(f"blocks {blocks} of sequence {row.sequence} have no slot for position {row.stop - 1}")
 
     def _differs(self, message: str) -> NoReturn:
         raise InvariantViolation(Invariant.CONTENT, message)

@@ -37,9 +37,9 @@ from minipaged.fast.sampling import Choosing
 from minipaged.mirror import Mirror
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs
+from minipaged.simulation.traces import TraceReplay, read_trace
 from minipaged.steps import StepInput
 from minipaged.tiers import fast_tier
-from minipaged.traces import TraceReplay, read_trace
 
 SEQUENCES = (64, 256, 1024)
 STEPS = 96

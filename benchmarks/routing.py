@@ -1,10 +1,10 @@
 """`python -m benchmarks.routing [--trace FILE] [--plot FILE.svg]`: who gets a request, of four replicas.
 
-Each replica is a real engine with a real prefix cache on a simulated machine (`minipaged/simulated.py`); all run on one
-clock. The routers are those of `minipaged/replicas/routing.py`. `PrefixAware` is told once a simulated second what
-replicas publish, by the code that they publish it with (`CacheNews`, with its bound), and all routers are given how
-many requests are outstanding now. Nothing is measured by a wall clock and nothing is drawn without a seed: the same
-command gives the same figures.
+Each replica is a real engine with a real prefix cache on a simulated machine (`minipaged/simulation/simulated.py`);
+all run on one clock. The routers are those of `minipaged/replicas/routing.py`. `PrefixAware` is told once a simulated
+second what replicas publish, by the code that they publish it with (`CacheNews`, with its bound), and all routers are
+given how many requests are outstanding now. Nothing is measured by a wall clock and nothing is drawn without a seed:
+the same command gives the same figures.
 
 Two workloads:
 
@@ -37,7 +37,7 @@ from minipaged.engine.engine import Engine
 from minipaged.outputs import RequestUpdate
 from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.replicas.routing import CacheNews, LeastLoaded, PrefixAware, RoundRobin, Router
-from minipaged.simulated import Machine, SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import Machine, SimulatedRunner, simulated_tier
 
 REPLICAS = 4
 BLOCK_SIZE = 128

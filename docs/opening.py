@@ -25,7 +25,7 @@ from minipaged.events import RequestArrived, RequestFinished, RequestPreempted, 
 from minipaged.paper.orca import Orca
 from minipaged.paper.workloads import draw_lengths
 from minipaged.params import EngineConfig, SamplingParams
-from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
 
 BLOCK_SIZE, NUM_BLOCKS = 64, 128
 """Tokens of a block, and blocks of each pool: room for four texts of the model's longest."""

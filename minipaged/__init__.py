@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from minipaged.api.prompts import TextPrompt, TokensPrompt
 from minipaged.errors import (
     BlockNotAllocated,
     InvalidRequest,
@@ -14,7 +15,6 @@ from minipaged.errors import (
 )
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestMetrics, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
-from minipaged.prompts import TextPrompt, TokensPrompt
 
 if TYPE_CHECKING:
     from minipaged.async_llm import AsyncLLM

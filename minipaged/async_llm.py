@@ -31,14 +31,14 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol, TypeVar, Unpack
 from uuid import uuid4
 
+from minipaged.api.prompts import Prompt
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, QueueFull, ShuttingDown
 from minipaged.events import Listener
 from minipaged.llm import LLM, LoadedModel, Params, check_before_loading
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams
-from minipaged.prompts import Prompt
-from minipaged.settings import GivenSettings, Settings, takes_settings
+from minipaged.setup.settings import GivenSettings, Settings, takes_settings
 
 Result = TypeVar("Result")
 LONG_TEXT = 2_000

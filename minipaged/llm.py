@@ -21,6 +21,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Unpack
 
 from minipaged import tiers
+from minipaged.api.prompts import Prompt, as_list, read_prompt
+from minipaged.api.vllm_arguments import (
+    BEAM_SEARCH_ARGUMENTS,
+    CHAT_ARGUMENTS,
+    GENERATE_ARGUMENTS,
+    LLM_ARGUMENTS,
+    take_own,
+)
 from minipaged.contracts import Runner
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.connected_memory import ConnectedBlockManager
@@ -30,7 +38,7 @@ from minipaged.engine.policies import POLICIES
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
 from minipaged.events import Event, Listener, RequestFinished, TokenGenerated
-from minipaged.kv_connector import Handshake
+from minipaged.handover.kv_connector import Handshake
 from minipaged.models import hub
 from minipaged.models.config import ModelConfig
 from minipaged.models.loading import load_config
@@ -45,17 +53,9 @@ from minipaged.params import (
     RequestOutputKind,
     SamplingParams,
 )
-from minipaged.prompts import Prompt, as_list, read_prompt
 from minipaged.scheduling import MakePolicy
-from minipaged.settings import GivenSettings, Settings, takes_settings
+from minipaged.setup.settings import GivenSettings, Settings, takes_settings
 from minipaged.tiers import DeviceTier
-from minipaged.vllm_arguments import (
-    BEAM_SEARCH_ARGUMENTS,
-    CHAT_ARGUMENTS,
-    GENERATE_ARGUMENTS,
-    LLM_ARGUMENTS,
-    take_own,
-)
 
 if TYPE_CHECKING:
     from minipaged.models.tokenizer import PreTrainedTokenizerFast

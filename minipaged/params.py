@@ -18,8 +18,8 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from minipaged.api.vllm_arguments import SAMPLING_ARGUMENTS, take_own
 from minipaged.errors import InvalidRequest
-from minipaged.vllm_arguments import SAMPLING_ARGUMENTS, take_own
 
 PreemptionMode = Literal["swap", "recompute", "auto"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]

@@ -39,7 +39,7 @@ from benchmarks.serve.figures import Figures, Spread, late_because, meets, parse
 from benchmarks.serve.load import WORDS, PromptWriter, Request, from_trace, parse_lengths, poisson
 from benchmarks.serve.report import Measurement, knee_in_words, knees, lines
 from benchmarks.serve.run import Answer, Record, Run, Target, run
-from minipaged.traces import TraceRequest
+from minipaged.simulation.traces import TraceRequest
 from tests.effort import thorough
 from tests.tiny_model import make_tiny_model
 

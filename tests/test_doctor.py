@@ -17,11 +17,12 @@ from typing import Any, cast
 import pytest
 import torch
 
-from minipaged import devices, tiers
+from minipaged import tiers
 from minipaged.cli import main
 from minipaged.errors import InvalidRequest
 from minipaged.llm import LoadedModel
 from minipaged.models.config import ModelConfig
+from minipaged.tiers import devices
 from tests.tiny_model import SIZES, make_tiny_model
 
 
@@ -313,7 +314,7 @@ def test_doctor_says_of_a_checkout_that_it_is_one(
 
 def test_what_writes_the_version_down_writes_that_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     from minipaged.paper.running import made
-    from minipaged.step_files import Header
+    from minipaged.recordings.step_files import Header
 
     tier = SimpleNamespace(name="reference", device="cpu", dtype="float32")
     llm = SimpleNamespace(loaded=SimpleNamespace(tier=tier), config=None, model_config=None)

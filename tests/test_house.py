@@ -34,22 +34,18 @@ class Room:
 HOUSE = {
     # The ground: plain Python, which runs wherever Python runs.
     "errors": Room(),
-    "block_hashes": Room(),
-    "kv_connector": Room(),
     "events": Room(),
     "outputs": Room(),
     "scheduling": Room(),
-    "vllm_arguments": Room("errors"),
-    "params": Room("errors vllm_arguments"),
-    "prompts": Room("errors vllm_arguments"),
-    "shared_storage": Room("block_hashes errors kv_connector"),
-    "own_parts": Room("errors shared_storage"),
+    "api": Room("errors"),
+    "handover": Room("errors"),
+    "params": Room("api errors"),
     "steps": Room("params"),
     "contracts": Room("errors params scheduling steps"),
     "mirror": Room("contracts steps"),
-    "settings": Room("contracts errors kv_connector params scheduling"),
+    "setup": Room("contracts errors handover params scheduling"),
     # The engine knows no tier, and no NumPy.
-    "engine": Room("block_hashes contracts errors events kv_connector outputs params scheduling steps"),
+    "engine": Room("contracts errors events handover outputs params scheduling steps"),
     # A run followed from its events.
     "replay": Room("errors events"),
     # Where models come from.
@@ -78,15 +74,11 @@ HOUSE = {
         },
     ),
     # The one room that knows the wings.
-    "devices": Room(late={"only the fast tier has it": "torch"}),
     "tiers": Room(
-        "contracts devices errors models.config models.shards params",
+        "contracts errors models.config models.shards params",
         late={"whoever chooses a tier loads what it needs, and only that": "fast models.loading numpy reference torch"},
     ),
-    "doctor": Room("devices errors tiers", late={"only the fast tier has it": "torch"}),
-    "ties": Room("contracts tiers", "numpy"),
-    "simulated": Room("contracts engine errors mirror scheduling steps tiers"),
-    "traces": Room("contracts engine errors events params scheduling simulated"),
+    "simulation": Room("contracts engine errors events mirror params scheduling steps tiers"),
     # One model in several processes.
     "parallel": Room(
         "contracts errors mirror models.config models.loading models.shards params scheduling steps tiers",
@@ -95,32 +87,26 @@ HOUSE = {
     ),
     # What users call, and what stands on it.
     "llm": Room(
-        "contracts engine errors events kv_connector models outputs params prompts scheduling settings tiers "
-        "vllm_arguments",
+        "api contracts engine errors events handover models outputs params scheduling setup tiers",
         late={
             "slow to load, and only some calls need them": "psutil rich",
             "only those who ask for several processes need them": "parallel.tier",
         },
     ),
-    "texts": Room("errors models"),
-    "perplexity": Room("errors llm params prompts"),
     "quantizing": Room(
-        "errors models texts tiers", "numpy", late={"slow to load, and only a terminal shows it": "rich"}
+        "api errors llm models params tiers", "numpy", late={"slow to load, and only a terminal shows it": "rich"}
     ),
-    "async_llm": Room("engine errors events llm outputs params prompts settings"),
+    "async_llm": Room("api engine errors events llm outputs params setup"),
     "minipaged": Room(
-        "errors outputs params prompts", late={"the parts without NumPy are to be had without it": "async_llm llm"}
+        "api errors outputs params", late={"the parts without NumPy are to be had without it": "async_llm llm"}
     ),
-    "step_files": Room("contracts devices errors llm models.config params scheduling steps", "msgspec"),
-    "replay_steps": Room("contracts errors llm mirror params step_files steps ties", "numpy"),
-    "chat": Room("errors events llm outputs params replay", "rich", late={"not on every system": "readline"}),
+    "recordings": Room("contracts errors llm mirror models.config params scheduling steps tiers", "msgspec numpy"),
     "stepper": Room(
         "contracts engine errors events minipaged mirror params replay scheduling steps tiers",
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},
     ),
     "demo": Room(
-        "contracts engine errors events kv_connector models.shards outputs params replay settings shared_storage "
-        "traces",
+        "contracts engine errors events handover models.shards outputs params replay setup simulation",
         "rich",
         late={"a run is shown again, or simulated, without a model": "llm"},
     ),
@@ -131,8 +117,8 @@ HOUSE = {
         late={"where there is no NumPy, another model is given": "testing.numpy_model"},
     ),
     "course": Room(
-        "contracts engine errors events llm minipaged models.config models.quantized.stored params perplexity "
-        "scheduling simulated stepper steps testing texts tiers traces",
+        "contracts engine errors events llm minipaged models.config models.quantized.stored params quantizing "
+        "scheduling simulation stepper steps testing tiers",
         "hypothesis numpy pytest torch triton",
         late={
             "where student code runs, there is no more than it needs": "fast numpy",
@@ -144,18 +130,18 @@ HOUSE = {
         },
     ),
     "serve": Room(
-        "async_llm devices engine errors events llm models outputs params replay",
+        "async_llm engine errors events llm models outputs params replay tiers",
         "fastapi msgspec prometheus_client pydantic starlette uvicorn",
     ),
     # Several engines behind one endpoint; `replicas.routing` needs no more than the ground, and no Ray.
     "replicas": Room(
-        "async_llm block_hashes errors events llm models outputs own_parts params serve settings",
+        "async_llm errors events handover llm models outputs params serve setup",
         "prometheus_client psutil ray starlette",
     ),
     # The paper's figures, made again: the engine on simulated machines, and several of them behind a router.
     "paper": Room(
-        "contracts devices engine errors events mirror params reference replay replicas.routing scheduling "
-        "simulated stepper steps tiers traces",
+        "contracts engine errors events mirror params reference replay replicas.routing scheduling simulation "
+        "stepper steps tiers",
         "matplotlib numpy rich",
         late={
             "beams are listened to once, by whoever writes the file": "llm",
@@ -163,15 +149,14 @@ HOUSE = {
             "only what draws needs matplotlib": "paper",
         },
     ),
-    "options": Room("errors own_parts params replicas.settings serve.settings settings", "typer"),
     "cli": Room(
-        "errors events options outputs own_parts params replicas.settings serve.settings settings",
-        "typer",
+        "errors events llm outputs params replay replicas.settings serve.settings setup",
+        "rich typer",
         late={
             "the command line answers at once, and a command loads what it needs": (
-                "chat course demo doctor llm models paper perplexity quantizing replay replay_steps replicas serve "
-                "step_files stepper texts"
-            )
+                "cli.chat course demo llm models paper quantizing recordings replay replicas serve stepper tiers"
+            ),
+            "not on every system": "readline",
         },
     ),
     "__main__": Room("cli"),
@@ -391,7 +376,7 @@ def test_what_preemption_costs_is_reckoned_in_one_place():
         return {name for name, path in SOURCES.items() if reads(path, figure)}
 
     assert readers("prefill_tokens_per_second") == {"minipaged.engine.policy"}
-    assert readers("seconds_per_copy") == {"minipaged.engine.policy", "minipaged.simulated"}
+    assert readers("seconds_per_copy") == {"minipaged.engine.policy", "minipaged.simulation.simulated"}
 
 
 def test_block_allocators_import_no_numpy():

@@ -15,11 +15,11 @@ import typer.main
 import minipaged
 from minipaged import LLM, BeamSearchParams, EngineConfig, InvalidRequest, SamplingParams
 from minipaged.cli import app, main
-from minipaged.options import WRITTEN, given_for, help_of, names_of
+from minipaged.cli.options import WRITTEN, given_for, help_of, names_of
 from minipaged.params import EngineSettings
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
-from minipaged.settings import GivenSettings, Settings
+from minipaged.setup.settings import GivenSettings, Settings
 
 DOCS = Path(minipaged.__file__).parent.parent / "docs"
 KINDS = (SamplingParams, BeamSearchParams, Settings, ServeSettings)

@@ -21,9 +21,17 @@ from minipaged.errors import BadRecording, InvariantViolation
 from minipaged.mirror import Mirror, PerLane, Rows
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig, SamplingParams
+from minipaged.recordings.replay_steps import Replay
+from minipaged.recordings.step_files import (
+    FIRST_LINE,
+    Header,
+    RecordedStep,
+    StepRecorder,
+    decode,
+    encode,
+    read_recording,
+)
 from minipaged.reference.sampling import sample
-from minipaged.replay_steps import Replay
-from minipaged.step_files import FIRST_LINE, Header, RecordedStep, StepRecorder, decode, encode, read_recording
 from minipaged.steps import (
     LOGITS,
     Begun,

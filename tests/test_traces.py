@@ -29,9 +29,8 @@ from minipaged.events import (
 )
 from minipaged.params import PreemptionMode
 from minipaged.scheduling import Objectives, RequestView
-from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
-from minipaged.steps import BlockMoves
-from minipaged.traces import (
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
+from minipaged.simulation.traces import (
     Percentiles,
     Served,
     TraceReplay,
@@ -40,6 +39,7 @@ from minipaged.traces import (
     poisson_trace,
     read_trace,
 )
+from minipaged.steps import BlockMoves
 from tests.effort import examples
 
 MACHINE = Machine(

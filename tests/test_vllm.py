@@ -24,9 +24,7 @@ from minipaged import (
     TokensPrompt,
     vllm_arguments,
 )
-from minipaged.llm import LoadedModel
-from minipaged.params import TruncationSide, truncated
-from minipaged.vllm_arguments import (
+from minipaged.api.vllm_arguments import (
     CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
     LLM_ARGUMENTS,
@@ -34,6 +32,8 @@ from minipaged.vllm_arguments import (
     SAMPLING_ARGUMENTS,
     NotHere,
 )
+from minipaged.llm import LoadedModel
+from minipaged.params import TruncationSide, truncated
 
 PAGE = (Path(minipaged.__file__).parent.parent / "docs" / "vllm.md").read_text()
 GREEDY = SamplingParams(temperature=0, max_tokens=4)

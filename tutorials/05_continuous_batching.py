@@ -24,7 +24,7 @@
 # ([the design](../docs/design.md#the-simulated-machine) says which):
 
 # %%
-from minipaged.simulated import OPT_13B_ON_AN_A100
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100
 
 seconds = {rows: OPT_13B_ON_AN_A100.step_seconds(rows, rows, 200 * rows) for rows in (1, 8, 32)}
 for rows, cost in seconds.items():
@@ -371,7 +371,7 @@ from itertools import pairwise
 
 from minipaged.engine.engine import Engine
 from minipaged.params import EngineConfig
-from minipaged.simulated import SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import SimulatedRunner, simulated_tier
 
 
 def simulated(budget: int) -> tuple[Engine, SimulatedRunner]:

@@ -250,8 +250,8 @@ for block_size, of in here.items():
 # A100 reach 63.5 % of the arithmetic speed of the data sheet, which gives the prefill speed.
 
 # %%
-from minipaged.simulated import OPT_13B_ON_AN_A100 as GPU
-from minipaged.simulated import Machine
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100 as GPU
+from minipaged.simulation.simulated import Machine
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -374,7 +374,7 @@ assert all(0.85 < swap / again < 1.15 for size, (swap, again) in paper.items() i
 from dataclasses import replace
 
 from minipaged.engine.policy import recompute_seconds, swap_seconds
-from minipaged.simulated import OPT_13B_ON_AN_A100
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100
 from minipaged.stepper.pictures import Bars
 
 link = 13  # slide 13 to 104 doubling: GB a second between GPU and host

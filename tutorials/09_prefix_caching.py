@@ -29,8 +29,8 @@
 # values depend on.
 
 # %%
-from minipaged.block_hashes import chain_hash
 from minipaged.engine.prefix_cache import PrefixCache
+from minipaged.handover.block_hashes import chain_hash
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 

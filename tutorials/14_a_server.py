@@ -652,7 +652,7 @@ from collections import deque
 from math import inf
 from random import Random
 
-from minipaged.traces import TraceReplay
+from minipaged.simulation.traces import TraceReplay
 
 
 def serve(arrivals: list[float], again: int = 0, max_waiting: float = inf) -> tuple[list[tuple[float, float]], float]:

@@ -233,7 +233,7 @@ import msgspec
 from minipaged.engine.engine import Engine
 from minipaged.parallel.messages import Run, encode
 from minipaged.params import EngineConfig
-from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
 
 
 def simulated(num_requests: int, num_steps: int, **settings) -> list[StepInput]:

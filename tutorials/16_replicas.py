@@ -43,7 +43,7 @@
 
 # %%
 from minipaged import SamplingParams
-from minipaged.block_hashes import block_hashes
+from minipaged.handover.block_hashes import block_hashes
 from minipaged.replicas.routing import CacheNews, LeastLoaded, PrefixAware, RoundRobin
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.pictures import Bars, Cells
@@ -109,7 +109,7 @@ from random import Random
 from minipaged.engine.engine import Engine
 from minipaged.params import EngineConfig, RequestOutputKind
 from minipaged.replicas.routing import Router
-from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
 
 NAMES = ("A", "B", "C", "D")
 

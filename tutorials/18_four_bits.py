@@ -132,9 +132,9 @@ from dataclasses import replace
 
 from minipaged.contracts import BatchRow
 from minipaged.llm import LoadedModel
+from minipaged.quantizing.texts import default_text
 from minipaged.reference.kv_cache import KVCache
 from minipaged.reference.llama import Llama
-from minipaged.texts import default_text
 
 LAYER, TOKENS = 10, 384
 NAME = f"model.layers.{LAYER}.self_attn.q_proj"

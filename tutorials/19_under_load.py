@@ -23,7 +23,7 @@
 # %%
 from collections import Counter
 
-from minipaged.traces import poisson_trace
+from minipaged.simulation.traces import poisson_trace
 
 requests = poisson_trace([(60, 2.0)], seed=1)
 each_five = Counter(int(request.seconds // 5) for request in requests)
@@ -65,7 +65,7 @@ Curves(
 
 # %%
 from minipaged.scheduling import Objectives
-from minipaged.traces import Percentiles, TraceReplay, attainment
+from minipaged.simulation.traces import Percentiles, TraceReplay, attainment
 
 objectives = Objectives(first_token=3.0, between_tokens=0.12)
 
@@ -244,8 +244,8 @@ Curves(
 
 # %% tags=["editable"]
 from minipaged.scheduling import Objectives
+from minipaged.simulation.traces import TraceReplay, attainment, poisson_trace
 from minipaged.stepper.pictures import Curves
-from minipaged.traces import TraceReplay, attainment, poisson_trace
 
 rate = 40  # slide 10 to 60 by 5: requests in ten seconds
 budget = 512  # slide 64 to 2048 doubling: tokens that a step may run

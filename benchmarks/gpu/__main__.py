@@ -42,7 +42,7 @@ import torch
 
 from benchmarks.gpu.harness import CHECKS, ROOT, TEST_SECONDS, TESTS, DeviceLost, Job, Row, Setting, run_jobs
 from benchmarks.gpu.targets import first_line, judge, verdicts
-from minipaged.devices import gpu_problem
+from minipaged.tiers.devices import gpu_problem
 
 RESULTS = ROOT / "benchmarks" / "results"
 

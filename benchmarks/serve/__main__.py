@@ -34,7 +34,7 @@ from benchmarks.serve.report import Measurement, knees, show_all, show_run
 from benchmarks.serve.run import HOLDS, Target, run
 from benchmarks.side_by_side import cpu_model
 from minipaged.errors import InvalidRequest
-from minipaged.traces import read_trace
+from minipaged.simulation.traces import read_trace
 
 SHORT_TIMEOUT = 30.0
 """Seconds, for everything but the requests that are measured."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from benchmarks.serve.client import RequestFailed, Server, ask
-from minipaged.traces import MOST_TOKENS, TraceRequest
+from minipaged.simulation.traces import MOST_TOKENS, TraceRequest
 
 Lengths = Callable[[random.Random], int]
 """Draws a number of tokens."""

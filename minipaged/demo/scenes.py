@@ -19,12 +19,12 @@ from minipaged.demo.ticker import printable
 from minipaged.engine.detokenizer import Decode, text_of
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
+from minipaged.handover.shared_storage import SharedStorageConnector
 from minipaged.models.shards import Shard, shard_of
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, PreemptionMode, SamplingParams
 from minipaged.replay.state import LiveSequence
 from minipaged.replay.teller import Topic, blocks_only
-from minipaged.shared_storage import SharedStorageConnector
 
 FOUR_SCORE = "Four score and seven years ago our"
 """The prompt of the paper's Fig. 6 and Fig. 8: seven tokens for this model as well."""

@@ -20,13 +20,13 @@ from minipaged.demo.ticker import story
 from minipaged.engine.engine import Engine
 from minipaged.errors import ModelError
 from minipaged.events import Event, Listener
-from minipaged.kv_connector import KVConnector
+from minipaged.handover.kv_connector import KVConnector
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, KVCacheDtype, RequestOutputKind, SamplingParams
 from minipaged.replay.state import State
 from minipaged.replay.teller import Topic
 from minipaged.replay.timeline import Timeline
-from minipaged.settings import Settings
+from minipaged.setup.settings import Settings
 
 if TYPE_CHECKING:
     from minipaged.llm import LLM, LoadedModel

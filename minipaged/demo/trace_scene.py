@@ -2,7 +2,7 @@
 
 What the other scenes show of a handful of requests is here a matter of numbers: how full the pool is, how long the
 queue, how many are preempted, and what the same load would waste if every request reserved `max_model_len` slots. The
-engine is the real one; what it runs on is `minipaged/simulated.py`.
+engine is the real one; what it runs on is `minipaged/simulation/simulated.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from minipaged.demo.terminal import is_live
 from minipaged.demo.view import Caption
 from minipaged.errors import InvalidRequest
 from minipaged.replay.timeline import Timeline
-from minipaged.traces import TraceReplay, TraceSummary, read_trace
+from minipaged.simulation.traces import TraceReplay, TraceSummary, read_trace
 
 WIDTH = 80
 BAR_CELLS = 20

@@ -24,7 +24,7 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.sequence import Request, Sequence
 from minipaged.engine.step_writer import StepWriters
 from minipaged.events import BlocksLoaded, BlocksStored, Emit
-from minipaged.kv_connector import KVConnector
+from minipaged.handover.kv_connector import KVConnector
 from minipaged.params import EngineConfig
 from minipaged.steps import BlockMoves
 

@@ -21,8 +21,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from minipaged.block_hashes import NO_HASH, ChainHash, chain_hash, hash_blocks
 from minipaged.contracts import BlockAllocator, BlockTable
+from minipaged.handover.block_hashes import NO_HASH, ChainHash, chain_hash, hash_blocks
 
 NO_PARENT = -1
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from minipaged.paper import published
 from minipaged.paper.workloads import PREFIX, draw_lengths
-from minipaged.simulated import Machine
+from minipaged.simulation.simulated import Machine
 
 FLAT_RATE = 0.75
 """Of the rate at which a curve leaves its panel: below it, it is flat,"""

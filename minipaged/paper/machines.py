@@ -18,7 +18,7 @@ from minipaged.paper.calibration import (
     measured_steps,
 )
 from minipaged.paper.workloads import MAX_MODEL_LEN
-from minipaged.simulated import Machine
+from minipaged.simulation.simulated import Machine
 
 Kind = Literal["paper", "data sheet", "measured", "calibrated", "assumed"]
 

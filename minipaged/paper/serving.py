@@ -31,8 +31,8 @@ from minipaged.paper.vllm import VLLM, PromptsApart, WholePrompts
 from minipaged.paper.workloads import MAX_MODEL_LEN, Asked, arrivals
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy, Way
-from minipaged.simulated import Machine, SimulatedRunner, simulated_tier
-from minipaged.traces import Percentiles
+from minipaged.simulation.simulated import Machine, SimulatedRunner, simulated_tier
+from minipaged.simulation.traces import Percentiles
 
 BATCH_TOKENS = 2560
 """vLLM's limit of a step in the paper's days."""

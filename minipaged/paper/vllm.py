@@ -15,7 +15,7 @@ from typing import Any
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.mirror import Rows
 from minipaged.scheduling import RequestView, Way
-from minipaged.simulated import SimulatedRunner
+from minipaged.simulation.simulated import SimulatedRunner
 from minipaged.steps import StepInput
 
 WATERMARK = 0.01

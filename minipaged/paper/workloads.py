@@ -22,7 +22,7 @@ import numpy as np
 
 from minipaged.errors import InvalidRequest
 from minipaged.paper import published
-from minipaged.traces import read_trace
+from minipaged.simulation.traces import read_trace
 
 TRANSLATION = {"input": (40, 0.6), "output": (35, 0.6)}
 """Assumed, of WMT16 English to German in LLaMA's tokens: mean, and standard deviation as a part of it; by a gamma

@@ -31,9 +31,9 @@ from itertools import count
 from threading import Lock
 from typing import Protocol
 
-from minipaged.block_hashes import block_hashes
 from minipaged.errors import NoReplica
 from minipaged.events import BlockCached, BlockEvicted, Event
+from minipaged.handover.block_hashes import block_hashes
 
 Change = tuple[int, bool]
 """The hash of a block, and whether it is in the cache now."""

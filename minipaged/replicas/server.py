@@ -31,7 +31,6 @@ from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import check_before_loading
 from minipaged.models import hub
 from minipaged.models.loading import load_config
-from minipaged.own_parts import FROM_TEXT, is_users
 from minipaged.replicas.endpoint import Endpoint
 from minipaged.replicas.ray_router import RayRouter
 from minipaged.replicas.replica import Facts, Replica
@@ -39,7 +38,8 @@ from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.connections import raise_file_limit
 from minipaged.serve.server import LAST_MOMENT_S, listen
 from minipaged.serve.settings import ServeSettings
-from minipaged.settings import Settings
+from minipaged.setup.own_parts import FROM_TEXT, is_users
+from minipaged.setup.settings import Settings
 
 NAME = "minipaged"
 """Of the application, to Ray."""

@@ -28,7 +28,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from minipaged.devices import own_version
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, ModelError, QueueFull, ShuttingDown
 from minipaged.serve.answers import DONE, Answer, Json, event
 from minipaged.serve.bodies import json_route
@@ -36,6 +35,7 @@ from minipaged.serve.guards import KeyGuard, LengthGuard, Load, LoadGuard
 from minipaged.serve.live.routes import live_routes
 from minipaged.serve.protocol import FIELDS, SHAPES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from minipaged.serve.serving import Stream, TooLong, UnknownModel, Words
+from minipaged.tiers.version import own_version
 
 Result = TypeVar("Result")
 MOST_BODY_BYTES = 8 * 2**20

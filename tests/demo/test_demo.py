@@ -28,13 +28,13 @@ from minipaged.events import (
     TokensComputed,
     from_json,
 )
+from minipaged.handover.shared_storage import SharedStorageConnector
 from minipaged.llm import LLM, LoadedModel
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.preemption import carry
 from minipaged.reference.sharded import ShardedLlama
 from minipaged.replay.teller import Topic, numbers
 from minipaged.replay.timeline import Timeline
-from minipaged.shared_storage import SharedStorageConnector
 from tests.effort import thorough
 from tests.tiny_model import make_tiny_model
 from tests.tokens import bytes_joined, token

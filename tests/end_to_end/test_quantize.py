@@ -20,17 +20,18 @@ from hypothesis import settings
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from minipaged import LLM, quantizing
+from minipaged import LLM
 from minipaged.cli import main
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import LoadedModel
 from minipaged.models.loading import load_config, load_weights
 from minipaged.models.quantized.recipe import Method, Recipe
 from minipaged.models.quantized.stored import Grouped
-from minipaged.perplexity import perplexity
+from minipaged.quantizing.checkpoint import checkpoint as quantizing
+from minipaged.quantizing.perplexity import perplexity
+from minipaged.quantizing.texts import text_of, tokens_of, windows_of
 from minipaged.reference.quantize.layers import quantize_layers
 from minipaged.reference.quantize.rtn import rtn
-from minipaged.texts import text_of, tokens_of, windows_of
 from tests.effort import thorough
 
 Cli = Callable[..., tuple[object, str, str]]

@@ -14,9 +14,9 @@ from minipaged.contracts import Sampled, SamplingInput
 from minipaged.events import Event
 from minipaged.fast.llama import Llama as FastLlama
 from minipaged.llm import LoadedModel
+from minipaged.recordings.replay_steps import Replay, open_replay
+from minipaged.recordings.step_files import Header, StepRecorder, read_recording
 from minipaged.reference.llama import Llama
-from minipaged.replay_steps import Replay, open_replay
-from minipaged.step_files import Header, StepRecorder, read_recording
 from tests.effort import quick_cases, thorough
 from tests.end_to_end.small_llama import make_small_llama
 from tests.memory import give_back

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from minipaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from minipaged.models.quantized.recipe import Recipe
-from minipaged.quantizing import quantize
+from minipaged.quantizing.checkpoint import quantize
 from tests.effort import examples, one_case_in, thorough
 from tests.end_to_end.ties import check_same_or_tied
 from tests.memory import give_back

@@ -19,7 +19,7 @@ from hypothesis import settings
 
 from minipaged import LLM, SamplingParams
 from minipaged.fast.cpu.llama import DenseMatrix
-from minipaged.replay_steps import logits_of
+from minipaged.recordings.replay_steps import logits_of
 from tests.effort import one_case_in
 from tests.end_to_end import yardstick
 from tests.end_to_end.ties import check_same_or_tied

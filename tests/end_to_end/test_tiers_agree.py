@@ -18,7 +18,7 @@ from minipaged.contracts import SamplingInput
 from minipaged.events import BlockCopied, Event, PrefixReused, RequestPreempted
 from minipaged.llm import LoadedModel
 from minipaged.models.tokenizer import Tokenizer
-from minipaged.replay_steps import logits_of
+from minipaged.recordings.replay_steps import logits_of
 from tests.effort import one_case_in, thorough
 from tests.end_to_end import yardstick
 from tests.end_to_end.test_scheduling_invariance import Job, largest_need, run

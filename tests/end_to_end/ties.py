@@ -1,4 +1,4 @@
-"""Where two tokens differ that should be the same, a test proves that it was at a tie (`minipaged/ties.py`).
+"""Where two tokens differ that should be the same, a test proves that it was at a tie (`minipaged/recordings/ties.py`).
 
 At the first difference transformers computes the logits in float64 (the exact ones), and minipaged computes them once
 more in float32, in one piece and on an engine of its own.
@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from minipaged.contracts import SamplingInput
 from minipaged.llm import LoadedModel
 from minipaged.params import SamplingParams
-from minipaged.replay_steps import logits_of
+from minipaged.recordings.replay_steps import logits_of
+from minipaged.recordings.ties import Logits, why_no_tie
 from minipaged.tiers import reference_draw
-from minipaged.ties import Logits, why_no_tie
 
 
 def check_same_or_tied(folder: Path, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> None:

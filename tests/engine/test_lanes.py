@@ -32,7 +32,7 @@ from minipaged.events import (
 from minipaged.llm import LoadedModel
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
-from minipaged.step_files import encode
+from minipaged.recordings.step_files import encode
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner
 from tests.effort import calls_that_raise, examples, one_case_in, quick_cases, scaled, seeds, thorough

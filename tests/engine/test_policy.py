@@ -28,7 +28,7 @@ from minipaged.events import Event, RequestAdmitted, RequestPreempted, RequestRe
 from minipaged.outputs import RequestOutput
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, MakePolicy, RequestView, Way
-from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
 from minipaged.testing.workloads import prompt_of
 from tests.effort import examples, one_case_in, quick_cases, scaled, seeds
 from tests.workloads import Run, Workload, WorkloadRequest, random_workload, run_workload

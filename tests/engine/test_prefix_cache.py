@@ -25,9 +25,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from minipaged.block_hashes import ChainHash, chain_hash
 from minipaged.contracts import BlockTable as AnyBlockTable
 from minipaged.engine.prefix_cache import PrefixCache
+from minipaged.handover.block_hashes import ChainHash, chain_hash
 from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 from tests.effort import examples, scaled
@@ -282,7 +282,7 @@ def test_a_block_whose_hash_is_taken_stays_private_and_so_do_those_after_it() ->
 
 
 def test_the_chain_hash_is_the_same_in_every_process() -> None:
-    program = "from minipaged.block_hashes import chain_hash; print(chain_hash(chain_hash(0, (1, 2)), (3, 4)))"
+    program = "from minipaged.handover.block_hashes import chain_hash; print(chain_hash(chain_hash(0, (1, 2)), (3, 4)))"
     hashes = {
         subprocess.check_output([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, text=True)
         for seed in ("1", "2")

@@ -15,7 +15,7 @@ from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.views import LateCosts, plain
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, RequestView
-from minipaged.simulated import OPT_13B_ON_AN_A100, TOKEN, SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, TOKEN, SimulatedRunner, simulated_tier
 
 
 class OneByOne(FirstComeFirstServed):

@@ -39,13 +39,13 @@ from minipaged.engine.memory import MakeMemory
 from minipaged.fast import llama as fast_llama
 from minipaged.fast.gpu import advance_decode
 from minipaged.fast.kv_cache import KVCache
-from minipaged.kv_connector import Handshake
+from minipaged.handover.kv_connector import Handshake
+from minipaged.handover.shared_storage import Role, SharedStorageConnector
 from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.kv_cache import KVCache as ReferenceCache
 from minipaged.reference.llama import Llama as ReferenceLlama
 from minipaged.scheduling import Costs
-from minipaged.shared_storage import Role, SharedStorageConnector
 from minipaged.tiers import fast_tier, reference_tier
 from tests.fast.stream_mistakes import MISTAKES
 from tests.triton_interpreter import skip_idle_work

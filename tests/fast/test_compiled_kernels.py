@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from minipaged.devices import LEAST_TRITON
+from minipaged.tiers.devices import LEAST_TRITON
 from tests.effort import thorough
 
 if importlib.util.find_spec("triton") is None:

@@ -11,7 +11,7 @@ from minipaged.contracts import Tier
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.memory import MakeMemory
 from minipaged.events import BlocksLoaded, BlocksStored, Event, RequestPreempted, SequenceFinished
-from minipaged.kv_connector import Handshake, KVConnector
+from minipaged.handover.kv_connector import Handshake, KVConnector
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner, Prefixes
 from tests.late_device import LATE, LateRunner

@@ -21,13 +21,13 @@ from minipaged import LLM, BeamSearchParams, InvalidRequest, RequestOutput, Samp
 from minipaged.errors import BadRecording, ModelError
 from minipaged.fast import handover as fast_handover
 from minipaged.fast.kv_cache import KVCache as FastCache
+from minipaged.handover.shared_storage import SharedStorageConnector
 from minipaged.llm import LoadedModel
 from minipaged.models.hub import fingerprint
+from minipaged.recordings.replay_steps import open_replay
+from minipaged.recordings.step_files import Header, StepRecorder, decode, encode, read_recording
 from minipaged.reference import handover
 from minipaged.reference.kv_cache import KVCache
-from minipaged.replay_steps import open_replay
-from minipaged.shared_storage import SharedStorageConnector
-from minipaged.step_files import Header, StepRecorder, decode, encode, read_recording
 from minipaged.steps import BlockMoves, StepInput
 from minipaged.tiers import ReferenceTier
 from tests.effort import quick_cases, thorough
@@ -274,7 +274,7 @@ def test_one_tier_prefills_and_the_other_decodes(tiny_model: Path, tmp_path: Pat
 PREFILL = """
 import sys
 from minipaged import LLM, SamplingParams
-from minipaged.shared_storage import SharedStorageConnector
+from minipaged.handover.shared_storage import SharedStorageConnector
 
 model, folder, *prompts = sys.argv[1:]
 llm = LLM(model, tier="reference", block_size=4, num_blocks=96, kv_connector=SharedStorageConnector(folder))

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from minipaged import shared_storage
 from minipaged.errors import InvalidRequest
-from minipaged.kv_connector import Handshake
-from minipaged.shared_storage import DIGEST_BYTES, SharedStorageConnector
+from minipaged.handover import shared_storage
+from minipaged.handover.kv_connector import Handshake
+from minipaged.handover.shared_storage import DIGEST_BYTES, SharedStorageConnector
 
 HANDSHAKE = Handshake(
     model="0123456789abcdef",

@@ -37,7 +37,7 @@ from minipaged.paper.serving import BATCH_TOKENS, PREFILL_FIRST, Serving, serve
 from minipaged.paper.vllm import VLLM, WholePrompts
 from minipaged.paper.workloads import MAX_MODEL_LEN, Asked
 from minipaged.scheduling import RequestView
-from minipaged.simulated import OPT_13B_ON_AN_A100
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100
 from tests.effort import one_case_in, quick_cases
 
 ORDER = ["1", "2", "3", *"456789", "10", "11", "13", "15", "18a", "18b", "19a", "19b", "table1", "calibration"]

@@ -23,7 +23,7 @@ from minipaged.paper.faster_transformer import FasterTransformer
 from minipaged.paper.orca import ESTIMATES, Orca
 from minipaged.paper.serving import Serving, systems
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
-from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner, GivenRow
 from minipaged.testing.workloads import Run, Workload, WorkloadRequest, random_workload

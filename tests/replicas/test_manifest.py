@@ -13,7 +13,7 @@ import yaml
 from minipaged.errors import InvalidRequest
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
-from minipaged.settings import Settings
+from minipaged.setup.settings import Settings
 from tests.effort import thorough
 
 MANIFEST = Path(__file__).parents[2] / "docs" / "assets" / "rayservice.yaml"

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minipaged.block_hashes import block_hashes
 from minipaged.engine.engine import Engine
 from minipaged.errors import NoReplica
 from minipaged.events import BlockCached, BlockEvicted, StepStarted
+from minipaged.handover.block_hashes import block_hashes
 from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.replicas.routing import CacheNews, LeastLoaded, PrefixAware, RoundRobin, Router
-from minipaged.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
 from tests.effort import examples
 
 BLOCK_SIZE = 4

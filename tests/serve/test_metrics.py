@@ -747,7 +747,7 @@ def test_the_table_of_the_docs_has_every_metric_with_its_labels() -> None:
 
 
 def test_every_metric_and_setting_of_the_tuning_table_exists() -> None:
-    from minipaged.settings import Settings
+    from minipaged.setup.settings import Settings
 
     page = (ROOT / "docs" / "serving.md").read_text()
     _, _, table = page.partition("## Tuning")

@@ -16,7 +16,7 @@ from minipaged.paper.orca_memory import Estimate, OrcaMemory
 from minipaged.paper.serving import VOCABULARY
 from minipaged.paper.workloads import MAX_MODEL_LEN, draw_lengths
 from minipaged.params import EngineConfig, SamplingParams
-from minipaged.simulated import SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import SimulatedRunner, simulated_tier
 
 MODEL = "OPT-13B"
 PRINTED = {"A": (8, 2, 2038), "B": (4, 1, 507)}

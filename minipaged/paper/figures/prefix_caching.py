@@ -19,7 +19,7 @@ from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Check, Job, Line, Outcome, Plot
 from minipaged.paper.figures.from_files import FromFiles
-from minipaged.simulated import simulated_tier
+from minipaged.simulation.simulated import simulated_tier
 
 HASHED_TOKENS = 512
 TRACES = ("conversation", "synthetic")

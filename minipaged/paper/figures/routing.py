@@ -23,8 +23,8 @@ from minipaged.paper.serving import BATCH_TOKENS, VOCABULARY
 from minipaged.paper.workloads import MAX_MODEL_LEN, Round, conversations
 from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.replicas.routing import CacheNews, LeastLoaded, PrefixAware, RoundRobin, Router
-from minipaged.simulated import TOKEN, SimulatedRunner, simulated_tier
-from minipaged.traces import Percentiles
+from minipaged.simulation.simulated import TOKEN, SimulatedRunner, simulated_tier
+from minipaged.simulation.traces import Percentiles
 
 BLOCK_SIZE = 16
 NEWS_SECONDS = 1.0

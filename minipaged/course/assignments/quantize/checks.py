@@ -37,8 +37,8 @@ from minipaged.errors import ModelError
 from minipaged.llm import LLM, LoadedModel
 from minipaged.models.quantized.stored import Activations, Array, Grouped, StoredMatrix
 from minipaged.params import SamplingParams
-from minipaged.perplexity import perplexity
-from minipaged.texts import default_text
+from minipaged.quantizing.perplexity import perplexity
+from minipaged.quantizing.texts import default_text
 from minipaged.tiers import choose_tier
 
 EXAMPLES = 60

@@ -38,7 +38,7 @@ from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.sequence import RequestState
 from minipaged.events import EngineStarted, RequestArrived, StepFailed, StepStarted
 from minipaged.scheduling import MakePolicy, RequestView
-from minipaged.traces import TraceReplay, TraceRequest
+from minipaged.simulation.traces import TraceReplay, TraceRequest
 
 ENGINE_WORKLOADS = 16
 TRACED_REQUESTS = 80

@@ -32,7 +32,7 @@ from minipaged.events import (
 )
 from minipaged.params import EngineConfig, SamplingParams
 from minipaged.scheduling import Costs, RequestView
-from minipaged.simulated import simulated_tier
+from minipaged.simulation.simulated import simulated_tier
 from minipaged.steps import Sampling
 
 NAMES = "ABCDEF"

@@ -29,7 +29,7 @@ from minipaged.engine.policies.in_turn import InTurn
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.views import plain
 from minipaged.scheduling import Objectives, RequestView
-from minipaged.traces import Served, TraceReplay, TraceRequest, attainment, poisson_trace
+from minipaged.simulation.traces import Served, TraceReplay, TraceRequest, attainment, poisson_trace
 
 OBJECTIVES = Objectives(first_token=3.0, between_tokens=0.12)
 BATCH_TOKENS = 512
@@ -123,7 +123,7 @@ def script(bench: Bench, message: str, lines: Sequence[str]) -> str:
     imports = []
     for module, names in (
         ("minipaged.scheduling", ("Objectives", "RequestView")),
-        ("minipaged.traces", ("TraceReplay", "attainment", "poisson_trace")),
+        ("minipaged.simulation.traces", ("TraceReplay", "attainment", "poisson_trace")),
     ):
         if used := [name for name in names if f"{name}(" in text]:
             imports.append(f"from {module} import {', '.join(used)}")
@@ -402,7 +402,7 @@ ASSIGNMENT = described(
     limits=Limits(test_seconds=300),
     modules=(
         "minipaged.course.assignments.under_load.worker",
-        *("minipaged.traces", "minipaged.reference.block_allocator", "minipaged.reference.block_table"),
+        *("minipaged.simulation.traces", "minipaged.reference.block_allocator", "minipaged.reference.block_table"),
     ),  # all but the first so that students' tests may replay loads
     measure=measure,
 )

@@ -20,11 +20,11 @@ import typer
 from typer.core import TyperCommand
 
 from minipaged.errors import InvalidRequest
-from minipaged.own_parts import FROM_TEXT
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
-from minipaged.settings import Function, Settings, with_parameters
+from minipaged.setup.own_parts import FROM_TEXT
+from minipaged.setup.settings import Function, Settings, with_parameters
 
 PANELS = {
     SamplingParams: "How tokens are chosen",

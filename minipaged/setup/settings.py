@@ -12,7 +12,7 @@ from typing import Any, TypedDict, TypeVar
 
 from minipaged.contracts import BlockAllocator
 from minipaged.errors import InvalidRequest
-from minipaged.kv_connector import KVConnector
+from minipaged.handover.kv_connector import KVConnector
 from minipaged.params import EngineConfig, EngineSettings, KVCacheDtype, PreemptionMode, check, setting
 from minipaged.scheduling import MakePolicy
 
@@ -62,7 +62,7 @@ class Settings(EngineSettings):
     (minipaged/scheduling.py)."""
     kv_connector: KVConnector | None = None
     """By what full blocks are handed over to other engines, and had from them: `SharedStorageConnector(folder)`, or one
-    of one's own (minipaged/kv_connector.py)."""
+    of one's own (minipaged/handover/kv_connector.py)."""
 
     def __post_init__(self) -> None:
         if self.max_model_len in (-1, "auto"):  # so vLLM has it
@@ -91,7 +91,7 @@ class Settings(EngineSettings):
         if missing := [name for name in methods if not hasattr(self.kv_connector, name)]:
             raise InvalidRequest(
                 f"kv_connector is {self.kv_connector!r}, which has no {', '.join(missing)}; give a "
-                "SharedStorageConnector(folder), or another with these methods (minipaged/kv_connector.py)"
+                "SharedStorageConnector(folder), or another with these methods (minipaged/handover/kv_connector.py)"
             )
         if not self.enable_prefix_caching:
             raise InvalidRequest(

@@ -31,7 +31,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.events import Listener
 from minipaged.params import EngineConfig, PreemptionMode, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy, Objectives, RequestView
-from minipaged.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
+from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
 
 # --- Reading --------------------------------------------------------------------------------------
 

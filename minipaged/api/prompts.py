@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, NotRequired, TypedDict
 
+from minipaged.api.vllm_arguments import PROMPT_KEYS, take_own
 from minipaged.errors import InvalidRequest
-from minipaged.vllm_arguments import PROMPT_KEYS, take_own
 
 
 class TextPrompt(TypedDict):

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from minipaged.contracts import BlockAllocator, BlockTable, Runner, Sampled, SamplingInput, Tier
-from minipaged.devices import gpu_problem, has_nvidia_gpu
 from minipaged.errors import InvalidRequest
 from minipaged.models.config import ModelConfig
 from minipaged.models.shards import Shard, cut_weights, local_config, shards_of
 from minipaged.params import EngineConfig, KVCacheDtype
+from minipaged.tiers.devices import gpu_problem, has_nvidia_gpu
 
 if TYPE_CHECKING:
     from minipaged.fast.llama import Llama as FastLlama

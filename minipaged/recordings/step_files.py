@@ -36,13 +36,13 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 import msgspec
 
 from minipaged.contracts import Runner, Sampled, StepResult
-from minipaged.devices import own_version
 from minipaged.errors import BadRecording
 from minipaged.llm import LLM
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
 from minipaged.steps import StepInput
+from minipaged.tiers.version import own_version
 
 FIRST_LINE = b"minipaged steps 2\n"
 _LENGTH = struct.Struct(">I")

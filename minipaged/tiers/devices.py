@@ -17,18 +17,12 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
+from minipaged.tiers.version import own_version
+
 LEAST_TRITON = (3, 7, 1)
 LEAST_CAPABILITY = (8, 0)
 NO_DRIVER = "there is no driver for an NVIDIA GPU here (a container is given it by --gpus all)"
 PACKAGES = ("numpy", "torch", "triton", "numba", "transformers")
-
-
-def own_version() -> str:
-    """The version of minipaged; "a checkout" where its files are here and it is not installed."""
-    try:
-        return metadata.version("minipaged")
-    except metadata.PackageNotFoundError:
-        return "a checkout"
 
 
 def has_nvidia_gpu() -> bool:

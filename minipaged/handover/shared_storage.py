@@ -26,9 +26,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
-from minipaged.block_hashes import block_hashes
 from minipaged.errors import InvalidRequest
-from minipaged.kv_connector import Handshake
+from minipaged.handover.block_hashes import block_hashes
+from minipaged.handover.kv_connector import Handshake
 
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 DIGEST_BYTES = 16

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from minipaged.cli.options import Command, given_for, names_of, takes
 from minipaged.errors import InvalidRequest, MinipagedError, ModelError
 from minipaged.events import Event
-from minipaged.options import Command, given_for, names_of, takes
 from minipaged.outputs import RequestOutput
-from minipaged.own_parts import place_in_users_file
 from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.settings import ServeSettings
-from minipaged.settings import Settings
+from minipaged.setup.own_parts import place_in_users_file
+from minipaged.setup.settings import Settings
 
 if TYPE_CHECKING:
     from minipaged.llm import LLM
@@ -204,8 +204,8 @@ def replay_steps(
 ) -> None:
     """Run recorded steps again, here, and compare each token chosen; what differs has to be a tie."""
     from minipaged.llm import LoadedModel
-    from minipaged.replay_steps import open_replay
-    from minipaged.step_files import read_recording
+    from minipaged.recordings.replay_steps import open_replay
+    from minipaged.recordings.step_files import read_recording
 
     header, steps = read_recording(recording)
     loaded = LoadedModel.load(model or header.model, dtype=dtype or header.dtype, **given)
@@ -222,7 +222,7 @@ def replay_steps(
 @contextmanager
 def _recording(llm: LLM, model: str, path: Path) -> Iterator[None]:
     """Record all steps of the LLM, from its first one on; complete however it ends."""
-    from minipaged.step_files import Header, StepRecorder
+    from minipaged.recordings.step_files import Header, StepRecorder
 
     with _open_for_writing(path, "wb") as file:
         recorder = StepRecorder(llm.engine.runner, file, Header.of(model, llm))
@@ -260,7 +260,7 @@ def chat(
 ) -> None:
     """Talk to a chat model, a line a question; below each answer the KV blocks, and what was found in the cache."""
     params = SamplingParams(**given_for(SamplingParams, given))
-    from minipaged.chat import run_chat
+    from minipaged.cli.chat import run_chat
     from minipaged.llm import LLM
 
     _check_tokenizer(model)
@@ -344,7 +344,7 @@ def quantize(
 ) -> None:
     """Write a model with weights of a few bits, which transformers and vLLM load too."""
     from minipaged.models.quantized.recipe import Recipe
-    from minipaged.quantizing import quantize as make
+    from minipaged.quantizing.checkpoint import quantize as make
 
     if method != "gptq":
         _refuse_given(context, ("act_order",), "has a meaning only with --method gptq")
@@ -383,8 +383,8 @@ def perplexity(
 ) -> None:
     """How well a model knows a text: the smaller, the better. Compares quantized models with their original."""
     from minipaged.llm import LLM
-    from minipaged.perplexity import perplexity as measure
-    from minipaged.texts import text_of, tokens_of
+    from minipaged.quantizing.perplexity import perplexity as measure
+    from minipaged.quantizing.texts import text_of, tokens_of
 
     words = text_of(text, for_calibration=False)
     _check_tokenizer(model)
@@ -400,7 +400,7 @@ def perplexity(
 @app.command(cls=Command)
 def doctor() -> None:
     """What there is here to compute with, what would be chosen, and why."""
-    from minipaged.doctor import report
+    from minipaged.tiers.doctor import report
 
     for name, text in report():
         typer.echo(f"{name:15} {text}")

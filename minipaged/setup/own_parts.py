@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minipaged.errors import InvalidRequest
-from minipaged.shared_storage import SharedStorageConnector
+from minipaged.handover.shared_storage import SharedStorageConnector
 
 USERS_MODULE = "minipaged_users_{}"
 """The name under which a user's file is imported, whatever the file is called."""

@@ -22,7 +22,7 @@ from minipaged.models.loading import checkpoint_tensors, load_config, load_forma
 from minipaged.models.quantized.recipe import Recipe
 from minipaged.models.quantized.stored import Array, Grouped
 from minipaged.models.quantized.writing import Layout, check_shapes, matrices, write_quantized
-from minipaged.texts import text_of, tokens_of, windows_of
+from minipaged.quantizing.texts import text_of, tokens_of, windows_of
 
 Progress = Callable[[int, int], None]
 """Told how many layers are done, and of how many."""

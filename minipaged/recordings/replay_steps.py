@@ -20,9 +20,9 @@ from minipaged.errors import BadRecording, InvalidRequest
 from minipaged.llm import LoadedModel
 from minipaged.mirror import Mirror, PerLane
 from minipaged.params import EngineConfig
-from minipaged.step_files import Header, RecordedStep
+from minipaged.recordings.step_files import Header, RecordedStep
+from minipaged.recordings.ties import ROUNDING, Logits, why_no_tie
 from minipaged.steps import Row, StepInput, Told
-from minipaged.ties import ROUNDING, Logits, why_no_tie
 
 Exact = Callable[[tuple[int, ...]], Logits]
 """The logits [vocab] after some tokens, in float64."""

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 
-from minipaged import devices, tiers
+from minipaged import tiers
 from minipaged.errors import InvalidRequest
+from minipaged.tiers import devices
 
 
 def report() -> Iterator[tuple[str, str]]:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from minipaged.api.prompts import TokensPrompt
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.llm import LLM
 from minipaged.params import SamplingParams
-from minipaged.prompts import TokensPrompt
 
 WINDOW = 2048
 """As in what is published of quantized models."""

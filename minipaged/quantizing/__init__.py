@@ -1,0 +1,1 @@
+"""A checkpoint is quantized here, and the model's perplexity before and after is measured."""

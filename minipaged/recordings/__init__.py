@@ -1,0 +1,1 @@
+"""The steps of a run in a file, and their replay."""

@@ -1,0 +1,1 @@
+"""What an engine is set up with: the settings, and parts of somebody's own."""

@@ -28,7 +28,7 @@ import numpy as np
 from minipaged.errors import InvalidRequest
 from minipaged.paper.figure import Check, Figure, Job
 from minipaged.paper.machines import SETTINGS, facts
-from minipaged.tiers.version import own_version
+from minipaged.tiers.devices import own_version
 
 PACKAGE = Path(__file__).parents[1]
 SIMULATION = (

@@ -1,4 +1,4 @@
-"""The fast tier in several processes: how a model is loaded and run there, as `tiers.py` has it for one."""
+"""The fast tier in several processes: how a model is loaded and run there, as `tiers/fast.py` has it for one."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
 from minipaged.steps import StepInput
-from minipaged.tiers.version import own_version
+from minipaged.tiers.devices import own_version
 
 FIRST_LINE = b"minipaged steps 2\n"
 _LENGTH = struct.Struct(">I")

@@ -35,7 +35,7 @@ from minipaged.serve.guards import KeyGuard, LengthGuard, Load, LoadGuard
 from minipaged.serve.live.routes import live_routes
 from minipaged.serve.protocol import FIELDS, SHAPES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from minipaged.serve.serving import Stream, TooLong, UnknownModel, Words
-from minipaged.tiers.version import own_version
+from minipaged.tiers.devices import own_version
 
 Result = TypeVar("Result")
 MOST_BODY_BYTES = 8 * 2**20

@@ -1,6 +1,6 @@
 """What this machine computes with: whether the fast tier can use its GPU and, if not, why not and what to do about it.
 
-`minipaged doctor` prints all of it. `tiers.py` asks before a tier is chosen.
+`minipaged doctor` prints all of it. A tier is chosen (`choose.py`) when it has been asked.
 """
 
 from __future__ import annotations
@@ -17,12 +17,18 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-from minipaged.tiers.version import own_version
-
 LEAST_TRITON = (3, 7, 1)
 LEAST_CAPABILITY = (8, 0)
 NO_DRIVER = "there is no driver for an NVIDIA GPU here (a container is given it by --gpus all)"
 PACKAGES = ("numpy", "torch", "triton", "numba", "transformers")
+
+
+def own_version() -> str:
+    """Its version; "a checkout" where its files are here and it is not installed."""
+    try:
+        return metadata.version("minipaged")
+    except metadata.PackageNotFoundError:
+        return "a checkout"
 
 
 def has_nvidia_gpu() -> bool:

@@ -10,16 +10,15 @@ from collections.abc import Iterator
 from contextlib import redirect_stderr
 from pathlib import Path
 
-from minipaged import tiers
 from minipaged.errors import InvalidRequest
-from minipaged.tiers import devices
+from minipaged.tiers import choose, devices
 
 
 def report() -> Iterator[tuple[str, str]]:
     """What to tell, a name and a text for each line."""
     yield from devices.versions().items()
     yield "CPU", f"{_processor()}, {os.cpu_count()} cores"
-    missing = tiers.missing_for_fast()
+    missing = choose.missing_for_fast()
     if "torch" in missing:
         yield "GPU", "there is a driver for one, and no torch" if devices.has_nvidia_gpu() else devices.NO_DRIVER
     else:
@@ -34,7 +33,7 @@ def report() -> Iterator[tuple[str, str]]:
 
 def _described(tier: str) -> str:
     with redirect_stderr(io.StringIO()):  # why a GPU is not used has been told
-        return tiers.choose_tier(tier).description
+        return choose.choose_tier(tier).description
 
 
 def _processor() -> str:

@@ -79,9 +79,9 @@ def test_the_command_line_works_on_the_base_install(small_llama: Path):
 def test_the_demo_says_once_how_a_gpu_would_be_used(small_llama: Path):
     """`make demo` installs the base alone."""
     code = """
-from minipaged import tiers
 from minipaged.cli import main
-tiers.has_nvidia_gpu = lambda: True
+from minipaged.tiers import devices
+devices.has_nvidia_gpu = lambda: True
 main()
 """
     arguments = ("demo", "--model", small_llama, "--scene=one-request", "--steps=1", "--speed=inf")

@@ -153,7 +153,9 @@ def test_a_page_looks_for_mistakes_with_the_hypothesis_of_the_command_line() -> 
 # --- The API --------------------------------------------------------------------------------------
 
 NOT_IN_THE_API = {
-    "cli.options",  # `minipaged --help` tells it
+    *(  # `minipaged --help` tells them
+        f"cli.{path.stem}" for path in (ROOT / "minipaged" / "cli").glob("[a-z]*.py") if path.stem != "conversation"
+    ),
     *(
         f"demo.{name}"
         for name in ("player", "recording", "report", "stage", "terminal", "ticker", "trace_scene", "view")

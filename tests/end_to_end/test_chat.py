@@ -24,7 +24,7 @@ from rich.console import Console
 
 from minipaged import LLM, InvalidRequest, SamplingParams
 from minipaged.cli import main
-from minipaged.cli.chat import BlockCounts, Conversation, Progress, TerminalView
+from minipaged.cli.conversation import BlockCounts, Conversation, Progress, TerminalView
 from minipaged.events import BlockDeduplicated, Event, StepFinished
 from tests.effort import examples, thorough
 from tests.serve.harness import PATIENCE_S, wait_until
@@ -285,7 +285,7 @@ def test_in_a_terminal_piped_questions_are_shown_above_their_answers(
 ) -> None:
     terminal = io.StringIO()
     console = Console(file=terminal, force_terminal=True, color_system=None, width=80)
-    monkeypatch.setattr("minipaged.cli.chat._choose_view", lambda: TerminalView(console))
+    monkeypatch.setattr("minipaged.cli.conversation._choose_view", lambda: TerminalView(console))
     assert chat("the one\n/quit\n") == ("", "", 0)
     assert terminal.getvalue().startswith("> the one\n")
 

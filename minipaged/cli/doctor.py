@@ -1,0 +1,17 @@
+"""`minipaged doctor`: what there is here to compute with."""
+
+from __future__ import annotations
+
+import typer
+
+from minipaged.cli.app import app
+from minipaged.cli.options import Command
+
+
+@app.command(cls=Command)
+def doctor() -> None:
+    """What there is here to compute with, what would be chosen, and why."""
+    from minipaged.tiers.doctor import report
+
+    for name, text in report():
+        typer.echo(f"{name:15} {text}")

@@ -1,0 +1,37 @@
+"""`minipaged replay-steps`: recorded steps are run again, and each token is compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from minipaged.cli.app import app
+from minipaged.cli.options import Command, takes
+from minipaged.setup.settings import Settings
+
+
+@app.command(name="replay-steps", cls=Command)
+@takes(Settings, only=("tier", "device"))
+def replay_steps(
+    recording: Annotated[Path, typer.Argument(help="What `generate --record-steps` wrote.", show_default=False)],
+    model: Annotated[str | None, typer.Option(help="Where the model is here; else as when it was recorded.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="What to compute in; else as when it was recorded.")] = None,
+    **given: Any,
+) -> None:
+    """Run recorded steps again, here, and compare each token chosen; what differs has to be a tie."""
+    from minipaged.llm import LoadedModel
+    from minipaged.recordings.replay_steps import open_replay
+    from minipaged.recordings.step_files import read_recording
+
+    header, steps = read_recording(recording)
+    loaded = LoadedModel.load(model or header.model, dtype=dtype or header.dtype, **given)
+    replay = open_replay(header, steps, loaded)
+    for difference in replay:
+        print(difference)
+    print(f"recorded on the {header.tier} tier in {header.dtype}, run on the {loaded.tier.description}")
+    counts = f"{replay.num_steps} steps, {replay.num_choices} tokens: {replay.num_failures} differ"
+    print(f"{counts}, and {replay.num_ties} at ties; other logprobs differ by {replay.largest_error:.2g} at most")
+    if replay.num_failures:
+        raise typer.Exit(1)

@@ -154,7 +154,8 @@ HOUSE = {
         "rich typer",
         late={
             "the command line answers at once, and a command loads what it needs": (
-                "cli.conversation course demo llm models paper quantizing recordings replay replicas serve stepper tiers"
+                "cli.conversation course demo llm models paper quantizing recordings replay replicas serve stepper "
+                "tiers"
             ),
             "not on every system": "readline",
         },

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from minipaged.devices import own_version
+from minipaged.tiers.devices import own_version
 
 
 @dataclass(frozen=True)

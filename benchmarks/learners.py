@@ -48,7 +48,7 @@ def drawing() -> list[Result]:
     from minipaged.demo.player import Film, Player
     from minipaged.demo.scenes import SCENES
     from minipaged.demo.stage import Stage
-    from minipaged.demo.view import Frame, View
+    from minipaged.demo.view import Frame, StateView
     from minipaged.llm import LoadedModel
 
     class Canvas(Film):
@@ -56,7 +56,7 @@ def drawing() -> list[Result]:
             frame.ansi(ColorSystem.EIGHT_BIT)
 
     stage = Stage(LoadedModel.load("smollm2-135m-instruct", dtype="float32"))
-    player = Player(Canvas(120, 40), View(stage.tokenizer.decode), speed=1.0)
+    player = Player(Canvas(120, 40), StateView(stage.tokenizer.decode), speed=1.0)
     results, drawn, computed = [], 0.0, 0.0
     for scene in SCENES:
         scene.play(stage.played_by(player))

@@ -33,7 +33,7 @@ from minipaged.contracts import Runner, StepResult
 from minipaged.engine.engine import Engine
 from minipaged.errors import WorkerFailed
 from minipaged.parallel.messages import Message, encode
-from minipaged.parallel.workers import Workers
+from minipaged.parallel.workers import RankProcesses
 from minipaged.scheduling import Costs
 from minipaged.steps import StepInput
 from tests.tiny_model import make_tiny_model
@@ -59,7 +59,7 @@ def print_cost(model: Path, tensor: int, pipeline: int) -> None:
     with closing(start(model, tensor, pipeline)) as llm:
         sizes: list[int] = []
         workers = llm.loaded.weights
-        assert isinstance(workers, Workers)
+        assert isinstance(workers, RankProcesses)
         tell = workers.tell
 
         def counted(message: Message) -> None:
@@ -153,7 +153,7 @@ def print_what_is_left(model: Path, starts: int) -> None:
         try:
             with closing(start(model, 2, 1)) as llm:
                 workers = llm.loaded.weights
-                assert isinstance(workers, Workers)
+                assert isinstance(workers, RankProcesses)
                 if i % 2:
                     pid, moment = rng.choice(workers.pids), rng.uniform(0, 0.5)
                     threading.Timer(moment, lambda pid=pid: suppressed_kill(pid)).start()  # type: ignore[misc]

@@ -23,7 +23,10 @@ ROOT = Path(__file__).parent.parent
 PYODIDE = "pyodide@314.0.7"
 PYODIDE_SHA512 = "0YvXxEhfEdpLfb/XkM2BFAeMROq0iMUX2bzzH9pOttyMcWkwq+HbE5uyuGD82LN7y2q+SNvi/6V5JEsOlD2R1A=="
 FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip")
-PARTS = ("*.py", "engine/**/*.py", "models/*.py", "reference/*.py", "replay/*.py", "stepper/*.py")
+PARTS = (
+    *("*.py", "api/*.py", "engine/**/*.py", "handover/*.py", "models/*.py", "reference/*.py", "replay/*.py"),
+    *("setup/*.py", "simulation/*.py", "stepper/*.py", "tiers/*.py"),
+)
 """Of minipaged. A few of them need NumPy (attention, say), and importing them fails; the engine needs none of those."""
 WHEELS = {
     "hypothesis==6.170.15": "1138c03edf4c4401afb28e50255644b4ab4e1ad52864456cd4e84458ba8c671a",

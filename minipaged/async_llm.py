@@ -46,7 +46,7 @@ LONG_TEXT = 2_000
 """
 
 
-class Asked(NamedTuple):
+class AsyncRequest(NamedTuple):
     """One request, as it is asked for."""
 
     request_id: str
@@ -78,7 +78,7 @@ class Stream:
     `finals_only`: only their last updates are wanted, which have the whole output.
     """
 
-    def __init__(self, llm: AsyncLLM, asked: Sequence[Asked], *, finals_only: bool = False) -> None:
+    def __init__(self, llm: AsyncLLM, asked: Sequence[AsyncRequest], *, finals_only: bool = False) -> None:
         self.request_ids = [one.request_id for one in asked]
         self._llm = llm
         self._finals_only = finals_only
@@ -204,14 +204,14 @@ class AsyncLLM:
         given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         length = len(given) if isinstance(given, str) else 0
         tokens, text = await self.tokenizing(length, partial(self.llm.read_prompt, prompt))
-        stream = await self.add([Asked(request_id or uuid4().hex, tokens, params, text, priority)])
+        stream = await self.add([AsyncRequest(request_id or uuid4().hex, tokens, params, text, priority)])
         try:
             async for update in stream:
                 yield update
         finally:
             stream.close()
 
-    async def add(self, asked: Sequence[Asked], *, finals_only: bool = False) -> Stream:
+    async def add(self, asked: Sequence[AsyncRequest], *, finals_only: bool = False) -> Stream:
         """Let requests wait for their turn, all of them or none; their stream has to be closed when it is left early.
 
         Raises InvalidRequest for one that could never be served, QueueFull, ShuttingDown, EngineDead.
@@ -264,7 +264,7 @@ class AsyncLLM:
         """Requests that go on."""
         return len(self._streams)
 
-    def check_open(self, asked: Iterable[Asked] = ()) -> None:
+    def check_open(self, asked: Iterable[AsyncRequest] = ()) -> None:
         """Raise what `add` raises at once: EngineDead, ShuttingDown, InvalidRequest."""
         if self.error is not None:
             raise EngineDead(f"the engine has stopped; start it again. It has stopped of this: {told(self.error)}")
@@ -334,7 +334,7 @@ class AsyncLLM:
             order()
             waits = False
 
-    def _add(self, asked: Sequence[Asked], stream: Stream, arrival_time: float) -> None:
+    def _add(self, asked: Sequence[AsyncRequest], stream: Stream, arrival_time: float) -> None:
         engine, added = self.llm.engine, []
         error: Exception | None = None
         new = sum(request.first_scheduled_time is None for request in engine.scheduler.waiting)
@@ -435,7 +435,7 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-def _prompt_length(asked: Asked) -> int:
+def _prompt_length(asked: AsyncRequest) -> int:
     """Tokens that the engine takes of the prompt."""
     most = asked.params.truncate_prompt_tokens if isinstance(asked.params, SamplingParams) else None
     return min(len(asked.prompt_token_ids), most or len(asked.prompt_token_ids))

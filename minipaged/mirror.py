@@ -13,21 +13,20 @@ itself. With pipeline parallelism there is a mirror for each lane of steps (`Per
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from minipaged.contracts import Batch, BatchRow, Logits, PromptInput, Runner, Sampled, SamplingInput, StepResult
 from minipaged.steps import Begun, BlockMoves, Row, Sampling, StepInput
 
 
-class Sequence:
+class MirroredSequence:
     """One sequence, as a runner knows it."""
 
     __slots__ = ("blocks", "first_choice", "output_token_ids", "prompt_token_ids", "sampling")
 
     def __init__(
-        self, prompt: tuple[int, ...], output: list[int], blocks: ListLike[int], sampling: Sampling | None
+        self, prompt: tuple[int, ...], output: list[int], blocks: Sequence[int], sampling: Sampling | None
     ) -> None:
         self.prompt_token_ids = prompt
         self.output_token_ids = output
@@ -51,10 +50,10 @@ class Sequence:
 class _Chosen(NamedTuple):
     """The choices of a step, which may not have been looked at yet."""
 
-    sequences: ListLike[Sequence]
-    indices: ListLike[int]
+    sequences: Sequence[MirroredSequence]
+    indices: Sequence[int]
     """Which of the choices is a sequence's next token."""
-    choices: ListLike[Sampled]
+    choices: Sequence[Sampled]
 
 
 class Rows:
@@ -115,15 +114,15 @@ class Mirror:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self.sequences: dict[int, Sequence] = {}
-        self._choosing: list[Sequence] = []  # the sequences of the rows for which tokens are chosen
+        self.sequences: dict[int, MirroredSequence] = {}
+        self._choosing: list[MirroredSequence] = []  # the sequences of the rows for which tokens are chosen
         self._first_choices: list[int] = []  # for each of them
         self._needs_tokens = False
         self._inputs: tuple[SamplingInput, ...] = ()  # the step before's; empty if they cannot be the next one's
         self.prompt_inputs: list[PromptInput] = []
         """What the latest step has to tell of prompts, in the order of its rows."""
         self._unsettled: list[_Chosen] = []
-        self.latest: ListLike[Sampled] = ()
+        self.latest: Sequence[Sampled] = ()
         """The choices of the latest step that was run."""
 
     # --- Following --------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ class Mirror:
         if self._needs_tokens:  # the engine has waited for them already
             self._settle(keep=0)
 
-    def chosen(self, choices: ListLike[Sampled]) -> None:
+    def chosen(self, choices: Sequence[Sampled]) -> None:
         """The tokens of the step applied last are these; they are looked at when they are needed."""
         if len(choices) != self.rows.num_choices:
             raise ValueError(f"{len(choices)} tokens were chosen, not {self.rows.num_choices}")
@@ -176,13 +175,13 @@ class Mirror:
             sequence = sequences[told]
             sequence.output_token_ids[position - len(sequence.prompt_token_ids) :] = [token]
 
-    def _fork(self, parent: Sequence, choice: int) -> Sequence:
+    def _fork(self, parent: MirroredSequence, choice: int) -> MirroredSequence:
         output, sampling = list(parent.output_token_ids), parent.sampling
         if choice >= 0:
             assert sampling is not None
             output[-1] = self.latest[parent.first_choice + choice].token_id
             sampling = sampling._replace(stream=choice)
-        return Sequence(parent.prompt_token_ids, output, parent.blocks, sampling)
+        return MirroredSequence(parent.prompt_token_ids, output, parent.blocks, sampling)
 
     def _note_choices(self) -> None:
         """Which choices will be whose."""
@@ -210,7 +209,7 @@ class Mirror:
 
     def batch(self) -> list[BatchRow]:
         """The rows of the latest step, with all that running them takes."""
-        pending: dict[Sequence, int] = {}
+        pending: dict[MirroredSequence, int] = {}
         for chosen in self._unsettled:
             pending = dict(zip(chosen.sequences, chosen.indices, strict=True))
         asked = {prompt.sequence: len(prompt.token_ids) for prompt in self.prompt_inputs}
@@ -267,9 +266,9 @@ class Mirror:
         return chosen_for
 
 
-def _begin(begun: Begun) -> Sequence:
+def _begin(begun: Begun) -> MirroredSequence:
     prompt, output = begun.token_ids[: begun.prompt_length], begun.token_ids[begun.prompt_length :]
-    return Sequence(prompt, list(output), begun.blocks, begun.sampling)
+    return MirroredSequence(prompt, list(output), begun.blocks, begun.sampling)
 
 
 Kept = TypeVar("Kept")
@@ -313,10 +312,10 @@ class MirroredRunner(Runner):
         """
 
     @abstractmethod
-    def sample(self, logits: Logits, inputs: ListLike[SamplingInput]) -> ListLike[Sampled]:
+    def sample(self, logits: Logits, inputs: Sequence[SamplingInput]) -> Sequence[Sampled]:
         """Choose one token for each input (`contracts.SampleFunction`)."""
 
-    def prompt_logprobs(self, inputs: ListLike[PromptInput]) -> Mapping[int, ListLike[Sampled]]:
+    def prompt_logprobs(self, inputs: Sequence[PromptInput]) -> Mapping[int, Sequence[Sampled]]:
         """The log-probabilities of prompts, by sequence, after the latest `forward` (`BatchRow.num_prompt_logits`).
 
         Who has none to tell leaves this as it is: then requests that ask for some fail.

@@ -107,7 +107,7 @@ class TableChange(NamedTuple):
     """Those after them, all of them. A sequence that waits has none, be it swapped out or dropped."""
 
 
-class Told(NamedTuple):
+class ChosenToken(NamedTuple):
     """A token that the host chose. Where the runner has chosen one for that position, this one takes its place."""
 
     sequence: int
@@ -154,7 +154,7 @@ class StepInput(NamedTuple):
     """Sequences that will not run again in this lane; one that was preempted may go on in another."""
     begun: tuple[Begun, ...] = ()
     tables: tuple[TableChange, ...] = ()
-    told: tuple[Told, ...] = ()
+    told: tuple[ChosenToken, ...] = ()
     moves: BlockMoves = BlockMoves()
     left_out: tuple[int, ...] = ()
     added: tuple[Row, ...] = ()

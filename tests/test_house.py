@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -402,6 +403,21 @@ def test_no_module_imports_itself_by_way_of_others():
     for name in SOURCES:
         visit(name, ())
     assert below["minipaged.llm"] >= {"minipaged.tiers", "minipaged.engine.engine"}  # it does see imports
+
+
+TWICE = {
+    # Both wings have it, and the contract says what is common to them.
+    *("BeamSearch", "BlockAllocator", "BlockTable", "FlatBatch", "KVCache", "Llama"),
+    # Both sets of kernels of the fast wing have it.
+    *("DenseMatrix", "PackedMatrix"),
+}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """In the whole package, but for twins."""
+    classes = (node for path in SOURCES.values() for node in ast.walk(parsed(path)) if isinstance(node, ast.ClassDef))
+    times = Counter(node.name for node in classes)
+    assert {name for name, count in times.items() if count > 1} == TWICE
 
 
 def test_every_file_opens_with_a_docstring():

@@ -36,19 +36,19 @@ from minipaged.steps import (
     LOGITS,
     Begun,
     BlockMoves,
+    ChosenToken,
     Forked,
     Row,
     Sampling,
     StepInput,
     TableChange,
-    Told,
 )
 from minipaged.testing.content_runner import ContentRunner
 from minipaged.testing.numpy_model import fake_logits
 from tests.effort import quick_cases, scaled, seeds
 from tests.engine.test_async_scheduling import workload_of as async_workload
 from tests.engine.test_failure_injection import WORKLOADS as CROWDED
-from tests.workloads import REFERENCE, Run, Workload, random_workload
+from tests.workloads import REFERENCE, Workload, WorkloadRun, random_workload
 
 # --- The encoding ---------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ steps = st.builds(
     ended=lists,
     begun=several(st.builds(Begun, numbers, lists, numbers, lists, st.none() | samplings)),
     tables=several(st.builds(TableChange, numbers, numbers, lists)),
-    told=several(st.builds(Told, numbers, numbers, numbers)),
+    told=several(st.builds(ChosenToken, numbers, numbers, numbers)),
     moves=st.builds(BlockMoves, pairs, lists, pairs, pairs, several(st.tuples(numbers, st.binary(max_size=9)))),
     left_out=lists,
     added=several(st.builds(Row, numbers, numbers, numbers, st.integers(LOGITS, 9))),
@@ -186,7 +186,7 @@ def test_a_step_in_which_256_sequences_go_on_is_less_than_2_kilobytes(async_sche
 def first_that_fails(workloads: int = 300) -> str:
     for seed in range(workloads):
         try:
-            Run(random_workload(seed)).to_the_end()
+            WorkloadRun(random_workload(seed)).to_the_end()
         except InvariantViolation as error:
             return str(error)
     raise AssertionError(f"not found in {workloads} workloads")
@@ -342,7 +342,7 @@ def workload_in_lanes(seed: int) -> Workload:
     return replace(workload, config=replace(workload.config, pipeline_parallel_size=2 + seed % 3))
 
 
-def recorded(run: Run, folder: Path) -> Path:
+def recorded(run: WorkloadRun, folder: Path) -> Path:
     """The recording of a workload."""
     path = folder / "steps"
     with path.open("wb") as file:
@@ -353,7 +353,7 @@ def recorded(run: Run, folder: Path) -> Path:
     return path
 
 
-def replayed(run: Run, path: Path, choose: Any = None) -> Replay:
+def replayed(run: WorkloadRun, path: Path, choose: Any = None) -> Replay:
     """Its replay on another content oracle, from the bytes alone."""
     config = run.workload.config
     sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size)
@@ -376,7 +376,7 @@ def test_a_replay_chooses_what_was_recorded(
 ) -> None:
     """Replay-equals-run: forks, beams, both kinds of preemption, prefix hits, chunks, requests that are cancelled."""
     for seed in seeds:
-        run = Run(workload_of(seed))
+        run = WorkloadRun(workload_of(seed))
         replay = replayed(run, recorded(run, tmp_path))
         assert not list(replay), f"workload {seed}"
         assert replay.largest_error == 0
@@ -394,7 +394,7 @@ def test_where_another_token_is_chosen_the_recorded_ones_go_on(
 ) -> None:
     """Every seventh choice is another one; each is reported, and nothing else is: also among samples that fork."""
     for seed in seeds:
-        run, wrong = Run(workload_of(seed)), 0
+        run, wrong = WorkloadRun(workload_of(seed)), 0
         path = recorded(run, tmp_path)
 
         def choose(logits: Any, inputs: Sequence[SamplingInput]) -> list[Sampled]:
@@ -428,7 +428,7 @@ def test_a_run_with_errors_is_replayed_up_to_them_and_from_there_on(tmp_path: Pa
 
     in_lanes = (replace(one, config=replace(one.config, pipeline_parallel_size=2)) for one in CROWDED.values())
     for workload in (*CROWDED.values(), *in_lanes):
-        run = Run(workload, make_runner=Unsteady)
+        run = WorkloadRun(workload, make_runner=Unsteady)
         step = run.engine.step
 
         def patient(step: Callable[[], Any] = step) -> Any:
@@ -446,7 +446,7 @@ def test_a_run_with_errors_is_replayed_up_to_them_and_from_there_on(tmp_path: Pa
 
 
 def test_a_logprob_that_rounding_cannot_explain_is_a_difference(tmp_path: Path) -> None:
-    run = Run(random_workload(3))
+    run = WorkloadRun(random_workload(3))
     path = recorded(run, tmp_path)
 
     def choose(logits: Any, inputs: Sequence[SamplingInput]) -> list[Sampled]:
@@ -475,7 +475,7 @@ def test_a_logprob_that_rounding_cannot_explain_is_a_difference(tmp_path: Path) 
 def test_a_file_that_is_no_whole_recording_is_refused(
     damage: Callable[[bytes], bytes], told: str, tmp_path: Path
 ) -> None:
-    path = recorded(Run(random_workload(3)), tmp_path)
+    path = recorded(WorkloadRun(random_workload(3)), tmp_path)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(BadRecording, match=told):
         list(read_recording(path)[1])

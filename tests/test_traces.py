@@ -32,7 +32,7 @@ from minipaged.scheduling import Objectives, RequestView
 from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, Machine, SimulatedRunner, simulated_tier
 from minipaged.simulation.traces import (
     Percentiles,
-    Served,
+    ServedRequest,
     TraceReplay,
     TraceRequest,
     attainment,
@@ -311,7 +311,7 @@ def test_of_a_single_token_there_is_nothing_between_and_of_no_requests_all_are_s
     [served] = run(TraceReplay([TraceRequest(0.0, 3, 1)], MACHINE)).served
     assert served.between_tokens == 0
     assert attainment([], Objectives(0.0, 0.0)) == 1
-    assert attainment([served] * 3 + [Served(served.request, 1e9, 1e9)], Objectives(1e6, 0.0)) == 0.75
+    assert attainment([served] * 3 + [ServedRequest(served.request, 1e9, 1e9)], Objectives(1e6, 0.0)) == 0.75
 
 
 # --- Any order --------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from minipaged.contracts import BeamStep, Sampled, SamplingInput, Tier
 from minipaged.fast.sampling import Choosing
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.testing.workloads import (
-    Run,
     Workload,
     WorkloadRequest,
+    WorkloadRun,
     check_stream,
     letters,
     random_workload,
@@ -25,9 +25,9 @@ __all__ = [
     "FAST",
     "REFERENCE",
     "TIERS",
-    "Run",
     "Workload",
     "WorkloadRequest",
+    "WorkloadRun",
     "check_stream",
     "ended",
     "letters",

@@ -122,7 +122,7 @@ assert turns[in_a_thread] > 2 * NUM_STEPS
 # Here are two readers at once. An observer, which is told of each step where it happens, notes who runs the engine.
 
 # %%
-from minipaged.async_llm import Asked, AsyncLLM
+from minipaged.async_llm import AsyncLLM, AsyncRequest
 
 
 class Watch:
@@ -194,7 +194,7 @@ watch.steps.clear()
 
 async def sleep_and_read() -> list:
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    stream = await allm.add([Asked("sleeper", llm.tokenizer.encode("Once upon a time"), params)])
+    stream = await allm.add([AsyncRequest("sleeper", llm.tokenizer.encode("Once upon a time"), params)])
     while allm.num_open:
         await asyncio.sleep(0.01)
     return [update async for update in stream]
@@ -227,9 +227,9 @@ import time
 from collections.abc import AsyncIterator
 
 from minipaged.serve.app import create_app
-from minipaged.serve.serving import Serving
+from minipaged.serve.serving import LocalModel
 
-app = create_app(Serving(allm, ["smollm2"]))
+app = create_app(LocalModel(allm, ["smollm2"]))
 
 
 class Client:
@@ -519,7 +519,7 @@ from itertools import pairwise
 
 run(allm.shutdown())
 allm = AsyncLLM(llm.loaded, block_size=4, num_blocks=64, max_num_seqs=2)
-app = create_app(Serving(allm, ["smollm2"]))
+app = create_app(LocalModel(allm, ["smollm2"]))
 NUM_TOKENS = 8
 
 
@@ -756,7 +756,7 @@ async def read_late() -> list[str]:
 
 
 allm = AsyncLLM(llm.loaded, block_size=4, num_blocks=64)
-app = create_app(Serving(allm, ["smollm2"]))
+app = create_app(LocalModel(allm, ["smollm2"]))
 texts = run(read_late())
 run(allm.shutdown())
 print(texts)

@@ -231,7 +231,7 @@ for shard, rank in zip(sharded.shards[0], sharded.stages[0], strict=True):
 import msgspec
 
 from minipaged.engine.engine import Engine
-from minipaged.parallel.messages import Run, encode
+from minipaged.parallel.messages import RunStep, encode
 from minipaged.params import EngineConfig
 from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
 
@@ -255,14 +255,14 @@ for step in steady:
     for change in step.tables:  # what a worker does with it
         tables[change.sequence][change.kept :] = change.blocks
 everything = len(msgspec.msgpack.encode([(0, table) for table in tables.values()]))
-sizes = [len(encode(Run(step))) for step in steady]  # as they go through the socket
+sizes = [len(encode(RunStep(step))) for step in steady]  # as they go through the socket
 print(f"all tokens and tables: {everything:,} bytes; what has changed: {min(sizes)} to {max(sizes)} bytes, ", end="")
 print(f"{sum(sizes) / len(sizes):.0f} in the mean")
 
 assert len(first.begun) == len(tables) == 256
 assert everything > 25_000
 assert max(sizes) < 2048
-assert len(encode(Run(StepInput(number=50)))) == 27  # no table grows: that all go on needs no words
+assert len(encode(RunStep(StepInput(number=50)))) == 27  # no table grows: that all go on needs no words
 
 # %% [markdown]
 # A table grows when its last block is full, so in a step one sequence in 16 has something to tell, more or less. Where

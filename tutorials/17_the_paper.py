@@ -122,10 +122,10 @@ assert all(point.rate < 0.8 * knees[point.system] for point in points if point.p
 # </details>
 
 # %%
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import ServingSetup
 
 full = {
-    system: Serving(system, "OPT-13B", "ShareGPT", rate=2.0, seconds=300, seed=1).run()
+    system: ServingSetup(system, "OPT-13B", "ShareGPT", rate=2.0, seconds=300, seed=1).run()
     for system in (*ESTIMATES, "vLLM")
 }
 for system, served in full.items():
@@ -165,7 +165,7 @@ assert 2.5 < faster < 3.5
 # %%
 shown = {"Orca (Max)": 0.3, "Orca (Oracle)": 0.5, "vLLM": 1.25}
 for system, rate in shown.items():
-    ours = Serving(system, "OPT-13B", "ShareGPT", rate, seconds=600).run().normalized_latency
+    ours = ServingSetup(system, "OPT-13B", "ShareGPT", rate, seconds=600).run().normalized_latency
     theirs = next(y for x, y in curves[system] if x == rate)
     print(f"{system:14} at {rate:.2f} requests/s: {ours:.4f} s/token; in the paper {theirs:.4f}")
     assert abs(ours / theirs - 1) < 0.25
@@ -238,7 +238,7 @@ Bars(
 
 # %% tags=["solution"]
 ESTIMATES["Orca (Pow4)"] = lambda output: 4 ** -(-(output - 1).bit_length() // 2)
-guessed = Serving("Orca (Pow4)", "OPT-13B", "ShareGPT", rate=2.0, seconds=300, seed=1).run()
+guessed = ServingSetup("Orca (Pow4)", "OPT-13B", "ShareGPT", rate=2.0, seconds=300, seed=1).run()
 del ESTIMATES["Orca (Pow4)"]
 print(f"{guessed.mean_running:.1f} requests in a batch")
 
@@ -251,7 +251,8 @@ assert full["Orca (Max)"].mean_running < guessed.mean_running < full["Orca (Pow2
 
 # %% tags=["solution"]
 short = {
-    system: Serving(system, "OPT-13B", "Alpaca", rate=30.0, seconds=30, seed=1).run().mean_running for system in full
+    system: ServingSetup(system, "OPT-13B", "Alpaca", rate=30.0, seconds=30, seed=1).run().mean_running
+    for system in full
 }
 for system, running in short.items():
     print(f"{system:14} {running:5.1f} requests in a batch")

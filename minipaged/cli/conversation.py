@@ -101,7 +101,7 @@ class Progress:
         return f"{self.blocks} | found {self.num_cached_tokens}/{self.num_prompt_tokens} | {speed}"
 
 
-class View(Protocol):
+class AnswerView(Protocol):
     """Where the words of an answer go."""
 
     def write(self, piece: str, progress: Progress) -> None: ...
@@ -203,7 +203,7 @@ class Conversation:
         """Forget everything but the system prompt."""
         self._turns.clear()
 
-    def ask(self, question: str, view: View) -> RequestOutput | None:
+    def ask(self, question: str, view: AnswerView) -> RequestOutput | None:
         """Answer, word by word; None if Ctrl-C came before the first one, and then the question is forgotten.
 
         Ctrl-C ends the answer, gives its blocks back, and what there is of it counts as the answer. Raises
@@ -241,7 +241,7 @@ class Conversation:
             f"is {limit}; shorten the question, or raise --num-blocks if that is what limits it"
         )
 
-    def _serve(self, prompt: list[int], view: View, interrupted: Callable[[], bool]) -> RequestOutput:
+    def _serve(self, prompt: list[int], view: AnswerView, interrupted: Callable[[], bool]) -> RequestOutput:
         """One request, from its first step to its end or to Ctrl-C; whatever happens, it leaves no block behind."""
         engine = self._llm.engine
         found_before, num_tokens = self._use.num_found, 0

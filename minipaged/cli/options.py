@@ -36,7 +36,7 @@ PANELS = {
 
 
 @dataclass(frozen=True)
-class Written:
+class OptionSpelling:
     """How a field is written on the command line, where that differs from Python."""
 
     as_option: str | None = None
@@ -64,40 +64,46 @@ def _read_logit_bias(text: str | None) -> Any:
 
 
 WRITTEN = {
-    "stop": Written(kind=list[str] | None, note="May be repeated."),
-    "stop_token_ids": Written("--stop-token-id", kind=list[int] | None, note="May be repeated."),
-    "logprobs": Written(note="(With --json.)"),
-    "logprob_token_ids": Written("--logprob-token-id", kind=list[int] | None, note="May be repeated. (With --json.)"),
-    "prompt_logprobs": Written(note="(With --json.)"),
-    "logit_bias": Written(kind=str | None, read=_read_logit_bias, metavar="JSON", note='As in {"42": -100}.'),
-    "allowed_token_ids": Written(
+    "stop": OptionSpelling(kind=list[str] | None, note="May be repeated."),
+    "stop_token_ids": OptionSpelling("--stop-token-id", kind=list[int] | None, note="May be repeated."),
+    "logprobs": OptionSpelling(note="(With --json.)"),
+    "logprob_token_ids": OptionSpelling(
+        "--logprob-token-id", kind=list[int] | None, note="May be repeated. (With --json.)"
+    ),
+    "prompt_logprobs": OptionSpelling(note="(With --json.)"),
+    "logit_bias": OptionSpelling(kind=str | None, read=_read_logit_bias, metavar="JSON", note='As in {"42": -100}.'),
+    "allowed_token_ids": OptionSpelling(
         "--allowed-token-id", kind=list[int] | None, read=lambda tokens: tokens or None, note="May be repeated."
     ),
-    "bad_words": Written("--bad-word", kind=list[str] | None, note="May be repeated."),
-    "spaces_between_special_tokens": Written("--special-token-spaces/--no-special-token-spaces"),
-    "include_stop_str_in_output": Written("--include-stop-str-in-output"),
-    "beam_width": Written(note="0 samples instead."),
-    "ignore_eos": Written("--ignore-eos"),
-    "early_stopping": Written(kind=str, read=_read_early_stopping),
-    "preemption": Written(kind=str),
-    "kv_cache_dtype": Written(kind=str),
-    "served_model_name": Written(kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."),
-    "cors_origin": Written(kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."),
-    "trust_request_chat_template": Written("--trust-request-chat-template"),
-    "log_level": Written(kind=str),
-    "enable_prefix_caching": Written("--prefix-caching/--no-prefix-caching"),
-    "debug": Written("--debug"),
-    "allocator": Written(
+    "bad_words": OptionSpelling("--bad-word", kind=list[str] | None, note="May be repeated."),
+    "spaces_between_special_tokens": OptionSpelling("--special-token-spaces/--no-special-token-spaces"),
+    "include_stop_str_in_output": OptionSpelling("--include-stop-str-in-output"),
+    "beam_width": OptionSpelling(note="0 samples instead."),
+    "ignore_eos": OptionSpelling("--ignore-eos"),
+    "early_stopping": OptionSpelling(kind=str, read=_read_early_stopping),
+    "preemption": OptionSpelling(kind=str),
+    "kv_cache_dtype": OptionSpelling(kind=str),
+    "served_model_name": OptionSpelling(
+        kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."
+    ),
+    "cors_origin": OptionSpelling(
+        kind=list[str] | None, read=lambda given: tuple(given or ()), note="May be repeated."
+    ),
+    "trust_request_chat_template": OptionSpelling("--trust-request-chat-template"),
+    "log_level": OptionSpelling(kind=str),
+    "enable_prefix_caching": OptionSpelling("--prefix-caching/--no-prefix-caching"),
+    "debug": OptionSpelling("--debug"),
+    "allocator": OptionSpelling(
         kind=str | None,
         metavar="FILE.py:Class",
         read=FROM_TEXT["allocator"],
     ),
-    "scheduling_policy": Written(
+    "scheduling_policy": OptionSpelling(
         kind=str,
         metavar="NAME or FILE.py:Class",
         read=FROM_TEXT["scheduling_policy"],
     ),
-    "kv_connector": Written(
+    "kv_connector": OptionSpelling(
         kind=str | None,
         metavar="FOLDER",
         read=FROM_TEXT["kv_connector"],
@@ -132,7 +138,7 @@ def names_of(kind: Any) -> list[str]:
 def _option(kind: Any, name: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
     [declared] = [each.default for each in fields(kind) if each.name == name]
     default = defaults.get(name, None if declared == () else declared)
-    written = WRITTEN.get(name, Written())
+    written = WRITTEN.get(name, OptionSpelling())
     names = [written.as_option] if written.as_option else []
     text = f"{help_of(kind)[name]} {written.note}".strip()
     option = typer.Option(*names, help=text, metavar=written.metavar, rich_help_panel=PANELS[kind])

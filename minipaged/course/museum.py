@@ -13,7 +13,7 @@ from typing import Any
 
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.testing.content_runner import ContentRunner, WrongRead
-from minipaged.testing.workloads import Run, letters, random_workload
+from minipaged.testing.workloads import WorkloadRun, letters, random_workload
 
 Parts = Mapping[str, Any]
 """What an engine is made with in place of its own: `memory`, `policy`."""
@@ -32,7 +32,7 @@ class TellingRunner(ContentRunner):
 
 def run_workload(seed: int, parts: Parts) -> None:
     """One workload, everything checked. Raises whatever shows that something is wrong."""
-    run = Run(random_workload(seed), make_runner=TellingRunner, steady=False, **parts)
+    run = WorkloadRun(random_workload(seed), make_runner=TellingRunner, steady=False, **parts)
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()

@@ -23,7 +23,14 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from minipaged.course.grader.assignment import CannotBeGraded, Grade, Status, Submission, TestResult, find_assignment
+from minipaged.course.grader.assignment import (
+    CannotBeGraded,
+    Grade,
+    Submission,
+    TestResult,
+    TestStatus,
+    find_assignment,
+)
 from minipaged.course.grader.counterexample import ALARM, UNWRITTEN
 from minipaged.course.grader.formats import as_json, fails_like
 from minipaged.course.grader.grading import VERDICT_HINTS, grade
@@ -88,7 +95,7 @@ def _told(grade: Grade) -> dict[str, Any]:
         told |= dict.fromkeys(("meaning", "hint", "output"), "") | dict.fromkeys(("counterexample", "same", "run"))
         return told | {"message": "A hidden test; what it found is not shown."}
     told["unwritten"] = UNWRITTEN in result.message
-    same = fails_like(result, earlier) if result.status is Status.FAILED else None
+    same = fails_like(result, earlier) if result.status is TestStatus.FAILED else None
     failure = result.failure
     if failure and failure.verdict:
         told["hint"] = VERDICT_HINTS[Verdict(failure.verdict)]

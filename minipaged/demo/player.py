@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from minipaged.demo.recording import Recording
+from minipaged.demo.recording import Screencast
 from minipaged.demo.terminal import Key
-from minipaged.demo.view import Caption, Frame, Note, Status, View
+from minipaged.demo.view import Caption, Frame, Note, PlayerStatus, StateView
 from minipaged.events import (
     BeamFinished,
     BlockCached,
@@ -132,7 +132,13 @@ class Player:
     """
 
     def __init__(
-        self, screen: Screen, view: View, *, speed: float = 1.0, recording: Recording | None = None, keys: bool = True
+        self,
+        screen: Screen,
+        view: StateView,
+        *,
+        speed: float = 1.0,
+        recording: Screencast | None = None,
+        keys: bool = True,
     ) -> None:
         self.view = view
         self.caption = Caption()
@@ -319,7 +325,7 @@ class Player:
     def _draw(self) -> None:
         started = time.perf_counter()
         timeline = self._timeline
-        status = Status(timeline.position, len(timeline), self._paused, self._keys)
+        status = PlayerStatus(timeline.position, len(timeline), self._paused, self._keys)
         width, height = self._screen.size()
         frame = self.view.frame(timeline.state, width, height, self.caption, self._latest_notes(), status)
         self._screen.show(frame)

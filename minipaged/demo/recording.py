@@ -46,7 +46,7 @@ text{fill:#d4d7dd;dominant-baseline:central;white-space:pre}rect{fill:#d4d7dd;he
 
 
 @dataclass(slots=True)
-class Recording:
+class Screencast:
     """Pictures and their times."""
 
     path: Path

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from minipaged.demo.measures import Measures
-from minipaged.demo.scenes import Outcome, RankPool, Scene, TableRow, Text
+from minipaged.demo.scenes import RankPool, Scene, SceneResult, TableRow, Text
 from minipaged.demo.stage import Stage
 from minipaged.demo.ticker import printable
 from minipaged.replay.state import State
@@ -48,7 +48,7 @@ def heading(number: int, total: int, scene: Scene) -> list[str]:
     return [title.ljust(WIDTH, "="), *_wrap(scene.watch, indent=""), ""]
 
 
-def outcome_lines(outcome: Outcome) -> list[str]:
+def outcome_lines(outcome: SceneResult) -> list[str]:
     """Printed after a scene was played."""
     lines = [*_text_lines(outcome.texts), ""]
     if outcome.tree:
@@ -158,7 +158,7 @@ def closing(num_scenes: int, seconds: float) -> str:
     return f"{num_scenes} scene{'s' if num_scenes > 1 else ''}, {seconds:.0f} s."
 
 
-def summary(played: Iterable[tuple[Scene, Outcome]]) -> list[str]:
+def summary(played: Iterable[tuple[Scene, SceneResult]]) -> list[str]:
     """What is left to read when the terminal is back: a heading and the findings of each scene."""
     lines: list[str] = []
     for scene, outcome in played:
@@ -197,7 +197,7 @@ def _wrap(text: str, *, indent: str = INDENT, hang: int = 0, most_lines: int = 2
 # --- JSON -----------------------------------------------------------------------------------------
 
 
-def document(stage: Stage, played: Iterable[tuple[Scene, Outcome]]) -> str:
+def document(stage: Stage, played: Iterable[tuple[Scene, SceneResult]]) -> str:
     """Everything as one JSON object, the events of each run (docs/events.md) included.
 
     Times are in seconds, memory in bytes, shares between 0 and 1.

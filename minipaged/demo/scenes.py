@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from minipaged.demo.measures import Measures
-from minipaged.demo.stage import Arrival, Run, Stage
+from minipaged.demo.stage import Arrival, DemoRun, Stage
 from minipaged.demo.ticker import printable
 from minipaged.engine.detokenizer import Decode, text_of
 from minipaged.errors import InvalidRequest
@@ -90,7 +90,7 @@ class RankPool:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SceneResult:
     """All that a scene has to show."""
 
     texts: list[Text]
@@ -116,13 +116,13 @@ class Scene:
     title: str
     watch: str
     """What to look at, and where the paper tells of it."""
-    play: Callable[[Stage], Outcome]
+    play: Callable[[Stage], SceneResult]
 
 
 # --- One request ----------------------------------------------------------------------------------
 
 
-def one_request(stage: Stage) -> Outcome:
+def one_request(stage: Stage) -> SceneResult:
     """Fig. 6, with its prompt and its block size of 4."""
     arrivals = [stage.complete(FOUR_SCORE, SamplingParams(temperature=0, max_tokens=stage.tokens(24)))]
     size = stage.block_size_or(4)
@@ -158,7 +158,7 @@ def block_table(stage: Stage, sequence: LiveSequence, block_size: int) -> tuple[
 # --- A continuous batch ---------------------------------------------------------------------------
 
 
-def continuous_batch(stage: Stage) -> Outcome:
+def continuous_batch(stage: Stage) -> SceneResult:
     """Requests of different lengths that come and go (Fig. 7)."""
     arrivals = [
         stage.ask(
@@ -192,7 +192,7 @@ def continuous_batch(stage: Stage) -> Outcome:
 # --- Parallel sampling ----------------------------------------------------------------------------
 
 
-def parallel_sampling(stage: Stage) -> Outcome:
+def parallel_sampling(stage: Stage) -> SceneResult:
     """Four samples of one prompt: they share its blocks until they write (Fig. 8)."""
     params = SamplingParams(n=4, temperature=0.8, top_p=0.9, seed=stage.seed, max_tokens=stage.tokens(32))
     arrivals = [stage.ask("Write the first sentence of a story about a lighthouse.", params)]
@@ -221,7 +221,7 @@ def saved(measures: Measures, paper: str) -> str:
 # --- Beam search ----------------------------------------------------------------------------------
 
 
-def beam_search(stage: Stage) -> Outcome:
+def beam_search(stage: Stage) -> SceneResult:
     """The four best continuations: beams fork and are dropped at almost every step (Fig. 9)."""
     params = BeamSearchParams(beam_width=4, max_tokens=stage.tokens(24))
     arrivals = [stage.ask("Write the first sentence of a story about a lighthouse.", params)]
@@ -270,7 +270,7 @@ def beam_tree(decode: Decode, beams: Sequence[tuple[Sequence[int], float]], star
 # --- A shared system prompt -----------------------------------------------------------------------
 
 
-def shared_prompt(stage: Stage) -> Outcome:
+def shared_prompt(stage: Stage) -> SceneResult:
     """One system prompt before every question: computed once, then found in the prefix cache (Fig. 10)."""
     params = SamplingParams(temperature=0, max_tokens=stage.tokens(32))
     arrivals = [stage.ask(question, params, step=min(i, 1) * 2, system=TEACHER) for i, question in enumerate(CHILDREN)]
@@ -293,7 +293,7 @@ def shared_prompt(stage: Stage) -> Outcome:
 # --- Preemption -----------------------------------------------------------------------------------
 
 
-def preemption(stage: Stage) -> Outcome:
+def preemption(stage: Stage) -> SceneResult:
     """The same requests three times: with room for all, then in a pool too small, swapping and recomputing."""
     num_tokens = stage.tokens(48)
     params = SamplingParams(temperature=0, max_tokens=num_tokens, min_tokens=num_tokens)
@@ -302,7 +302,7 @@ def preemption(stage: Stage) -> Outcome:
     ample, small = pool_sizes(arrivals, num_tokens, size)
     small = small if stage.num_blocks is None else stage.num_blocks
 
-    def play(name: str, num_blocks: int, preemption: PreemptionMode) -> Run:
+    def play(name: str, num_blocks: int, preemption: PreemptionMode) -> DemoRun:
         return stage.run(
             name,
             arrivals,
@@ -325,7 +325,7 @@ def preemption(stage: Stage) -> Outcome:
     runs = (plenty, swap, recompute)
     texts = texts_of(arrivals, plenty.outputs)
     measures, events = [run.measures for run in runs], tuple(run.events for run in runs)
-    return Outcome(texts, story, measures, findings, holds, events)
+    return SceneResult(texts, story, measures, findings, holds, events)
 
 
 def pool_sizes(arrivals: list[Arrival], num_tokens: int, block_size: int) -> tuple[int, int]:
@@ -336,7 +336,7 @@ def pool_sizes(arrivals: list[Arrival], num_tokens: int, block_size: int) -> tup
     return 2 * sum(end), max(*end, (sum(start) + sum(end)) // 2)
 
 
-def compare(reference: Run, others: list[Run]) -> tuple[list[str], bool]:
+def compare(reference: DemoRun, others: list[DemoRun]) -> tuple[list[str], bool]:
     """Compare the generated tokens one by one with those of the `reference` run; and whether all are the same."""
     findings, all_same = [], True
     for run in others:
@@ -368,7 +368,7 @@ def first_difference(expected: RequestOutput, actual: RequestOutput) -> int | No
 # --- Several ranks --------------------------------------------------------------------------------
 
 
-def tensor_parallel(stage: Stage) -> Outcome:
+def tensor_parallel(stage: Stage) -> SceneResult:
     """The same requests on one rank, then on two, or as many as are asked for: a pool each, and one block table
     (section 4.6)."""
     num_tokens = stage.tokens(24)
@@ -380,7 +380,7 @@ def tensor_parallel(stage: Stage) -> Outcome:
     single = stage.in_one_process(1)
     parted = single.in_one_process(max(2, stage.tensor_parallel_size))
 
-    def play(name: str, on: Stage, ranks: Sequence[str] = ()) -> Run:
+    def play(name: str, on: Stage, ranks: Sequence[str] = ()) -> DemoRun:
         return on.run(
             name,
             arrivals,
@@ -420,7 +420,7 @@ def tensor_parallel(stage: Stage) -> Outcome:
         tuple(run.events for run in runs),
     )
     holds = same_blocks and alone == together
-    return Outcome(texts, several.story, measures, findings, holds, events, rank_pools=pools)
+    return SceneResult(texts, several.story, measures, findings, holds, events, rank_pools=pools)
 
 
 def heads_of(shard: Shard) -> str:
@@ -438,7 +438,7 @@ def pool_of(shard: Shard, rank: Any) -> RankPool:
 # --- Two engines ----------------------------------------------------------------------------------
 
 
-def disaggregated(stage: Stage) -> Outcome:
+def disaggregated(stage: Stage) -> SceneResult:
     """The same requests on one engine, then on two: one computes prompts, the other goes on from its blocks, which
     travel by files (section 4.6 has one engine; DistServe and vLLM have such pairs)."""
     params = SamplingParams(temperature=0, max_tokens=stage.tokens(24))
@@ -473,13 +473,13 @@ def disaggregated(stage: Stage) -> Outcome:
     story = ["prefilling engine:", *first.story, "decoding engine:", *second.story]
     runs = (alone, first, second)
     measures, events = [run.measures for run in runs], tuple(run.events for run in runs)
-    return Outcome(texts_of(arrivals, second.outputs), story, measures, findings, same and all_had, events)
+    return SceneResult(texts_of(arrivals, second.outputs), story, measures, findings, same and all_had, events)
 
 
 # --- The user's own prompts ------------------------------------------------------------------------
 
 
-def yours(stage: Stage) -> Outcome:
+def yours(stage: Stage) -> SceneResult:
     """Whatever prompts there are, sampled together."""
     if not stage.prompts:
         raise InvalidRequest('this scene needs prompts: minipaged demo --scene yours "My first prompt" "Another one"')
@@ -517,15 +517,15 @@ def percent(share: float) -> str:
 
 def outcome_of(
     arrivals: list[Arrival],
-    run: Run,
+    run: DemoRun,
     findings: list[str],
     *,
     holds: bool = True,
     block_table: tuple[TableRow, ...] = (),
-) -> Outcome:
+) -> SceneResult:
     """Of a scene with a single run."""
     texts = texts_of(arrivals, run.outputs)
-    return Outcome(texts, run.story, [run.measures], findings, holds, (run.events,), block_table)
+    return SceneResult(texts, run.story, [run.measures], findings, holds, (run.events,), block_table)
 
 
 def texts_of(arrivals: list[Arrival], outputs: list[RequestOutput]) -> list[Text]:

@@ -20,12 +20,12 @@ from rich.console import Console
 from minipaged.contracts import BlockAllocator
 from minipaged.demo import report
 from minipaged.demo.player import Film, NextScene, Player, Quit, Screen
-from minipaged.demo.recording import Recording
-from minipaged.demo.scenes import DISAGGREGATED, SCENES, TENSOR_PARALLEL, YOURS, Outcome, Scene
+from minipaged.demo.recording import Screencast
+from minipaged.demo.scenes import DISAGGREGATED, SCENES, TENSOR_PARALLEL, YOURS, Scene, SceneResult
 from minipaged.demo.stage import Stage
 from minipaged.demo.terminal import Terminal, color_system, is_live
 from minipaged.demo.ticker import LEFT_OUT, printable, story
-from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, View
+from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, StateView
 from minipaged.engine.detokenizer import Decode
 from minipaged.errors import InvalidRequest
 from minipaged.params import KVCacheDtype
@@ -52,7 +52,7 @@ def run_demo(
     color: bool = True,
     record: Path | None = None,
     json_output: bool = False,
-) -> list[Outcome]:
+) -> list[SceneResult]:
     """Play one scene, several (their names with commas between), or all; returns what happened as data.
 
     `block_size` and `num_blocks` replace every scene's own; `steps` cuts every run short. `speed`: 2 plays twice as
@@ -65,7 +65,7 @@ def run_demo(
 
     console = make_console(color=color)
     show = _Lines(console, silent=json_output or _draws(console))
-    recording = Recording(record) if record else None
+    recording = Screencast(record) if record else None
     started = time.perf_counter()
     # The demo shows that preemption changes no text. In bfloat16, rounding would.
     if _draws(console) and not json_output:
@@ -83,7 +83,7 @@ def run_demo(
         tensor_parallel_size=tensor_parallel_size,
     )
     show(*report.opening(stage))
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, SceneResult] = {}
     with player(console, stage.tokenizer.decode, speed, recording, live=not json_output, before=stage.warm_up) as one:
         stage = stage.played_by(one)
         for number, each in enumerate(chosen, start=1):
@@ -123,7 +123,7 @@ def replay(
     _check(speed, None)
     timeline = read_run(path)
     console = make_console(color=color)
-    recording = Recording(record) if record else None
+    recording = Screencast(record) if record else None
     lines = report.run_lines(timeline.state)
     timeline.seek(0)
     with player(console, decode, speed, recording) as one:
@@ -152,7 +152,7 @@ def player(
     console: Console,
     decode: Decode | None,
     speed: float,
-    recording: Recording | None,
+    recording: Screencast | None,
     *,
     live: bool = True,
     before: Callable[[], None] = lambda: None,
@@ -163,7 +163,7 @@ def player(
     live = live and _draws(console)
     few = live and color_system(console) is ColorSystem.STANDARD
     colors = () if console.no_color else BASIC_COLORS if few else COLORS
-    view = View(decode, colors, unicode=unicode or not live)
+    view = StateView(decode, colors, unicode=unicode or not live)
     with ExitStack() as stack:
         if recording:
             stack.callback(recording.save)

@@ -48,7 +48,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DemoRun:
     """What came of one run of the engine."""
 
     outputs: list[RequestOutput]
@@ -62,7 +62,7 @@ class Run:
     """With its KV cache, as the run has left it."""
 
 
-class Serving:
+class DemoServing:
     """An engine and the requests that are to arrive: served one step at a time (continuous batching).
 
     `max_steps`: cancel what is unfinished after so many.
@@ -103,10 +103,12 @@ class Serving:
         return True
 
 
-class HandedOver(Serving):
+class HandedOver(DemoServing):
     """Requests whose prompts another engine computes first: each goes on here when it is done there."""
 
-    def __init__(self, engine: Engine, arrivals: Sequence[Arrival], prefilling: Serving, max_steps: int | None) -> None:
+    def __init__(
+        self, engine: Engine, arrivals: Sequence[Arrival], prefilling: DemoServing, max_steps: int | None
+    ) -> None:
         super().__init__(engine, (), max_steps)
         self._arrivals = arrivals
         self._prefilling = prefilling
@@ -167,7 +169,7 @@ class Stage:
         paced: bool = True,
         ranks: Sequence[str] = (),
         **options: Any,
-    ) -> Run:
+    ) -> DemoRun:
         """Serve the arrivals (in order of their steps) with an engine of these sizes. `options`: those of LLM.
 
         `topics`: what to tell of it in lines, and how often at most. `shown_as`: its name
@@ -176,7 +178,7 @@ class Stage:
         """
         timeline, events = Timeline(), list[Event]()
         llm = self._llm([events.append, timeline.append], block_size=block_size, num_blocks=num_blocks, **options)
-        serving = Serving(llm.engine, arrivals, self.max_steps)
+        serving = DemoServing(llm.engine, arrivals, self.max_steps)
         if self.player:
             self.player.play(
                 timeline, serving.advance, run=shown_as, questions=serving.questions, paced=paced, ranks=ranks
@@ -191,7 +193,7 @@ class Stage:
         topics: Mapping[Topic, int],
         connectors: tuple[KVConnector, KVConnector],
         **options: Any,
-    ) -> tuple[Run, Run]:
+    ) -> tuple[DemoRun, DemoRun]:
         """Two engines, with a connector each: one computes the prompts, and chooses one token each; the other has them
         when that is done, and goes on. Both pools are drawn; the time that is shown is the second one's."""
         names = ("prefilling", "decoding")
@@ -200,7 +202,7 @@ class Stage:
         one = self._llm([first.append, before.apply], kv_connector=connectors[0], **options)
         other = self._llm([second.append, timeline.append], kv_connector=connectors[1], **options)
         prompts = [replace(arrival, params=SamplingParams(max_tokens=1)) for arrival in arrivals]
-        prefilling = Serving(one.engine, prompts, self.max_steps)
+        prefilling = DemoServing(one.engine, prompts, self.max_steps)
         decoding = HandedOver(other.engine, arrivals, prefilling, self.max_steps)
         if self.player:
             shown = ("prefilling engine", "decoding engine")
@@ -226,13 +228,15 @@ class Stage:
             **options,
         )
 
-    def _run_of(self, name: str, llm: LLM, serving: Serving, events: list[Event], topics: Mapping[Topic, int]) -> Run:
+    def _run_of(
+        self, name: str, llm: LLM, serving: DemoServing, events: list[Event], topics: Mapping[Topic, int]
+    ) -> DemoRun:
         """What came of it."""
         state = State()
         for event in events:
             state.apply(event)
         measures = measure(name, llm.stats(), self.bytes_per_token, state.most_sequences, serving.seconds)
-        return Run(serving.outputs, story(events, topics), events, state, measures, llm.engine.runner)
+        return DemoRun(serving.outputs, story(events, topics), events, state, measures, llm.engine.runner)
 
     def played_by(self, player: Player | None) -> Stage:
         """The same stage, watched by that player."""

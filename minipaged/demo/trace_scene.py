@@ -17,7 +17,7 @@ from pathlib import Path
 
 from minipaged.contracts import BlockAllocator
 from minipaged.demo.player import NextScene, Player, Quit
-from minipaged.demo.recording import Recording
+from minipaged.demo.recording import Screencast
 from minipaged.demo.show import make_console, player
 from minipaged.demo.terminal import is_live
 from minipaged.demo.view import Caption
@@ -80,7 +80,7 @@ def play_trace(
 
     console = make_console(color=color)
     if is_live(sys.stdout, console):
-        recording = Recording(record) if record else None
+        recording = Screencast(record) if record else None
         try:
             with player(console, lambda token_ids: "", speed or 1.0, recording) as one:
                 assert one is not None

@@ -11,7 +11,7 @@
 A tile's letter says whose block it is and `×3` that three hold it (its reference count). Nothing relies on colour
 alone, nor on the background: tiles are drawn in reverse, in colours that stand out from black and from white.
 
-`View.frame` makes a `Frame`, which rich can print, and which knows its lines as they are written to a terminal.
+`StateView.frame` makes a `Frame`, which rich can print, and which knows its lines as they are written to a terminal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.style import Style
 
 from minipaged.demo.ticker import printable
 from minipaged.engine.detokenizer import Decode, text_of
-from minipaged.replay.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, Pool, State
+from minipaged.replay.state import LETTERS, NO_LETTER, LiveRequest, LiveSequence, PoolState, State
 from minipaged.replay.teller import Sentence
 
 Line = list[Segment]
@@ -85,7 +85,7 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class PlayerStatus:
     """Where the player is."""
 
     position: int = 0
@@ -124,7 +124,7 @@ BEHIND = 12
 
 
 @dataclass(slots=True)
-class View:
+class StateView:
     """Draws states. `decode` turns token ids into text (None: they are shown as numbers)."""
 
     decode: Decode | None = None
@@ -145,7 +145,7 @@ class View:
         return self._words((token,))
 
     def frame(
-        self, state: State, width: int, height: int, caption: Caption, notes: Sequence[Note], status: Status
+        self, state: State, width: int, height: int, caption: Caption, notes: Sequence[Note], status: PlayerStatus
     ) -> Frame:
         """Draw the state. `notes`: the latest last."""
         roomy = height >= 34
@@ -176,7 +176,7 @@ class View:
 
     # --- The head ---------------------------------------------------------------------------------
 
-    def _title(self, state: State, width: int, caption: Caption, status: Status) -> Line:
+    def _title(self, state: State, width: int, caption: Caption, status: PlayerStatus) -> Line:
         left = f" {caption.title}" + (f": {caption.run}" if caption.run else "")
         speed = state.tokens_per_second()
         right = f"step {state.step}  " + (f"{speed:.0f} tokens/s  " if speed else "")
@@ -227,7 +227,7 @@ class View:
         lines = _beside([[*pool, *([] for _ in range(most - len(pool)))] for pool in pools], each)
         return [*lines, [Segment(f" {legend}", DIM)]] if legend_rows else lines
 
-    def _grid(self, state: State, pool: Pool, width: int, rows: int, touched: set[int]) -> tuple[list[Line], str]:
+    def _grid(self, state: State, pool: PoolState, width: int, rows: int, touched: set[int]) -> tuple[list[Line], str]:
         """The blocks of one pool in at most so many rows, and what the signs mean."""
         total, used = pool.num_blocks, pool.highest + 1
         digits = len(str(total)) + 1
@@ -266,7 +266,7 @@ class View:
         parts += ["(c) cached"] if state.cached else []
         return "  ".join([*parts, "· free", "▸ just now"])
 
-    def _tiles(self, state: State, pool: Pool, blocks: Iterable[int], width: int, touched: set[int]) -> Line:
+    def _tiles(self, state: State, pool: PoolState, blocks: Iterable[int], width: int, touched: set[int]) -> Line:
         """A row of tiles, with a mark before those that the last sentence is about."""
         line: Line = []
         for block in blocks:
@@ -274,7 +274,7 @@ class View:
             line += self._tile(state, pool, block, width)
         return line
 
-    def _tile(self, state: State, pool: Pool, block: int, width: int) -> Line:
+    def _tile(self, state: State, pool: PoolState, block: int, width: int) -> Line:
         holders = pool.holders.get(block)
         if not holders:
             if pool is state.device and block in state.cached:
@@ -296,7 +296,7 @@ class View:
             tile.append(Segment(text[solid:], style))
         return tile
 
-    def _cell(self, state: State, pool: Pool, blocks: range) -> Segment:
+    def _cell(self, state: State, pool: PoolState, blocks: range) -> Segment:
         """Several blocks as one sign."""
         held = [block for block in blocks if block in pool.holders]
         if not held:

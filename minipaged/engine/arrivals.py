@@ -6,8 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
 
@@ -16,7 +15,7 @@ from minipaged.engine.detokenizer import Decode, Detokenizer, Encode, naming_fai
 from minipaged.engine.memory import AllocStatus, Memory
 from minipaged.engine.policies import looks_at_priority
 from minipaged.engine.scheduler import Scheduler
-from minipaged.engine.sequence import Request, Sequence
+from minipaged.engine.sequence import Request, SequenceState
 from minipaged.errors import InvalidRequest
 from minipaged.params import (
     BeamSearchParams,
@@ -59,7 +58,7 @@ class Arrivals:
         self,
         request_id: str,
         order: int,
-        prompt_token_ids: ListLike[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams | BeamSearchParams,
         prompt: str | None,
         output_kind: RequestOutputKind,
@@ -84,7 +83,7 @@ class Arrivals:
             max_output_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             reads_along=output_kind is RequestOutputKind.DELTA,
             priority=int(priority),
-            sequences=[Sequence(next(self._sequence_ids), list(tokens), [], self._blocks.new_table())],
+            sequences=[SequenceState(next(self._sequence_ids), list(tokens), [], self._blocks.new_table())],
             decode=self._decode,
         )
         if params.max_tokens is None:
@@ -128,7 +127,7 @@ class Arrivals:
             )
 
 
-def check_prompt(prompt: ListLike[int], config: EngineConfig) -> None:
+def check_prompt(prompt: Sequence[int], config: EngineConfig) -> None:
     """Raise InvalidRequest unless `prompt` is a list of tokens that leaves room to generate."""
     if len(prompt) == 0:
         raise InvalidRequest("the prompt is empty; give it at least one token")
@@ -189,7 +188,7 @@ def check_params(
         raise InvalidRequest("stop strings need a tokenizer, and this engine has none; use stop_token_ids")
 
 
-def tokens_of_words(words: ListLike[str], encode: Encode | None, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+def tokens_of_words(words: Sequence[str], encode: Encode | None, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     """The tokens of each word, at the beginning of a text and after a space: these may be other ones.
 
     What has a token that the model does not know cannot be generated, and is left out. Raises InvalidRequest.

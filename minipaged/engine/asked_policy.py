@@ -6,8 +6,7 @@ cannot be carried out is an InvariantViolation by name: the step fails, its requ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from minipaged.contracts import Runner
@@ -51,7 +50,7 @@ class AskedPolicy:
                 "served; ask for less, or serve with another policy"
             )
 
-    def share_tokens(self, running: ListLike[Request], wholes: list[ScheduledRequest]) -> Mapping[str, int]:
+    def share_tokens(self, running: Sequence[Request], wholes: list[ScheduledRequest]) -> Mapping[str, int]:
         """Ask who gets how many tokens of a batch that has not enough of them."""
         given = self.policy.share_tokens([view_of(request, self._blocks) for request in running])
         if not isinstance(given, Mapping):
@@ -75,7 +74,7 @@ class AskedPolicy:
             self._broken("share_tokens", "no token for anybody, and so nothing would ever run")
         return given
 
-    def victim(self, running: ListLike[Request]) -> Request:
+    def victim(self, running: Sequence[Request]) -> Request:
         """Ask who makes room. (The last one that runs never has to: it fits, or it would not have been taken.)"""
         if len(running) < 2:
             raise InvariantViolation(
@@ -102,7 +101,7 @@ class AskedPolicy:
         return way
 
     def admit(
-        self, waiting: ListLike[Request], running: ListLike[Request], room: int, tokens_left: int
+        self, waiting: Sequence[Request], running: Sequence[Request], room: int, tokens_left: int
     ) -> list[Request]:
         """Ask who comes in, if there is room for anybody. `room`: for so many sequences."""
         num_free = self._blocks.num_available
@@ -113,7 +112,7 @@ class AskedPolicy:
             names = self.policy.admit(self._waiting_views(waiting), shown, num_free, tokens_left)
         finally:
             shown.close()
-        if isinstance(names, str) or not isinstance(names, ListLike):
+        if isinstance(names, str) or not isinstance(names, Sequence):
             self._broken("admit", f"{names!r}; it has to answer with a list of request_ids")
         if not names:
             self._nobody = (self.policy, room, num_free, tokens_left)
@@ -128,7 +127,7 @@ class AskedPolicy:
         return policy is self.policy and all(a <= b for a, b in zip((room, num_free, tokens_left), then, strict=True))
 
     def _check_entering(
-        self, names: ListLike[str], waiting: ListLike[Request], room: int, num_free: int, tokens_left: int
+        self, names: Sequence[str], waiting: Sequence[Request], room: int, num_free: int, tokens_left: int
     ) -> list[Request]:
         """Those that the policy names, if there is room for all of them together."""
         left = {request.request_id: request for request in waiting}
@@ -153,7 +152,7 @@ class AskedPolicy:
             entering.append(request)
         return entering
 
-    def stuck(self, waiting: ListLike[Request]) -> NoReturn:
+    def stuck(self, waiting: Sequence[Request]) -> NoReturn:
         """Nothing runs in this step, and so nothing ever would."""
         views = self._waiting_views(waiting)
         if any(view.blocks_needed <= self._blocks.num_available for view in views):
@@ -166,7 +165,7 @@ class AskedPolicy:
 
     # --- What it is shown of those that wait ------------------------------------------------------
 
-    def _waiting_views(self, waiting: ListLike[Request]) -> list[RequestView]:
+    def _waiting_views(self, waiting: Sequence[Request]) -> list[RequestView]:
         if self._blocks.prefix_cache:
             return [self._waiting_view(request) for request in waiting]
         known = self._views.get  # hundreds may wait, and none of them has changed

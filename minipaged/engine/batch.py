@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from minipaged.contracts import StepResult
-from minipaged.engine.sequence import Request, Sequence
+from minipaged.engine.sequence import Request, SequenceState
 from minipaged.steps import LOGITS, Row
 
 
@@ -15,7 +15,7 @@ class ScheduledRequest:
     """One request's part of a step."""
 
     request: Request
-    work: list[tuple[Sequence, int]]
+    work: list[tuple[SequenceState, int]]
     """Each of its sequences that runs, with its number of query tokens."""
     completes: bool
     """Whether every sequence of the request then has all its tokens computed, so that the next can be chosen."""
@@ -76,11 +76,11 @@ class Plan:
             num_choices_before += scheduled.num_sampled
             num_logits += len(scheduled.work) if num_choices else 0
 
-    def work(self) -> Iterator[tuple[Sequence, int]]:
+    def work(self) -> Iterator[tuple[SequenceState, int]]:
         """The sequence of each row, and how many tokens it runs."""
         return (one for scheduled in self.scheduled for one in scheduled.work)
 
-    def owners(self) -> Iterator[tuple[Request, Sequence]]:
+    def owners(self) -> Iterator[tuple[Request, SequenceState]]:
         """The request and the sequence of each row."""
         return ((scheduled.request, sequence) for scheduled in self.scheduled for sequence, _ in scheduled.work)
 

@@ -10,15 +10,14 @@ Room is what is free plus what only the prefix cache holds; `_make_room` evicts 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from minipaged.contracts import BlockAllocator, BlockTable, Tier
 from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.engine.memory import Memory
 from minipaged.engine.prefix_cache import PrefixCache
-from minipaged.engine.sequence import Request, RequestState, Sequence
+from minipaged.engine.sequence import Request, RequestState, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.events import (
     BlockCached,
@@ -82,7 +81,7 @@ class BlockManager(Memory):
         """Blocks that only the prefix cache holds."""
         return self.prefix_cache.num_evictable if self.prefix_cache else 0
 
-    def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
+    def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
         """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
         needed = sum(sequence.table.blocks_needed(num_tokens) for sequence, num_tokens in work)
         if len(work) < 2:
@@ -98,7 +97,7 @@ class BlockManager(Memory):
             holders > 1 and pool.ref_count(block) == holders for (pool, block), holders in writers.items()
         )
 
-    def _pool_of(self, sequence: Sequence) -> BlockAllocator:
+    def _pool_of(self, sequence: SequenceState) -> BlockAllocator:
         """The allocator that the numbers in the sequence's table belong to."""
         return self.host_allocator if sequence.swapped and self.host_allocator else self.allocator
 
@@ -117,7 +116,7 @@ class BlockManager(Memory):
             needed -= sum(not self.prefix_cache.is_evictable(block) for block in cached)
         return needed
 
-    def _shared_blocks(self, sequence: Sequence, sibling: Sequence) -> int:
+    def _shared_blocks(self, sequence: SequenceState, sibling: SequenceState) -> int:
         """Full blocks that begin both sequences, leaving `sequence` at least one token to run."""
         most = min(len(sequence.tokens) - 1, len(sibling.tokens))
         common = min(most, len(sequence.tokens) - len(sequence.output_token_ids))  # the prompt is the same
@@ -130,7 +129,7 @@ class BlockManager(Memory):
     def new_table(self) -> BlockTable:
         return self._make_table(self.block_size, self.allocator)
 
-    def begin(self, request: Request, sequence: Sequence) -> None:
+    def begin(self, request: Request, sequence: SequenceState) -> None:
         """Let an empty table begin with what is already computed: by the prefix cache or by a sibling.
 
         Siblings matter after recomputation: sequences that shared blocks before must share them again, or a request
@@ -156,7 +155,7 @@ class BlockManager(Memory):
             sequence.num_published = len(blocks)
         self._emit(PrefixReused(sequence.sequence_id, tuple(blocks), source))
 
-    def append(self, sequence: Sequence, num_tokens: int) -> None:
+    def append(self, sequence: SequenceState, num_tokens: int) -> None:
         """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks and changes nothing."""
         table = sequence.table
         start, held = table.num_tokens, len(table.blocks)
@@ -177,7 +176,7 @@ class BlockManager(Memory):
         if recomputed or self._emit.heard:
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, tuple(table.blocks[held:]), recomputed))
 
-    def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
+    def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
         """`child` (whose table is empty) shares all blocks of `parent`."""
         child.table = parent.table.fork()
         self._count(child, 1)
@@ -185,7 +184,7 @@ class BlockManager(Memory):
         child.most_computed = parent.most_computed
         self._emit(SequenceForked(request.request_id, parent.sequence_id, child.sequence_id))
 
-    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+    def publish(self, sequence: SequenceState, num_tokens: int) -> None:
         """Make the blocks that the sequence's first `num_tokens` tokens have newly filled findable by others.
 
         The table may have more: slots of the step in flight, whose tokens are not all known or not computed yet.
@@ -204,7 +203,7 @@ class BlockManager(Memory):
                 self._emit(BlockDeduplicated(sequence.sequence_id, logical, own, cached))
         sequence.num_published = num_full
 
-    def _count(self, sequence: Sequence, sign: int) -> None:
+    def _count(self, sequence: SequenceState, sign: int) -> None:
         self.num_entries += sign * len(sequence.table.blocks)
         self.num_tokens += sign * sequence.table.num_tokens
 
@@ -215,7 +214,7 @@ class BlockManager(Memory):
 
     # --- Giving back ------------------------------------------------------------------------------
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: SequenceState) -> None:
         """Give back all blocks of the sequence, be they on the device or on the host."""
         blocks, num_tokens = tuple(sequence.table.blocks), sequence.table.num_tokens
         sequence.table.trim(0)
@@ -232,7 +231,7 @@ class BlockManager(Memory):
             self._writer.table_changed(sequence, 0)
             self._emit(BlocksFreed(sequence.sequence_id, blocks))
 
-    def _released(self, blocks: ListLike[int]) -> None:
+    def _released(self, blocks: Sequence[int]) -> None:
         if self.prefix_cache:
             self.prefix_cache.released(reversed(blocks))
 

@@ -18,7 +18,7 @@ from minipaged.engine.memory import Memory
 from minipaged.engine.memory_use import slot_steps_reserved
 from minipaged.engine.results import make_output, make_update
 from minipaged.engine.scheduler import Scheduler
-from minipaged.engine.sequence import Hypothesis, Request, RequestState, Sequence
+from minipaged.engine.sequence import Hypothesis, Request, RequestState, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import BadLogits, DetokenizerFailed, RequestFailed
 from minipaged.events import BeamFinished, Emit, RequestFinished, SequenceFinished, TokenGenerated
@@ -128,7 +128,7 @@ class Committer:
 
     # --- Parallel sampling (paper, section 4.4, Fig. 8) -------------------------------------------
 
-    def _commit_samples(self, request: Request, work: list[tuple[Sequence, int]], choices: list[Sampled]) -> None:
+    def _commit_samples(self, request: Request, work: list[tuple[SequenceState, int]], choices: list[Sampled]) -> None:
         """Append the tokens chosen for the sequences that ran; the samples of a prompt fork from it first."""
         if request.prompt_computed:
             sequences = [sequence for sequence, _ in work]
@@ -140,7 +140,7 @@ class Committer:
                 self._commit_token(request, sequence, choice)
         self.report(request)
 
-    def _fork_samples(self, request: Request, parent: Sequence, n: int) -> list[Sequence]:
+    def _fork_samples(self, request: Request, parent: SequenceState, n: int) -> list[SequenceState]:
         """The other samples of a prompt that has just been computed."""
         children = self._fork(request, [(parent, choice) for choice in range(1, n)])
         for index, child in enumerate(children, 1):
@@ -150,7 +150,7 @@ class Committer:
         request.first_token_time = self._clock()
         return children
 
-    def _commit_token(self, request: Request, sequence: Sequence, choice: Sampled) -> None:
+    def _commit_token(self, request: Request, sequence: SequenceState, choice: Sampled) -> None:
         """Append a token, and end the sequence if that was its last."""
         # Decoding may raise, so it comes first: a token is appended together with what follows from it.
         reason, sequence.stop_reason = self._finish_reason(request, sequence, choice.token_id)
@@ -162,7 +162,7 @@ class Committer:
             self._end_sequence(request, sequence, reason)
 
     def _finish_reason(
-        self, request: Request, sequence: Sequence, token: int
+        self, request: Request, sequence: SequenceState, token: int
     ) -> tuple[FinishReason | None, int | str | None]:
         """Why the sequence ends with its next token, if it does, and which stop it was. Adds the token to its text."""
         params = request.params
@@ -211,13 +211,13 @@ class Committer:
 
     # --- Sequences --------------------------------------------------------------------------------
 
-    def _fork(self, request: Request, parents: list[tuple[Sequence, int]]) -> list[Sequence]:
+    def _fork(self, request: Request, parents: list[tuple[SequenceState, int]]) -> list[SequenceState]:
         """A child of each parent (one may occur twice), sharing all its blocks; all of them or an error and none. Its
         newest token will be that choice of those for the parent (or LOGITS: none of them)."""
-        children: list[Sequence] = []
+        children: list[SequenceState] = []
         try:
             for parent, choice in parents:
-                child = Sequence(
+                child = SequenceState(
                     next(self._sequence_ids),
                     list(parent.tokens),
                     list(parent.output_token_ids),
@@ -238,7 +238,7 @@ class Committer:
             raise
         return children
 
-    def append_token(self, request: Request, sequence: Sequence, token: int, logprob: float) -> None:
+    def append_token(self, request: Request, sequence: SequenceState, token: int, logprob: float) -> None:
         """The sequence has one token more."""
         sequence.pending = False
         sequence.tokens.append(token)
@@ -248,7 +248,7 @@ class Committer:
         if self._emit.heard:
             self._emit(TokenGenerated(request.request_id, sequence.sequence_id, token, logprob))
 
-    def _end_sequence(self, request: Request, sequence: Sequence, reason: FinishReason) -> None:
+    def _end_sequence(self, request: Request, sequence: SequenceState, reason: FinishReason) -> None:
         sequence.finish_reason = reason
         self._writer.ended(sequence)
         reserved = slot_steps_reserved(sequence)
@@ -257,7 +257,7 @@ class Committer:
         request.sequences.remove(sequence)
         request.done.append(sequence)
 
-    def _finish_text(self, request: Request, sequence: Sequence) -> None:
+    def _finish_text(self, request: Request, sequence: SequenceState) -> None:
         """The text that was held back, or all of it where nobody read along. Raises DetokenizerFailed."""
         if sequence.detokenizer:
             sequence.detokenizer.finish()

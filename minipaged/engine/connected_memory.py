@@ -15,13 +15,12 @@ What could not be had is computed, as if there were no connector.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from minipaged.contracts import BlockAllocator, Tier
 from minipaged.engine.block_manager import BlockManager
-from minipaged.engine.sequence import Request, Sequence
+from minipaged.engine.sequence import Request, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.events import BlocksLoaded, BlocksStored, Emit
 from minipaged.handover.kv_connector import KVConnector
@@ -44,7 +43,7 @@ class ConnectedBlockManager(BlockManager):
         emit: Emit,
         *,
         connector: KVConnector,
-        read_blocks: Callable[[ListLike[int]], ListLike[bytes]],
+        read_blocks: Callable[[Sequence[int]], Sequence[bytes]],
         block_bytes: int,
     ) -> None:
         super().__init__(config, tier, allocator, writer, emit)
@@ -75,12 +74,12 @@ class ConnectedBlockManager(BlockManager):
         self._writer.table_changed(sequence, held)
         self._emit(BlocksLoaded(sequence.sequence_id, blocks))
 
-    def publish(self, sequence: Sequence, num_tokens: int) -> None:
+    def publish(self, sequence: SequenceState, num_tokens: int) -> None:
         start = sequence.num_published
         super().publish(sequence, num_tokens)
         self._store(sequence, start, sequence.num_published)
 
-    def _store(self, sequence: Sequence, start: int, stop: int) -> None:
+    def _store(self, sequence: SequenceState, start: int, stop: int) -> None:
         """Offer logical blocks start .. stop - 1 of the sequence, which are computed, as far as they are the prompt's.
 
         (What is generated is offered when it comes again, as a prompt: reading the pool waits for the step in flight.)

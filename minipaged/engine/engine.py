@@ -16,8 +16,7 @@ and nothing leaks (`recovery.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -72,7 +71,7 @@ class Engine:
         policy: MakePolicy = FirstComeFirstServed,
         decode: Decode | None = None,
         encode: Encode | None = None,
-        listeners: ListLike[Listener] = (),
+        listeners: Sequence[Listener] = (),
         clock: Callable[[], float] = time.perf_counter,
         steady: bool = True,
     ) -> None:
@@ -115,7 +114,7 @@ class Engine:
 
     def add_request(
         self,
-        prompt_token_ids: ListLike[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams | BeamSearchParams,
         *,
         request_id: str | None = None,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from minipaged.engine.batch import Plan
-from minipaged.engine.stats import Held, Stats
+from minipaged.engine.stats import Stats, StepUsage
 from minipaged.events import EngineStarted, Event, Listener, StepFinished, StepScheduled, StepStarted
 
 
@@ -35,7 +35,7 @@ class EventQueue:
         if self.listeners:
             self(StepStarted(step))
 
-    def step_scheduled(self, step: int, held: Held) -> None:
+    def step_scheduled(self, step: int, held: StepUsage) -> None:
         if self.listeners:
             self(StepScheduled(step, *held))
         else:

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from minipaged.engine.memory import Memory
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.sequence import SequenceState
 from minipaged.errors import Invariant, InvariantViolation
 
 
-def check_exclusive_writes(work: Iterable[tuple[Sequence, int]], blocks: Memory) -> None:
+def check_exclusive_writes(work: Iterable[tuple[SequenceState, int]], blocks: Memory) -> None:
     """Raise InvariantViolation if latest slots of a sequence, so many, are in a block that more than one holds."""
     for sequence, num_tokens in work:
         stop = sequence.table.num_tokens
@@ -23,7 +23,7 @@ def check_exclusive_writes(work: Iterable[tuple[Sequence, int]], blocks: Memory)
                 )
 
 
-def check_blocks(sequences: Iterable[Sequence], blocks: Memory) -> None:
+def check_blocks(sequences: Iterable[SequenceState], blocks: Memory) -> None:
     """Raise InvariantViolation unless conservation and exact-references hold in both pools.
 
     `sequences`: all that there are.

@@ -15,7 +15,7 @@ Without pipeline parallelism there is one lane, and all run in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ListLike
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minipaged.engine.sequence import Request
@@ -34,12 +34,12 @@ class Lane:
         return num_sequences(self.running)
 
 
-def num_sequences(requests: ListLike[Request]) -> int:
+def num_sequences(requests: Sequence[Request]) -> int:
     """How many sequences they have, or will have once their prompts are computed."""
     return sum(request.num_sequences for request in requests)
 
 
-def share_of(lane: Lane, lanes: ListLike[Lane], entering: ListLike[Request]) -> ListLike[Request]:
+def share_of(lane: Lane, lanes: Sequence[Lane], entering: Sequence[Request]) -> Sequence[Request]:
     """Which of those that may come in enter this lane: the first of them, as many as it gets if each is dealt to the
     lane that has the fewest sequences then. The others enter the other lanes, whose turns come next.
 

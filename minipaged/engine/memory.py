@@ -7,13 +7,12 @@ by other rules; contiguous reservation, for one, where a request gets one piece 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from minipaged.contracts import BlockAllocator, BlockTable, Tier
 from minipaged.engine.prefix_cache import PrefixCache
-from minipaged.engine.sequence import Request, Sequence
+from minipaged.engine.sequence import Request, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.events import Emit
 from minipaged.params import EngineConfig
@@ -35,7 +34,7 @@ class Memory(ABC):
 
     Whenever a table changes its blocks, the memory tells the writer (`StepWriters.table_changed`), keeps `num_entries`
     and `num_tokens`, and emits what happened: TokensComputed at every `append`, BlocksFreed, SequenceForked,
-    BlockCopied, SwappedOut and SwappedIn. It keeps what a `Sequence` knows of its table: `swapped`, and
+    BlockCopied, SwappedOut and SwappedIn. It keeps what a `SequenceState` knows of its table: `swapped`, and
     `most_computed`, by which recomputing is told.
     """
 
@@ -99,7 +98,7 @@ class Memory(ABC):
         """How many of the available blocks the waiting request takes for everything it has to run."""
 
     @abstractmethod
-    def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
+    def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
         """Blocks to take so that each of one request's sequences can run so many more tokens, copies included."""
 
     # --- Tables that grow and go -------------------------------------------------------------------
@@ -109,7 +108,7 @@ class Memory(ABC):
         """An empty one."""
 
     @abstractmethod
-    def begin(self, request: Request, sequence: Sequence) -> None:
+    def begin(self, request: Request, sequence: SequenceState) -> None:
         """Let an empty table begin with what is already computed, if something is."""
 
     def load(self, request: Request) -> None:  # noqa: B027
@@ -117,24 +116,24 @@ class Memory(ABC):
         with what other engines have computed."""
 
     @abstractmethod
-    def append(self, sequence: Sequence, num_tokens: int) -> None:
+    def append(self, sequence: SequenceState, num_tokens: int) -> None:
         """Slots for the sequence's next `num_tokens` tokens. Raises OutOfBlocks."""
 
-    def append_all(self, work: Iterable[tuple[Sequence, int]]) -> None:
+    def append_all(self, work: Iterable[tuple[SequenceState, int]]) -> None:
         """`append` for each of these: what a step runs. Raises OutOfBlocks; then some have their slots."""
         for sequence, num_tokens in work:
             self.append(sequence, num_tokens)
 
     @abstractmethod
-    def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
+    def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
         """`child` (whose table is empty) holds the tokens that `parent` holds. Raises OutOfBlocks."""
 
-    def publish(self, sequence: Sequence, num_tokens: int) -> None:  # noqa: B027
+    def publish(self, sequence: SequenceState, num_tokens: int) -> None:  # noqa: B027
         """The K/V of the sequence's first `num_tokens` tokens are computed, and others may find them. Only called where
         there is a `prefix_cache`."""
 
     @abstractmethod
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: SequenceState) -> None:
         """Give back all blocks of the sequence, be they on the device or on the host."""
 
     # --- Swapping (paper, section 4.5), and the step -----------------------------------------------

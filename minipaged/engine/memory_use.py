@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from minipaged.engine.memory import Memory
-from minipaged.engine.sequence import Request, Sequence
-from minipaged.engine.stats import Held
+from minipaged.engine.sequence import Request, SequenceState
+from minipaged.engine.stats import StepUsage
 
 
-def memory_held(running: Iterable[Request], blocks: Memory, num_others: int = 0) -> Held:
+def memory_held(running: Iterable[Request], blocks: Memory, num_others: int = 0) -> StepUsage:
     """What the requests that run hold in this step. Each sequence is noted to have held it (`slot_steps_reserved`).
 
     `num_others`: sequences of which that is noted elsewhere, and which share no unfilled blocks.
@@ -23,7 +23,7 @@ def memory_held(running: Iterable[Request], blocks: Memory, num_others: int = 0)
             sequence.token_steps += sequence.table.num_tokens
         if len(request.sequences) > 1:
             shared += _unfilled_again(request, blocks.block_size)
-    return Held(
+    return StepUsage(
         num_sequences=num_sequences,
         num_tokens=blocks.num_tokens,
         table_entries=blocks.num_entries,
@@ -43,7 +43,7 @@ def _unfilled_again(request: Request, block_size: int) -> int:
     return sum((holders - 1) * (block_size - filled) for (_, filled), holders in ends.items())
 
 
-def slot_steps_reserved(sequence: Sequence) -> int:
+def slot_steps_reserved(sequence: SequenceState) -> int:
     """As in `SequenceFinished`, of a sequence that ends now: its final length is known."""
     final = max(sequence.most_computed, sequence.table.num_tokens)
     return sequence.num_steps * final - sequence.token_steps

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipaged.engine.detokenizer import text_of
-from minipaged.engine.sequence import Request, Sequence
+from minipaged.engine.sequence import Request, SequenceState
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestMetrics, RequestOutput, RequestUpdate
 from minipaged.params import BeamSearchParams
 
@@ -31,7 +31,7 @@ def _of_prompt(request: Request) -> tuple[dict[int, float] | None, ...] | None:
     return None if request.prompt_logprobs is None else (None, *request.prompt_logprobs)
 
 
-def _news(sequence: Sequence) -> CompletionUpdate:
+def _news(sequence: SequenceState) -> CompletionUpdate:
     """Nearly always one token, in every step of every sequence: so this is written to be fast."""
     token_ids, since = sequence.output_token_ids, sequence.num_reported
     sequence.num_reported = count = len(token_ids)

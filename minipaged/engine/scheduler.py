@@ -20,8 +20,7 @@ Otherwise there is one lane, number 0, with all of them.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
-from collections.abc import Sequence as ListLike
+from collections.abc import Iterable, Sequence
 
 from minipaged.contracts import Runner
 from minipaged.engine.asked_policy import AskedPolicy
@@ -244,7 +243,7 @@ class Scheduler:
         if request.lane != lane:
             self._writers.change_lane(request, lane)
 
-    def _entering(self, lane: int, tokens_left: int) -> ListLike[Request]:
+    def _entering(self, lane: int, tokens_left: int) -> Sequence[Request]:
         room = self.max_sequences - num_sequences(self.running)
         named = self.asked.admit(self.waiting, self.running, room, tokens_left)
         return share_of(self.lanes[lane], self.lanes, named)

@@ -31,7 +31,7 @@ class RequestState(Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class SequenceState:
     """One continuation of a prompt."""
 
     sequence_id: int
@@ -105,7 +105,7 @@ class Request:
     """`max_tokens`, cut to what `max_model_len` leaves."""
     priority: int
     """As whoever sent it wishes: the smaller, the earlier, if the policy looks at it."""
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     """The sequences that go on. Finished ones move to `done`."""
     sampling: Sampling | None = None
     """How the tokens of its first sequence are chosen; None for beam search."""
@@ -113,7 +113,7 @@ class Request:
     """Makes its text of its tokens."""
     prompt_logprobs: list[dict[int, float]] | None = None
     """Of the prompt's tokens after the first, as far as they are known; None where nobody asks for them."""
-    done: list[Sequence] = field(default_factory=list)
+    done: list[SequenceState] = field(default_factory=list)
     num_done_reported: int = 0
     """Those of `done` whose end the request's updates have told of."""
     beam_search: BeamSearch | None = None
@@ -142,11 +142,11 @@ class Request:
         """Not where the log-probabilities of its prompt are wanted still: they come from computing it."""
         return self.prompt_logprobs is None or self.prompt_computed
 
-    def remaining(self) -> list[tuple[Sequence, int]]:
+    def remaining(self) -> list[tuple[SequenceState, int]]:
         """Its sequences that have tokens to run, each with how many."""
         return [(sequence, n) for sequence in self.sequences if (n := sequence.num_remaining)]
 
-    def ends_by_length(self, sequence: Sequence) -> bool:
+    def ends_by_length(self, sequence: SequenceState) -> bool:
         """Whether the sequence's next token is its last, whichever it is."""
         return len(sequence.output_token_ids) + 1 >= self.max_output_tokens
 

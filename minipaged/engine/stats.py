@@ -39,7 +39,7 @@ from minipaged.events import (
 )
 
 
-class Held(NamedTuple):
+class StepUsage(NamedTuple):
     """The fields of a StepScheduled but for the step's number: what is counted of each step, and told if heard."""
 
     num_sequences: int
@@ -161,7 +161,7 @@ class Stats:
         self.query_tokens += num_query_tokens
         self.generated_tokens += num_generated
 
-    def note_memory(self, step: StepScheduled | Held) -> None:
+    def note_memory(self, step: StepScheduled | StepUsage) -> None:
         """The memory that the running requests held during the step."""
         self.blocks_used, self.blocks_cached = step.blocks_used, step.blocks_cached
         self.blocks_saved = step.table_entries - step.blocks_used

@@ -29,8 +29,8 @@ from minipaged.engine.memory import Memory
 from minipaged.engine.memory_use import memory_held
 from minipaged.engine.run_ahead import assign_ahead
 from minipaged.engine.scheduler import Scheduler
-from minipaged.engine.sequence import Request, RequestState, Sequence
-from minipaged.engine.stats import Held
+from minipaged.engine.sequence import Request, RequestState, SequenceState
+from minipaged.engine.stats import StepUsage
 from minipaged.engine.step_writer import StepWriters
 from minipaged.events import Emit, TokensComputed
 from minipaged.outputs import CompletionUpdate, RequestUpdate
@@ -224,7 +224,7 @@ class Steady:
         step = self._writers.of(plan.lane).write_on(launcher.step_number, self._blocks.take_moves())
         return LaunchedStep(step.number, started, plan, launcher.runner.run(step))
 
-    def _memory_held(self) -> Held:
+    def _memory_held(self) -> StepUsage:
         """What `memory_use.memory_held` finds. Each sequence of a batch has written into a block of its own, so they
         share only full ones."""
         num_sequences = 0
@@ -289,7 +289,7 @@ class Plain(NamedTuple):
     """A sequence whose next token is appended and told of, and no more: without text, logprobs or siblings."""
 
     request: Request
-    sequence: Sequence
+    sequence: SequenceState
     final_token_ids: frozenset[int]
     last: int
     """The number of its output tokens when the next one is the last that its length allows."""

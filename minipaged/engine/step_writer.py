@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from minipaged.engine.sequence import Request, Sequence
-from minipaged.steps import Begun, BlockMoves, Forked, Row, StepInput, TableChange, Told
+from minipaged.engine.sequence import Request, SequenceState
+from minipaged.steps import Begun, BlockMoves, ChosenToken, Forked, Row, StepInput, TableChange
 
 
 class StepWriter:
@@ -31,26 +31,28 @@ class StepWriter:
         self._num_since = 0  # steps since then: in each, the same rows were one token further
         self._forked: dict[int, Forked] = {}
         self._ended: list[int] = []
-        self._changed: dict[Sequence, int] = {}  # tables, and how many of their first blocks are as they were
-        self._told: dict[int, Told] = {}
+        self._changed: dict[SequenceState, int] = {}  # tables, and how many of their first blocks are as they were
+        self._told: dict[int, ChosenToken] = {}
 
     # --- What changes -----------------------------------------------------------------------------
 
-    def table_changed(self, sequence: Sequence, kept: int) -> None:
+    def table_changed(self, sequence: SequenceState, kept: int) -> None:
         """The sequence's table has other blocks than it had, from logical block `kept` on."""
         self._changed[sequence] = min(kept, self._changed.get(sequence, kept))
 
-    def forked(self, child: Sequence, parent: Sequence, choice: int) -> None:
+    def forked(self, child: SequenceState, parent: SequenceState, choice: int) -> None:
         """`child` is a copy of `parent` now, but for its newest token (see `steps.Forked`)."""
         self._forked[child.sequence_id] = Forked(child.sequence_id, parent.sequence_id, choice)
         if parent in self._changed:  # what the runner copies is the table that it knows
             self._changed[child] = self._changed[parent]
 
-    def told(self, sequence: Sequence) -> None:
+    def told(self, sequence: SequenceState) -> None:
         """The host has chosen the sequence's newest token."""
-        self._told[sequence.sequence_id] = Told(sequence.sequence_id, len(sequence.tokens) - 1, sequence.tokens[-1])
+        self._told[sequence.sequence_id] = ChosenToken(
+            sequence.sequence_id, len(sequence.tokens) - 1, sequence.tokens[-1]
+        )
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: SequenceState) -> None:
         """The sequence will not run again."""
         self._changed.pop(sequence, None)
         self._told.pop(sequence.sequence_id, None)
@@ -62,7 +64,7 @@ class StepWriter:
     # --- The step ---------------------------------------------------------------------------------
 
     def write(
-        self, number: int, rows: list[Row], owners: Iterable[tuple[Request, Sequence]], moves: BlockMoves
+        self, number: int, rows: list[Row], owners: Iterable[tuple[Request, SequenceState]], moves: BlockMoves
     ) -> StepInput:
         """The step in which `rows` run; `owners`: the request and the sequence of each."""
         self._known.update(self._forked)
@@ -109,7 +111,7 @@ class StepWriter:
             if sequence.sequence_id in self._known
         )
 
-    def _begin(self, request: Request, sequence: Sequence) -> Begun:
+    def _begin(self, request: Request, sequence: SequenceState) -> Begun:
         sampling = request.sampling and request.sampling._replace(stream=sequence.index)
         num_prompt = len(request.prompt_token_ids)
         blocks = tuple(sequence.table.blocks)
@@ -150,14 +152,14 @@ class StepWriters:
         for writer in self._writers:
             writer.forget()
 
-    def table_changed(self, sequence: Sequence, kept: int) -> None:
+    def table_changed(self, sequence: SequenceState, kept: int) -> None:
         self._writers[sequence.lane].table_changed(sequence, kept)
 
-    def forked(self, child: Sequence, parent: Sequence, choice: int) -> None:
+    def forked(self, child: SequenceState, parent: SequenceState, choice: int) -> None:
         self._writers[parent.lane].forked(child, parent, choice)
 
-    def told(self, sequence: Sequence) -> None:
+    def told(self, sequence: SequenceState) -> None:
         self._writers[sequence.lane].told(sequence)
 
-    def ended(self, sequence: Sequence) -> None:
+    def ended(self, sequence: SequenceState) -> None:
         self._writers[sequence.lane].ended(sequence)

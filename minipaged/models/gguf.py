@@ -162,7 +162,7 @@ def _config(metadata: Mapping[str, Any], tensors: Mapping[str, ReaderTensor]) ->
     }
 
 
-class Settings(dict[str, Any]):
+class GgufMetadata(dict[str, Any]):
     """The metadata of one architecture without its name in front; a missing key is named with it."""
 
     def __init__(self, prefix: str) -> None:
@@ -172,9 +172,9 @@ class Settings(dict[str, Any]):
         raise KeyError(self.prefix + key)
 
 
-def _own_settings(metadata: Mapping[str, Any], prefix: str) -> Settings:
+def _own_settings(metadata: Mapping[str, Any], prefix: str) -> GgufMetadata:
     """What the file says of the model's shape. A number for each layer becomes one, if they are the same."""
-    own = Settings(prefix)
+    own = GgufMetadata(prefix)
     for key, value in metadata.items():
         name = key.removeprefix(prefix)
         if name == key:

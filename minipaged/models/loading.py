@@ -38,7 +38,7 @@ from minipaged.models.config import ModelConfig, weight_shapes
 from minipaged.models.end_tokens import end_token_ids
 from minipaged.models.json_files import parse_json, read_json
 from minipaged.models.quantized import check_unquantized, formats_of
-from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor
+from minipaged.models.quantized.format import FLOATS, Format, Formats, Tensor, TensorSpec
 from minipaged.models.quantized.stored import StoredMatrix
 from minipaged.models.shards import Shard, cut, cut_weights, local_name, part_of, shard_of
 
@@ -178,7 +178,7 @@ class Wanted:
 
     name: str
     shape: tuple[int, ...]
-    parts: dict[str, Part]
+    parts: dict[str, TensorSpec]
     """By the tensors' whole names."""
     format: Format | None
     """None: the weight is one tensor of floats."""
@@ -202,7 +202,7 @@ def _wanted(folder: Path, config: ModelConfig, stored: Mapping[str, StoredTensor
         module = name.removesuffix(".weight")
         format_ = formats.of(module, dtypes) if formats and len(shape) == 2 else None
         if format_ is None:
-            wanted.append(Wanted(name, shape, {name: Part(FLOATS, (shape,))}, None))
+            wanted.append(Wanted(name, shape, {name: TensorSpec(FLOATS, (shape,))}, None))
             continue
         try:
             parts = format_.parts((shape[0], shape[1]))
@@ -250,7 +250,7 @@ def _asking(wanted: Wanted) -> str:
     return "config.json" if wanted.format is None else f"config.json ({wanted.format.name})"
 
 
-def _with_shape(part: Part) -> str:
+def _with_shape(part: TensorSpec) -> str:
     return f" with shape {part.shapes[0]}" if part.shapes else ""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.sequence import SequenceState
 from minipaged.errors import InvalidRequest
 from minipaged.paper.buddy import BuddyAllocator
 from minipaged.reference.block_table import BlockTable
@@ -58,6 +58,6 @@ class Family:
     """Chunks for sequences to come."""
     searches: bool
     """Whether it is a beam search: that forks until its end, so a chunk that a beam leaves is kept for another."""
-    owed: list[tuple[Sequence, list[int]]] = field(default_factory=list)
+    owed: list[tuple[SequenceState, list[int]]] = field(default_factory=list)
     """Forked while no chunk was spare, and the blocks to copy: the next that ends gives its chunk."""
     living: int = 1

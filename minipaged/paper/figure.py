@@ -125,7 +125,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Sentence:
+class PaperClaim:
     """A sentence of the paper about its figure, and whether its own figure, and ours, bear it out."""
 
     says: str
@@ -137,12 +137,12 @@ class Sentence:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FigureResult:
     """What a figure has come to."""
 
     plots: Sequence[Plot | Blocks]
     checks: Sequence[Check]
-    sentences: Sequence[Sentence] = ()
+    sentences: Sequence[PaperClaim] = ()
     notes: Sequence[str] = ()
     """What else is to be known, each a sentence or two."""
     recording: Mapping[str, Any] | None = None
@@ -178,5 +178,5 @@ class Figure(ABC):
         """What has to be run, each once. `quick`: shorter traces, by which knees come out too high."""
 
     @abstractmethod
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         """What they have come to."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from minipaged.engine.memory import Memory
-from minipaged.engine.sequence import Request
-from minipaged.engine.sequence import Sequence as EngineSequence
+from minipaged.engine.sequence import Request, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import InvalidRequest, OutOfBlocks
 from minipaged.events import BlockCopied, BlocksFreed, Emit, SequenceForked, TokensComputed
@@ -37,7 +36,7 @@ class OrcaMemory(Memory):
             raise InvalidRequest(f"block_size is {config.block_size}; buddies need a power of two")
         self.allocator = BuddyAllocator(config.num_blocks, LARGEST_TOKENS // config.block_size)
         self._writer, self._emit, self._estimate = writer, emit, estimate
-        self._families: dict[EngineSequence, Family] = {}
+        self._families: dict[SequenceState, Family] = {}
         self._copies: list[CopyPair] = []
 
     def chunks(self, prompt_tokens: int, output_tokens: int, num_sequences: int) -> list[int]:
@@ -64,13 +63,13 @@ class OrcaMemory(Memory):
         families = {id(family): family for family in self._families.values()}
         return [block for family in families.values() for chunk in family.spare for block in chunk]
 
-    def blocks_needed(self, work: Sequence[tuple[EngineSequence, int]]) -> int:
+    def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
         return 0
 
     def new_table(self) -> Chunk:
         return Chunk(self.block_size, self.allocator)
 
-    def begin(self, request: Request, sequence: EngineSequence) -> None:
+    def begin(self, request: Request, sequence: SequenceState) -> None:
         """All chunks of the request: one for each of its sequences, of which there are several after an error, and the
         others for those to come. Raises OutOfBlocks."""
         if sequence in self._families:
@@ -91,7 +90,7 @@ class OrcaMemory(Memory):
             self._families[one] = family
             self._give(one, spare.pop(0))
 
-    def _give(self, sequence: EngineSequence, chunk: list[int]) -> None:
+    def _give(self, sequence: SequenceState, chunk: list[int]) -> None:
         table = sequence.table
         assert isinstance(table, Chunk)
         table.take(chunk)
@@ -101,7 +100,7 @@ class OrcaMemory(Memory):
         self.num_entries += len(chunk)
         self._writer.table_changed(sequence, 0)
 
-    def append(self, sequence: EngineSequence, num_tokens: int) -> None:
+    def append(self, sequence: SequenceState, num_tokens: int) -> None:
         table = sequence.table
         new = () if table.num_tokens else tuple(table.blocks)
         table.append(num_tokens)
@@ -109,7 +108,7 @@ class OrcaMemory(Memory):
         if self._emit.heard:
             self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, new, 0))
 
-    def fork(self, request: Request, parent: EngineSequence, child: EngineSequence) -> None:
+    def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
         """The child has a chunk of its own, with a copy of what the parent's holds."""
         family = self._families[child] = self._families[parent]
         family.living += 1
@@ -128,7 +127,7 @@ class OrcaMemory(Memory):
             self._copies.append(pair)
             self._emit(BlockCopied(child.sequence_id, logical, *pair, 1))
 
-    def free(self, sequence: EngineSequence) -> None:
+    def free(self, sequence: SequenceState) -> None:
         family = self._families.pop(sequence, None)
         if family is None:
             return

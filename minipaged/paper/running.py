@@ -32,7 +32,7 @@ from minipaged.tiers.devices import own_version
 
 PACKAGE = Path(__file__).parents[1]
 SIMULATION = (
-    *("simulated.py", "scheduling.py", "mirror.py", "steps.py", "params.py", "traces.py", "block_hashes.py"),
+    *("scheduling.py", "mirror.py", "steps.py", "params.py", "handover/*.py", "simulation/*.py"),
     *("engine/**/*.py", "reference/*.py", "replicas/*.py", "paper/*.py", "paper/figures/*.py", "paper/data/*.json"),
 )
 TOLD_ONLY = {"commands.py", "drawing.py", "pages.py", "report.py", "telling.py"}
@@ -43,7 +43,7 @@ KEYS_OF_CHECK = {field.name for field in fields(Check)}
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class Provenance:
     """By what a figure's result was made."""
 
     seed: int
@@ -53,8 +53,8 @@ class Made:
     python: str
 
 
-def made(*, seed: int, quick: bool) -> Made:
-    return Made(seed, quick, own_version(), np.__version__, platform.python_version())
+def made(*, seed: int, quick: bool) -> Provenance:
+    return Provenance(seed, quick, own_version(), np.__version__, platform.python_version())
 
 
 def digest_of(package: Path) -> str:
@@ -141,7 +141,7 @@ def _is_whole(data: Any) -> bool:
     try:
         return (
             data.keys() >= KEYS
-            and data["made"].keys() >= set(Made.__slots__)
+            and data["made"].keys() >= set(Provenance.__slots__)
             and all(check.keys() >= KEYS_OF_CHECK for check in data["checks"])
             and all(isinstance(plot["title"], str) for plot in data["plots"])
         )

@@ -28,7 +28,7 @@ from minipaged.paper.machines import FURTHER_BEAM, FURTHER_SAMPLE, machine
 from minipaged.paper.orca import ESTIMATES, Orca
 from minipaged.paper.orca_memory import OrcaMemory
 from minipaged.paper.vllm import VLLM, PromptsApart, WholePrompts
-from minipaged.paper.workloads import MAX_MODEL_LEN, Asked, arrivals
+from minipaged.paper.workloads import MAX_MODEL_LEN, PaperRequest, arrivals
 from minipaged.params import BeamSearchParams, EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.scheduling import MakePolicy, Way
 from minipaged.simulation.simulated import Machine, SimulatedRunner, simulated_tier
@@ -44,7 +44,7 @@ VOCABULARY = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ServingSetup:
     """What is served, by whom."""
 
     system: str
@@ -85,11 +85,11 @@ class Serving:
     kv_bits: int = 16
     """Of a number of K or V: with fewer there are more blocks, and attention reads fewer bytes."""
 
-    def run(self) -> Served:
+    def run(self) -> ServingResult:
         """Serve it."""
         return serve(self, self.arrivals())
 
-    def arrivals(self) -> list[Asked]:
+    def arrivals(self) -> list[PaperRequest]:
         """The requests, in order of arrival."""
         return arrivals(self.dataset, self.rate, self.seconds, self.seed, self.prefix)
 
@@ -192,7 +192,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServingResult:
     """What it came to. Means are over steps."""
 
     requests: int
@@ -238,10 +238,10 @@ class System:
     The defaults are those of Orca, which keeps a chunk for each sequence: a chunk is never shared, and never given up.
     """
 
-    doors: Callable[[Serving], Doors]
+    doors: Callable[[ServingSetup], Doors]
     """Makes a new engine's memory and policy."""
     limits_steps: bool = False
-    """Whether a step has at most `Serving.batch_tokens` tokens."""
+    """Whether a step has at most `ServingSetup.batch_tokens` tokens."""
     caches_prefixes: bool = False
     """Whether requests with the same prefix share its blocks."""
     preempts: bool = False
@@ -264,7 +264,7 @@ def contiguous(baseline: Orca) -> Doors:
     return Doors(baseline.memory, baseline.policy)
 
 
-def paged(serving: Serving) -> Doors:
+def paged(serving: ServingSetup) -> Doors:
     """vLLM's doors: this engine's own memory, and vLLM's policy of then or the one that the serving names."""
     if serving.policy and serving.policy != PREFILL_FIRST:
         return Doors(BlockManager, POLICIES[serving.policy])
@@ -272,7 +272,7 @@ def paged(serving: Serving) -> Doors:
     return Doors(BlockManager, partial(policy, preemption=serving.preemption))
 
 
-def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
+def engine_of(serving: ServingSetup, runner: SimulatedRunner) -> Engine:
     """The system, on the machine."""
     system = systems()[serving.system]
     num_blocks = runner.machine.num_blocks(serving.block_size)
@@ -292,21 +292,21 @@ def engine_of(serving: Serving, runner: SimulatedRunner) -> Engine:
     return Engine(config, tier, runner, memory=memory, policy=policy, clock=runner.clock)
 
 
-def prompt_of(serving: Serving, one: Asked, number: int) -> Sequence[int]:
+def prompt_of(serving: ServingSetup, one: PaperRequest, number: int) -> Sequence[int]:
     """After the prefix a token of its own, so that nothing else is shared; `number`: of the request, from 1 on."""
     if not serving.prefix:
         return range(one.prompt_tokens)
     return [*range(serving.prefix), MAX_MODEL_LEN + number, *[0] * (one.prompt_tokens - serving.prefix - 1)]
 
 
-def params_of(serving: Serving, one: Asked) -> SamplingParams | BeamSearchParams:
+def params_of(serving: ServingSetup, one: PaperRequest) -> SamplingParams | BeamSearchParams:
     """Its output has exactly so many tokens."""
     if serving.beams:
         return BeamSearchParams(beam_width=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
     return SamplingParams(n=serving.n, max_tokens=one.output_tokens, ignore_eos=True)
 
 
-def machine_of(serving: Serving, further: float | None) -> Machine:
+def machine_of(serving: ServingSetup, further: float | None) -> Machine:
     """The model's, as this serving changes it. `further`: in the place of FURTHER_SAMPLE or FURTHER_BEAM."""
     here = machine(serving.model)
     if further is None:
@@ -331,7 +331,7 @@ class Times:
     per_token: float
 
 
-def serve(serving: Serving, asked: Sequence[Asked], further: float | None = None) -> Served:
+def serve(serving: ServingSetup, asked: Sequence[PaperRequest], further: float | None = None) -> ServingResult:
     """Let these requests come, each at its time, and serve all of them to their end. `further`: see `machine_of`.
     Raises InvalidRequest where there is none."""
     if not asked:
@@ -343,7 +343,7 @@ def serve(serving: Serving, asked: Sequence[Asked], further: float | None = None
     runner = make(machine_of(serving, further), serving.block_size)
     engine = engine_of(serving, runner)
     urgent = np.random.default_rng((serving.seed, 5)).random(len(asked)) < serving.urgent  # [requests]
-    coming, arrived = deque(zip(asked, urgent.tolist(), strict=True)), dict[str, tuple[Asked, bool]]()
+    coming, arrived = deque(zip(asked, urgent.tolist(), strict=True)), dict[str, tuple[PaperRequest, bool]]()
     times: list[Times] = []
     running, queue, pace = 0, Queue(), Pace(runner) if serving.each else None
     arriving = 1, 0
@@ -378,7 +378,7 @@ def serve(serving: Serving, asked: Sequence[Asked], further: float | None = None
         if engine.scheduler.waiting:
             queue.note(engine, runner.now - before)
     stats = engine.stats
-    return Served(
+    return ServingResult(
         requests=len(times),
         normalized_latency=math.fsum(one.latency / one.tokens for one in times) / len(times),
         mean_running=running / stats.steps,

@@ -83,7 +83,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TaleRequest:
     """A request of a run."""
 
     prompt: str
@@ -103,7 +103,7 @@ class Tale:
     title: str
     texts: tuple[str, ...]
     """What the model knows; a prompt is the beginning of one."""
-    requests: tuple[Asked, ...]
+    requests: tuple[TaleRequest, ...]
     num_blocks: int = 9
     block_size: int = 4
     first_blocks: tuple[int, ...] = ()
@@ -133,7 +133,7 @@ class Tale:
         run.events = [replace(event, seconds=0.0) if isinstance(event, StepFinished) else event for event in run.events]
         return Recorded(json.loads(json.dumps(run.data())), model.sent)
 
-    def _params(self, asked: Asked) -> SamplingParams | BeamSearchParams:
+    def _params(self, asked: TaleRequest) -> SamplingParams | BeamSearchParams:
         if asked.beams:
             return BeamSearchParams(beam_width=asked.beams, max_tokens=asked.tokens)
         return SamplingParams(
@@ -165,7 +165,7 @@ def handing_out(first: Sequence[int]) -> Callable[[int], Any]:
     return make
 
 
-class Told:
+class RetoldRun:
     """A run, followed from its events."""
 
     def __init__(self, result: Mapping[str, Any]) -> None:

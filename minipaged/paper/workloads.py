@@ -43,7 +43,7 @@ CHAT_PAUSE, MOST_ROUNDS = 20.0, 20
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PaperRequest:
     """One request."""
 
     seconds: float
@@ -116,20 +116,20 @@ Draw = Callable[[int, np.random.Generator], Sequence[tuple[int, int]]]
 """(prompt, output) of so many requests."""
 
 
-def arrivals(dataset: str, rate: float, seconds: float, seed: int, prefix: int = 0) -> list[Asked]:
+def arrivals(dataset: str, rate: float, seconds: float, seed: int, prefix: int = 0) -> list[PaperRequest]:
     """Requests of a dataset that arrive at random, `rate` a second on average, for so many seconds. `prefix`: tokens
     before each prompt."""
     return poisson(partial(draw_lengths, dataset), rate, seconds, seed, prefix)
 
 
-def poisson(draw: Draw, rate: float, seconds: float, seed: int, prefix: int = 0) -> list[Asked]:
+def poisson(draw: Draw, rate: float, seconds: float, seed: int, prefix: int = 0) -> list[PaperRequest]:
     """The same with any lengths."""
     lengths, gaps = (np.random.default_rng((seed, stream)) for stream in range(2))
     expected = round(rate * seconds)
     num = expected + 10 * round(expected**0.5) + 10
     times = np.cumsum(gaps.exponential(1, num)) / rate  # [num] seconds
     asked = zip(times.tolist(), draw(num, lengths), strict=True)
-    return [Asked(time, prefix + prompt, output) for time, (prompt, output) in asked if time < seconds]
+    return [PaperRequest(time, prefix + prompt, output) for time, (prompt, output) in asked if time < seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +169,19 @@ SHAREGPT_COLUMNS = "num_prefill_tokens", "num_decode_tokens"
 """As in Sarathi-Serve's file of ShareGPT's lengths (microsoft/sarathi-serve, Agrawal et al., OSDI 2024)."""
 
 
-def azure(path: Path) -> list[Asked]:
+def azure(path: Path) -> list[PaperRequest]:
     """An Azure LLM inference trace, as `traces.read_trace` reads it."""
-    return [Asked(one.seconds, one.context_tokens, one.generated_tokens) for one in read_trace(path)]
+    return [PaperRequest(one.seconds, one.context_tokens, one.generated_tokens) for one in read_trace(path)]
 
 
-def sharegpt(path: Path) -> list[Asked]:
+def sharegpt(path: Path) -> list[PaperRequest]:
     """Pairs of lengths, one a line of a CSV file (compressed or not) with SHAREGPT_COLUMNS; they arrive at no time of
     their own: 0. Raises InvalidRequest for what is no such file."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
-            found = [Asked(0.0, *(int(row[column]) for column in SHAREGPT_COLUMNS)) for row in csv.DictReader(lines)]
+            found = [
+                PaperRequest(0.0, *(int(row[column]) for column in SHAREGPT_COLUMNS)) for row in csv.DictReader(lines)
+            ]
     except OSError as error:
         raise InvalidRequest(f"cannot read the lengths {path}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, EOFError, csv.Error):
@@ -192,7 +194,7 @@ def sharegpt(path: Path) -> list[Asked]:
     return found
 
 
-def that_fit(asked: Sequence[Asked]) -> list[Asked]:
+def that_fit(asked: Sequence[PaperRequest]) -> list[PaperRequest]:
     """Those that the model can hold. The others are left out and not cut: a cut request is one that nobody sent. Raises
     InvalidRequest where none is left."""
     found = [one for one in asked if one.prompt_tokens + one.output_tokens < MAX_MODEL_LEN]
@@ -202,7 +204,7 @@ def that_fit(asked: Sequence[Asked]) -> list[Asked]:
 
 
 def draw_pairs(
-    asked: Sequence[Asked], num: int, rng: np.random.Generator, *, apart: bool = False
+    asked: Sequence[PaperRequest], num: int, rng: np.random.Generator, *, apart: bool = False
 ) -> list[tuple[int, int]]:
     """(prompt, output) of so many of these requests, drawn with replacement. `apart`: each output goes with the prompt
     of another one, as where only histograms are known."""
@@ -216,7 +218,7 @@ def draw_pairs(
     return list(zip(prompt.tolist(), output.tolist(), strict=True))
 
 
-def at_rate(asked: Sequence[Asked], rate: float) -> list[Asked]:
+def at_rate(asked: Sequence[PaperRequest], rate: float) -> list[PaperRequest]:
     """A trace by a slower or a faster clock, so that `rate` requests a second come on average. Its bursts stay as they
     are, in requests, and last longer or less long. Raises InvalidRequest where all came at one time."""
     if asked[-1].seconds == 0:
@@ -225,14 +227,14 @@ def at_rate(asked: Sequence[Asked], rate: float) -> list[Asked]:
     return [replace(one, seconds=one.seconds * pace) for one in asked]
 
 
-def at_random(asked: Sequence[Asked], seed: int) -> list[Asked]:
+def at_random(asked: Sequence[PaperRequest], seed: int) -> list[PaperRequest]:
     """As many requests in the same time, but at random: a Poisson process of which one knows how many came."""
     rng = np.random.default_rng((seed, 2))
     times = np.sort(rng.uniform(0, asked[-1].seconds, len(asked))).tolist()  # [requests] seconds
     return [replace(one, seconds=time) for one, time in zip(asked, times, strict=True)]
 
 
-def in_any_order(asked: Sequence[Asked], seed: int) -> list[Asked]:
+def in_any_order(asked: Sequence[PaperRequest], seed: int) -> list[PaperRequest]:
     """The same requests at the same times, but who comes when is drawn."""
     others = np.random.default_rng((seed, 3)).permutation(len(asked)).tolist()  # [requests]
     return [replace(asked[other], seconds=one.seconds) for one, other in zip(asked, others, strict=True)]

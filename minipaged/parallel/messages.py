@@ -37,7 +37,7 @@ class Make(Message, frozen=True):
     """How many were asked for, this one included."""
 
 
-class Run(Message, frozen=True):
+class RunStep(Message, frozen=True):
     """Follow this step (`steps.py`)."""
 
     step: StepInput
@@ -52,19 +52,19 @@ class Where(Message, frozen=True):
 # --- From a worker --------------------------------------------------------------------------------
 
 
-class Loaded(Message, frozen=True):
+class RankLoaded(Message, frozen=True):
     """The weights are there."""
 
     free_device_bytes: int | None
 
 
-class Refused(Message, frozen=True):
+class RankRefused(Message, frozen=True):
     """The checkpoint cannot be loaded, or not cut so."""
 
     error: str
 
 
-class Made(Message, frozen=True):
+class RankReady(Message, frozen=True):
     """Steps can come."""
 
     number: int
@@ -78,7 +78,7 @@ class NoRoom(Message, frozen=True):
     error: str
 
 
-class Failed(Message, frozen=True):
+class RankFailed(Message, frozen=True):
     """Something has raised, and nothing will work any more."""
 
     error: str
@@ -139,8 +139,8 @@ class Choices(msgspec.Struct, array_like=True, frozen=True):
         return chosen
 
 
-Order = Make | Run | Where
-Answer = Loaded | Refused | Made | NoRoom | Failed | Doing
+Order = Make | RunStep | Where
+Answer = RankLoaded | RankRefused | RankReady | NoRoom | RankFailed | Doing
 Result = Making | Ran
 
 _encoder = msgspec.msgpack.Encoder()

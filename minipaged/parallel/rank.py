@@ -16,7 +16,7 @@ from minipaged.contracts import Runner, StepResult
 from minipaged.mirror import PerLane, Rows
 from minipaged.models.loading import load_config
 from minipaged.models.shards import Shard, local_config, shard_of
-from minipaged.parallel.messages import Choices, Made, Ran, Run
+from minipaged.parallel.messages import Choices, Ran, RankReady, RunStep
 from minipaged.parallel.options import Options
 from minipaged.params import EngineConfig
 from minipaged.tiers import FastTier
@@ -54,7 +54,7 @@ class Rank:
         """Of the GPU, if it is on one."""
         return torch.cuda.mem_get_info()[0] if self._tier.device == "cuda" else None
 
-    def make(self, config: EngineConfig, number: int) -> Made:
+    def make(self, config: EngineConfig, number: int) -> RankReady:
         """Reserve the KV cache. Raises MemoryError."""
         self._runner = self._note_choices = None  # a former one's cache is given back first
         self._rows = PerLane(Rows)
@@ -64,14 +64,14 @@ class Rank:
         else:
             self._runner = stage = self._tier.make_stage(*made, self._others)
             self._note_choices = stage.tell
-        return Made(number, self._runner.costs())
+        return RankReady(number, self._runner.costs())
 
     @property
     def tells(self) -> bool:
         """Whether this is the one that tells what has come of steps."""
         return self.shard.is_last and self.shard.rank == 0
 
-    def run(self, order: Run) -> Ran | None:
+    def run(self, order: RunStep) -> Ran | None:
         """What has come of it, if that is this rank's to tell."""
         if self._note_choices:
             for number, token_ids in order.chosen:

@@ -13,8 +13,8 @@ from torch import Tensor
 from minipaged.contracts import Runner, Sampled, StepResult
 from minipaged.errors import InvalidRequest
 from minipaged.mirror import PerLane, Rows
-from minipaged.parallel.messages import Made, Make, Making, NoRoom, Ran, Run
-from minipaged.parallel.workers import Workers
+from minipaged.parallel.messages import Make, Making, NoRoom, Ran, RankReady, RunStep
+from minipaged.parallel.workers import RankProcesses
 from minipaged.params import EngineConfig
 from minipaged.scheduling import Costs
 from minipaged.steps import StepInput
@@ -26,15 +26,15 @@ class ParallelRunner(Runner):
     Nothing is waited for before somebody looks at it: so the workers run a step while the engine commits and schedules.
     """
 
-    def __init__(self, workers: Workers, config: EngineConfig) -> None:
+    def __init__(self, workers: RankProcesses, config: EngineConfig) -> None:
         """Let the workers reserve their caches; those of a runner before this one are given up. Raises MemoryError
         where there is no room (then the workers have ended), and WorkerFailed."""
         self._turn = workers.serves = object()
         self.workers = workers
         self._vocab_size = config.vocab_size
         self._rows = PerLane(Rows)
-        self._launched: dict[int, Outcome] = {}  # by step, those whose answers have not come yet
-        self._latest: dict[int, Outcome] = {}  # of each lane
+        self._launched: dict[int, ParallelStepResult] = {}  # by step, those whose answers have not come yet
+        self._latest: dict[int, ParallelStepResult] = {}  # of each lane
         self._has_stages = config.pipeline_parallel_size > 1
         self._untold: list[tuple[int, list[int]]] = []  # tokens that the other stages have not been told
         workers.num_served += 1
@@ -51,7 +51,7 @@ class ParallelRunner(Runner):
             if isinstance(made, NoRoom):
                 self.workers.close()
                 raise MemoryError(made.error)
-            if isinstance(made, Made) and made.number == self.workers.num_served:
+            if isinstance(made, RankReady) and made.number == self.workers.num_served:
                 return made.costs  # and whatever else was there is left of a former runner
 
     def run(self, step: StepInput) -> StepResult:
@@ -62,9 +62,9 @@ class ParallelRunner(Runner):
         rows.follow(step)
         if self._has_stages and not step.fresh and step.lane in self._latest:
             self.fetch(self._latest[step.lane])  # where all requests were aborted nobody has, but stages have to know
-        outcome = self._launched[step.number] = self._latest[step.lane] = Outcome(self)
+        outcome = self._launched[step.number] = self._latest[step.lane] = ParallelStepResult(self)
         untold, self._untold = self._untold, []
-        self.workers.tell(Run(step, untold))
+        self.workers.tell(RunStep(step, untold))
         logits = None
         if not rows.num_steady and any(row.num_choices < 0 for row in rows):  # beam search looks at once
             logits = outcome.logits(self._vocab_size)
@@ -77,7 +77,7 @@ class ParallelRunner(Runner):
     def on_failure(self, call: Callable[[Exception], None]) -> None:
         self.workers.on_failure(call)
 
-    def fetch(self, outcome: Outcome) -> Ran:
+    def fetch(self, outcome: ParallelStepResult) -> Ran:
         """Wait for this one's answer. They come in the order of the steps; for some of them nobody asks any more."""
         while outcome.answer is None:
             answer = self.workers.result()
@@ -89,7 +89,7 @@ class ParallelRunner(Runner):
         return outcome.answer
 
 
-class Outcome:
+class ParallelStepResult:
     """What a step has come to, once the workers have told."""
 
     def __init__(self, runner: ParallelRunner) -> None:
@@ -111,7 +111,7 @@ class Outcome:
 class LateChoices(Sequence[Sampled]):
     """A step's choices, which are waited for when they are first looked at."""
 
-    def __init__(self, count: int, outcome: Outcome) -> None:
+    def __init__(self, count: int, outcome: ParallelStepResult) -> None:
         self._count, self._outcome = count, outcome
         self._known: list[Sampled] | None = None
 
@@ -130,7 +130,7 @@ class LateChoices(Sequence[Sampled]):
 class LatePromptLogprobs(Mapping[int, Sequence[Sampled]]):
     """What a step tells of prompts, likewise."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: ParallelStepResult) -> None:
         self._outcome = outcome
 
     def __len__(self) -> int:

@@ -13,17 +13,17 @@ from minipaged.contracts import Runner
 from minipaged.errors import InvalidRequest, ModelError
 from minipaged.models.config import ModelConfig
 from minipaged.models.shards import check_parallel_sizes, local_config, shards_of
-from minipaged.parallel.messages import Loaded, Refused
+from minipaged.parallel.messages import RankLoaded, RankRefused
 from minipaged.parallel.options import Options
 from minipaged.parallel.runner import ParallelRunner
-from minipaged.parallel.workers import Workers
+from minipaged.parallel.workers import RankProcesses
 from minipaged.params import EngineConfig, KVCacheDtype
 from minipaged.tiers import FastTier
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelTier(FastTier):
-    """A model's parts, each with a worker. What it gives out as weights are the `Workers`."""
+    """A model's parts, each with a worker. What it gives out as weights are the `RankProcesses`."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -67,13 +67,13 @@ class ParallelTier(FastTier):
         where = (str(folder), self.device, self.dtype)
         num_threads = max(1, torch.get_num_threads() // num_ranks)
         options = [Options(*where, rank, *sizes, num_threads) for rank in range(num_ranks)]
-        workers = Workers(options, self.worker_timeout)
+        workers = RankProcesses(options, self.worker_timeout)
         try:
             for rank in range(num_ranks):
                 loaded = workers.answer(rank, patient=True)
-                if isinstance(loaded, Refused):
+                if isinstance(loaded, RankRefused):
                     raise ModelError(loaded.error)
-                assert isinstance(loaded, Loaded)
+                assert isinstance(loaded, RankLoaded)
                 if loaded.free_device_bytes is not None:
                     workers.free_device_bytes = min(workers.free_device_bytes, loaded.free_device_bytes)
         except BaseException:  # Ctrl-C, too

@@ -24,14 +24,14 @@ from minipaged.errors import ModelError
 from minipaged.parallel.messages import (
     Answer,
     Doing,
-    Failed,
-    Loaded,
     Make,
     Making,
     NoRoom,
-    Refused,
+    RankFailed,
+    RankLoaded,
+    RankRefused,
     Result,
-    Run,
+    RunStep,
     Where,
     encode,
     orders,
@@ -39,7 +39,7 @@ from minipaged.parallel.messages import (
 from minipaged.parallel.options import Options
 
 
-class Worker:
+class RankWorker:
     """One connection to the driver."""
 
     def __init__(self, connection: socket.socket, results: socket.socket, rendezvous: Path) -> None:
@@ -52,7 +52,7 @@ class Worker:
         """It is another rank that is late, if one is."""
         self._connection, self._results = connection, results
         self._may_write = threading.Lock()
-        self._orders: SimpleQueue[Make | Run] = SimpleQueue()
+        self._orders: SimpleQueue[Make | RunStep] = SimpleQueue()
 
     def read_orders(self) -> None:
         """Until the driver goes; then all ends."""
@@ -76,9 +76,9 @@ class Worker:
             try:
                 rank = Rank(options, self)
             except ModelError as error:
-                self._tell(Refused(str(error)))
+                self._tell(RankRefused(str(error)))
                 threading.Event().wait()  # the driver ends all of us
-            self._tell(Loaded(rank.free_device_bytes()))
+            self._tell(RankLoaded(rank.free_device_bytes()))
             while True:
                 self.doing, self.waits = "waiting for a step", True
                 order = self._orders.get()
@@ -92,14 +92,14 @@ class Worker:
                             self._tell(rank.make(config, number))
                         except MemoryError as error:
                             self._tell(NoRoom(str(error)))
-                    case Run():
+                    case RunStep():
                         self.doing = f"running step {order.step.number}"
                         if ran := rank.run(order):
                             self._tell_result(ran)
         except BaseException as error:
             traceback.print_exc()
             sys.stderr.flush()
-            self._tell(Failed(f"{type(error).__name__}: {error}"))
+            self._tell(RankFailed(f"{type(error).__name__}: {error}"))
             threading.Event().wait()  # the driver ends all of us
 
     def _tell(self, answer: Answer) -> None:
@@ -122,7 +122,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     connection, results = socket.socket(fileno=options.socket), socket.socket(fileno=options.results)
-    worker = Worker(connection, results, Path(options.rendezvous))
+    worker = RankWorker(connection, results, Path(options.rendezvous))
     threading.Thread(target=worker.read_orders, name="orders", daemon=True).start()
     worker.serve(options)
 

@@ -36,10 +36,10 @@ from minipaged.errors import WorkerFailed
 from minipaged.parallel.messages import (
     Answer,
     Doing,
-    Failed,
     Message,
     NoRoom,
-    Refused,
+    RankFailed,
+    RankRefused,
     Result,
     Where,
     answers,
@@ -107,7 +107,7 @@ class Heard:
     """One for each worker, which may stop in the middle of what it tells."""
 
 
-class Workers:
+class RankProcesses:
     """A model's ranks, a process each. `close` ends them; so do the garbage collector and the interpreter's end."""
 
     def __init__(self, options: Sequence[Options], timeout: float) -> None:
@@ -253,13 +253,13 @@ def _listen(process: Process, processes: list[Process], heard: Heard) -> None:
     """Take in what one worker tells, until it has gone."""
     told = answers(process.connection)
     while answer := told.read():
-        if isinstance(answer, Failed):
+        if isinstance(answer, RankFailed):
             _fail(processes, heard, process, f"has failed: {answer.error}")
             continue
         with heard.changed:
             if isinstance(answer, Doing):
                 heard.doing[process.rank] = answer
-            elif isinstance(answer, NoRoom | Refused):  # it is everybody's, for the others wait for this one
+            elif isinstance(answer, NoRoom | RankRefused):  # it is everybody's, for the others wait for this one
                 for those in heard.answers:
                     those.append(answer)
             else:

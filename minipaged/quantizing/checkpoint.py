@@ -32,7 +32,7 @@ WINDOW = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class QuantizedCheckpoint:
     """What came of it."""
 
     matrices: int
@@ -53,7 +53,7 @@ def quantize(
     calibration: Path | None = None,
     calibration_tokens: int = 16384,
     show_progress: bool = False,
-) -> Made:
+) -> QuantizedCheckpoint:
     """Write `model` into `folder`, which must not be there yet, with all matrices of its layers quantized.
 
     Embedding, head and norms stay as they are (AWQ divides norms). `calibration`: a text in a file, else the default of
@@ -88,7 +88,7 @@ def quantize(
                 progress(done + 1, config.num_hidden_layers)
         write_quantized(source, partial, changed, recipe, layout)
     num_matrices = sum(isinstance(each, Grouped) for each in changed.values())
-    return Made(num_matrices, _weight_bytes(folder), _weight_bytes(source), sum(map(len, windows)))
+    return QuantizedCheckpoint(num_matrices, _weight_bytes(folder), _weight_bytes(source), sum(map(len, windows)))
 
 
 def _weight_bytes(folder: Path) -> int:

@@ -22,7 +22,7 @@ from minipaged.mirror import Mirror, PerLane
 from minipaged.params import EngineConfig
 from minipaged.recordings.step_files import Header, RecordedStep
 from minipaged.recordings.ties import ROUNDING, Logits, why_no_tie
-from minipaged.steps import Row, StepInput, Told
+from minipaged.steps import ChosenToken, Row, StepInput
 
 Exact = Callable[[tuple[int, ...]], Logits]
 """The logits [vocab] after some tokens, in float64."""
@@ -148,11 +148,11 @@ class Replay:
     def _corrected(self, step: StepInput) -> StepInput:
         """The step, and what the recorded tokens are where this runner has chosen others."""
         forks = {(forked.parent, forked.choice): forked.sequence for forked in step.forked}
-        told: list[Told] = []
+        told: list[ChosenToken] = []
         for choice, token in self._corrections.pop(step.lane, ()):
             sequence = choice.row.sequence if choice.number == 0 else forks.get((choice.row.sequence, choice.number))
             if sequence is not None and sequence not in step.ended and not step.fresh:
-                told.append(Told(sequence, choice.row.stop, token))
+                told.append(ChosenToken(sequence, choice.row.stop, token))
         return step._replace(told=(*step.told, *told)) if told else step
 
 

@@ -109,7 +109,7 @@ class LiveRequest:
 
 
 @dataclass(slots=True)
-class Pool:
+class PoolState:
     """The blocks of one memory: who holds each, and how full it is. Blocks that nobody holds are in no dict."""
 
     num_blocks: int
@@ -146,8 +146,8 @@ class Pool:
             self.num_filled -= self.filled.pop(block)
             self.last_request[block] = sequence.request.name
 
-    def copy(self) -> Pool:
-        return Pool(
+    def copy(self) -> PoolState:
+        return PoolState(
             self.num_blocks,
             {block: [*holders] for block, holders in self.holders.items()},
             dict(self.filled),
@@ -165,8 +165,8 @@ class State:
     block_size: int = 1
     max_model_len: int = 1
     step: int = 0
-    device: Pool = field(default_factory=lambda: Pool(0))
-    host: Pool = field(default_factory=lambda: Pool(0))
+    device: PoolState = field(default_factory=lambda: PoolState(0))
+    host: PoolState = field(default_factory=lambda: PoolState(0))
     cached: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Device blocks that the prefix cache holds, beside the sequences that do, and the tokens in them."""
     requests: dict[str, LiveRequest] = field(default_factory=dict)
@@ -224,7 +224,7 @@ class State:
         seconds = sum(seconds for seconds, _ in self.recent) - self.recent[0][0]
         return (self.recent[-1][1] - self.recent[0][1]) / seconds if seconds > 0 else None
 
-    def _pool_of(self, sequence: LiveSequence) -> Pool:
+    def _pool_of(self, sequence: LiveSequence) -> PoolState:
         return self.host if sequence.swapped else self.device
 
     # --- One event more ---------------------------------------------------------------------------
@@ -274,7 +274,7 @@ class State:
         match event:
             case EngineStarted():
                 self.__init__()  # type: ignore[misc]
-                self.device, self.host = Pool(event.num_blocks), Pool(event.num_swap_blocks)
+                self.device, self.host = PoolState(event.num_blocks), PoolState(event.num_swap_blocks)
                 self.block_size, self.max_model_len = event.block_size, event.max_model_len
                 self.counts[event.name] += 1
             case RequestArrived():

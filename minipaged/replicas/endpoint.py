@@ -29,11 +29,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from minipaged.async_llm import LONG_TEXT, Asked
+from minipaged.async_llm import LONG_TEXT, AsyncRequest
 from minipaged.errors import EngineDead, ModelError, QueueFull, ShuttingDown
 from minipaged.models.tokenizer import Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
-from minipaged.replicas.replica import Facts, Refused, Taken
+from minipaged.replicas.replica import Facts, ReplicaRefused, Taken
 from minipaged.serve.app import create_app
 from minipaged.serve.serving import Words
 from minipaged.serve.settings import ServeSettings
@@ -129,7 +129,7 @@ class Engines:
         self._closing = False
         self._tokenizer = ThreadPoolExecutor(1, "minipaged-tokenizer")
 
-    async def add(self, asked: Sequence[Asked], *, finals_only: bool = False) -> RemoteStream:
+    async def add(self, asked: Sequence[AsyncRequest], *, finals_only: bool = False) -> RemoteStream:
         """Have some replica take these requests, all of them or none.
 
         Raises what `AsyncLLM.add` raises; QueueFull where all queues are full; anything else that a replica raised.
@@ -144,7 +144,7 @@ class Engines:
         self._streams.add(stream)
         return stream
 
-    async def _taken(self, asked: Sequence[Asked], finals_only: bool) -> Any:
+    async def _taken(self, asked: Sequence[AsyncRequest], finals_only: bool) -> Any:
         """The replies of a replica that has taken the requests."""
         refused: dict[str, Exception] = {}
         while True:
@@ -163,7 +163,7 @@ class Engines:
                 raise
             if isinstance(first, Taken):
                 return replies
-            assert isinstance(first, Refused)
+            assert isinstance(first, ReplicaRefused)
             again = isinstance(first.error, QueueFull | ShuttingDown | EngineDead)
             if not again or first.replica in refused:  # all others have refused it, too
                 raise first.error

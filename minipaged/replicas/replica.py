@@ -13,7 +13,7 @@ import ray
 from prometheus_client import Metric
 from ray import serve
 
-from minipaged.async_llm import Asked, AsyncLLM
+from minipaged.async_llm import AsyncLLM, AsyncRequest
 from minipaged.errors import MinipagedError
 from minipaged.models.config import ModelConfig
 from minipaged.outputs import RequestUpdate
@@ -41,7 +41,7 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Refused:
+class ReplicaRefused:
     """Or it has not; nothing was begun."""
 
     replica: str
@@ -80,14 +80,14 @@ class Replica:
         self.allm.start()  # so that a worker's death is heard of before the next request
 
     async def generate(
-        self, asked: Sequence[Asked], finals_only: bool, avoid: Sequence[str]
-    ) -> AsyncIterator[Taken | Refused | RequestUpdate | MinipagedError]:
+        self, asked: Sequence[AsyncRequest], finals_only: bool, avoid: Sequence[str]
+    ) -> AsyncIterator[Taken | ReplicaRefused | RequestUpdate | MinipagedError]:
         """Whether the requests are taken, then what is new of them, and at the end the error, if the engine dies of
         one. `avoid` is for the router. Whoever leaves early ends them."""
         try:
             stream = await self.allm.add(asked, finals_only=finals_only)
         except MinipagedError as error:
-            yield Refused(self.id, error)
+            yield ReplicaRefused(self.id, error)
             return
         try:
             yield Taken(self.id)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from minipaged.async_llm import Asked
+from minipaged.async_llm import AsyncRequest
 from minipaged.engine.detokenizer import Decode, Detokenizer, text_without_end
 from minipaged.models.tokenizer import with_plain_content
 from minipaged.outputs import CompletionOutput, CompletionUpdate, RequestOutput, RequestUpdate
@@ -106,7 +106,7 @@ def places_in_prompt(prompt: Prompt, tokens: Tokens) -> list[int]:
 
 
 @dataclass(slots=True)
-class Told:
+class StreamedChoice:
     """What a stream has said of one choice."""
 
     places: Places | None
@@ -136,7 +136,7 @@ class Answer(ABC):
     params: Sequence[SamplingParams | BeamSearchParams] = ()
     """Of each prompt."""
     created: int = field(default_factory=lambda: int(time.time()))
-    _told: dict[int, Told] = field(default_factory=dict)
+    _told: dict[int, StreamedChoice] = field(default_factory=dict)
     _num_cached: int = 0
 
     @cached_property
@@ -145,10 +145,10 @@ class Answer(ABC):
         number = len(self.prompts)
         return [self.engine_id] if number == 1 else [f"{self.engine_id}-{place}" for place in range(number)]
 
-    def asked(self) -> list[Asked]:
+    def asked(self) -> list[AsyncRequest]:
         """What is asked of the engine."""
         return [
-            Asked(request_id, prompt.token_ids, params, prompt.text, self.body.priority or 0)
+            AsyncRequest(request_id, prompt.token_ids, params, prompt.text, self.body.priority or 0)
             for request_id, prompt, params in zip(self.request_ids, self.prompts, self.params, strict=True)
         ]
 
@@ -183,7 +183,9 @@ class Answer(ABC):
             told = self._told.get(number)
             if told is None:
                 prompt = self.prompts[place]
-                told = self._told[number] = Told(self._places(prompt), self._of_prompt(prompt, update.prompt_logprobs))
+                told = self._told[number] = StreamedChoice(
+                    self._places(prompt), self._of_prompt(prompt, update.prompt_logprobs)
+                )
                 for first in self._first_chunks(number, prompt, told, update.prompt_logprobs):
                     yield self._chunk(first)
             told.num_tokens += self._num_generated(new.new_token_ids)
@@ -202,7 +204,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _first_chunks(
-        self, number: int, prompt: Prompt, told: Told, prompt_logprobs: PromptLogprobs | None
+        self, number: int, prompt: Prompt, told: StreamedChoice, prompt_logprobs: PromptLogprobs | None
     ) -> Iterable[Json]:
         """What comes before the first token of a choice, a chunk each."""
 
@@ -211,7 +213,7 @@ class Answer(ABC):
         """Where the tokens of a choice begin; None if the answer does not say."""
 
     @abstractmethod
-    def _choice_piece(self, number: int, new: CompletionUpdate, told: Told) -> Json:
+    def _choice_piece(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Json:
         """What is new of a choice."""
 
     @abstractmethod
@@ -311,14 +313,14 @@ class CompletionAnswer(Answer):
         return self.body.max_tokens == 0
 
     def _first_chunks(
-        self, number: int, prompt: Prompt, told: Told, prompt_logprobs: PromptLogprobs | None
+        self, number: int, prompt: Prompt, told: StreamedChoice, prompt_logprobs: PromptLogprobs | None
     ) -> Iterable[Json]:
         if self.body.echo:
             shown = {"text": self._prompt_text(prompt), "logprobs": self._logprobs_of_prompt(prompt, prompt_logprobs)}
             nothing = {"finish_reason": None, "stop_reason": None}
             yield {"choices": [{"index": number} | shown | nothing | told.take_first()]}
 
-    def _choice_piece(self, number: int, new: CompletionUpdate, told: Told) -> Json:
+    def _choice_piece(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Json:
         generated = () if self._only_echo else new.new_token_ids
         logprobs = None
         if told.places and new.new_logprobs is not None and not self._only_echo:
@@ -433,7 +435,7 @@ class ChatAnswer(Answer):
         return str(last) if self.body.continue_final_message and last else "assistant"
 
     def _first_chunks(
-        self, number: int, prompt: Prompt, told: Told, prompt_logprobs: PromptLogprobs | None
+        self, number: int, prompt: Prompt, told: StreamedChoice, prompt_logprobs: PromptLogprobs | None
     ) -> Iterable[Json]:
         nothing = {"logprobs": None, "finish_reason": None}
         role = {"index": number, "delta": {"role": self._role, "content": ""}}
@@ -444,7 +446,7 @@ class ChatAnswer(Answer):
     def _places(self, prompt: Prompt) -> None:
         return None
 
-    def _choice_piece(self, number: int, new: CompletionUpdate, told: Told) -> Json:
+    def _choice_piece(self, number: int, new: CompletionUpdate, told: StreamedChoice) -> Json:
         logprobs = new.new_logprobs
         choice: Json = {
             "index": number,

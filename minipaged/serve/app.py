@@ -31,10 +31,10 @@ from starlette.types import Receive, Scope, Send
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, ModelError, QueueFull, ShuttingDown
 from minipaged.serve.answers import DONE, Answer, Json, event
 from minipaged.serve.bodies import json_route
-from minipaged.serve.guards import KeyGuard, LengthGuard, Load, LoadGuard
+from minipaged.serve.guards import KeyGuard, LengthGuard, LoadGuard, ServerLoad
 from minipaged.serve.live.routes import live_routes
 from minipaged.serve.protocol import FIELDS, SHAPES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from minipaged.serve.serving import Stream, TooLong, UnknownModel, Words
+from minipaged.serve.serving import TooLong, UnknownModel, UpdateStream, Words
 from minipaged.tiers.devices import own_version
 
 Result = TypeVar("Result")
@@ -69,7 +69,7 @@ def create_app(serving: Words, *, key: str | None = None, cors_origins: Sequence
         docs_url=None,  # its page fetches scripts from elsewhere
         redoc_url=None,
     )
-    load = Load()
+    load = ServerLoad()
     routers = [_generating(serving), _telling(serving, load)]
     for router in routers:
         app.include_router(router)
@@ -176,7 +176,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, stream: Stream) -> None:
+    def __init__(self, answer: Answer, stream: UpdateStream) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._answer = answer
@@ -256,7 +256,7 @@ def unavailable(message: str) -> Response:
 # --- Endpoints that tell --------------------------------------------------------------------------
 
 
-def _telling(serving: Words, load: Load) -> APIRouter:
+def _telling(serving: Words, load: ServerLoad) -> APIRouter:
     router = APIRouter()
     started = int(time.time())
 

@@ -13,7 +13,7 @@ BEHIND_KEY = ("/v1", "/live", "/tokenize", "/detokenize")
 
 
 @dataclass(slots=True)
-class Load:
+class ServerLoad:
     """What the server has to do."""
 
     num_served: int = 0
@@ -56,7 +56,7 @@ class LengthGuard:
 class LoadGuard:
     """Counts the requests that are being served: `num_served`."""
 
-    def __init__(self, app: ASGIApp, load: Load) -> None:
+    def __init__(self, app: ASGIApp, load: ServerLoad) -> None:
         self._app = app
         self._load = load
 

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as ListLike
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -98,8 +97,8 @@ class Metrics:
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    def _make_histograms(self, lengths: ListLike[float]) -> None:
-        def histogram(name: str, bounds: ListLike[float], text: str) -> _Histogram:
+    def _make_histograms(self, lengths: Sequence[float]) -> None:
+        def histogram(name: str, bounds: Sequence[float], text: str) -> _Histogram:
             self._histograms.append(_Histogram(f"vllm:{name}", text, bounds))
             return self._histograms[-1]
 
@@ -355,7 +354,7 @@ class Metrics:
 class _Histogram:
     """Counts of values by bucket. `prometheus_client.Histogram` adds one value a call; this one, many equal ones."""
 
-    def __init__(self, name: str, text: str, bounds: ListLike[float]) -> None:
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
         self._name = name
         self._text = text
         self._bounds = [*map(float, bounds), math.inf]

@@ -30,7 +30,7 @@ from minipaged.errors import InvalidRequest
 from minipaged.llm import LoadedModel
 from minipaged.serve.app import create_app, unavailable
 from minipaged.serve.connections import Connection, Door, as_bytes, most_connections, raise_file_limit
-from minipaged.serve.serving import Serving
+from minipaged.serve.serving import LocalModel
 from minipaged.serve.settings import ServeSettings
 
 LAST_WORDS_S = 2
@@ -71,7 +71,7 @@ def make_server(model: str | LoadedModel, settings: ServeSettings, **engine: Any
     """A server with its model loaded, which does not run yet."""
     allm = AsyncLLM(model, max_waiting=settings.max_waiting, **engine)
     names = settings.served_model_name or (str(allm.llm.folder.name if isinstance(model, LoadedModel) else model),)
-    serving = Serving(allm, names, trust_chat_templates=settings.trust_request_chat_template, page=settings.page)
+    serving = LocalModel(allm, names, trust_chat_templates=settings.trust_request_chat_template, page=settings.page)
     app = create_app(serving, key=settings.api_key, cors_origins=settings.cors_origin)
     # Connection is h11's: httptools, which uvicorn prefers where it is installed, takes headers without end. lifespan:
     # nothing is to be started with the app, and what is to be ended has an end of its own. What is still there after
@@ -97,7 +97,7 @@ def _is_told(record: logging.LogRecord) -> bool:
 class Server(uvicorn.Server):
     """uvicorn's, with an end of our own: requests that go on are finished, or told, before the socket closes."""
 
-    def __init__(self, config: uvicorn.Config, serving: Serving, shutdown_timeout: float) -> None:
+    def __init__(self, config: uvicorn.Config, serving: LocalModel, shutdown_timeout: float) -> None:
         super().__init__(config)
         self.status = 0
         self.serving = serving
@@ -189,7 +189,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _introduce(listening: socket.socket, settings: ServeSettings, serving: Serving) -> None:
+def _introduce(listening: socket.socket, settings: ServeSettings, serving: LocalModel) -> None:
     """Say what is served and where, on stderr."""
     llm, port = serving.allm.llm, listening.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

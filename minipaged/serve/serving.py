@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from minipaged.async_llm import LONG_TEXT, Asked, AsyncLLM
+from minipaged.async_llm import LONG_TEXT, AsyncLLM, AsyncRequest
 from minipaged.errors import InvalidRequest, MinipagedError
 from minipaged.models.config import ModelConfig
 from minipaged.models.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ class TooLong(InvalidRequest):
         self.param = param
 
 
-class Stream(Protocol):
+class UpdateStream(Protocol):
     """What is new of some requests, as `async_llm.Stream` tells it."""
 
     def __aiter__(self) -> AsyncIterator[RequestUpdate]: ...
@@ -68,13 +68,13 @@ class Model(Protocol):
     def need_tokenizer(self) -> Tokenizer: ...
 
 
-class Engine(Protocol):
+class ServedEngine(Protocol):
     """Who does what requests ask for: an `AsyncLLM`, or several of them (`replicas/`)."""
 
     @property
     def llm(self) -> Model: ...
 
-    async def add(self, asked: Sequence[Asked], *, finals_only: bool = False) -> Stream: ...
+    async def add(self, asked: Sequence[AsyncRequest], *, finals_only: bool = False) -> UpdateStream: ...
 
     async def tokenizing(self, num_characters: int, call: Callable[[], Result]) -> Result: ...
 
@@ -90,7 +90,7 @@ class Words(ABC):
     no_page = "the server was started with --no-page"
     """Why, if there is none."""
 
-    def __init__(self, allm: Engine, names: Sequence[str], *, trust_chat_templates: bool = False) -> None:
+    def __init__(self, allm: ServedEngine, names: Sequence[str], *, trust_chat_templates: bool = False) -> None:
         self.allm = allm
         self.names = names
         self._trust_chat_templates = trust_chat_templates
@@ -302,7 +302,7 @@ class Words(ABC):
         return Tokens(self._bytes_of, places, shown, decode_all, bool(body.return_tokens_as_token_ids))
 
 
-class Serving(Words):
+class LocalModel(Words):
     """A model whose engine is in this process.
 
     `page`: whether there is a page that shows what the engine does (it must not have done anything yet).

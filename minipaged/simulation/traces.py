@@ -171,7 +171,7 @@ def poisson_trace(
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedRequest:
     """One request, and when it was served. Seconds are counted from its arrival."""
 
     request: TraceRequest
@@ -186,7 +186,7 @@ class Served:
         return (self.latency - self.first_token) / max(1, self.request.generated_tokens - 1)
 
 
-def attainment(served: Sequence[Served], objectives: Objectives) -> float:
+def attainment(served: Sequence[ServedRequest], objectives: Objectives) -> float:
     """The share of these requests for which both objectives are met; 1 of none."""
     met = [objectives.met(one.first_token, one.between_tokens) for one in served]
     return sum(met) / len(met) if met else 1.0
@@ -333,7 +333,7 @@ class TraceReplay:
         self._coming = deque(sorted(requests, key=lambda request: request.seconds))
         self._arrived: dict[str, TraceRequest] = {}
         self._refused_too_long = self._refused_too_large = 0
-        self.served: list[Served] = []
+        self.served: list[ServedRequest] = []
         """Those that have ended, in that order."""
         self._running_steps = self._peak_running = 0
         self._waiting_steps = self._peak_waiting = 0
@@ -352,7 +352,9 @@ class TraceReplay:
                 request, metrics = self._arrived.pop(output.request_id), output.metrics
                 arrived = self._arrival(request)
                 assert metrics.first_token_time is not None
-                self.served.append(Served(request, metrics.first_token_time - arrived, metrics.finished_time - arrived))
+                self.served.append(
+                    ServedRequest(request, metrics.first_token_time - arrived, metrics.finished_time - arrived)
+                )
             self._note_queues()
             yield
 

@@ -141,7 +141,7 @@ def _random_requests(r: random.Random, vocab_size: int) -> list[WorkloadRequest]
 
 
 @dataclass
-class Run:
+class WorkloadRun:
     """One workload on one engine."""
 
     workload: Workload
@@ -397,9 +397,9 @@ def _alone(
 
 def run_workload(
     seed: int, tier: Tier | None = None, policy: MakePolicy = FirstComeFirstServed, *, steady: bool = True
-) -> Run:
+) -> WorkloadRun:
     """Run the workload of one seed and check everything there is to check."""
-    run = Run(random_workload(seed), tier=tier, policy=policy, steady=steady)
+    run = WorkloadRun(random_workload(seed), tier=tier, policy=policy, steady=steady)
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()

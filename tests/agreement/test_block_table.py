@@ -35,7 +35,7 @@ from minipaged.reference.block_allocator import BlockAllocator
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import LOGITS, Begun, Forked, StepInput, TableChange
 from minipaged.testing.content_runner import ContentRunner
-from tests.workloads import Run, random_workload
+from tests.workloads import WorkloadRun, random_workload
 
 GPU_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_TABLES = 5
@@ -237,7 +237,7 @@ def test_the_tables_on_the_device_are_those_of_the_engine(
     for seed in range(examples(number, least)):
         workload, num_lanes = random_workload(seed), 1 + seed % 3
         config = replace(workload.config, pipeline_parallel_size=num_lanes)
-        run = Run(replace(workload, config=config), make_runner=TablesRunner, steady=seed % 2 == 0)
+        run = WorkloadRun(replace(workload, config=config), make_runner=TablesRunner, steady=seed % 2 == 0)
         assert isinstance(run.runner, TablesRunner)
         run.runner.tables = DeviceTables(2 * config.max_num_seqs, config.num_blocks, device, kernels, num_lanes)
         run.to_the_end()

@@ -9,7 +9,7 @@ import pytest
 
 from minipaged.events import Event
 from tests.effort import one_case_in, scaled, seeds
-from tests.workloads import FAST, REFERENCE, Run, random_workload, run_workload
+from tests.workloads import FAST, REFERENCE, WorkloadRun, random_workload, run_workload
 
 
 @one_case_in(3)
@@ -27,7 +27,7 @@ def test_both_tiers_go_through_the_same_events(seeds: range) -> None:
         told: list[list[Event]] = []
         for tier, steady in product((REFERENCE, FAST), (False, True)):
             told.append([])
-            run = Run(workload, tier, listeners=[told[-1].append], steady=steady)
+            run = WorkloadRun(workload, tier, listeners=[told[-1].append], steady=steady)
             now = 0
             while run.advance(now):
                 now += 1

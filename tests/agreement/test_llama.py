@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from minipaged.contracts import BatchRow, Sampled, SamplingInput, StepResult
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.sequence import SequenceState
 from minipaged.engine.step_writer import StepWriter
 from minipaged.fast import llama as fast_llama
 from minipaged.fast import preemption
@@ -99,7 +99,7 @@ class Twins:
         if kv_cache_dtype != "auto":  # a number halfway between two codes takes either
             self.tolerance = max(self.tolerance, 0.01 if kv_cache_dtype == "int8" else 0.03)
         self.texts: list[list[int]] = []
-        self.sequences: list[Sequence] = []
+        self.sequences: list[SequenceState] = []
         self.num_done: list[int] = []
         self.allocator = BlockAllocator(NUM_BLOCKS)
         self.writer = StepWriter()
@@ -112,15 +112,15 @@ class Twins:
     def begin(self, text: list[int], num_known: int | None = None) -> None:
         """A sequence of which the first tokens are known (all, unless it is said), and the others are to be chosen."""
         table = BlockTable(BLOCK_SIZE, self.allocator)
-        self._begin(text, Sequence(len(self.texts), text[:num_known], [], table), 0)
+        self._begin(text, SequenceState(len(self.texts), text[:num_known], [], table), 0)
 
     def fork(self, parent: int) -> None:
         """The child goes on with other tokens, and copies the block that it shares before it writes."""
         text, num_done = self.texts[parent], self.num_done[parent]
         other = [*text[:num_done], *reversed(text)]
-        self._begin(other, Sequence(len(self.texts), other, [], self.sequences[parent].table.fork()), num_done)
+        self._begin(other, SequenceState(len(self.texts), other, [], self.sequences[parent].table.fork()), num_done)
 
-    def _begin(self, text: list[int], sequence: Sequence, num_done: int) -> None:
+    def _begin(self, text: list[int], sequence: SequenceState, num_done: int) -> None:
         self.texts.append(text)
         self.sequences.append(sequence)
         self.num_done.append(num_done)

@@ -16,7 +16,7 @@ from minipaged.course.assignments.scheduler import checks as scheduler
 from minipaged.course.assignments.under_load import checks as under_load
 from minipaged.course.grader import assignment, search, student_tests
 from minipaged.course.sandbox import process
-from minipaged.course.sandbox.process import Workers
+from minipaged.course.sandbox.process import WorkerPool
 from tests.effort import examples
 
 FEWER = (
@@ -53,16 +53,16 @@ def examples_of_a_right_part(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
+def workers() -> Iterator[WorkerPool]:
     """For all tests of a file: what they are copies of never runs student code."""
-    with Workers() as workers:
+    with WorkerPool() as workers:
         yield workers
 
 
 @pytest.fixture(autouse=True)
-def few_programs(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
+def few_programs(workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a test grades, its workers are copies, and what they are copies of is started once a file."""
     for module in (assignment, student_tests):
         monkeypatch.setattr(module, "start_process", workers.start)
     for module in (process, student_tests):
-        monkeypatch.setattr(module, "Workers", lambda: nullcontext(workers))
+        monkeypatch.setattr(module, "WorkerPool", lambda: nullcontext(workers))

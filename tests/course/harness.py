@@ -14,7 +14,7 @@ import minipaged
 from minipaged.course.grader.assignment import Assignment, Bench, Failed, Failure, Submission, Test, TestResult
 from minipaged.course.grader.grading import run_test
 from minipaged.course.sandbox.contract import Misbehaviour
-from minipaged.course.sandbox.process import Workers
+from minipaged.course.sandbox.process import WorkerPool
 from minipaged.events import StepFailed, from_json
 from minipaged.replay.state import State
 
@@ -82,7 +82,7 @@ def run_script(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def run_script_in_worker(
-    script: str, part: Assignment, submission: Path, folder: Path, workers: Workers
+    script: str, part: Assignment, submission: Path, folder: Path, workers: WorkerPool
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script whose imports take seconds: the worker has made them before."""
     path = folder / "counterexample.py"

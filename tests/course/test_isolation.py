@@ -17,12 +17,12 @@ import psutil
 import pytest
 
 from minipaged.course.grader import assignment
-from minipaged.course.grader.assignment import CannotBeGraded, Status, Submission, TestResult, find_assignment
+from minipaged.course.grader.assignment import CannotBeGraded, Submission, TestResult, TestStatus, find_assignment
 from minipaged.course.grader.counterexample import ALARM
 from minipaged.course.grader.grading import grade
 from minipaged.course.sandbox import process
 from minipaged.course.sandbox.contract import Limits, Misbehaviour, Raised, Result, StudentError, Verdict
-from minipaged.course.sandbox.process import WorkerProcess, Workers
+from minipaged.course.sandbox.process import WorkerPool, WorkerProcess
 from minipaged.errors import BlockNotAllocated
 from tests.course import harness
 from tests.course.harness import submit
@@ -44,7 +44,7 @@ IMPATIENT = replace(LIMITS, call_seconds=1.0)
 
 
 def test_what_is_made_hostile_passes_without_it(tmp_path: Path) -> None:
-    assert result_of(hostile(), tmp_path).status is Status.PASSED
+    assert result_of(hostile(), tmp_path).status is TestStatus.PASSED
 
 
 FORGE = """
@@ -146,7 +146,7 @@ for fd in range(3, 500):
 def test_a_hostile_submission_gets_its_verdict_and_never_a_pass(source: str, verdict: Verdict, tmp_path: Path) -> None:
     started = time.monotonic()
     result = result_of(source, tmp_path, IMPATIENT if verdict is Verdict.TIMED_OUT else LIMITS)
-    assert result.status is Status.FAILED
+    assert result.status is TestStatus.FAILED
     assert result.failure is not None
     assert result.failure.verdict == verdict, result.message
     assert time.monotonic() - started < 90, "nobody waits for it to wake up"
@@ -173,17 +173,17 @@ def test_a_worker_that_is_a_program_gives_the_same_verdicts(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no worker is a copy")
 def test_a_grading_ends_the_processes_that_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Workers] = []
+    started: list[WorkerPool] = []
 
-    class Known(Workers):
+    class Known(WorkerPool):
         def __init__(self) -> None:
             super().__init__()
             started.append(self)
 
-    monkeypatch.setattr(process, "Workers", Known)
+    monkeypatch.setattr(process, "WorkerPool", Known)
     few = replace(ASSIGNMENT, tests=ASSIGNMENT.tests[:1], measure=None)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
-    assert grade(few, submit(hostile(), tmp_path), model=None).results[0].status is Status.PASSED
+    assert grade(few, submit(hostile(), tmp_path), model=None).results[0].status is TestStatus.PASSED
     assert len(started) == 1
     assert not started[0]._origins
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
@@ -234,7 +234,7 @@ def test_a_call_that_does_not_listen_to_its_alarm_is_ended(tmp_path: Path) -> No
 )
 def test_what_a_call_raises_or_returns_fails_the_test_and_is_told(source: str, message: str, tmp_path: Path) -> None:
     result = result_of(source, tmp_path)
-    assert result.status is Status.FAILED
+    assert result.status is TestStatus.FAILED
     assert message in result.message
 
 
@@ -343,7 +343,7 @@ def test_a_worker_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(Misbehaviour, match="its process ended"):
         WorkerProcess(LIMITS, ("no_such_module",))
-    with Workers() as workers, pytest.raises(Misbehaviour, match="its process ended"):
+    with WorkerPool() as workers, pytest.raises(Misbehaviour, match="its process ended"):
         workers.start(LIMITS, ("no_such_module",))
     assert not list(tmp_path.iterdir())
 
@@ -375,7 +375,7 @@ def start():
 
 def test_copies_have_the_same_modules_and_share_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOOKS)
-    with Workers() as workers:
+    with WorkerPool() as workers:
         with workers.start(LIMITS, ("numpy",)) as one, workers.start(LIMITS, ("numpy",)) as other:
             parts = [process.load(tmp_path / "mine.py", "mine").module for process in (one, other)]
             first, second = (part.call("look") for part in parts)
@@ -394,7 +394,7 @@ def test_copies_have_the_same_modules_and_share_nothing_else(tmp_path: Path) -> 
 
 def test_a_copy_ends_with_all_that_it_has_started_and_the_rest_with_the_grading(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(LOOKS)
-    with Workers() as workers:
+    with WorkerPool() as workers:
         with workers.start(replace(LIMITS, processes_allowed=True), ()) as process:
             pid = process._process.pid
             started = process.load(tmp_path / "mine.py", "mine").module.call("start")
@@ -419,13 +419,13 @@ def test_copies_that_are_asked_for_at_the_same_time_are_each_somebodys(tmp_path:
             process.finish()
             return answer
 
-    with Workers() as workers, ThreadPoolExecutor(4) as pool:
+    with WorkerPool() as workers, ThreadPoolExecutor(4) as pool:
         assert [*pool.map(said, range(12))] == [*range(12)]
 
 
 def test_where_copies_cannot_come_from_any_more_it_is_told_and_the_next_come_from_another(tmp_path: Path) -> None:
     part = submit(REFERENCE, tmp_path).path
-    with Workers() as workers:
+    with WorkerPool() as workers:
         with workers.start(LIMITS, ()) as process:
             [origin] = workers._origins.values()
             origin._process.kill()
@@ -442,7 +442,7 @@ def test_where_copies_cannot_come_from_any_more_it_is_told_and_the_next_come_fro
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no worker is a copy")
 def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between a question and its answer."""
-    with Workers() as workers:
+    with WorkerPool() as workers:
         with workers.start(LIMITS, ()) as process:
             process.finish()
         [origin] = workers._origins.values()
@@ -466,7 +466,7 @@ class Interrupted:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers are programs, which lead sessions too")
 def test_a_copy_leads_a_session_so_that_nothing_it_starts_can_leave_its_group(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text("import os\ndef leave():\n    os.setpgid(0, os.getppid())\n")
-    with Workers() as workers, workers.start(LIMITS, ()) as process:
+    with WorkerPool() as workers, workers.start(LIMITS, ()) as process:
         part = process.load(tmp_path / "leaves.py", "leaves")
         assert os.getsid(process._process.pid) == os.getpgid(process._process.pid) == process._process.pid
         with pytest.raises(StudentError, match="PermissionError"):
@@ -478,7 +478,7 @@ def test_elsewhere_than_on_linux_each_worker_is_a_program_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    with Workers() as workers, workers.start(LIMITS, ()) as process:
+    with WorkerPool() as workers, workers.start(LIMITS, ()) as process:
         assert process.load(submit(REFERENCE, tmp_path).path, "mine").contents
         assert not workers._origins
         process.finish()

@@ -18,8 +18,8 @@ from minipaged.course.grader.assignment import (
     CannotBeGraded,
     Failed,
     Grade,
-    Status,
     Submission,
+    TestStatus,
     find_assignment,
 )
 from minipaged.course.grader.formats import text
@@ -27,7 +27,7 @@ from minipaged.course.grader.handouts import folder_of
 from minipaged.course.grader.mutants import Seeded, find_seeded
 from minipaged.course.grader.student_tests import grade_tests, run_tests
 from minipaged.course.sandbox.contract import Limits
-from minipaged.course.sandbox.process import Workers
+from minipaged.course.sandbox.process import WorkerPool
 from tests.course import harness
 from tests.course.harness import run_script, run_script_in_worker
 from tests.effort import one_case_in, quick_cases, thorough
@@ -105,7 +105,7 @@ submit = partial(harness.submit, file="test_mine.py")
 
 
 def killed(grade: Grade) -> set[str]:
-    return {result.test.name for result in grade.results if result.status is Status.PASSED and result.test.points}
+    return {result.test.name for result in grade.results if result.status is TestStatus.PASSED and result.test.points}
 
 
 SEEDED = find_seeded("block-allocator")
@@ -163,7 +163,7 @@ def test_weak_tests_find_few_and_are_told_what_they_miss(tmp_path: Path, monkeyp
 def test_tests_that_fail_on_a_right_allocator_prove_nothing(test: str, message: str, tmp_path: Path) -> None:
     grade = grade_tests("block-allocator", submit(HEAD + test, tmp_path))
     assert (grade.score, grade.full_marks) == (0, False)
-    assert any(message in result.message for result in grade.results if result.status is Status.FAILED)
+    assert any(message in result.message for result in grade.results if result.status is TestStatus.FAILED)
     assert len(grade.results) == len(SEEDED.right), "no bug was tried"
 
 
@@ -287,7 +287,7 @@ SAID = {
 @one_case_in(6)
 @pytest.mark.parametrize(("name", "bug"), BUGS, ids=lambda value: str(value))
 def test_every_seeded_bug_is_caught_and_its_counterexample_fails_by_itself_and_as_a_test(
-    name: str, bug: str, tmp_path: Path, workers: Workers
+    name: str, bug: str, tmp_path: Path, workers: WorkerPool
 ) -> None:
     """And passes as a test of right parts: so every bug that has one can be found by a student's test, too."""
     part, mutant = find_assignment(name), find_seeded(name).mutants[bug]

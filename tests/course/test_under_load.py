@@ -16,16 +16,16 @@ from minipaged.course.assignments.under_load.checks import (
     LONGER,
     OBJECTIVES,
     OVERLOAD,
+    ArrivalLoad,
     Graded,
-    Load,
-    Part,
+    RemotePolicy,
     bound,
     check_loads,
     served,
 )
 from minipaged.course.assignments.under_load.mutants import ORDER, OURS
 from minipaged.course.assignments.under_load.ours import Ours
-from minipaged.course.grader.assignment import Bench, Failed, Status
+from minipaged.course.grader.assignment import Bench, Failed, TestStatus
 from minipaged.course.grader.formats import text
 from minipaged.course.grader.grading import grade
 from minipaged.engine.policy import FirstComeFirstServed
@@ -35,7 +35,7 @@ from tests.course.harness import ROOT, run_script, submit
 from tests.effort import examples, thorough
 
 STARTER = ROOT / "assignments" / "8_under_load" / "starter.py"
-FEW = Load("a small load", ((8, 6.0),))
+FEW = ArrivalLoad("a small load", ((8, 6.0),))
 result_of = partial(harness.result_of, ASSIGNMENT)
 
 
@@ -57,7 +57,7 @@ BACKWARDS = with_turn("return -request.arrival")
 @thorough
 def test_by_arrival_passes_what_asks_for_no_gain_and_is_told_by_how_much_it_falls_short(tmp_path: Path) -> None:
     result = grade(ASSIGNMENT, submit(BY_ARRIVAL, tmp_path), model=None)
-    failed = [one.test.name for one in result.results if one.status is Status.FAILED]
+    failed = [one.test.name for one in result.results if one.status is TestStatus.FAILED]
     assert failed == ["an overload", "bursts", "nearly as good as ours"]
     assert result.score == 35
     assert "of the requests are served in time" in text(result)
@@ -65,7 +65,7 @@ def test_by_arrival_passes_what_asks_for_no_gain_and_is_told_by_how_much_it_fall
 
 @thorough
 @pytest.mark.parametrize("load", [LIGHT, OVERLOAD, BURSTS], ids=lambda load: load.name)
-def test_ours_is_fair_and_better_whatever_is_drawn(load: Load) -> None:
+def test_ours_is_fair_and_better_whatever_is_drawn(load: ArrivalLoad) -> None:
     for seed in range(min(10, examples(6))):  # three in the thorough part, ten in the nightly
         requests = load.requests(seed)
         first_come = served(requests, policy=FirstComeFirstServed)
@@ -92,7 +92,7 @@ def test_who_starves_somebody_gets_nothing_for_the_load_however_many_are_in_time
 def test_a_load_is_served_in_the_students_order_as_in_the_same_order_here(tmp_path: Path) -> None:
     """And the table says who of which length was in time."""
     with Bench(ASSIGNMENT, submit(BACKWARDS, tmp_path), 3) as bench:
-        part, requests = Part(bench, 1e9), FEW.requests(3)
+        part, requests = RemotePolicy(bench, 1e9), FEW.requests(3)
         students = served(requests, policy=partial(under_load.StudentTurns, part))
         first_come = served(requests, policy=FirstComeFirstServed)
     here = served(requests, turn=lambda request, now: -request.arrival)
@@ -117,9 +117,9 @@ def test_an_order_that_never_gets_anywhere_is_stopped(tmp_path: Path, monkeypatc
 def test_the_engine_alone_catches_what_only_it_asks_and_says_where(tmp_path: Path) -> None:
     """Requests with several sequences come in the engine's workloads only."""
     source = with_turn("return request.arrival if request.num_sequences == 1 else None")
-    assert result_of(ORDER, submit(source, tmp_path)).status is Status.PASSED
+    assert result_of(ORDER, submit(source, tmp_path)).status is TestStatus.PASSED
     result = result_of("the engine, on a small model", submit(source, tmp_path))
-    assert result.status is Status.FAILED
+    assert result.status is TestStatus.FAILED
     assert result.message.startswith("in the engine, workload ")
     assert "turn returned None" in result.message
 
@@ -128,7 +128,7 @@ def test_the_engine_alone_catches_what_only_it_asks_and_says_where(tmp_path: Pat
 @pytest.mark.model
 def test_smollm2s_texts_are_those_of_any_order(tmp_path: Path) -> None:
     result = result_of("SmolLM2", submit(BACKWARDS, tmp_path))
-    assert result.status is Status.PASSED, result.message
+    assert result.status is TestStatus.PASSED, result.message
 
 
 def test_the_bound_is_what_the_handout_says() -> None:

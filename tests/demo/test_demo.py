@@ -16,7 +16,7 @@ import pytest
 from minipaged import InvalidRequest, InvariantViolation, SamplingParams
 from minipaged.cli import main
 from minipaged.demo import replay, run_demo
-from minipaged.demo.scenes import QUESTIONS, SCENES, Outcome, beam_tree, compare
+from minipaged.demo.scenes import QUESTIONS, SCENES, SceneResult, beam_tree, compare
 from minipaged.demo.stage import Stage
 from minipaged.demo.ticker import printable
 from minipaged.events import (
@@ -47,7 +47,7 @@ EVERY = [*NAMES, "tensor-parallel", "disaggregated"]
 class Show:
     """Every scene, played once."""
 
-    outcomes: dict[str, Outcome]
+    outcomes: dict[str, SceneResult]
     printed: str
 
     @classmethod
@@ -63,7 +63,7 @@ def show(tiny_model: Path) -> Show:
 
 
 @pytest.fixture(scope="session")
-def played(show: Show) -> dict[str, Outcome]:
+def played(show: Show) -> dict[str, SceneResult]:
     return show.outcomes
 
 
@@ -71,7 +71,7 @@ def played(show: Show) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_scene_shows_texts_and_what_happened(played: dict[str, Outcome], name: str) -> None:
+def test_a_scene_shows_texts_and_what_happened(played: dict[str, SceneResult], name: str) -> None:
     outcome = played[name]
     assert outcome.holds
     assert outcome.story
@@ -80,7 +80,7 @@ def test_a_scene_shows_texts_and_what_happened(played: dict[str, Outcome], name:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_the_breakdown_of_memory_adds_up_to_the_pool(played: dict[str, Outcome], name: str) -> None:
+def test_the_breakdown_of_memory_adds_up_to_the_pool(played: dict[str, SceneResult], name: str) -> None:
     for run in played[name].runs:
         for memory in (run.paged, run.contiguous):
             parts = memory.tokens + memory.reserved + memory.internal_fragmentation + memory.free
@@ -132,7 +132,7 @@ def test_every_scene_runs_on_a_model_with_a_short_context_and_no_chat_template(t
     assert all(run.max_model_len == 96 for outcome in outcomes for run in outcome.runs)
 
 
-def test_the_seed_decides_what_is_sampled(tiny_model: Path, played: dict[str, Outcome]) -> None:
+def test_the_seed_decides_what_is_sampled(tiny_model: Path, played: dict[str, SceneResult]) -> None:
     (again,) = run_demo(model=tiny_model, scene="continuous-batch", seed=0)
     (other,) = run_demo(model=tiny_model, scene="continuous-batch", seed=1)
     assert again.texts == played["continuous-batch"].texts
@@ -142,7 +142,7 @@ def test_the_seed_decides_what_is_sampled(tiny_model: Path, played: dict[str, Ou
 # --- What each scene is about ---------------------------------------------------------------------
 
 
-def test_one_request_shows_its_block_table_with_the_prompt_in_it(played: dict[str, Outcome]) -> None:
+def test_one_request_shows_its_block_table_with_the_prompt_in_it(played: dict[str, SceneResult]) -> None:
     table = played["one-request"].block_table
     assert [row.logical for row in table] == list(range(len(table)))
     assert len({row.physical for row in table}) == len(table)
@@ -178,7 +178,7 @@ def test_a_request_that_was_preempted_is_back_and_does_not_join_again(tiny_model
     assert len(preempted) == sum("is back" in line for line in story) > 0
 
 
-def test_in_a_continuous_batch_blocks_of_requests_that_left_are_taken_by_others(played: dict[str, Outcome]) -> None:
+def test_in_a_continuous_batch_blocks_of_requests_that_left_are_taken_by_others(played: dict[str, SceneResult]) -> None:
     outcome = played["continuous-batch"]
     assert any("gives back" in line for line in outcome.story)
     assert any("(once request" in line for line in outcome.story)
@@ -186,7 +186,7 @@ def test_in_a_continuous_batch_blocks_of_requests_that_left_are_taken_by_others(
     assert len(outcome.texts) == len(QUESTIONS)
 
 
-def test_parallel_sampling_copies_the_prompts_last_block_for_all_but_one(played: dict[str, Outcome]) -> None:
+def test_parallel_sampling_copies_the_prompts_last_block_for_all_but_one(played: dict[str, SceneResult]) -> None:
     outcome = played["parallel-sampling"]
     assert outcome.runs[0].blocks_copied == 3
     copies = [line for line in outcome.story if "copied to block" in line]
@@ -195,7 +195,7 @@ def test_parallel_sampling_copies_the_prompts_last_block_for_all_but_one(played:
     assert len(set(outcome.texts[0].token_ids)) == 4
 
 
-def test_beam_search_drops_beams_and_gives_their_blocks_back_in_the_same_step(played: dict[str, Outcome]) -> None:
+def test_beam_search_drops_beams_and_gives_their_blocks_back_in_the_same_step(played: dict[str, SceneResult]) -> None:
     outcome = played["beam-search"]
     assert any("dropped" in line and "free again" in line for line in outcome.story)
     assert outcome.runs[0].share_saved > 0.3
@@ -226,14 +226,14 @@ def test_a_tree_of_beams_cuts_no_character() -> None:
     assert list(beam_tree(bytes_joined, beams)) == ["`- a\ufffd", "   |- (-0.10) €", "   `- (-0.20) \ufffdb"]
 
 
-def test_all_but_the_first_request_find_the_shared_prompt_in_the_cache(played: dict[str, Outcome]) -> None:
+def test_all_but_the_first_request_find_the_shared_prompt_in_the_cache(played: dict[str, SceneResult]) -> None:
     outcome = played["shared-prompt"]
     assert outcome.runs[0].prefix_cache_hit_tokens > 4 * 400
     found = [line for line in outcome.story if "in the prefix cache" in line]
     assert [line.split()[3] for line in found] == ["1", "2", "3", "4"]
 
 
-def test_both_kinds_of_preemption_happen_and_the_tokens_are_the_same(played: dict[str, Outcome]) -> None:
+def test_both_kinds_of_preemption_happen_and_the_tokens_are_the_same(played: dict[str, SceneResult]) -> None:
     outcome = played["preemption"]
     plenty, swap, recompute = outcome.runs
     assert (plenty.preempted_by_swap, plenty.preempted_by_recompute) == (0, 0)
@@ -249,7 +249,7 @@ def test_both_kinds_of_preemption_happen_and_the_tokens_are_the_same(played: dic
     assert any("preempted by recompute" in line for line in outcome.story)
 
 
-def test_two_ranks_write_the_same_blocks_each_for_its_own_heads(played: dict[str, Outcome]) -> None:
+def test_two_ranks_write_the_same_blocks_each_for_its_own_heads(played: dict[str, SceneResult]) -> None:
     outcome = played["tensor-parallel"]
     first, second = outcome.rank_pools
     assert (first.kv_heads, second.kv_heads) == ((0,), (1,))
@@ -282,7 +282,7 @@ def test_a_rank_that_copies_no_block_is_found_out(tiny_model: Path, monkeypatch:
     assert "DIFFERENT" in outcome.findings[2]
 
 
-def test_a_decoding_engine_has_every_full_block_of_the_prompts(played: dict[str, Outcome]) -> None:
+def test_a_decoding_engine_has_every_full_block_of_the_prompts(played: dict[str, SceneResult]) -> None:
     """From the other engine, or from its own prefix cache, which had them from there; a block travels once."""
     outcome = played["disaggregated"]
     alone, first, second = outcome.events

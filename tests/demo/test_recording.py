@@ -13,8 +13,8 @@ from rich.segment import Segment
 from minipaged import InvalidRequest
 from minipaged.demo import replay, run_demo
 from minipaged.demo.player import Film, Player
-from minipaged.demo.recording import COLUMN, ROW, SVG_SECONDS, Recording
-from minipaged.demo.view import Caption, Frame, View
+from minipaged.demo.recording import COLUMN, ROW, SVG_SECONDS, Screencast
+from minipaged.demo.view import Caption, Frame, StateView
 from minipaged.replay.timeline import Timeline
 from tests.demo.test_view import small_run
 from tests.workloads import letters
@@ -22,9 +22,9 @@ from tests.workloads import letters
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def recorded(path: Path, width: int = 90, height: int = 26) -> Recording:
-    recording = Recording(path)
-    player = Player(Film(width, height), View(letters), recording=recording)
+def recorded(path: Path, width: int = 90, height: int = 26) -> Screencast:
+    recording = Screencast(path)
+    player = Player(Film(width, height), StateView(letters), recording=recording)
     player.caption = Caption("a <small> run & more", "Watch it.")
     player.play(Timeline(small_run()), lambda: False)
     recording.save()
@@ -117,7 +117,7 @@ def test_the_cast_draws_the_same_pictures(tmp_path: Path) -> None:
 
 def test_a_cast_leaves_nothing_of_a_larger_picture_behind(tmp_path: Path) -> None:
     pyte = pytest.importorskip("pyte")
-    recording = Recording(tmp_path / "run.cast")
+    recording = Screencast(tmp_path / "run.cast")
     large, small = (Frame(8, [[Segment(text)]] * rows) for text, rows in (("before", 5), ("now", 2)))
     recording.add(0.0, large)
     recording.add(1.0, small)
@@ -152,9 +152,9 @@ def test_a_replay_can_be_recorded(tmp_path: Path) -> None:
 
 def test_a_recording_needs_a_name_that_says_its_format(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"must end in \.svg or \.cast"):
-        Recording(tmp_path / "run.gif")
+        Screencast(tmp_path / "run.gif")
     with pytest.raises(InvalidRequest, match="cannot write the recording"):
-        Recording(tmp_path / "nowhere" / "run.svg")
+        Screencast(tmp_path / "nowhere" / "run.svg")
 
 
 def test_the_picture_in_the_readme_needs_nothing_from_outside_and_begins_with_a_full_pool() -> None:

@@ -14,8 +14,8 @@ from rich.color import Color, ColorSystem
 
 from minipaged.demo import replay
 from minipaged.demo.player import Film, Player
-from minipaged.demo.recording import Recording
-from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Frame, Note, Status, View, _wrap_cells
+from minipaged.demo.recording import Screencast
+from minipaged.demo.view import BASIC_COLORS, COLORS, Caption, Frame, Note, PlayerStatus, StateView, _wrap_cells
 from minipaged.events import (
     BlockCopied,
     EngineStarted,
@@ -34,7 +34,7 @@ from minipaged.replay.state import State
 from minipaged.replay.teller import tell
 from minipaged.replay.timeline import Timeline
 from tests.tokens import bytes_joined, token
-from tests.workloads import Run, Workload, WorkloadRequest, letters, random_workload
+from tests.workloads import Workload, WorkloadRequest, WorkloadRun, letters, random_workload
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 CAPTION = Caption("a small run", "Watch three samples share, one beam search, and a pool that is too small.")
@@ -60,7 +60,7 @@ def small_run() -> list[Event]:
         seed=0,
         debug=True,
     )
-    run = Run(Workload(config, requests, swap_is_cheap=True), listeners=[(heard := []).append])
+    run = WorkloadRun(Workload(config, requests, swap_is_cheap=True), listeners=[(heard := []).append])
     run.to_the_end()
     assert {"block_copied", "request_preempted", "swapped_in", "prefix_reused"} <= {event.name for event in heard}
     return [replace(event, seconds=0.04) if isinstance(event, StepFinished) else event for event in heard]
@@ -91,7 +91,7 @@ class Frames:
 def drawn(events: list[Event], position: int, width: int, height: int, **options: Any) -> Frame:
     """The picture that a player shows when it has come that far."""
     frames = Frames()
-    player = Player(Film(width, height), View(letters, **options), recording=frames, keys=True)  # type: ignore[arg-type]
+    player = Player(Film(width, height), StateView(letters, **options), recording=frames, keys=True)  # type: ignore[arg-type]
     player.caption = CAPTION
     player.play(Timeline(events[:position]), lambda: False)
     return frames.frames[-1]
@@ -165,7 +165,7 @@ def random_runs() -> list[list[Event]]:
     runs: list[list[Event]] = []
     for seed in range(4):
         runs.append([])
-        Run(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
+        WorkloadRun(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
     return runs
 
 
@@ -175,10 +175,10 @@ def test_a_picture_is_as_wide_and_as_high_as_the_terminal(
     seed: int, width: int, height: int, random_runs: list[list[Event]]
 ) -> None:
     timeline = Timeline(random_runs[seed])
-    view = View(letters)
+    view = StateView(letters)
     while not timeline.at_end:
         timeline.seek(timeline.position + 17)
-        frame = view.frame(timeline.state, width, height, CAPTION, [], Status(keys="q quit"))
+        frame = view.frame(timeline.state, width, height, CAPTION, [], PlayerStatus(keys="q quit"))
         assert len(frame.lines) == height
         assert all(cell_len("".join(text for text, _, _ in line)) == width for line in frame.lines)
 
@@ -188,7 +188,7 @@ def test_ranks_have_the_same_pool_side_by_side(events: list[Event], width: int, 
     timeline = Timeline(events)
     timeline.seek(after(events, BlockCopied))
     ranks = ("rank 0", "rank 1", "rank 2")
-    frame = View(letters).frame(timeline.state, width, height, replace(CAPTION, ranks=ranks), [], Status())
+    frame = StateView(letters).frame(timeline.state, width, height, replace(CAPTION, ranks=ranks), [], PlayerStatus())
     assert len(frame.lines) == height
     assert all(cell_len("".join(text for text, _, _ in line)) == width for line in frame.lines)
     pools = [line.split(" │ ") for line in frame.text().splitlines() if " │ " in line]
@@ -206,7 +206,7 @@ def test_two_engines_have_each_its_pool(events: list[Event], width: int, height:
     timeline.seek(after(events, BlockCopied))
     other.apply(EngineStarted(num_blocks=5, num_swap_blocks=0, block_size=4, max_model_len=64))
     caption = replace(CAPTION, ranks=("one", "other"), beside=other)
-    frame = View(letters).frame(timeline.state, width, height, caption, [], Status())
+    frame = StateView(letters).frame(timeline.state, width, height, caption, [], PlayerStatus())
     assert len(frame.lines) == height
     assert all(cell_len("".join(text for text, _, _ in line)) == width for line in frame.lines)
     pools = [line.split(" │ ") for line in frame.text().splitlines() if " │ " in line]
@@ -218,11 +218,11 @@ def test_two_engines_have_each_its_pool(events: list[Event], width: int, height:
 
 
 def test_wide_and_unprintable_characters_break_no_line(events: list[Event]) -> None:
-    view = View(lambda tokens: "".join("界\x1b[2J\n🚆\u200b"[token % 7] for token in tokens))
+    view = StateView(lambda tokens: "".join("界\x1b[2J\n🚆\u200b"[token % 7] for token in tokens))
     timeline = Timeline(events)
     timeline.seek(len(events) // 2)
     for width in (60, 80, 121):
-        frame = view.frame(timeline.state, width, 24, CAPTION, [], Status())
+        frame = view.frame(timeline.state, width, 24, CAPTION, [], PlayerStatus())
         assert all(cell_len("".join(text for text, _, _ in line)) == width for line in frame.lines)
         assert "\x1b" not in frame.text()
 
@@ -232,21 +232,21 @@ def test_names_reasons_and_prompts_cannot_command_the_terminal() -> None:
     started = EngineStarted(8, 0, 4, 64)
     run = [started, RequestArrived(evil, 0, (1, 2), 1), RequestRefused(evil, f"too {evil}\nlong")]
     timeline = Timeline(run)
-    view = View(lambda tokens: evil)
+    view = StateView(lambda tokens: evil)
     view.questions = {evil: evil}
     notes = []
     while not timeline.at_end:
         if sentence := tell(timeline.state, timeline.next_event()):
             notes.append(Note(timeline.position, 1, sentence))
         timeline.forward()
-        frame = view.frame(timeline.state, 100, 30, replace(CAPTION, run=evil), notes, Status())
+        frame = view.frame(timeline.state, 100, 30, replace(CAPTION, run=evil), notes, PlayerStatus())
         assert all(line.isprintable() for line in frame.text().splitlines())
     assert notes, "nothing was told"
 
 
 def test_a_character_that_begins_in_the_prompt_is_whole_in_the_answer() -> None:
     """And so is one at which the end of a long answer is cut (text-of-all)."""
-    view = View(bytes_joined)
+    view = StateView(bytes_joined)
     parts = [token(bytes([byte])) for byte in "€".encode()]
     for number in (0, 200):
         state = State()
@@ -290,7 +290,7 @@ def state_with(num_blocks: int, holders: int, *, prompt: int = 4) -> State:
 def test_a_pool_of_any_size_is_drawn_without_a_lie(num_blocks: int) -> None:
     """Tiles where there is room for them; else the legend says how many blocks a sign stands for."""
     held = min(num_blocks, 3 * num_blocks // 4 + 1)
-    frame = View().frame(state_with(num_blocks, held), 80, 24, CAPTION, [], Status())
+    frame = StateView().frame(state_with(num_blocks, held), 80, 24, CAPTION, [], PlayerStatus())
     text = frame.text()
     assert f"{num_blocks} blocks of 4 slots: {held} held, {num_blocks - held} free" in text
     if match := re.search(r"a sign is (\d+) blocks", text):
@@ -305,7 +305,7 @@ def test_a_shared_block_shows_how_many_hold_it_and_a_partly_filled_one_how_much(
     timeline.seek(after(events, BlockCopied) - 1)
     state = timeline.state
     block = next(event for event in events if isinstance(event, BlockCopied)).source
-    line = View()._tile(state, state.device, block, 4)
+    line = StateView()._tile(state, state.device, block, 4)
     assert "".join(segment.text for segment in line) == f"A×{state.ref_count(block)}·"
     assert line[0].text == "A"  # one of four slots is filled, so one column of four is solid
     assert line[0].style is not None
@@ -317,14 +317,14 @@ def test_a_block_that_only_the_cache_holds_is_dimmed(events: list[Event]) -> Non
     timeline.seek(len(events))
     state = timeline.state
     assert state.num_cached_only == len(state.cached) > 0
-    line = View()._tile(state, state.device, min(state.cached), 4)
+    line = StateView()._tile(state, state.device, min(state.cached), 4)
     assert line[0].text.strip() == "(c)"
     assert line[0].style is not None
     assert line[0].style.dim
 
 
 def test_the_bars_say_what_paging_takes_and_what_contiguous_would_reserve() -> None:
-    text = View().frame(state_with(30, 3), 100, 30, CAPTION, [], Status()).text()
+    text = StateView().frame(state_with(30, 3), 100, 30, CAPTION, [], PlayerStatus()).text()
     assert "12 of 120 slots taken, 100 % of them filled" in text
     assert "3 × 64 slots reserved, of which 1 fit" in text
 
@@ -345,7 +345,7 @@ class Typist(Film):
 
 def play(events: list[Event], *keys: str) -> list[str]:
     frames = Frames()
-    player = Player(Typist(*keys), View(letters), recording=frames, keys=True)  # type: ignore[arg-type]
+    player = Player(Typist(*keys), StateView(letters), recording=frames, keys=True)  # type: ignore[arg-type]
     player.play(Timeline(events), lambda: False)
     return frames.texts
 
@@ -381,7 +381,7 @@ def test_playing_stops_where_something_happens_and_shows_it(events: list[Event])
 
 def test_a_question_is_shown_before_its_answer_also_when_it_arrives_later(events: list[Event]) -> None:
     frames, questions = Frames(), dict[str, str]()
-    player = Player(Film(120, 40), View(letters), recording=frames)  # type: ignore[arg-type]
+    player = Player(Film(120, 40), StateView(letters), recording=frames)  # type: ignore[arg-type]
     timeline = Timeline()
 
     def advance() -> bool:
@@ -413,7 +413,7 @@ def test_what_was_preempted_is_seen_on_the_host(events: list[Event]) -> None:
 
 
 def test_a_recording_of_an_empty_run_is_no_file(tmp_path: Path) -> None:
-    recording = Recording(tmp_path / "a.svg")
+    recording = Screencast(tmp_path / "a.svg")
     recording.save()
     assert (tmp_path / "a.svg").read_text() == ""
 

@@ -27,7 +27,7 @@ from minipaged.llm import LoadedModel
 from minipaged.models.loading import load_config, load_weights
 from minipaged.models.quantized.recipe import Method, Recipe
 from minipaged.models.quantized.stored import Grouped
-from minipaged.quantizing.checkpoint import checkpoint as quantizing
+from minipaged.quantizing import checkpoint
 from minipaged.quantizing.perplexity import perplexity
 from minipaged.quantizing.texts import text_of, tokens_of, windows_of
 from minipaged.reference.quantize.layers import quantize_layers
@@ -172,7 +172,7 @@ def test_weights_that_are_no_numbers_are_named(small_llama: Path, tmp_path: Path
         weights[name][1:] = np.nan
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ModelError, match=said):
-            quantizing.quantize(folder, tmp_path / "made", Recipe(method, group_size=32))  # type: ignore[arg-type]
+            checkpoint.quantize(folder, tmp_path / "made", Recipe(method, group_size=32))  # type: ignore[arg-type]
     assert not (tmp_path / "made").exists()
 
 
@@ -182,17 +182,17 @@ def test_a_folder_is_complete_or_not_there(small_llama: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(shutil, "copyfile", full)  # the weights are written by then
     with pytest.raises(InvalidRequest, match="No space left on device"):
-        quantizing.quantize(small_llama, tmp_path / "made", Recipe("rtn", group_size=32))
+        checkpoint.quantize(small_llama, tmp_path / "made", Recipe("rtn", group_size=32))
     assert not any(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
     small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantizing, "load_weights", None)
+    monkeypatch.setattr(checkpoint, "load_weights", None)
     (tmp_path / "file").write_text("mine")
     with pytest.raises(InvalidRequest, match=r"could not be written: .*file"):
-        quantizing.quantize(small_llama, tmp_path / "file" / "made", Recipe("rtn", group_size=32))
+        checkpoint.quantize(small_llama, tmp_path / "file" / "made", Recipe("rtn", group_size=32))
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -200,7 +200,7 @@ def test_what_stands_beside_the_folder_stays(small_llama: Path, tmp_path: Path) 
     """Also what is there under such names as unfinished folders have; and the folder has the rights of a new one."""
     for name in ("made.partial", ".made.x"):
         (tmp_path / name).mkdir()
-    quantizing.quantize(small_llama, tmp_path / "made", Recipe("rtn", group_size=32))
+    checkpoint.quantize(small_llama, tmp_path / "made", Recipe("rtn", group_size=32))
     assert {each.name for each in tmp_path.iterdir()} == {"made", "made.partial", ".made.x"}
     assert (tmp_path / "made").stat().st_mode == (tmp_path / ".made.x").stat().st_mode
 

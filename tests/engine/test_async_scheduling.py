@@ -26,7 +26,7 @@ from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from tests.effort import calls_that_raise, one_case_in, quick_cases, scaled, seeds, thorough
 from tests.engine.test_failure_injection import Fault, Fuse, crowded, run_through, wired
 from tests.late_device import LATE, LateRunner
-from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, ended, letters, random_workload
+from tests.workloads import FAST, REFERENCE, Workload, WorkloadRequest, WorkloadRun, ended, letters, random_workload
 
 CONFIG = EngineConfig(
     num_blocks=40, block_size=4, max_model_len=64, vocab_size=20, eos_token_ids=(2,), debug=True, async_scheduling=True
@@ -81,7 +81,7 @@ class Overlap:
                 self.happened[f"{event.name} under way"] += 1
 
 
-def check(run: Run) -> None:
+def check(run: WorkloadRun) -> None:
     run.to_the_end()
     run.check_outputs()
     run.check_nothing_leaked()
@@ -116,7 +116,7 @@ def test_every_invariant_holds_in_random_workloads(seeds: range, tier: Tier) -> 
     """Content, exclusive-write, exact-references, conservation, liveness, scheduling-invariance."""
     for seed in seeds:
         try:
-            check(Run(workload_of(seed), tier, listeners=[Overlap()]))
+            check(WorkloadRun(workload_of(seed), tier, listeners=[Overlap()]))
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise
@@ -129,7 +129,7 @@ def test_every_invariant_holds_on_a_device_that_is_as_late_as_it_may_be(seeds: r
     """The same, and: what the prefix cache offers has been computed, not only launched."""
     for seed in seeds:
         try:
-            run = Run(workload_of(seed), LATE, make_runner=LateRunner)
+            run = WorkloadRun(workload_of(seed), LATE, make_runner=LateRunner)
             now = 0
             while run.advance(now):
                 check_cached_blocks_are_computed(run)
@@ -144,7 +144,7 @@ def test_every_invariant_holds_on_a_device_that_is_as_late_as_it_may_be(seeds: r
             raise
 
 
-def check_cached_blocks_are_computed(run: Run) -> None:
+def check_cached_blocks_are_computed(run: WorkloadRun) -> None:
     cache = run.engine.blocks.prefix_cache
     for entry in cache._entries.values() if cache else ():
         prefix = run.runner.device[entry.parent_block][-1] if entry.parent_block >= 0 else 0
@@ -161,7 +161,7 @@ def test_the_workloads_bring_about_everything_that_can_happen() -> None:
     steps: Counter[str] = Counter()
     for seed in range(WORKLOADS):
         overlap = Overlap()
-        run = Run(workload_of(seed), listeners=[overlap])
+        run = WorkloadRun(workload_of(seed), listeners=[overlap])
         run.to_the_end()
         steps.update(overlap.happened)
         happened = {*+overlap.happened, *run.happened} & EVERYTHING_THAT_CAN_HAPPEN
@@ -182,7 +182,7 @@ def test_the_same_requests_make_the_same_tokens_in_the_same_order_as_without(see
         told: list[dict[int, list[int]]] = []
         for workload in (workload_of(seed), replace(workload_of(seed), config=random_workload(seed).config)):
             tokens: dict[int, list[int]] = {}
-            run = Run(replace(workload, requests=tuple(replace(r, cancelled=None) for r in workload.requests)))
+            run = WorkloadRun(replace(workload, requests=tuple(replace(r, cancelled=None) for r in workload.requests)))
 
             def on_event(event: Event, tokens: dict[int, list[int]] = tokens) -> None:
                 if isinstance(event, TokenGenerated):

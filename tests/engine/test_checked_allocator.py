@@ -14,7 +14,7 @@ from minipaged.engine.checked_allocator import CheckedAllocator
 from minipaged.errors import BlockNotAllocated, Invariant, InvariantViolation, OutOfBlocks
 from minipaged.reference.block_allocator import BlockAllocator
 from tests.reference.test_block_allocator import check_allocator
-from tests.workloads import Run, random_workload
+from tests.workloads import WorkloadRun, random_workload
 
 
 def checked(make: Callable[[int], Any], num_blocks: int = 4) -> CheckedAllocator:
@@ -124,7 +124,7 @@ def test_any_right_allocator_is_accepted_and_meets_the_whole_contract(make: Call
 def test_the_engine_runs_on_any_right_allocator(make: Callable[[int], Any]) -> None:
     """Content, exact-references, liveness: the order in which blocks are handed out does not matter."""
     for seed in range(40):
-        run = Run(random_workload(seed), allocator=make)
+        run = WorkloadRun(random_workload(seed), allocator=make)
         run.to_the_end()
         run.check_outputs()
         run.check_nothing_leaked()
@@ -325,7 +325,7 @@ def test_a_wrong_allocator_is_caught_and_the_broken_invariant_named(
 def test_a_wrong_allocator_is_caught_while_the_engine_uses_it(make: type[BlockAllocator]) -> None:
     def run_some_workloads() -> None:
         for seed in range(100):
-            Run(random_workload(seed), allocator=make).to_the_end()
+            WorkloadRun(random_workload(seed), allocator=make).to_the_end()
 
     with pytest.raises(InvariantViolation, match=f"broken: {make.__name__}:"):
         run_some_workloads()

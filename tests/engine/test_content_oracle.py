@@ -7,7 +7,7 @@ every request has finished (liveness) with the tokens that it gets when it is se
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence as ListLike
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,13 +18,13 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.engine import Engine
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.engine.scheduler import Scheduler
-from minipaged.engine.sequence import Sequence
+from minipaged.engine.sequence import SequenceState
 from minipaged.errors import Invariant, InvariantViolation
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.effort import one_case_in, scaled, seeds, thorough
-from tests.workloads import Run, random_workload, run_workload
+from tests.workloads import WorkloadRun, random_workload, run_workload
 
 EVERYTHING_THAT_CAN_HAPPEN = {
     "block copied",
@@ -65,7 +65,7 @@ def test_the_workloads_bring_about_everything_that_can_happen() -> None:
     """The oracle must not become empty: each of these happens in several of its workloads."""
     workloads_with: Counter[str] = Counter()
     for seed in dict.fromkeys((*RICH_WORKLOADS, *range(2000))):
-        run = Run(random_workload(seed))
+        run = WorkloadRun(random_workload(seed))
         run.to_the_end()
         workloads_with.update(set(run.happened))
         if workloads_with.keys() >= EVERYTHING_THAT_CAN_HAPPEN and min(workloads_with.values()) >= 2:
@@ -83,7 +83,7 @@ def test_the_engine_checks_its_invariants_at_every_step_of_them(monkeypatch: pyt
         right(self)
 
     monkeypatch.setattr(Engine, "check_invariants", check)
-    run = Run(random_workload(RICH_WORKLOADS[0]))
+    run = WorkloadRun(random_workload(RICH_WORKLOADS[0]))
     run.to_the_end()
     assert len(checked) >= run.engine.stats.steps > 10
 
@@ -94,7 +94,7 @@ def test_the_engine_checks_its_invariants_at_every_step_of_them(monkeypatch: pyt
 class OneByOne(ContentRunner):
     """Runs each row of a step through the whole model before the next one, the last row first or the first."""
 
-    def compute(self, rows: ListLike[GivenRow]) -> np.ndarray:
+    def compute(self, rows: Sequence[GivenRow]) -> np.ndarray:
         backwards = self.mirror.rows.number % 2
         parts = [super(OneByOne, self).compute([row]) for row in (reversed(rows) if backwards else rows)]
         return np.concatenate(parts[::-1] if backwards else parts)
@@ -105,7 +105,7 @@ def run_with(make_runner: type[ContentRunner], seed: int) -> None:
     both kinds every other one without the short way."""
     workload = random_workload(seed)
     config = replace(workload.config, async_scheduling=bool(seed % 2))
-    run = Run(replace(workload, config=config), make_runner=make_runner, steady=seed % 4 < 2)
+    run = WorkloadRun(replace(workload, config=config), make_runner=make_runner, steady=seed % 4 < 2)
     run.to_the_end()
     run.check_outputs()
 
@@ -132,7 +132,7 @@ def test_a_row_that_reads_what_another_one_writes_in_the_same_step_is_found_out(
     some workloads go through all the same. (Exclusive-write, which finds that too, is not looked at here.)"""
     right = BlockManager.append
 
-    def append(self: BlockManager, sequence: Sequence, num_tokens: int) -> None:
+    def append(self: BlockManager, sequence: SequenceState, num_tokens: int) -> None:
         right(self, sequence, num_tokens)
         if sequence.table.num_tokens <= len(sequence.tokens):
             self.publish(sequence, sequence.table.num_tokens)
@@ -241,7 +241,7 @@ def test_the_oracle_finds_a_fork_that_takes_no_references(monkeypatch: pytest.Mo
 def test_the_oracle_finds_dropped_beams_that_keep_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     right = BlockManager.free
 
-    def forgets_dropped_beams(self: BlockManager, sequence: Sequence) -> None:
+    def forgets_dropped_beams(self: BlockManager, sequence: SequenceState) -> None:
         if sequence.finish_reason != "dropped":
             right(self, sequence)
 
@@ -261,7 +261,7 @@ def test_the_oracle_finds_a_request_that_is_preempted_but_not_brought_back(monke
         self.waiting.remove(victim)
 
     monkeypatch.setattr(Scheduler, "_preempt", loses_it)
-    monkeypatch.setattr(Run.to_the_end, "__defaults__", (300,))
+    monkeypatch.setattr(WorkloadRun.to_the_end, "__defaults__", (300,))
     find_a_failure()
 
 

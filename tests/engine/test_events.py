@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from minipaged import events
 from minipaged.events import EVENT_TYPES, Event, from_json, read_jsonl
 from tests.effort import examples
-from tests.workloads import Run, random_workload
+from tests.workloads import WorkloadRun, random_workload
 
 # --- JSON -----------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def test_a_line_says_which_event_it_is() -> None:
 
 
 def test_a_file_of_events_is_read_back_line_by_line() -> None:
-    run = Run(random_workload(3), listeners=[(heard := []).append])
+    run = WorkloadRun(random_workload(3), listeners=[(heard := []).append])
     run.to_the_end()
     lines = [event.to_json() + "\n" for event in heard]
     assert list(read_jsonl([*lines[:2], "\n", *lines[2:]])) == heard
@@ -73,7 +73,7 @@ def test_every_kind_of_event_occurs() -> None:
     # Those are in the runs with faults, and these in those of several engines (tests/handover).
     seen: set[str] = {"step_failed", "blocks_stored", "blocks_loaded"}
     for seed in range(300):
-        run = Run(random_workload(seed), listeners=[lambda event: seen.add(event.name)])
+        run = WorkloadRun(random_workload(seed), listeners=[lambda event: seen.add(event.name)])
         run.to_the_end()
         if seen == set(EVENT_TYPES):
             return
@@ -81,7 +81,7 @@ def test_every_kind_of_event_occurs() -> None:
 
 
 def test_the_first_event_tells_the_sizes_and_steps_are_numbered_from_one() -> None:
-    run = Run(random_workload(0), listeners=[(heard := []).append])
+    run = WorkloadRun(random_workload(0), listeners=[(heard := []).append])
     run.to_the_end()
     config = run.workload.config
     assert heard[0] == events.EngineStarted(

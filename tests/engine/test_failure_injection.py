@@ -22,7 +22,7 @@ from minipaged.reference.sampling import sample
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner
 from tests.effort import calls_that_raise, one_case_in, quick_cases, scaled, seeds
-from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended, random_workload
+from tests.workloads import REFERENCE, Workload, WorkloadRequest, WorkloadRun, ended, random_workload
 
 
 class Fault(Exception):
@@ -45,7 +45,7 @@ class Fuse:
                 raise self.error(f"call {self.calls} of {part}")
 
 
-def wired(workload: Workload, fuse: Fuse) -> Run:
+def wired(workload: Workload, fuse: Fuse) -> WorkloadRun:
     """A run in which every part asks the fuse first."""
 
     class Allocator(BlockAllocator):
@@ -96,10 +96,10 @@ def wired(workload: Workload, fuse: Fuse) -> Run:
         return Samples(sample(logits, inputs))
 
     tier = replace(REFERENCE, beam_search=Beams, sample=sample_or_fail)
-    return Run(workload, tier, make_runner=Runner, allocator=Allocator)
+    return WorkloadRun(workload, tier, make_runner=Runner, allocator=Allocator)
 
 
-def run_through(run: Run, error: type[BaseException] = Fault) -> int:
+def run_through(run: WorkloadRun, error: type[BaseException] = Fault) -> int:
     """Drive the run to its end, stepping on after errors; returns how many there were."""
     errors = 0
     for now in range(500):
@@ -178,7 +178,7 @@ def test_the_workloads_are_crowded() -> None:
     """Without preemption, eviction and sharing the tests above would show little."""
     happened: set[str] = set()
     for workload in WORKLOADS.values():
-        run = Run(workload)
+        run = WorkloadRun(workload)
         run.to_the_end()
         happened |= set(run.happened)
     assert happened >= {"preempted by swap", "preempted by recompute", "block evicted", "prefix reused from cache"}

@@ -40,7 +40,7 @@ from tests.engine.test_async_scheduling import check, check_cached_blocks_are_co
 from tests.engine.test_failure_injection import PARTS, WORKLOADS, Fault, Fuse, run_through, wired
 from tests.engine.test_steady import Scene, check_same, scene_of
 from tests.late_device import LATE, LateRunner
-from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, ended, letters, random_workload
+from tests.workloads import FAST, REFERENCE, Workload, WorkloadRequest, WorkloadRun, ended, letters, random_workload
 
 LANES = [2, 3, 4]
 
@@ -155,7 +155,7 @@ def test_every_invariant_holds_in_random_workloads(seeds: range, tier: Tier, lan
     the tokens that it gets alone."""
     for seed in seeds:
         try:
-            check(Run(workload_of(seed, lanes), tier, listeners=[Flight(lanes)]))
+            check(WorkloadRun(workload_of(seed, lanes), tier, listeners=[Flight(lanes)]))
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise
@@ -169,7 +169,7 @@ def test_every_invariant_holds_on_a_device_that_is_as_late_as_it_may_be(seeds: r
     """The same; what the prefix cache offers has been computed; and no sequence is in two steps at once."""
     for seed in seeds:
         try:
-            run = Run(workload_of(seed, lanes), LATE, make_runner=Watched)
+            run = WorkloadRun(workload_of(seed, lanes), LATE, make_runner=Watched)
             now = 0
             while run.advance(now):
                 check_cached_blocks_are_computed(run)
@@ -208,7 +208,7 @@ def test_the_workloads_bring_about_everything_that_can_happen(lanes: int, monkey
     monkeypatch.setattr(StepWriters, "change_lane", changed)
     for seed in range(300):
         flight = Flight(lanes)
-        run = Run(workload_of(seed, lanes), listeners=[flight])
+        run = WorkloadRun(workload_of(seed, lanes), listeners=[flight])
         run.to_the_end()
         happened[f"{flight.most} in flight"] += 1
         happened += flight.happened + run.happened
@@ -394,7 +394,7 @@ def test_asynchronous_scheduling_has_no_effect_beside_lanes() -> None:
         told: list[list[Event]] = []
         for is_async in (False, True):
             workload = in_lanes(random_workload(seed), 2)
-            run = Run(replace(workload, config=replace(workload.config, async_scheduling=is_async)))
+            run = WorkloadRun(replace(workload, config=replace(workload.config, async_scheduling=is_async)))
             run.engine.listeners.append((events := list[Event]()).append)
             run.to_the_end()
             told.append(events)
@@ -517,7 +517,7 @@ def test_a_sequence_that_changes_its_lane_is_over_in_the_first_and_begins_in_the
     """In the steps that a runner is given: what it is told next of the first lane is the sequence's end there."""
     changed = 0
     for seed in range(examples(200)):
-        run = Run(crowd(seed, 4), LATE, make_runner=Watched)
+        run = WorkloadRun(crowd(seed, 4), LATE, make_runner=Watched)
         run.to_the_end()
         assert isinstance(run.runner, Watched)
         known: list[dict[int, bool]] = [{}, {}, {}, {}]
@@ -650,7 +650,7 @@ def test_one_lane_by_the_pipelines_rules_is_what_there_is_without_it(seeds: rang
                     self.steps.append(step)
                     return super().run(step)
 
-            run = Run(random_workload(seed), make_runner=Runner)
+            run = WorkloadRun(random_workload(seed), make_runner=Runner)
             run.runner.steps = steps = []  # type: ignore[attr-defined]
             engine = run.engine
             engine.listeners.append((events := list[Event]()).append)

@@ -18,7 +18,7 @@ from minipaged.testing.content_runner import ContentRunner
 from minipaged.testing.fake_model import FakeModel
 from minipaged.testing.numpy_model import fake_logits
 from minipaged.testing.plain_model import PlainModel
-from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest
+from tests.workloads import FAST, REFERENCE, Workload, WorkloadRequest, WorkloadRun
 
 CONFIG = EngineConfig(
     num_blocks=15,
@@ -65,7 +65,8 @@ def test_each_position_has_those_of_the_tokens_asked_for_and_the_chosen_one(
         WorkloadRequest(3, PROMPT, PLAIN),
         WorkloadRequest(4, PROMPT, GREEDY),
     )
-    run = Run(Workload(replace(CONFIG, **settings), requests, swap_is_cheap=True), tier, listeners=[events.append])
+    workload = Workload(replace(CONFIG, **settings), requests, swap_is_cheap=True)
+    run = WorkloadRun(workload, tier, listeners=[events.append])
     run.to_the_end()
     run.check_outputs()
     assert {RequestPreempted, PrefixReused} <= {type(event) for event in events}
@@ -81,7 +82,7 @@ def test_each_position_has_those_of_the_tokens_asked_for_and_the_chosen_one(
 
 def test_a_model_without_numpy_reports_them_as_well() -> None:
     model: FakeModel = PlainModel()
-    run = Run(Workload(CONFIG, (WorkloadRequest(0, PROMPT, PARAMS),), swap_is_cheap=True), model=model)
+    run = WorkloadRun(Workload(CONFIG, (WorkloadRequest(0, PROMPT, PARAMS),), swap_is_cheap=True), model=model)
     run.to_the_end()
     [first, *_] = run.outputs["r0"].outputs[0].logprobs or ()
     assert first.keys() == {*ASKED, run.outputs["r0"].outputs[0].token_ids[0]}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,7 @@ from minipaged.contracts import BlockAllocator, Tier
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import Memory
-from minipaged.engine.sequence import Request, Sequence
+from minipaged.engine.sequence import Request, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.errors import InvalidRequest, OutOfBlocks
 from minipaged.events import BlocksFreed, Emit, TokensComputed
@@ -21,7 +20,7 @@ from minipaged.reference import block_allocator
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import BlockMoves, CopyPair
 from minipaged.testing.content_runner import ContentRunner
-from minipaged.testing.workloads import Run, Workload, random_workload
+from minipaged.testing.workloads import Workload, WorkloadRun, random_workload
 from tests.effort import examples, quick_cases, scaled
 from tests.workloads import REFERENCE
 
@@ -82,16 +81,16 @@ class Contiguous(Memory):
     def blocks_to_admit(self, request: Request) -> int:
         return self.most_blocks(request)
 
-    def blocks_needed(self, work: ListLike[tuple[Sequence, int]]) -> int:
+    def blocks_needed(self, work: Sequence[tuple[SequenceState, int]]) -> int:
         return 0
 
     def new_table(self) -> Reserved:
         return Reserved(self.block_size, self.allocator)
 
-    def begin(self, request: Request, sequence: Sequence) -> None:
+    def begin(self, request: Request, sequence: SequenceState) -> None:
         self._reserved[sequence.sequence_id] = self.blocks_to_admit(request)
 
-    def append(self, sequence: Sequence, num_tokens: int) -> None:
+    def append(self, sequence: SequenceState, num_tokens: int) -> None:
         table, new = sequence.table, ()
         assert isinstance(table, Reserved)
         if not table.blocks:
@@ -103,10 +102,10 @@ class Contiguous(Memory):
         self.num_tokens += num_tokens
         self._emit(TokensComputed(sequence.sequence_id, table.num_tokens, new, 0))
 
-    def fork(self, request: Request, parent: Sequence, child: Sequence) -> None:
+    def fork(self, request: Request, parent: SequenceState, child: SequenceState) -> None:
         raise NotImplementedError
 
-    def free(self, sequence: Sequence) -> None:
+    def free(self, sequence: SequenceState) -> None:
         blocks, num_tokens = tuple(sequence.table.blocks), sequence.table.num_tokens
         if blocks:
             sequence.table.trim(0)
@@ -139,7 +138,7 @@ def test_a_memory_that_reserves_serves_the_same_tokens(async_scheduling: bool) -
     wasted = dict.fromkeys(("paged", "reserved"), 0)
     for seed in range(examples(80, least=30)):
         workload = of_single_sequences(seed, async_scheduling=async_scheduling)
-        runs = {"paged": Run(workload), "reserved": Run(workload, memory=Contiguous)}
+        runs = {"paged": WorkloadRun(workload), "reserved": WorkloadRun(workload, memory=Contiguous)}
         for name, run in runs.items():
             run.to_the_end()
             wasted[name] += run.engine.stats.paged.internal_fragmentation

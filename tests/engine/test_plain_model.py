@@ -11,7 +11,7 @@ from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.testing.content_runner import ContentRunner
 from minipaged.testing.plain_model import PlainModel, logits
 from tests.effort import one_case_in, scaled, seeds
-from tests.workloads import Run, Workload, WorkloadRequest, random_workload
+from tests.workloads import Workload, WorkloadRequest, WorkloadRun, random_workload
 
 
 @one_case_in(4)
@@ -20,7 +20,7 @@ from tests.workloads import Run, Workload, WorkloadRequest, random_workload
 def test_every_invariant_holds_in_random_workloads(seeds: range) -> None:
     """As on the reference's ways to choose (test_content_oracle.py)."""
     for seed in seeds:
-        run = Run(random_workload(seed), model=PlainModel())
+        run = WorkloadRun(random_workload(seed), model=PlainModel())
         run.to_the_end()
         run.check_outputs()
         run.check_nothing_leaked()
@@ -46,7 +46,7 @@ def test_whoever_reads_another_token_chooses_other_tokens() -> None:
         config = EngineConfig(num_blocks=20, block_size=4, max_model_len=64, vocab_size=11)
         workload = Workload(config, (WorkloadRequest(0, (1, 7), kind),), True)
         for runner in (ContentRunner, ShortSighted):
-            run = Run(workload, make_runner=runner, model=PlainModel())
+            run = WorkloadRun(workload, make_runner=runner, model=PlainModel())
             run.to_the_end()
             with nullcontext() if runner is ContentRunner else pytest.raises(AssertionError, match="r0"):
                 run.check_outputs()

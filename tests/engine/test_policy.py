@@ -31,7 +31,7 @@ from minipaged.scheduling import Costs, MakePolicy, RequestView, Way
 from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner, simulated_tier
 from minipaged.testing.workloads import prompt_of
 from tests.effort import examples, one_case_in, quick_cases, scaled, seeds
-from tests.workloads import Run, Workload, WorkloadRequest, random_workload, run_workload
+from tests.workloads import Workload, WorkloadRequest, WorkloadRun, random_workload, run_workload
 
 QUESTIONS = ("share_tokens", "victim", "way_back", "admit")
 """Those of a step; `fits` is asked when a request arrives."""
@@ -97,7 +97,7 @@ def test_with_steps_that_overlap_too(policy: MakePolicy) -> None:
     for seed in range(examples(200)):
         Dice.dice = random.Random(seed)
         workload = random_workload(seed)
-        run = Run(replace(workload, config=replace(workload.config, async_scheduling=True)), policy=policy)
+        run = WorkloadRun(replace(workload, config=replace(workload.config, async_scheduling=True)), policy=policy)
         run.to_the_end()
         run.check_outputs()
         run.check_nothing_leaked()
@@ -221,7 +221,7 @@ def spied() -> list[Engine]:
     """The engines of 60 workloads, which have run to the end."""
     engines = []
     for seed in range(60):
-        run = Run(random_workload(seed), policy=Spy)
+        run = WorkloadRun(random_workload(seed), policy=Spy)
         run.to_the_end()
         engines.append(run.engine)
     return engines
@@ -264,7 +264,7 @@ def test_the_engine_refuses_exactly_what_the_policy_would_refuse() -> None:
     for seed in range(300):
         workload = random_workload(seed)
         config = replace(workload.config, num_blocks=max(1, workload.config.num_blocks // 2))
-        run = Run(replace(workload, config=config), policy=Knows)
+        run = WorkloadRun(replace(workload, config=config), policy=Knows)
         right = FirstComeFirstServed(
             config.num_blocks, config.block_size, config.max_num_seqs, config.max_num_batched_tokens, COSTS
         )
@@ -358,7 +358,7 @@ def lying(lie: Lie) -> type[FirstComeFirstServed]:
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
 def test_a_policy_that_lies_is_told_so_by_name_and_nothing_is_lost(lie: Lie, overlap: bool) -> None:
     """Liveness, conservation, exact-references: a lie costs a step; and when it behaves, all end with their tokens."""
-    run = Run(crowded(async_scheduling=overlap), policy=lying(lie))
+    run = WorkloadRun(crowded(async_scheduling=overlap), policy=lying(lie))
     told: list[InvariantViolation] = []
     for now in range(500):
         try:
@@ -385,7 +385,7 @@ def test_a_policy_that_lies_is_told_so_by_name_and_nothing_is_lost(lie: Lie, ove
 
 
 def test_a_policy_that_lies_can_be_replaced() -> None:
-    run, told = Run(crowded(), policy=lying(LIES["a victim that waits or never was"])), False
+    run, told = WorkloadRun(crowded(), policy=lying(LIES["a victim that waits or never was"])), False
     for now in range(500):
         try:
             if not run.advance(now):
@@ -502,7 +502,7 @@ def test_every_request_gets_its_tokens_and_no_block_leaks_whichever_question_rai
     """Atomic-failure, exact-references, liveness."""
     workload = crowded(enable_prefix_caching=prefix_caching, async_scheduling=overlap)
     for number in range(2, 1000):  # looking whether it is there, when it is made, is the first
-        run, raised = Run(workload, policy=raising(question, number)), 0
+        run, raised = WorkloadRun(workload, policy=raising(question, number)), 0
         for now in range(500):
             try:
                 goes_on = run.advance(now)

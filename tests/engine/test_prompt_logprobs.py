@@ -1,6 +1,7 @@
 """The log-probabilities of a prompt: the same however it is computed, and told once, whatever happens meanwhile.
 
-The random workloads ask for them too, and compare each with those of the prompt's beginnings (`Run.check_outputs`).
+The random workloads ask for them too, and compare each with those of the prompt's beginnings
+(`WorkloadRun.check_outputs`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from minipaged.events import Event, RequestPreempted
 from minipaged.outputs import RequestOutput
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.testing.content_runner import ContentRunner
-from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended
+from tests.workloads import REFERENCE, Workload, WorkloadRequest, WorkloadRun, ended
 
 CONFIG = EngineConfig(
     num_blocks=12,
@@ -37,10 +38,10 @@ PARAMS = SamplingParams(prompt_logprobs=2, max_tokens=4, seed=1, ignore_eos=True
 
 def run_of(
     *requests: SamplingParams | BeamSearchParams, config: EngineConfig = CONFIG, make_runner: Any = ContentRunner
-) -> Run:
+) -> WorkloadRun:
     """Requests with one prompt, each a step after the one before; run to the end and checked."""
     workload = Workload(config, tuple(WorkloadRequest(i, PROMPT, one) for i, one in enumerate(requests)), True)
-    run = Run(workload, make_runner=make_runner)
+    run = WorkloadRun(workload, make_runner=make_runner)
     run.to_the_end()
     return run
 
@@ -105,7 +106,7 @@ def test_they_survive_a_preemption_in_the_middle_of_the_prompt(mode: Any) -> Non
     for num_blocks, arrives in product((13, 14, 15), range(0, 12, 2)):
         config = replace(CONFIG, num_blocks=num_blocks, max_num_batched_tokens=5, preemption=mode)
         requests = (WorkloadRequest(0, PROMPT[:4], crowd), WorkloadRequest(arrives, PROMPT, replace(PARAMS, n=2)))
-        run = Run(Workload(config, requests, swap_is_cheap=True), listeners=[listen])
+        run = WorkloadRun(Workload(config, requests, swap_is_cheap=True), listeners=[listen])
         run.to_the_end()
         run.check_outputs()
     assert any(0 < num_tokens < len(PROMPT) for num_tokens in preempted), preempted
@@ -175,7 +176,7 @@ def test_a_step_that_fails_loses_none_and_tells_none_twice() -> None:
 
     config = replace(CONFIG, max_num_batched_tokens=5)
     workload = Workload(config, (WorkloadRequest(0, PROMPT, PARAMS),), swap_is_cheap=True)
-    run = Run(workload, make_runner=Failing)
+    run = WorkloadRun(workload, make_runner=Failing)
     with pytest.raises(OSError, match="once"):
         run.to_the_end()
     for now in range(1, 20):

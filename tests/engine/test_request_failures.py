@@ -20,10 +20,10 @@ from minipaged.testing.content_runner import ContentRunner, GivenRow
 from tests.effort import one_case_in, quick_cases
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse
 from tests.late_device import LATE, LateRunner
-from tests.workloads import FAST, REFERENCE, Run, Workload, WorkloadRequest, letters
+from tests.workloads import FAST, REFERENCE, Workload, WorkloadRequest, WorkloadRun, letters
 
 
-def run_to_its_end(run: Run) -> dict[str, str]:
+def run_to_its_end(run: WorkloadRun) -> dict[str, str]:
     """The errors of the requests that failed. All others have the tokens and the text that they have alone; those that
     failed have a beginning of theirs; and nothing of anybody is left."""
     events: list[Event] = []
@@ -81,11 +81,11 @@ def test_nan_in_a_row_of_logits_ends_the_request_that_needs_it(
 ) -> None:
     """Conservation, exact-references; every row of every pass in turn."""
     workload, passes = workloads[name], list[int]()
-    assert run_to_its_end(Run(workload, tier, with_nan(runner, -1, 0, passes))) == {}
+    assert run_to_its_end(WorkloadRun(workload, tier, with_nan(runner, -1, 0, passes))) == {}
     failed: set[str] = set()
     for number, num_rows in enumerate(passes):
         for row in range(num_rows):
-            errors = run_to_its_end(Run(workload, tier, with_nan(runner, number, row, [])))
+            errors = run_to_its_end(WorkloadRun(workload, tier, with_nan(runner, number, row, [])))
             assert len(errors) == 1 or (not errors and workload.config.async_scheduling)  # a row that is thrown away
             assert all("the model's logits for the next token hold NaN" in error for error in errors.values())
             failed |= errors.keys()
@@ -98,13 +98,13 @@ def test_nan_in_the_row_of_a_sample_that_has_ended_meanwhile_is_nobodys() -> Non
     params = SamplingParams(n=2, seed=1, max_tokens=9, stop_token_ids=(1, 2, 3), ignore_eos=True)
     for seed in range(50):
         workload = Workload(config, (WorkloadRequest(0, (1, 2, 3), replace(params, seed=seed)),), swap_is_cheap=True)
-        plain = Run(workload)
+        plain = WorkloadRun(workload)
         run_to_its_end(plain)
         first, second = sorted(len(one.token_ids) for one in plain.outputs["r0"].outputs)
         row = [len(one.token_ids) for one in plain.outputs["r0"].outputs].index(first)
         if 1 < first < second - 1:
             passes: list[int] = []
-            assert run_to_its_end(Run(workload, make_runner=with_nan(ContentRunner, first, row, passes))) == {}
+            assert run_to_its_end(WorkloadRun(workload, make_runner=with_nan(ContentRunner, first, row, passes))) == {}
             assert passes[first - 1 : first + 2] == [2, 2, 1]
             return
     raise AssertionError("no seed has one sample end before the other")
@@ -115,7 +115,7 @@ def test_keys_and_values_that_led_to_nan_are_offered_to_nobody() -> None:
     config = EngineConfig(num_blocks=8, max_model_len=32, vocab_size=11, block_size=2, debug=True)
     requests = [WorkloadRequest(at, (1, 2, 3, 4, 5), SamplingParams(seed=1, max_tokens=4)) for at in (0, 1)]
     workload = Workload(config, tuple(requests), swap_is_cheap=True)
-    run = Run(workload, make_runner=with_nan(ContentRunner, 0, 0, []))
+    run = WorkloadRun(workload, make_runner=with_nan(ContentRunner, 0, 0, []))
     assert run_to_its_end(run).keys() == {"r0"}
     assert run.outputs["r1"].num_cached_tokens == 0
 
@@ -140,10 +140,10 @@ def test_a_decoder_that_raises_ends_one_request(workload: Workload, async_schedu
     config = replace(workload.config, async_scheduling=async_scheduling)
     workload = replace(workload, requests=ALL_KINDS, config=config)
     calls = Fuse("decode")
-    assert run_to_its_end(Run(workload, decode=decoding(calls))) == {}
+    assert run_to_its_end(WorkloadRun(workload, decode=decoding(calls))) == {}
     failed: set[str] = set()
     for number in range(1, calls.calls + 1):
-        errors = run_to_its_end(Run(workload, decode=decoding(Fuse("decode", number))))
+        errors = run_to_its_end(WorkloadRun(workload, decode=decoding(Fuse("decode", number))))
         assert len(errors) == 1, f"call {number}"
         assert all(f"Fault: call {number} of decode; see that" in error for error in errors.values())
         failed |= errors.keys()
@@ -169,7 +169,7 @@ def test_a_token_that_has_no_text_ends_those_that_choose_it_and_those_whose_prom
         return letters(token_ids)
 
     workload = replace(WORKLOADS["swap"], requests=tuple(replace(one, cancelled=None) for one in ALL_KINDS))
-    plain, run = (Run(workload, decode=one) for one in (None, decode))
+    plain, run = (WorkloadRun(workload, decode=one) for one in (None, decode))
     run_to_its_end(plain)
     errors = run_to_its_end(run)
     decoded_it = {
@@ -185,7 +185,7 @@ def test_a_token_that_has_no_text_ends_those_that_choose_it_and_those_whose_prom
 
 
 def test_with_the_tokenizer_of_another_model_every_request_fails() -> None:
-    run = Run(replace(WORKLOADS["swap"], requests=ALL_KINDS), decode=lambda token_ids: str(1 / 0))
+    run = WorkloadRun(replace(WORKLOADS["swap"], requests=ALL_KINDS), decode=lambda token_ids: str(1 / 0))
     assert run_to_its_end(run).keys() == run.outputs.keys()
     assert all(completion.text == "" for output in run.outputs.values() for completion in output.outputs)
 
@@ -195,7 +195,8 @@ def test_a_panic_of_the_decoder_is_its_requests_failure_and_an_interrupt_is_not(
     from tokenizers import decoders
 
     panicking = decoders.Strip(" ", 2, 1)
-    run = Run(replace(WORKLOADS["swap"], requests=ALL_KINDS), decode=lambda token_ids: str(panicking.decode([""])))
+    workload = replace(WORKLOADS["swap"], requests=ALL_KINDS)
+    run = WorkloadRun(workload, decode=lambda token_ids: str(panicking.decode([""])))
     errors = run_to_its_end(run)
     assert errors.keys() == run.outputs.keys()
     assert all("PanicException" in error for error in errors.values())
@@ -204,7 +205,7 @@ def test_a_panic_of_the_decoder_is_its_requests_failure_and_an_interrupt_is_not(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_to_its_end(Run(replace(WORKLOADS["swap"], requests=ALL_KINDS), decode=interrupted))
+        run_to_its_end(WorkloadRun(replace(WORKLOADS["swap"], requests=ALL_KINDS), decode=interrupted))
 
 
 # --- A listener that raises -----------------------------------------------------------------------
@@ -218,7 +219,7 @@ def test_a_listener_that_raises_fails_the_call_and_every_request_goes_on(name: s
     expected = heard_in(workload)
     for number in range(1, len(expected) + 1):
         fuse, events = Fuse("listen", number), list[Event]()
-        run = Run(workload, listeners=[lambda event, fuse=fuse: fuse.check("listen"), events.append])
+        run = WorkloadRun(workload, listeners=[lambda event, fuse=fuse: fuse.check("listen"), events.append])
         failed_calls = 0
         for now in range(500):
             try:
@@ -237,14 +238,14 @@ def test_a_listener_that_raises_fails_the_call_and_every_request_goes_on(name: s
 
 def heard_in(workload: Workload) -> list[Event]:
     events: list[Event] = []
-    run = Run(workload, listeners=[events.append])
+    run = WorkloadRun(workload, listeners=[events.append])
     now = 0
     while advance(run, now):
         now += 1
     return events
 
 
-def advance(run: Run, now: int) -> bool:
+def advance(run: WorkloadRun, now: int) -> bool:
     """As Run.advance does, and on after an error: what a call did stays done."""
     errors: list[Exception] = []
 

@@ -21,7 +21,7 @@ from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.reference.sampling import sample
 from minipaged.testing.content_runner import ContentRunner
 from tests.effort import examples
-from tests.workloads import REFERENCE, Run, Workload, WorkloadRequest, ended
+from tests.workloads import REFERENCE, Workload, WorkloadRequest, WorkloadRun, ended
 
 CONFIG = EngineConfig(num_blocks=8, block_size=4, max_model_len=40, vocab_size=20, max_num_seqs=4, debug=True)
 
@@ -599,14 +599,14 @@ def test_a_request_is_refused_exactly_when_the_pool_is_smaller_than_what_it_come
     config = EngineConfig(
         num_blocks=200, max_model_len=40, vocab_size=7, block_size=block_size, enable_prefix_caching=False
     )
-    ample = Run(Workload(config, (request,), swap_is_cheap=True))
+    ample = WorkloadRun(Workload(config, (request,), swap_is_cheap=True))
     ample.to_the_end()
     peak = ample.engine.stats.peak_blocks_used
-    exact = Run(Workload(replace(config, num_blocks=peak), (request,), swap_is_cheap=True))
+    exact = WorkloadRun(Workload(replace(config, num_blocks=peak), (request,), swap_is_cheap=True))
     exact.to_the_end()
     assert not exact.refused
     if peak > 1:
-        short = Run(Workload(replace(config, num_blocks=peak - 1), (request,), swap_is_cheap=True))
+        short = WorkloadRun(Workload(replace(config, num_blocks=peak - 1), (request,), swap_is_cheap=True))
         short.to_the_end()
         assert short.refused
 

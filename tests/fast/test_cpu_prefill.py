@@ -256,7 +256,7 @@ def test_nothing_beside_scratch_memory_is_written(way: str, head_dim: int) -> No
     if isinstance(number, np.uint16) and head_dim % 2:
         pytest.skip("not multiplied in pairs")
     query, keys, values, tables, rows, _, contexts, scale = make([(130, 90)], dtype, head_dim=head_dim, kv_heads=1)
-    pool = attention.Pool(
+    pool = attention.KernelPool(
         *(keys.data_ptr(), values.data_ptr(), 0, keys.stride(0) * keys.itemsize, keys.stride(1) * keys.itemsize),
         *(1, keys.shape[2], attention.KINDS[dtype]),
     )

@@ -15,7 +15,7 @@ from minipaged.handover.kv_connector import Handshake, KVConnector
 from minipaged.steps import BlockMoves
 from minipaged.testing.content_runner import ContentRunner, Prefixes
 from tests.late_device import LATE, LateRunner
-from tests.workloads import REFERENCE, Run, Workload
+from tests.workloads import REFERENCE, Workload, WorkloadRun
 
 
 class HandsOver(ContentRunner):
@@ -85,7 +85,7 @@ def connected_run(
     make_runner: type[HandsOver] | None = None,
     tier: Tier | None = None,
     **options: Any,
-) -> Run:
+) -> WorkloadRun:
     """The workload on an engine that hands its blocks over by this connector. `prefixes`: common to all of them."""
     late = workload.config.async_scheduling
     runners: list[HandsOver] = []
@@ -102,7 +102,7 @@ def connected_run(
         return ConnectedBlockManager(*parts, connector=connector, read_blocks=read_blocks, block_bytes=size)
 
     made: MakeMemory = memory
-    run = Run(workload, tier or (LATE if late else REFERENCE), make_runner=make, memory=made, **options)
+    run = WorkloadRun(workload, tier or (LATE if late else REFERENCE), make_runner=make, memory=made, **options)
     run.engine.listeners.append(Counting(run))
     return run
 
@@ -110,7 +110,7 @@ def connected_run(
 class Counting:
     """Counts what happens to requests that have loaded blocks."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: WorkloadRun) -> None:
         self._run = run
         self._owner: dict[int, str] = {}
         self._loaded: set[str] = set()

@@ -26,7 +26,7 @@ from tests.effort import examples, one_case_in, scaled, seeds
 from tests.engine.test_failure_injection import Fuse, crowded, run_through
 from tests.handover.oracle import HandsOver, InMemory, connected_run, losing
 from tests.replay.test_state import check_any_prefix
-from tests.workloads import Run, Workload, WorkloadRequest, random_workload
+from tests.workloads import Workload, WorkloadRequest, WorkloadRun, random_workload
 
 
 def cached_workload(seed: int, **config: Any) -> Workload:
@@ -135,7 +135,7 @@ def test_the_last_token_of_a_prompt_is_always_computed() -> None:
 # --- What can fail --------------------------------------------------------------------------------
 
 
-def wired(workload: Workload, fuse: Fuse, connector: InMemory, prefixes: Prefixes) -> Run:
+def wired(workload: Workload, fuse: Fuse, connector: InMemory, prefixes: Prefixes) -> WorkloadRun:
     """A run in which all that has to do with handing over asks the fuse first."""
 
     class Runner(HandsOver):

@@ -25,7 +25,7 @@ from minipaged.cli import app
 from minipaged.errors import InvalidRequest
 from minipaged.paper import machines, published
 from minipaged.paper.calibration import measured_steps, relative_errors
-from minipaged.paper.figure import Figure, Outcome, Plot
+from minipaged.paper.figure import Figure, FigureResult, Plot
 from minipaged.paper.figures import FIGURES, beyond, block_sizes, calibration, fig14, fig15, fig19, table1
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, best, crossover, good
 from minipaged.paper.figures.fig11 import Lengths
@@ -33,9 +33,9 @@ from minipaged.paper.figures.fig12 import FIG_12
 from minipaged.paper.kernel import DecodeAttention, tiers_here
 from minipaged.paper.machines import FURTHER_BEAM, FURTHER_SAMPLE
 from minipaged.paper.running import file_name
-from minipaged.paper.serving import BATCH_TOKENS, PREFILL_FIRST, Serving, serve
+from minipaged.paper.serving import BATCH_TOKENS, PREFILL_FIRST, ServingSetup, serve
 from minipaged.paper.vllm import VLLM, WholePrompts
-from minipaged.paper.workloads import MAX_MODEL_LEN, Asked
+from minipaged.paper.workloads import MAX_MODEL_LEN, PaperRequest
 from minipaged.scheduling import RequestView
 from minipaged.simulation.simulated import OPT_13B_ON_AN_A100
 from tests.effort import one_case_in, quick_cases
@@ -134,7 +134,7 @@ def made_up(figure: Figure, **changes: float) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     for job in figure.jobs(quick=True, seed=0):
         match figure.name, job:
-            case "1", Serving():
+            case "1", ServingSetup():
                 batch = job.most_running
                 of_memory = published.other("1 memory (GB) by batch size")[
                     "vLLM" if job.system == "vLLM" else "Existing systems"
@@ -146,23 +146,23 @@ def made_up(figure: Figure, **changes: float) -> dict[Any, Any]:
                 results[job] = {
                     "queued": {"running": running, "held": held, "steps": per_second / running, "seconds": 1.0}
                 }
-            case ("2", Serving()):
+            case ("2", ServingSetup()):
                 of = shares[job.system]
                 queued = {"tokens": of["token states"] / 100 * factor("tokens"), "reserved": of["reservation"] / 100}
                 results[job] = {"queued": {**queued, "internal": (of["internal"] or 0.0) / 100}}
-            case ("13", Serving()):
+            case ("13", ServingSetup()):
                 paper = bars[f"{job.dataset} {job.rate:g} req/s"][job.system]
                 results[job] = {"mean_running_arriving": paper * factor(job.dataset)}
-            case ("15", Serving()):
+            case ("15", ServingSetup()):
                 method = "beam" if job.beams else "parallel"
                 results[job] = {"saved_share": saved[method][fig15.SEQUENCES.index(job.n)] / 100 * factor(method)}
-            case ("18b", Serving()):
+            case ("18b", ServingSetup()):
                 latency = by_block[job.dataset][BLOCK_SIZES.index(job.block_size)]
                 results[job] = {
                     "normalized_latency": latency * factor(f"block{job.block_size}"),
                     "queued": {"tokens": 0.9},
                 }
-            case ("19b", Serving()):
+            case ("19b", ServingSetup()):
                 name = "Swap" if job.preemption == "swap" else "Recompute"
                 latency = ways[name][BLOCK_SIZES.index(job.block_size)] * factor(name)
                 results[job] = {"normalized_latency": latency, "preempted": 1}
@@ -175,7 +175,7 @@ def made_up(figure: Figure, **changes: float) -> dict[Any, Any]:
                 per_token = 800 * 1024 * factor("token")
                 found = {"weight_bytes": weights * 1e9 * factor("weights"), "slots": slots * 1e3 * factor("slots")}
                 results[job] = {**found, "kv_bytes_per_token": per_token}
-            case (_, calibration.Kernels()):
+            case (_, calibration.KernelCalibration()):
                 seconds = [step.seconds * factor("kernels") for step in measured_steps()]
                 results[job] = {**asdict(job.run()), "seconds": seconds}
             case (_, calibration.FlatPoints()):
@@ -198,11 +198,11 @@ def figure_module(figure: Figure) -> Any:
     return sys.modules[type(figure).__module__]
 
 
-def as_in_the_paper(figure: Figure, **changes: float) -> Outcome:
+def as_in_the_paper(figure: Figure, **changes: float) -> FigureResult:
     return figure.outcome(made_up(figure, **changes))
 
 
-def failing(outcome: Outcome) -> list[str]:
+def failing(outcome: FigureResult) -> list[str]:
     return [check.what for check in outcome.checks if check.verdict == "fails"]
 
 
@@ -289,7 +289,7 @@ def test_of_figure_12_two_sentences_hold_but_for_the_largest_model() -> None:
         lines = {system: published.with_exit(name, system) for system in published.curves(name)}
         results = {}
         for job in figure.jobs(quick=True, seed=0):
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             results[job] = {"normalized_latency": figure_module(FIGURES["1"]).at(lines[job.system], job.rate)}
         return {said.says[:4]: said.holds_in_paper for said in figure.outcome(results).sentences}
 
@@ -390,7 +390,7 @@ def test_good_block_sizes_are_those_around_16() -> None:
 
 
 def tiny(system: str, **changes: Any) -> Mapping[str, Any]:
-    serving = Serving(system, "OPT-13B", "ShareGPT", 200.0, 0.2)
+    serving = ServingSetup(system, "OPT-13B", "ShareGPT", 200.0, 0.2)
     found: Mapping[str, Any] = asdict(replace(serving, **changes).run())
     return found
 
@@ -454,9 +454,9 @@ def test_a_prompt_that_is_not_computed_whole_waits() -> None:
 def test_prompts_of_their_own_take_a_step_of_their_own() -> None:
     """One request decodes when another comes: that step is two, and all others are as they were."""
     machine = OPT_13B_ON_AN_A100
-    asked = [Asked(0.0, 100, 50), Asked(0.5, 600, 1)]
+    asked = [PaperRequest(0.0, 100, 50), PaperRequest(0.5, 600, 1)]
     together, apart = (
-        serve(Serving("vLLM", "OPT-13B", "", 1.0, 1.0, policy=policy), asked) for policy in ("", PREFILL_FIRST)
+        serve(ServingSetup("vLLM", "OPT-13B", "", 1.0, 1.0, policy=policy), asked) for policy in ("", PREFILL_FIRST)
     )
     assert apart.steps == together.steps == 50
     both = machine.step_seconds(2, 601, 600 + 118)
@@ -468,8 +468,8 @@ def test_prompts_of_their_own_take_a_step_of_their_own() -> None:
 
 
 def test_objectives_are_kept_by_those_who_keep_to_both() -> None:
-    asked = [Asked(0.0, 100, 50), Asked(0.0, 600, 1)]
-    each = serve(Serving("vLLM", "OPT-13B", "", 1.0, 1.0, each=True), asked).each
+    asked = [PaperRequest(0.0, 100, 50), PaperRequest(0.0, 600, 1)]
+    each = serve(ServingSetup("vLLM", "OPT-13B", "", 1.0, 1.0, each=True), asked).each
     loose, tight = 10.0, 1e-3
     limits = ((loose, loose), (tight, loose), (loose, tight))
     met = [beyond.share_met(each, first, after) for first, after in limits]
@@ -478,15 +478,15 @@ def test_objectives_are_kept_by_those_who_keep_to_both() -> None:
 
 def test_who_decodes_waits_for_the_prompt_of_another_and_for_both_passes_of_such_a_step() -> None:
     machine = OPT_13B_ON_AN_A100
-    asked = [Asked(0.0, 100, 50), Asked(0.5, 600, 2)]
+    asked = [PaperRequest(0.0, 100, 50), PaperRequest(0.5, 600, 2)]
     step_of_both = machine.step_seconds(2, 601, 600 + 118)
     two_passes = machine.step_seconds(1, 600, 600) + machine.step_seconds(1, 1, 118)
     for policy, stall in (("", step_of_both), (PREFILL_FIRST, two_passes)):
-        found = serve(Serving("vLLM", "OPT-13B", "", 1.0, 1.0, policy=policy, each=True), asked)
+        found = serve(ServingSetup("vLLM", "OPT-13B", "", 1.0, 1.0, policy=policy, each=True), asked)
         assert found.between is not None
         assert found.between.longest == pytest.approx(stall)
         assert found.between.percentiles.p90 < stall / 2, "all others are as they were"
-    together = serve(Serving("vLLM", "OPT-13B", "", 1.0, 1.0, each=True), asked)
+    together = serve(ServingSetup("vLLM", "OPT-13B", "", 1.0, 1.0, each=True), asked)
     assert together.between is not None
     seconds = [tokens * after for tokens, (_, after) in zip((1, 49), together.each, strict=True)]
     assert together.between.percentiles.mean * 50 == pytest.approx(sum(seconds)), "every token but the two first"
@@ -517,7 +517,7 @@ def test_blocks_of_one_piece_and_a_faster_link_make_swapping_cheaper() -> None:
 
 def test_a_trace_without_a_request_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"no request comes in 1 s at 0\.001 a second"):
-        Serving("vLLM", "OPT-13B", "Alpaca", 0.001, 1.0).run()
+        ServingSetup("vLLM", "OPT-13B", "Alpaca", 0.001, 1.0).run()
 
 
 def test_means_up_to_the_last_arrival_leave_out_the_batch_that_empties() -> None:

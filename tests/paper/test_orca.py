@@ -21,12 +21,12 @@ from minipaged.paper import buddy, chunk, faster_transformer, orca, orca_memory
 from minipaged.paper.buddy import LARGEST_TOKENS, power_of_two
 from minipaged.paper.faster_transformer import FasterTransformer
 from minipaged.paper.orca import ESTIMATES, Orca
-from minipaged.paper.serving import Serving, systems
+from minipaged.paper.serving import ServingSetup, systems
 from minipaged.params import BeamSearchParams, EngineConfig, SamplingParams
 from minipaged.simulation.simulated import OPT_13B_ON_AN_A100, SimulatedRunner
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner, GivenRow
-from minipaged.testing.workloads import Run, Workload, WorkloadRequest, random_workload
+from minipaged.testing.workloads import Workload, WorkloadRequest, WorkloadRun, random_workload
 from tests.effort import examples, scaled
 from tests.workloads import REFERENCE
 
@@ -73,10 +73,10 @@ def sequences_of(params: SamplingParams | BeamSearchParams) -> int:
     return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
 
-def run_on(name: str, seed: int, listen: Callable[[Event], None]) -> Run:
+def run_on(name: str, seed: int, listen: Callable[[Event], None]) -> WorkloadRun:
     system, longest = SYSTEMS[name]
     baseline = system()
-    return Run(crowded(seed, longest), memory=baseline.memory, policy=baseline.policy, listeners=[listen])
+    return WorkloadRun(crowded(seed, longest), memory=baseline.memory, policy=baseline.policy, listeners=[listen])
 
 
 @scaled
@@ -264,7 +264,7 @@ def test_who_outgrows_a_chunk_is_told_and_not_served_for_nothing() -> None:
 def test_an_estimate_below_the_truth_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ESTIMATES, "Orca (Pow2)", lambda output: output // 4)
     with pytest.raises(InvalidRequest, match="outgrows its chunk"):
-        Serving("Orca (Pow2)", "OPT-13B", "ShareGPT", rate=20.0, seconds=1.0).run()
+        ServingSetup("Orca (Pow2)", "OPT-13B", "ShareGPT", rate=20.0, seconds=1.0).run()
 
 
 def test_an_estimate_that_is_added_makes_a_system(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_an_estimate_that_is_added_makes_a_system(monkeypatch: pytest.MonkeyPatc
     assert before == {"vLLM", *SYSTEMS}
     monkeypatch.setitem(ESTIMATES, "Orca (Twice)", lambda output: 2 * output)
     assert systems().keys() - before == {"Orca (Twice)"}
-    assert Serving("Orca (Twice)", "OPT-13B", "Alpaca", rate=5.0, seconds=4.0).run().requests > 10
+    assert ServingSetup("Orca (Twice)", "OPT-13B", "Alpaca", rate=5.0, seconds=4.0).run().requests > 10
 
 
 def lines_of_code(path: Path) -> int:

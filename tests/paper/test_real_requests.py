@@ -20,7 +20,7 @@ from minipaged.paper.pages import body
 from minipaged.paper.running import Results, run_figure
 from minipaged.paper.workloads import (
     MAX_MODEL_LEN,
-    Asked,
+    PaperRequest,
     at_random,
     at_rate,
     azure,
@@ -53,7 +53,7 @@ def traces(tmp_path: Path) -> Path:
 
 def test_an_azure_trace_is_read_with_its_times(traces: Path) -> None:
     asked = azure(traces / real_requests.Azure.files[0])
-    assert asked[:3] == [Asked(0, 100, 30), Asked(1, 20, 60), Asked(2, 2000, 48)]
+    assert asked[:3] == [PaperRequest(0, 100, 30), PaperRequest(1, 20, 60), PaperRequest(2, 2000, 48)]
     assert len(asked) == 70
 
 
@@ -61,7 +61,7 @@ def test_lengths_are_read_compressed_or_not(traces: Path, tmp_path: Path) -> Non
     compressed = traces / real_requests.ShareGPTPairs.files[0]
     plain = tmp_path / "lengths.csv"
     plain.write_bytes(gzip.decompress(compressed.read_bytes()))
-    assert sharegpt(compressed) == sharegpt(plain) == [Asked(0, *pair) for pair in LENGTHS]
+    assert sharegpt(compressed) == sharegpt(plain) == [PaperRequest(0, *pair) for pair in LENGTHS]
 
 
 @pytest.mark.parametrize(
@@ -82,14 +82,14 @@ def test_files_that_are_not_there_or_are_not_compressed_are_named(tmp_path: Path
 
 
 def test_requests_as_long_as_the_model_are_left_out() -> None:
-    fit = that_fit([Asked(0, *pair) for pair in LENGTHS])
+    fit = that_fit([PaperRequest(0, *pair) for pair in LENGTHS])
     assert [(one.prompt_tokens, one.output_tokens) for one in fit] == [LENGTHS[i] for i in (0, 1, 3, 4, 5)]
     with pytest.raises(InvalidRequest, match="cannot hold"):
-        that_fit([Asked(0, MAX_MODEL_LEN - 1, 1)])
+        that_fit([PaperRequest(0, MAX_MODEL_LEN - 1, 1)])
 
 
 def test_a_slowed_trace_keeps_its_bursts() -> None:
-    asked = [Asked(seconds, 8, 8) for seconds in (0.0, 0.1, 0.2, 8.0)]
+    asked = [PaperRequest(seconds, 8, 8) for seconds in (0.0, 0.1, 0.2, 8.0)]
     slow = at_rate(asked, 0.25)
     assert [one.seconds for one in slow] == pytest.approx([0.0, 0.2, 0.4, 16.0])
     with pytest.raises(InvalidRequest, match="at once"):
@@ -97,7 +97,7 @@ def test_a_slowed_trace_keeps_its_bursts() -> None:
 
 
 def test_at_random_as_many_come_in_the_same_time() -> None:
-    asked = [Asked(float(i // 100), i, 8) for i in range(2000)]  # a hundred at a time
+    asked = [PaperRequest(float(i // 100), i, 8) for i in range(2000)]  # a hundred at a time
     spread = at_random(asked, seed=0)
     assert [one.prompt_tokens for one in spread] == list(range(2000))
     times = [one.seconds for one in spread]
@@ -108,7 +108,7 @@ def test_at_random_as_many_come_in_the_same_time() -> None:
 
 
 def test_in_any_order_only_who_comes_when_changes() -> None:
-    asked = [Asked(float(i), i + 1, 2 * i + 1) for i in range(100)]
+    asked = [PaperRequest(float(i), i + 1, 2 * i + 1) for i in range(100)]
     drawn = in_any_order(asked, seed=0)
     assert [one.seconds for one in drawn] == [one.seconds for one in asked]
     assert drawn != asked
@@ -117,7 +117,7 @@ def test_in_any_order_only_who_comes_when_changes() -> None:
 
 
 def test_pairs_are_drawn_as_they_are_or_apart() -> None:
-    asked = [Asked(0, 100 + i, 1000 - i) for i in range(900)]
+    asked = [PaperRequest(0, 100 + i, 1000 - i) for i in range(900)]
     pairs = draw_pairs(asked, 3000, np.random.default_rng(0))
     assert all(prompt + output == 1100 for prompt, output in pairs)
     apart = draw_pairs(asked, 3000, np.random.default_rng(0), apart=True)

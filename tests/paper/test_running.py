@@ -17,7 +17,7 @@ import pytest
 
 from minipaged.errors import InvalidRequest
 from minipaged.paper import running
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.running import (
     PACKAGE,
@@ -29,7 +29,7 @@ from minipaged.paper.running import (
     run_figure,
     run_jobs,
 )
-from minipaged.paper.serving import Served, Serving
+from minipaged.paper.serving import ServingResult, ServingSetup
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def test_results_come_in_the_order_of_the_jobs(tmp_path: Path, processes: int) -
 
 
 def test_a_result_is_never_taken_for_anothers(tmp_path: Path) -> None:
-    job = Serving("vLLM", "OPT-13B", "Alpaca", 1.0, 2.0)
+    job = ServingSetup("vLLM", "OPT-13B", "Alpaca", 1.0, 2.0)
     others = [
         replace(job, system="Orca (Max)"),
         replace(job, model="OPT-66B"),
@@ -173,22 +173,26 @@ def test_of_other_code_the_same_job_has_another_key(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "changed",
-    ["paper/machines.py", "paper/figures/fig12.py", "paper/data/paper.json", "engine/scheduler.py", "simulated.py"],
+    [
+        *("paper/machines.py", "paper/figures/fig12.py", "paper/data/paper.json"),
+        *("engine/scheduler.py", "simulation/simulated.py"),
+    ],
 )
 def test_a_result_is_not_kept_beyond_a_change_of_what_made_it(changed: str, tmp_path: Path) -> None:
     package = shutil.copytree(PACKAGE, tmp_path / "minipaged", ignore=shutil.ignore_patterns("__pycache__"))
     before = digest_of(package)
     assert before == digest_of(PACKAGE)
     (package / "paper" / "drawing.py").write_text("# pictures make no results")
-    (package / "cli.py").write_text("")
+    (package / "cli" / "app.py").write_text("")
     assert digest_of(package) == before
     with (package / changed).open("a") as file:
         file.write(" ")
     assert digest_of(package) != before
 
 
-UNCOUNTED = {"__init__", "contracts", "devices", "errors", "events", "outputs", "prompts", "tiers", "version"}
-UNCOUNTED |= {"vllm_arguments", "models/__init__", "models/config", "models/shards"}
+UNCOUNTED = {"__init__", "contracts", "errors", "events", "outputs", "models/__init__", "models/config"}
+UNCOUNTED |= {"models/shards", "api/__init__", "api/prompts", "api/vllm_arguments"}
+UNCOUNTED |= {f"tiers/{name}" for name in ("__init__", "choose", "device_tier", "devices", "fast", "reference")}
 
 
 def test_all_by_which_a_job_is_run_counts_for_its_result() -> None:
@@ -211,16 +215,16 @@ class Small(Figure):
     title = "A small one"
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
-        return [Serving("vLLM", "OPT-13B", "Alpaca", rate, 4.0, seed) for rate in (3.0, 8.0)]
+        return [ServingSetup("vLLM", "OPT-13B", "Alpaca", rate, 4.0, seed) for rate in (3.0, 8.0)]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         points = list[tuple[float, float]]()
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             points.append((job.rate, result["normalized_latency"]))
         points.sort()
         plot = Plot("small", "requests/s", "s/token", [Line("vLLM", "ours", points)])
-        return Outcome([plot], [Check("latency", 0.03, points[0][1], 0.5)])
+        return FigureResult([plot], [Check("latency", 0.03, points[0][1], 0.5)])
 
 
 def test_the_same_seed_gives_the_same_numbers_in_one_process_and_in_two(tmp_path: Path) -> None:
@@ -262,8 +266,8 @@ def test_a_check_that_fails_has_a_note_and_one_that_holds_or_is_quick_has_none(t
 
 def test_every_request_of_a_trace_is_served() -> None:
     for system in ("vLLM", "Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "FasterTransformer"):
-        served = Serving(system, "OPT-13B", "Alpaca", 5.0, 4.0, seed=2).run()
-        assert isinstance(served, Served)
+        served = ServingSetup(system, "OPT-13B", "Alpaca", 5.0, 4.0, seed=2).run()
+        assert isinstance(served, ServingResult)
         assert served.requests > 10
         assert 0 < served.normalized_latency < 5
 

@@ -15,18 +15,18 @@ from typer.testing import CliRunner
 from docs import build
 from minipaged.cli import app
 from minipaged.mirror import Mirror
-from minipaged.paper.figure import Blocks, Outcome
+from minipaged.paper.figure import Blocks, FigureResult
 from minipaged.paper.figures import FIGURES
 from minipaged.paper.figures.steppers import FIGS_4_TO_10, SPEECH, Fig4, Stepped
 from minipaged.paper.running import Results, run_figure
-from minipaged.paper.telling import Asked, Tale, Told
+from minipaged.paper.telling import RetoldRun, Tale, TaleRequest
 from minipaged.reference.block_table import BlockTable
 from minipaged.steps import StepInput
 
 FIGURE: dict[str, Stepped] = {figure.name: figure for figure in FIGS_4_TO_10}
 
 
-def ran(figure: Stepped, **changes: Any) -> Outcome:
+def ran(figure: Stepped, **changes: Any) -> FigureResult:
     """`changes`: of its run."""
     [job] = figure.jobs(quick=False, seed=0)
     assert isinstance(job, Tale)
@@ -35,11 +35,11 @@ def ran(figure: Stepped, **changes: Any) -> Outcome:
 
 
 @cache
-def outcome(name: str) -> Outcome:
+def outcome(name: str) -> FigureResult:
     return ran(FIGURE[name])
 
 
-def failing(found: Outcome) -> list[str]:
+def failing(found: FigureResult) -> list[str]:
     return [check.what for check in found.checks if check.verdict == "fails"]
 
 
@@ -143,7 +143,7 @@ def test_who_arrives_first_gets_the_first_blocks() -> None:
         ("6", {"block_size": 16}),
         ("6", {"block_size": 2}),
         ("7", {"block_size": 2}),
-        ("8", {"requests": (Asked("Four score and seven years ago our", 4, samples=3),)}),
+        ("8", {"requests": (TaleRequest("Four score and seven years ago our", 4, samples=3),)}),
         ("8", {"block_size": 8}),
         ("9", {"block_size": 3}),
         ("9", {"odds": (("a", 9.0), ("noon", 5.0))}),
@@ -156,12 +156,12 @@ def test_another_run_than_the_papers_is_drawn_and_fails(name: str, changes: dict
     assert failing(found)
 
 
-def told_of(found: Outcome) -> dict[str, float | None]:
+def told_of(found: FigureResult) -> dict[str, float | None]:
     return {check.what: check.ours for check in found.checks}
 
 
 def test_three_samples_are_counted_as_three() -> None:
-    found = ran(FIGURE["8"], requests=(Asked("Four score and seven years ago our", 4, samples=3),))
+    found = ran(FIGURE["8"], requests=(TaleRequest("Four score and seven years ago our", 4, samples=3),))
     told = told_of(found)
     assert told["samples of the prompt"] == 3
     assert told["blocks of the prompt that all samples have"] == 2
@@ -178,7 +178,7 @@ def test_blocks_of_another_request_are_not_counted_among_the_samples() -> None:
 
 
 def test_three_beams_are_counted_as_three() -> None:
-    found = ran(FIGURE["9"], requests=(Asked("It was", 8, beams=3),))
+    found = ran(FIGURE["9"], requests=(TaleRequest("It was", 8, beams=3),))
     told = told_of(found)
     assert told["before: candidates"] == 3
     assert told["before: blocks that all have"] == 3
@@ -201,15 +201,17 @@ def test_the_same_seed_gives_the_same_recording() -> None:
 
 
 def test_a_used_pool_hands_out_what_came_back_last() -> None:
-    tale = Tale("", (SPEECH,), (Asked("Four score and seven years ago our", 4),), first_blocks=(5, 20, 2), num_blocks=6)
-    found = Told(asdict(tale.run()))
+    tale = Tale(
+        "", (SPEECH,), (TaleRequest("Four score and seven years ago our", 4),), first_blocks=(5, 20, 2), num_blocks=6
+    )
+    found = RetoldRun(asdict(tale.run()))
     assert found.after_step(3).sequences[0].table[:2] == [5, 2]
 
 
 def test_a_moment_that_never_comes_is_told() -> None:
     [job] = FIGURE["6"].jobs(quick=False, seed=0)
     with pytest.raises(ValueError, match="'Four score and seven years ago our' has no such moment"):
-        Told(asdict(job.run())).after_step(99)
+        RetoldRun(asdict(job.run())).after_step(99)
 
 
 @pytest.mark.parametrize("name", FIGURE)

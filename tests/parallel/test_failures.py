@@ -27,9 +27,9 @@ from minipaged import LLM, SamplingParams
 from minipaged.errors import InvalidRequest, ModelError, WorkerFailed
 from minipaged.llm import LoadedModel
 from minipaged.parallel import workers as workers_module
-from minipaged.parallel.messages import Run
-from minipaged.parallel.workers import Workers
-from minipaged.steps import StepInput, Told
+from minipaged.parallel.messages import RunStep
+from minipaged.parallel.workers import RankProcesses
+from minipaged.steps import ChosenToken, StepInput
 from tests.effort import thorough
 from tests.serve.harness import PATIENCE_S, served, wait_until
 from tests.tiny_model import make_tiny_model
@@ -70,9 +70,9 @@ def llm(shared: Lend) -> LLM:
     return LLM(shared(), **SIZES)
 
 
-def workers_of(model: LLM | LoadedModel) -> Workers:
+def workers_of(model: LLM | LoadedModel) -> RankProcesses:
     workers = (model.loaded if isinstance(model, LLM) else model).weights
-    assert isinstance(workers, Workers)
+    assert isinstance(workers, RankProcesses)
     return workers
 
 
@@ -101,7 +101,7 @@ def begin(llm: LLM) -> None:
         llm.engine.step()
 
 
-def stop(workers: Workers, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def stop(workers: RankProcesses, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker hangs for good, and from then on the driver is impatient with it. (On a busy machine an impatient
     driver might give up on those that work.) The others have time to answer."""
     os.kill(workers.pids[rank], signal.SIGSTOP)
@@ -232,7 +232,7 @@ def test_a_message_that_nobody_reads_does_not_hold_the_driver_up(llm: LLM, monke
     workers = workers_of(llm)
     stop(workers, 0, monkeypatch)
     with pytest.raises(WorkerFailed, match=f"process {workers.pids[0]}.*takes no more messages"):
-        workers.tell(Run(StepInput(1, told=tuple(Told(i, i, i) for i in range(400_000)))))
+        workers.tell(RunStep(StepInput(1, told=tuple(ChosenToken(i, i, i) for i in range(400_000)))))
 
 
 @thorough

@@ -20,7 +20,7 @@ from minipaged.llm import LoadedModel
 from minipaged.models import hub
 from minipaged.parallel.tier import ParallelTier
 from minipaged.params import EngineConfig
-from minipaged.steps import LOGITS, Begun, BlockMoves, Row, StepInput, TableChange, Told
+from minipaged.steps import LOGITS, Begun, BlockMoves, ChosenToken, Row, StepInput, TableChange
 from minipaged.tiers import FastTier, choose_tier
 from tests.effort import one_case_in, scaled, seeds, thorough
 from tests.parallel.one_process import ShardsInOneProcess
@@ -57,7 +57,7 @@ def random_steps(seed: int, vocab_size: int) -> Iterator[StepInput]:
     begun = tuple(Begun(i, prompt, len(prompt), tables[i], None) for i, prompt in enumerate(prompts))
     yield StepInput(0, fresh=True, begun=begun, added=tuple(Row(i, 0, n, LOGITS) for i, n in enumerate(lengths)))
     for number in range(1, 9):
-        told = tuple(Told(i, n + number - 1, rng.randrange(vocab_size)) for i, n in enumerate(lengths))
+        told = tuple(ChosenToken(i, n + number - 1, rng.randrange(vocab_size)) for i, n in enumerate(lengths))
         changed, moves = (), BlockMoves()
         if number == 4:  # the first block of sequence 0 goes to the host and comes back elsewhere; one is copied
             changed = (TableChange(0, 0, (40, *tables[0][1:])), TableChange(1, 0, (41, *tables[1][1:])))

@@ -25,12 +25,12 @@ from minipaged.events import (
     TokensComputed,
     from_json,
 )
-from minipaged.replay.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, Pool, State
+from minipaged.replay.state import KEPT_REQUESTS, NO_LETTER, LiveSequence, PoolState, State
 from minipaged.replay.teller import tell
 from minipaged.replay.timeline import Timeline
 from tests.effort import calls_that_raise, one_case_in, quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
-from tests.workloads import Run, Workload, random_workload
+from tests.workloads import Workload, WorkloadRun, random_workload
 
 
 def summary(state: State) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def summary(state: State) -> dict[str, Any]:
     }
 
 
-def engine_summary(run: Run, step: int) -> dict[str, Any]:
+def engine_summary(run: WorkloadRun, step: int) -> dict[str, Any]:
     """The same, from the engine."""
     scheduler, blocks = run.engine.scheduler, run.engine.blocks
     live = [(r, s) for r in (*scheduler.waiting, *scheduler.running) for s in r.sequences]
@@ -108,7 +108,7 @@ def check_invariants(state: State, event: Event) -> None:
     assert state.num_swapped == len(state.swapped)
 
 
-def follow(run: Run, timeline: Timeline) -> dict[int, dict[str, Any]]:
+def follow(run: WorkloadRun, timeline: Timeline) -> dict[int, dict[str, Any]]:
     """Run to the end. Every prefix is checked for the invariants; returns what the engine had after some of them."""
     run.engine.listeners.append(timeline.append)
     known: dict[int, dict[str, Any]] = {}
@@ -131,7 +131,7 @@ def follow(run: Run, timeline: Timeline) -> dict[int, dict[str, Any]]:
     return known
 
 
-def check_any_prefix(run: Run, seed: int) -> None:
+def check_any_prefix(run: WorkloadRun, seed: int) -> None:
     timeline = Timeline(spacing=random.Random(seed).choice([1, 7, 50, 10_000]))
     known = follow(run, timeline)
     places = list(known)
@@ -156,9 +156,9 @@ def test_any_prefix_of_a_random_workload_gives_what_the_engine_had(seeds: range)
     for seed in seeds:
         workload = random_workload(seed)
         try:
-            check_any_prefix(Run(workload), seed)
-            check_any_prefix(Run(ahead(workload)), seed)
-            check_any_prefix(Run(in_lanes(workload)), seed)
+            check_any_prefix(WorkloadRun(workload), seed)
+            check_any_prefix(WorkloadRun(ahead(workload)), seed)
+            check_any_prefix(WorkloadRun(in_lanes(workload)), seed)
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise
@@ -195,7 +195,7 @@ def whole(state: State) -> dict[str, Any]:
         sequences = [sequence(s) for s in (*r.sequences, *r.done)]
         return (r.name, r.order, r.queue, sequences, r.preempted, r.joining)
 
-    def pool(p: Pool) -> tuple[Any, ...]:
+    def pool(p: PoolState) -> tuple[Any, ...]:
         return (p.holders, p.filled, p.num_filled, p.last_request, p.most_used, p.highest)
 
     return summary(state) | {
@@ -216,7 +216,7 @@ def whole(state: State) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(6))
 def test_a_state_that_was_gone_back_to_is_the_state_that_was_there(seed: int) -> None:
     """Nothing of a copy is shared with what goes on."""
-    run = Run(random_workload(seed), listeners=[(heard := []).append])
+    run = WorkloadRun(random_workload(seed), listeners=[(heard := []).append])
     run.to_the_end()
     timeline, there = Timeline(heard, spacing=20), []
     while not timeline.at_end:
@@ -228,7 +228,7 @@ def test_a_state_that_was_gone_back_to_is_the_state_that_was_there(seed: int) ->
 
 
 def test_of_a_long_run_the_last_events_can_be_gone_back_to() -> None:
-    run = Run(random_workload(1), listeners=[(heard := []).append])
+    run = WorkloadRun(random_workload(1), listeners=[(heard := []).append])
     run.to_the_end()
     timeline, plain = Timeline(spacing=5, keep=30), Timeline()
     for event in heard:
@@ -247,7 +247,7 @@ def test_another_run_in_the_same_file_starts_anew() -> None:
     runs: list[list[Event]] = []
     for seed in (2, 3):
         runs.append([])
-        Run(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
+        WorkloadRun(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
     both, second = Timeline([*runs[0], *runs[1]]), Timeline(runs[1])
     both.seek(len(both))
     second.seek(len(second))

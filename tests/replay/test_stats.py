@@ -29,7 +29,7 @@ from minipaged.scheduling import RequestView
 from tests.effort import one_case_in, quick_cases, scaled, seeds
 from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.replay.test_state import ahead
-from tests.workloads import Run, Workload, WorkloadRequest, random_workload
+from tests.workloads import Workload, WorkloadRequest, WorkloadRun, random_workload
 
 ROOT = Path(__file__).parent.parent.parent
 RECORDED = [
@@ -89,7 +89,7 @@ class Measure:
         )
 
 
-def check(run: Run) -> None:
+def check(run: WorkloadRun) -> None:
     """After every call of the engine."""
     events: list[Event] = []
     counted, measure = Stats(), Measure()
@@ -114,8 +114,8 @@ def test_the_events_of_a_random_workload_give_the_engines_statistics_after_every
     for seed in seeds:
         workload = random_workload(seed)
         try:
-            check(Run(workload))
-            check(Run(ahead(workload)))
+            check(WorkloadRun(workload))
+            check(WorkloadRun(ahead(workload)))
         except Exception as error:
             error.add_note(f"in workload {seed}")
             raise
@@ -147,7 +147,7 @@ def test_also_where_samples_wait_with_a_block_that_they_share_and_have_not_fille
     config = EngineConfig(num_blocks=40, block_size=4, max_model_len=40, vocab_size=11, max_num_batched_tokens=8)
     params = SamplingParams(n=4, max_tokens=6, seed=1, ignore_eos=True)
     requests = tuple(WorkloadRequest(0, (*range(length),), params) for length in (5, 11))
-    run = Run(Workload(config, requests, swap_is_cheap=False), policy=PromptsFirst)
+    run = WorkloadRun(Workload(config, requests, swap_is_cheap=False), policy=PromptsFirst)
     unfilled: list[int] = []
     run.engine.listeners.append(lambda e: unfilled.append(e.slots_unfilled) if isinstance(e, StepScheduled) else None)
     check(run)

@@ -16,7 +16,7 @@ from tests.engine.test_failure_injection import WORKLOADS, Fault, Fuse, wired
 from tests.handover.oracle import InMemory, connected_run
 from tests.handover.test_engine import cached_workload
 from tests.javascript import check_folds_agree
-from tests.workloads import Run, random_workload
+from tests.workloads import WorkloadRun, random_workload
 
 RUNS = Path(__file__).parent.parent.parent / "docs" / "runs"
 RECORDED = [script for script in sorted(RUNS.glob("*.py")) if re.search(r"\bas run:", script.read_text())]
@@ -29,7 +29,7 @@ def test_at_every_step_of_random_runs_the_stepper_knows_what_the_events_say(seed
     runs: list[list[Event]] = []
     for seed in seeds:
         runs.append([])
-        Run(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
+        WorkloadRun(random_workload(seed), listeners=[runs[-1].append]).to_the_end()
     assert max(map(len, runs)) > 200  # events, so that some states were kept
     check_folds_agree(runs)
 

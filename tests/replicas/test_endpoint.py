@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from minipaged import LLM, EngineConfig
-from minipaged.async_llm import Asked
+from minipaged.async_llm import AsyncRequest
 from minipaged.errors import EngineDead, ShuttingDown, WorkerFailed
 from minipaged.events import BlockCached, BlockEvicted
 from minipaged.outputs import RequestUpdate
@@ -28,7 +28,7 @@ from tests.serve.harness import PATIENCE_S
 from tests.tiny_model import make_tiny_model
 
 pytestmark = thorough
-ASKED = [Asked("mine", [1, 2, 3], SamplingParams(max_tokens=4), None, 0)]
+ASKED = [AsyncRequest("mine", [1, 2, 3], SamplingParams(max_tokens=4), None, 0)]
 
 
 class Replies:
@@ -203,7 +203,7 @@ def test_a_replica_hears_of_a_worker_s_death_while_it_is_idle(tmp_path: Path, mo
     """And then it refuses what comes, so that another is asked; says that it is not well; and ends."""
     from minipaged.reference.llama import Llama
     from minipaged.replicas import replica as module
-    from minipaged.replicas.replica import Refused, Replica
+    from minipaged.replicas.replica import Replica, ReplicaRefused
 
     fail: list[Callable[[Exception], None]] = []
     exits: list[int] = []
@@ -224,7 +224,7 @@ def test_a_replica_hears_of_a_worker_s_death_while_it_is_idle(tmp_path: Path, mo
         with pytest.raises(EngineDead, match="worker 1 of 2 has died"):
             await replica.check_health()
         [refused] = [one async for one in replica.generate(ASKED, False, [])]
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, ReplicaRefused)
         assert isinstance(refused.error, EngineDead)
 
     asyncio.run(die())

@@ -14,7 +14,7 @@ from minipaged.async_llm import AsyncLLM
 from minipaged.errors import InvalidRequest
 from minipaged.llm import LoadedModel
 from minipaged.serve.app import create_app
-from minipaged.serve.serving import Serving
+from minipaged.serve.serving import LocalModel
 from tests.serve.harness import PATIENCE_S, run
 
 
@@ -36,7 +36,7 @@ def test_a_sequence_may_be_as_long_as_is_said_and_no_longer(
 
     async def work() -> None:
         allm = AsyncLLM(tiny, **settings)
-        transport = httpx.ASGITransport(create_app(Serving(allm, ["tiny"])))
+        transport = httpx.ASGITransport(create_app(LocalModel(allm, ["tiny"])))
         async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
             [card] = (await client.get("/v1/models")).json()["data"]
             longest = card["max_model_len"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minipaged.async_llm import Asked, AsyncLLM, joined
+from minipaged.async_llm import AsyncLLM, AsyncRequest, joined
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, QueueFull, ShuttingDown
@@ -68,7 +68,7 @@ def test_a_reader_who_sleeps_gets_all_of_it_in_one_update(tiny: LoadedModel) -> 
     async def work() -> None:
         async with serving(tiny) as allm:
             params = SamplingParams(temperature=0, max_tokens=30, logprobs=2, n=2, ignore_eos=True)
-            stream = await allm.add([Asked("sleeper", [5, 6, 7], params)])
+            stream = await allm.add([AsyncRequest("sleeper", [5, 6, 7], params)])
             while allm.num_open:  # it runs to its end without him
                 assert len(stream._slots) <= 1
                 await asyncio.sleep(0.001)
@@ -110,7 +110,7 @@ def test_whatever_ends_a_reader_frees_his_blocks_before_the_next_step(tiny: Load
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert not allm.num_open
-            stream = await allm.add([Asked("left", [5, 6, 7], LONG)])
+            stream = await allm.add([AsyncRequest("left", [5, 6, 7], LONG)])
             stream.close()
             seen: list[int] = []
             allm._inbox.put(lambda: seen.append(allm.llm.engine.blocks.num_used))
@@ -150,13 +150,13 @@ def test_requests_are_added_all_or_none(tiny: LoadedModel) -> None:
     async def work() -> None:
         async with serving(tiny) as allm:
             with pytest.raises(InvalidRequest, match="whole numbers"):
-                await allm.add([Asked("good", [1, 2], LONG), Asked("bad", [10**6], LONG)])
+                await allm.add([AsyncRequest("good", [1, 2], LONG), AsyncRequest("bad", [10**6], LONG)])
             assert not allm.num_open
-            stream = await allm.add([Asked("a", [5], LONG)])
+            stream = await allm.add([AsyncRequest("a", [5], LONG)])
             with pytest.raises(InvalidRequest, match="in use"):
-                await allm.add([Asked("a", [5], LONG)])
+                await allm.add([AsyncRequest("a", [5], LONG)])
             with pytest.raises(InvalidRequest, match="in use"):
-                await allm.add([Asked("b", [5], LONG), Asked("b", [6], LONG)])
+                await allm.add([AsyncRequest("b", [5], LONG), AsyncRequest("b", [6], LONG)])
             assert allm.num_open == 1
             stream.close()
 
@@ -170,12 +170,12 @@ def test_what_raises_while_a_request_is_added_is_its_own_trouble(tiny: LoadedMod
 
     async def work() -> None:
         async with serving(tiny) as allm:
-            stream = await allm.add([Asked("before", [5], LONG)])
+            stream = await allm.add([AsyncRequest("before", [5], LONG)])
             scheduler = allm.llm.engine.scheduler
             policy = scheduler.policy
             scheduler.policy = Unsure(64, 4, 8, 64, Costs(1.0, 1, 1, 1.0, 1.0))
             with pytest.raises(RuntimeError, match="cannot decide"):
-                await allm.add([Asked("a", [5], LONG)])
+                await allm.add([AsyncRequest("a", [5], LONG)])
             scheduler.policy = policy
             [output] = await stream.outputs()
             assert output.finished
@@ -187,24 +187,24 @@ def test_a_stream_that_is_closed_late_ends_nobody_elses_request(tiny: LoadedMode
     async def work() -> None:
         async with serving(tiny) as allm:
             short = SamplingParams(max_tokens=1)
-            first = await allm.add([Asked("name", [5], short)])
+            first = await allm.add([AsyncRequest("name", [5], short)])
             while allm.num_open:
                 await asyncio.sleep(0.001)
-            second = await allm.add([Asked("name", [6], SamplingParams(max_tokens=20, ignore_eos=True))])
+            second = await allm.add([AsyncRequest("name", [6], SamplingParams(max_tokens=20, ignore_eos=True))])
             first.close()  # unread
             [output] = await second.outputs()
             assert output.prompt_token_ids == (6,)
             assert len(output.outputs[0].token_ids) == 20
-            third = await allm.add([Asked("name", [7], LONG)])
+            third = await allm.add([AsyncRequest("name", [7], LONG)])
             third.close()
             with pytest.raises(InvalidRequest, match="in use"):  # the engine has yet to tell of its end
-                await allm.add([Asked("name", [8], short)])
+                await allm.add([AsyncRequest("name", [8], short)])
             while allm._left:
                 await asyncio.sleep(0.001)
-            [output] = await (await allm.add([Asked("name", [8], short)])).outputs()
+            [output] = await (await allm.add([AsyncRequest("name", [8], short)])).outputs()
             assert output.prompt_token_ids == (8,)
             with pytest.raises(InvalidRequest):
-                await allm.add([Asked("good", [8], LONG), Asked("bad", [10**6], short)])
+                await allm.add([AsyncRequest("good", [8], LONG), AsyncRequest("bad", [10**6], short)])
             while allm._left:
                 await asyncio.sleep(0.001)
 
@@ -225,13 +225,14 @@ def test_it_belongs_to_one_event_loop(tiny: LoadedModel) -> None:
 def test_a_full_queue_refuses(tiny: LoadedModel) -> None:
     async def work() -> None:
         async with serving(tiny, max_num_seqs=1, max_waiting=2, observers=[Uninterested()]) as allm:
-            streams = [await allm.add([Asked(str(i), [5, 6], LONG)]) for i in range(2)]
+            streams = [await allm.add([AsyncRequest(str(i), [5, 6], LONG)]) for i in range(2)]
             await anext(streams[0])  # it runs, and one waits
-            streams.append(await allm.add([Asked("2", [5, 6], LONG)]))
+            streams.append(await allm.add([AsyncRequest("2", [5, 6], LONG)]))
             with pytest.raises(QueueFull, match="2 requests wait"):
-                await allm.add([Asked("3", [5, 6], LONG)])
+                await allm.add([AsyncRequest("3", [5, 6], LONG)])
             streams[1].close()
-            streams.append(await allm.add([Asked(str(i), [5, 6], LONG) for i in range(3, 6)]))  # together, if at all
+            together = [AsyncRequest(str(i), [5, 6], LONG) for i in range(3, 6)]
+            streams.append(await allm.add(together))
             for stream in streams:
                 stream.close()
 
@@ -242,17 +243,17 @@ def test_shutting_down_lets_requests_finish_and_aborts_the_rest(tiny: LoadedMode
     async def work() -> None:
         async with serving(tiny) as allm:
             short = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-            stream = await allm.add([Asked("short", [5, 6], short)])
+            stream = await allm.add([AsyncRequest("short", [5, 6], short)])
             ending = asyncio.create_task(allm.shutdown(timeout=PATIENCE_S))
             await asyncio.sleep(0)
             with pytest.raises(ShuttingDown):
-                await allm.add([Asked("late", [5, 6], short)])
+                await allm.add([AsyncRequest("late", [5, 6], short)])
             [output] = await stream.outputs()
             assert output.finished
             await ending
         async with serving(tiny) as allm:
             endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-            stream = await allm.add([Asked("endless", [5, 6], endless)])
+            stream = await allm.add([AsyncRequest("endless", [5, 6], endless)])
             await anext(stream)
             await allm.shutdown(timeout=0)
             [output] = await stream.outputs()
@@ -268,13 +269,13 @@ def test_when_the_engine_dies_everybody_is_told(tiny: LoadedModel) -> None:
     async def work() -> None:
         async with serving(tiny) as allm:
             allm.on_death = deaths.append
-            stream = await allm.add([Asked("a", [5, 6], LONG)])
+            stream = await allm.add([AsyncRequest("a", [5, 6], LONG)])
             allm.llm.engine.step = broken  # type: ignore[method-assign]
             with pytest.raises(EngineDead, match="no memory"):
                 async for _ in stream:
                     pass
             with pytest.raises(EngineDead, match="start it again"):
-                await allm.add([Asked("b", [5, 6], LONG)])
+                await allm.add([AsyncRequest("b", [5, 6], LONG)])
             assert not allm.num_open
 
     def broken() -> list[RequestUpdate]:

@@ -31,7 +31,7 @@ from minipaged.llm import LoadedModel
 from minipaged.outputs import RequestUpdate
 from minipaged.serve.app import create_app
 from minipaged.serve.server import Server, make_server, serve
-from minipaged.serve.serving import Serving
+from minipaged.serve.serving import LocalModel
 from minipaged.serve.settings import ServeSettings
 from tests.effort import examples, thorough
 from tests.serve.harness import PATIENCE_S, Served, check_empty, process, run, served, wait_until
@@ -86,7 +86,7 @@ def test_a_client_may_go_at_every_await_point(tiny: LoadedModel, path: str, stre
 
     async def work() -> None:
         allm = AsyncLLM(tiny, num_blocks=64, block_size=4, max_num_batched_tokens=8)
-        app = create_app(Serving(allm, ["tiny"]))
+        app = create_app(LocalModel(allm, ["tiny"]))
         moments = [(turns, 0.0) for turns in range(examples(120, least=30))]
         moments += [(0, random.Random(i).uniform(0.001, 0.03)) for i in range(examples(80, least=10))]
         for turns, seconds in moments:
@@ -141,7 +141,7 @@ def test_a_slow_reader_makes_nothing_grow(tiny: LoadedModel) -> None:
 
     async def work() -> None:
         allm = AsyncLLM(tiny, num_blocks=64)
-        app = create_app(Serving(allm, ["tiny"]))
+        app = create_app(LocalModel(allm, ["tiny"]))
         client = Client("/v1/completions", LONG | {"stream": True})
         goes_on = asyncio.Event()
         real = client.send
@@ -404,7 +404,7 @@ def test_it_says_what_it_does_and_is_ready_for_a_chat(
 
 
 def test_a_model_without_a_tokenizer_is_served_all_the_same(tiny: LoadedModel) -> None:
-    serving = Serving(AsyncLLM(replace(tiny, tokenizer=None), num_blocks=64), ["tiny"])
+    serving = LocalModel(AsyncLLM(replace(tiny, tokenizer=None), num_blocks=64), ["tiny"])
     serving.warm_up()
 
 

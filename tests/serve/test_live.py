@@ -36,7 +36,7 @@ from minipaged.events import (
 from minipaged.llm import LoadedModel
 from minipaged.models.config import ModelConfig
 from minipaged.params import EngineConfig
-from minipaged.replay.state import LETTERS, Pool, State
+from minipaged.replay.state import LETTERS, PoolState, State
 from minipaged.serve.live import watch as watch_module
 from minipaged.serve.live.watch import KEPT_FIGURES, KEPT_REQUESTS, LONGEST_BACKLOG, Watch
 from minipaged.serve.settings import ServeSettings
@@ -44,7 +44,7 @@ from minipaged.stepper import Storyteller
 from minipaged.tiers import ReferenceTier, reference_tier
 from tests.browser import Watched, axe_script, axe_violations
 from tests.serve.harness import PATIENCE_S, Served, served, wait_until
-from tests.workloads import Run, random_workload
+from tests.workloads import WorkloadRun, random_workload
 
 Json = dict[str, Any]
 MODEL = Storyteller([" ".join(f"word{i}" for i in range(4000))])
@@ -110,7 +110,7 @@ class Page:
         assert self.figures[-1][8] == len(state.device.holders)
 
 
-def cells(state: State, pool: Pool) -> dict[int, tuple[int, ...]]:
+def cells(state: State, pool: PoolState) -> dict[int, tuple[int, ...]]:
     cached = state.cached if pool is state.device else {}
     found = dict.fromkeys(cached, (-1, 0, state.block_size, 1))
     for block, holders in pool.holders.items():
@@ -122,7 +122,7 @@ def cells(state: State, pool: Pool) -> dict[int, tuple[int, ...]]:
 
 def events_of(seed: int) -> list[Event]:
     heard: list[Event] = []
-    Run(random_workload(seed), listeners=[heard.append]).to_the_end()
+    WorkloadRun(random_workload(seed), listeners=[heard.append]).to_the_end()
     return heard
 
 

@@ -20,7 +20,7 @@ from minipaged.events import BlocksFreed, EngineStarted, Event, StepStarted
 from minipaged.stepper import Storyteller, record
 from minipaged.stepper.page import UNSEEN, as_data, page
 from tests.browser import COLOURS, SCREENS, Watched, axe_script, axe_violations, in_both, stop_time, watching
-from tests.workloads import Run, random_workload
+from tests.workloads import WorkloadRun, random_workload
 
 Visiting = Callable[..., AbstractContextManager[Watched]]
 
@@ -55,7 +55,7 @@ def test_every_step_of_a_random_run_can_be_drawn_forward_and_back(
     visiting: Visiting, tmp_path: Path, seed: int
 ) -> None:
     heard: list[Event] = []
-    Run(random_workload(seed), listeners=[heard.append]).to_the_end()
+    WorkloadRun(random_workload(seed), listeners=[heard.append]).to_the_end()
     (tmp_path / "run.html").write_text(page(as_data("", heard)))
     with visiting(tmp_path / "run.html") as watched:
         sentences = watched.page.evaluate(
@@ -620,7 +620,7 @@ def test_what_a_run_says_cannot_break_out_of_its_page(visiting: Visiting, tmp_pa
 
 def test_the_command_makes_a_page_from_recorded_events(visiting: Visiting, tmp_path: Path) -> None:
     heard: list[Event] = []
-    Run(random_workload(3), listeners=[heard.append]).to_the_end()
+    WorkloadRun(random_workload(3), listeners=[heard.append]).to_the_end()
     (tmp_path / "run.jsonl").write_text("".join(event.to_json() + "\n" for event in heard))
     main_and_return(["page", str(tmp_path / "run.jsonl"), "-o", str(tmp_path / "page.html")])
     seen = sum(not isinstance(event, UNSEEN) for event in heard)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 import minipaged
-from minipaged.course.sandbox.contract import Handle, Limits, Loaded, Sandbox, StartSandbox, StudentError
+from minipaged.course.sandbox.contract import Handle, Limits, LoadedFile, Sandbox, StartSandbox, StudentError
 from minipaged.errors import Invariant, MinipagedError
 from minipaged.events import Event
 
@@ -182,7 +182,7 @@ class Assignment:
                 "elsewhere"
             )
 
-    def choose(self, submission: Submission, loaded: Loaded) -> str:
+    def choose(self, submission: Submission, loaded: LoadedFile) -> str:
         """The name of the part in a loaded file. Raises CannotBeGraded, and says what to do."""
         file, wants_class = submission.path.name, bool(self.members)
         kind = "class" if wants_class else "function"
@@ -262,7 +262,7 @@ class Bench:
         [written] = [item.written for item in loaded.contents if item.name == chosen]
         self._also = tuple(method for method in self.assignment.optional if method in written)
 
-    def _load(self, assignment: Assignment, submission: Submission) -> tuple[Loaded, str]:
+    def _load(self, assignment: Assignment, submission: Submission) -> tuple[LoadedFile, str]:
         assert self._process is not None
         try:
             loaded = self._process.load(submission.path, assignment.name.replace("-", "_") + "_submission")
@@ -316,7 +316,7 @@ class Bench:
 # --- Results --------------------------------------------------------------------------------------
 
 
-class Status(StrEnum):
+class TestStatus(StrEnum):
     """What came of a test."""
 
     PASSED = "passed"
@@ -334,7 +334,7 @@ class TestResult:
     __test__ = False
 
     test: Test
-    status: Status
+    status: TestStatus
     message: str = ""
     failure: Failure | None = None
     output: str = ""
@@ -342,7 +342,7 @@ class TestResult:
 
     @property
     def score(self) -> int:
-        return self.test.points if self.status is Status.PASSED else 0
+        return self.test.points if self.status is TestStatus.PASSED else 0
 
 
 @dataclass(slots=True)
@@ -370,7 +370,7 @@ class Grade:
 
     @property
     def max_score(self) -> int:
-        left_out = sum(result.test.points for result in self.results if result.status is Status.NOT_GRADED)
+        left_out = sum(result.test.points for result in self.results if result.status is TestStatus.NOT_GRADED)
         return self.assignment.max_score - left_out
 
     @property
@@ -392,7 +392,7 @@ class Grade:
 
     @property
     def _failed(self) -> bool:
-        return any(result.status in (Status.FAILED, Status.SKIPPED) for result in self.results)
+        return any(result.status in (TestStatus.FAILED, TestStatus.SKIPPED) for result in self.results)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from minipaged.params import BeamSearchParams, SamplingParams
 from minipaged.scheduling import MakePolicy
 from minipaged.testing.fake_model import FakeModel
 from minipaged.testing.plain_model import PlainModel
-from minipaged.testing.workloads import Run, Workload, all_sound, random_workload
+from minipaged.testing.workloads import Workload, WorkloadRun, all_sound, random_workload
 
 if TYPE_CHECKING:
     from minipaged.llm import LLM
@@ -61,7 +61,7 @@ def crowded_workloads(seed: int) -> Iterator[tuple[int, Workload]]:
     """Those in which the engine's own scheduler preempts; how they come back is the scheduler's choice."""
     for number, workload in numbered_workloads(seed):
         crowded = replace(workload, config=replace(workload.config, preemption="auto"))
-        run = Run(crowded, model=PlainModel(), steady=False)
+        run = WorkloadRun(crowded, model=PlainModel(), steady=False)
         run.to_the_end()
         if run.happened["preempted by swap"] + run.happened["preempted by recompute"]:
             yield number, crowded
@@ -91,7 +91,7 @@ def check_workloads(
         try:
             parts = make_parts()
             tier = replace(model.tier, **parts.of_tier)
-            run = Run(
+            run = WorkloadRun(
                 workload,
                 tier,
                 allocator=parts.allocator,

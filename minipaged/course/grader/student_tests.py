@@ -20,17 +20,17 @@ from minipaged.course.grader.assignment import (
     CannotBeGraded,
     Failure,
     Grade,
-    Status,
     Submission,
     Test,
     TestResult,
+    TestStatus,
     find_assignment,
     start_process,
 )
 from minipaged.course.grader.mutants import find_seeded
 from minipaged.course.grader.test_runner import LOADING
 from minipaged.course.sandbox.contract import Misbehaviour, Raised, StartSandbox, Verdict
-from minipaged.course.sandbox.process import Workers
+from minipaged.course.sandbox.process import WorkerPool
 
 RUNNER = "minipaged.course.grader.test_runner"
 CALL_SECONDS, MEMORY_BYTES = 30.0, 2 << 30
@@ -43,7 +43,7 @@ RIGHT = "A test has to pass on every right part. Does it ask for more than the h
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TestRun:
     """One run of the tests."""
 
     passed: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
     right = tuple(Test(f"passes on {what}", 0, None, RIGHT, "", _unused) for what in seeded.right)
     mutants = tuple(Test(mutant.name, 1, None, mutant.meaning, "", _unused) for mutant in bugs)
     grade = Grade(Assignment(f"{part.name} tests", "", (), (*right, *mutants), len(mutants)), tests, seed=0)
-    with Workers() as workers:
+    with WorkerPool() as workers:
         run = partial(run_tests, part, tests, start=workers.start)
         for test, source in zip(right, seeded.right.values(), strict=True):
             outcome = run(source)
@@ -81,7 +81,7 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
             grade.results.append(_passes(test, outcome))
             report(grade)
         # Where one fails on a right part, nothing is proved by a failing test.
-        if not any(result.status is Status.FAILED for result in grade.results):
+        if not any(result.status is TestStatus.FAILED for result in grade.results):
             with ThreadPoolExecutor(TOGETHER) as pool:
                 runs = pool.map(run, [mutant.source for mutant in bugs])
                 for test, outcome in zip(mutants, runs, strict=True):
@@ -98,30 +98,30 @@ def grade_tests(name: str, tests: Submission, *, report: Callable[[Grade], None]
 NOT_FOUND = "not found"
 
 
-def _passes(test: Test, outcome: Outcome) -> TestResult:
+def _passes(test: Test, outcome: TestRun) -> TestResult:
     if outcome.verdict:
         failure = Failure(outcome.message, verdict=outcome.verdict)
-        return TestResult(test, Status.FAILED, outcome.message, failure, outcome.output)
+        return TestResult(test, TestStatus.FAILED, outcome.message, failure, outcome.output)
     if outcome.failed:
         name, why = outcome.failed[0]
         message = f"{name} fails on a right part: {why}\n{test.meaning}\nSo the wrong ones were not tried."
-        return TestResult(test, Status.FAILED, message, output=outcome.output)
-    return TestResult(test, Status.PASSED, f"{len(outcome.passed)} tests")
+        return TestResult(test, TestStatus.FAILED, message, output=outcome.output)
+    return TestResult(test, TestStatus.PASSED, f"{len(outcome.passed)} tests")
 
 
-def _kills(test: Test, outcome: Outcome) -> TestResult:
+def _kills(test: Test, outcome: TestRun) -> TestResult:
     if outcome.verdict == Verdict.TIMED_OUT:  # on a right one they ended in time
-        return TestResult(test, Status.PASSED, "found: the tests did not end")
+        return TestResult(test, TestStatus.PASSED, "found: the tests did not end")
     if outcome.verdict:
         failure = Failure(outcome.message, verdict=outcome.verdict)
-        return TestResult(test, Status.FAILED, outcome.message, failure, outcome.output)
+        return TestResult(test, TestStatus.FAILED, outcome.message, failure, outcome.output)
     if outcome.failed:
-        return TestResult(test, Status.PASSED, f"found by {outcome.failed[0][0]}")
+        return TestResult(test, TestStatus.PASSED, f"found by {outcome.failed[0][0]}")
     said = NOT_FOUND if test.meaning == test.name else f"{NOT_FOUND}: {test.meaning}"
-    return TestResult(test, Status.FAILED, said)
+    return TestResult(test, TestStatus.FAILED, said)
 
 
-def run_tests(part: Assignment, tests: Submission, source: str, start: StartSandbox | None = None) -> Outcome:
+def run_tests(part: Assignment, tests: Submission, source: str, start: StartSandbox | None = None) -> TestRun:
     """Run the file in a worker of its own, on the part that this is the source of. `start` makes the worker; None:
     `start_process`."""
     most = part.limits
@@ -136,12 +136,12 @@ def run_tests(part: Assignment, tests: Submission, source: str, start: StartSand
             given = (process.copy(tests.path), part.name.replace("-", "_"), source)
             [answer] = process.batch([(process.modules[0], "run", given)])
             if isinstance(answer, Raised):
-                return Outcome(message=str(answer.error), failed=((LOADING, str(answer.error)),))
+                return TestRun(message=str(answer.error), failed=((LOADING, str(answer.error)),))
             process.finish()
             passed, failed, message = answer
-            return Outcome(tuple(passed), tuple((name, why) for name, why in failed), None, message, process.output)
+            return TestRun(tuple(passed), tuple((name, why) for name, why in failed), None, message, process.output)
     except Misbehaviour as misbehaviour:
-        return Outcome(verdict=misbehaviour.verdict, message=misbehaviour.message)
+        return TestRun(verdict=misbehaviour.verdict, message=misbehaviour.message)
 
 
 def _unused(bench: object) -> None:

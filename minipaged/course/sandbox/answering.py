@@ -5,9 +5,9 @@ compares the answers with a model of its own. So there is no message "all tests 
 answers every call rightly has written the part. Each message carries a token drawn for it, and the answer has to carry
 the same one, so that what student code writes to the channel on its own account is found out.
 
-At the end of a test it is told what is amiss: threads still running, exceptions in `__del__`, modules with replaced
-members. How messages come and go, and what keeps student code apart, is in the classes that extend `Worker`: a process
-(`worker.py`), or the grader's own interpreter in a page (`page_process.py`).
+At the end of a test the grader learns what is amiss: threads still running, exceptions in `__del__`, modules with
+replaced members. How messages come and go, and what keeps student code apart, is in the classes that extend
+`ObjectHost`: a process (`worker.py`), or the grader's own interpreter in a page (`page_process.py`).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ended(BaseException):
     """Raised in student code that is not to go on, where the grader runs in the same interpreter."""
 
 
-class Worker(ABC):
+class ObjectHost(ABC):
     """The objects that live here, and the notes on what student code did."""
 
     def __init__(self) -> None:

@@ -130,7 +130,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedFile:
     """A student's file, loaded."""
 
     module: Handle
@@ -157,8 +157,8 @@ KEPT_OUTPUT = 4000
 
 
 class Sandbox(ABC):
-    """Where one submission runs, in a folder of its own. Asks a `Worker` (`answering.py`); answers what student code
-    asks of objects that it was offered."""
+    """Where one submission runs, in a folder of its own. Asks an `ObjectHost` (`answering.py`), and answers student
+    code that calls the objects it was offered."""
 
     isolation: dict[str, str]
     """How student code is kept apart, and what could not be had."""
@@ -202,7 +202,7 @@ class Sandbox(ABC):
 
     # --- What the grader asks ---------------------------------------------------------------------
 
-    def load(self, path: Path, name: str, *, within: float = 20.0) -> Loaded:
+    def load(self, path: Path, name: str, *, within: float = 20.0) -> LoadedFile:
         """Load a copy of a student's file as module `name`. Raises StudentError and Misbehaviour."""
         loaded = self._ask({"do": "load", "path": self.copy(path), "name": name}, within)
         self._first_object = max(self._first_object, loaded["number"] + 1)
@@ -213,7 +213,7 @@ class Sandbox(ABC):
             )
             for item in loaded["contents"]
         )
-        return Loaded(Handle(self, loaded["number"], "module"), contents)
+        return LoadedFile(Handle(self, loaded["number"], "module"), contents)
 
     def copy(self, path: Path) -> str:
         """Put a copy of the file into its folder; its name there."""

@@ -22,7 +22,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from minipaged.course.sandbox import wire
-from minipaged.course.sandbox.answering import PRIVATE, Ended, Worker
+from minipaged.course.sandbox.answering import PRIVATE, Ended, ObjectHost
 from minipaged.course.sandbox.contract import KEPT_OUTPUT, MOST_OUTPUT, Limits, Misbehaviour, Sandbox, Verdict
 
 LINES = 100
@@ -109,7 +109,7 @@ class Printed(io.TextIOBase):
         return len(text)
 
 
-class PageWorker(Worker):
+class PageWorker(ObjectHost):
     """Answers without a channel, and limits nothing: the page has other things to run."""
 
     def __init__(self, process: PageProcess) -> None:

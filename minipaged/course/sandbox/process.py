@@ -7,7 +7,7 @@
         process.finish()                                # the completion message; raises Misbehaviour
 
 What may come back, and how a submission may misbehave, is in `contract.py`. Whoever needs many workers begins with
-`Workers`: each is then a copy of a process that has imported the modules before.
+`WorkerPool`: each is then a copy of a process that has imported the modules before.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _start_program(
     )
 
 
-class Workers:
+class WorkerPool:
     """Starts workers that are copies: for each list of modules one process imports them, and forks.
 
     On Linux alone: elsewhere libraries may not survive that, and each worker is a program of its own.

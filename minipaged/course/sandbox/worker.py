@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minipaged import contracts
-from minipaged.course.sandbox.answering import PRIVATE, Worker
+from minipaged.course.sandbox.answering import PRIVATE, ObjectHost
 
 OPEN_TO_ALL = (
     "course/__init__.py",
@@ -93,7 +93,7 @@ READABLE = (
 READABLE_PROC = ("/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/self/stat", "/proc/self/status")
 
 
-class ChannelWorker(Worker):
+class ChannelWorker(ObjectHost):
     """Answers on one channel to the grader."""
 
     def __init__(self, channel: socket.socket) -> None:

@@ -33,7 +33,7 @@ CACHE_LINE = 64
 than the processor's cache holds (SmolLM2's shapes, 32 sequences of 1024: 20.1 GB/s for 16.5 in float32)."""
 
 
-class Pool(NamedTuple):
+class KernelPool(NamedTuple):
     """Where the kernels find keys and values."""
 
     keys: int
@@ -49,7 +49,7 @@ class Pool(NamedTuple):
     """One of KINDS."""
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, scales: Tensor | None) -> Pool:
+    def of(cls, keys: Tensor, values: Tensor, scales: Tensor | None) -> KernelPool:
         """Of a layer's keys and values [num_blocks, kv_heads, block_size, head_dim]."""
         return cls(
             *(keys.data_ptr(), values.data_ptr(), 0 if scales is None else scales.data_ptr()),
@@ -115,7 +115,7 @@ def paged_decode(
     out = torch.empty_like(query)
     _decode(
         as_array(query),
-        Pool.of(keys, values, kv_scales),
+        KernelPool.of(keys, values, kv_scales),
         (tables.numpy(), rows.numpy(), context_lens.numpy()),
         np.float32(scale),
         numba.get_num_threads(),

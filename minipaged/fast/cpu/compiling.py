@@ -99,7 +99,7 @@ def layers(dtype: torch.dtype) -> Iterator[None]:
     yield
 
 
-class Part(NamedTuple):
+class CompileJob(NamedTuple):
     """Kernels that are compiled one after another."""
 
     compile: Callable[[torch.dtype], Iterator[None]]
@@ -114,10 +114,12 @@ HAS_VECTORS = number_type(torch.float32) is not None
 """Whether numba may use vectors of 512 bits. Without them torch does the matrix products of a prompt's attention, and
 only the kernel that reads keys and values is compiled."""
 PARTS = {
-    "prompts": Part(prompts, _prefill, slice(1), 1) if HAS_VECTORS else Part(prompts, _read_heads, slice(None), 1),
-    "decoding": Part(decoding, _decode, slice(1), 1),
-    "sampling": Part(sampling, _draw, slice(1), 3),
-    "layers": Part(layers, _run, slice(2, 3), 6),
+    "prompts": CompileJob(prompts, _prefill, slice(1), 1)
+    if HAS_VECTORS
+    else CompileJob(prompts, _read_heads, slice(None), 1),
+    "decoding": CompileJob(decoding, _decode, slice(1), 1),
+    "sampling": CompileJob(sampling, _draw, slice(1), 3),
+    "layers": CompileJob(layers, _run, slice(2, 3), 6),
 }
 SHARES = (("prompts", "sampling"), ("decoding", "layers"))
 """What each process compiles: half of the work (`layers` calls kernels that are compiled with `decoding`). On two

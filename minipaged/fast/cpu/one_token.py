@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, Pool, _decode, pairs_or_floats
+from minipaged.fast.cpu.attention import AS_IT_IS, KINDS, KernelPool, _decode, pairs_or_floats
 from minipaged.fast.cpu.bfloat16 import array_at, as_array
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.kv_cache import write_token
@@ -32,7 +32,7 @@ class OneToken:
     def __init__(self, layers: Sequence[Layer], views: Sequence[tuple[Tensor, Tensor]], num_heads: int) -> None:
         """`layers`: their matrices are all `DenseMatrix`. `views`: of each, keys and values."""
         self._layers = layers  # whose addresses are taken
-        self._pool = Pool.of(*views[0], None)
+        self._pool = KernelPool.of(*views[0], None)
         self._sizes = num_heads, layers[0].down.weight.shape[1]  # type: ignore[attr-defined]
         self._addresses = np.array([_addresses(*each) for each in zip(layers, views, strict=True)])  # [layers, 9] int64
 
@@ -108,7 +108,7 @@ def _run(layers, sizes, residual, angles, slot, pool, where, scale, eps, num_thr
         multiply(_at(normed), one, qkv_weight, qkv_size, hidden, like, num_threads, _at(qkv))
         to = keys, values, none, pool.block_stride, kv_heads, pool.block_size, none, layers[i, 8], eps
         write_token(qkv, cos, sin, slot, to, None, query[0])
-        here = Pool(keys, values, 0, pool.block_stride, pool.head_stride, kv_heads, pool.block_size, pool.kind)
+        here = KernelPool(keys, values, 0, pool.block_stride, pool.head_stride, kv_heads, pool.block_size, pool.kind)
         _decode(query, here, where, scale, num_threads, number, attended)
         multiply(_at(attended), one, o_weight, hidden, q_size, like, num_threads, _at(x))
         add(x, residual)

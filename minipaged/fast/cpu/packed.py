@@ -115,7 +115,7 @@ class Room:
         return taken
 
 
-class Layout(NamedTuple):
+class PackedLayout(NamedTuple):
     """Where the kernels find what."""
 
     num_inputs: int
@@ -189,7 +189,7 @@ class PackedMatrix(Matrix):
         if isinstance(self._number, np.uint16):
             self._looked_up = as_array(torch.from_numpy(self._looked_up).bfloat16())
         addresses = (0 if array is None else array.ctypes.data for array in (self._places, self._bias))
-        layout = Layout(
+        layout = PackedLayout(
             *(num_inputs, *places.shape, num_tiles, record.itemsize, int(has_half)),
             *(starts.get(name, 0) for name in ("scales", "zeros", "minima")),
             *(*addresses, self._looked_up.ctypes.data, self._tiles.ctypes.data),
@@ -541,7 +541,7 @@ def _multiply_tile_by_instructions(typingctx, tile, x, tokens, sums, out, layout
 
     def codegen(context, builder, signature, arguments):
         *numbers, layout = arguments[:6]
-        TileKernel(builder, *numbers, Layout(*cgutils.unpack_tuple(builder, layout)), like, number, code).write()
+        TileKernel(builder, *numbers, PackedLayout(*cgutils.unpack_tuple(builder, layout)), like, number, code).write()
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 5, layout, like, number, code), codegen

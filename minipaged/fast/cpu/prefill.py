@@ -37,7 +37,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, Pool, paged_decode, read_tile
+from minipaged.fast.cpu.attention import KINDS, LOWEST, SCALE_BYTES, STEP, KernelPool, paged_decode, read_tile
 from minipaged.fast.cpu.bfloat16 import array_at, as_array, narrow, widen
 from minipaged.fast.cpu.kernel_cache import inner, kernel
 from minipaged.fast.cpu.vectors import BITS8, BITS32, BITS64, FLOATS, INTEGERS, LANES, PAIRS, Vectors, number_type
@@ -82,7 +82,7 @@ def paged_prefill(
         if number is None:
             _prefill_by_library(query, keys, values, tables, rows, query_start, context_lens, scale, kv_scales, out)
             return out
-        pool = Pool.of(keys, values, kv_scales)
+        pool = KernelPool.of(keys, values, kv_scales)
         where = tables.numpy(), rows.numpy(), query_start.numpy(), context_lens.numpy()
         num_threads = numba.get_num_threads()
         _prefill(as_array(query), pool, where, np.float32(scale), num_threads, number, as_array(out))

@@ -23,8 +23,8 @@ from minipaged.models.quantized.format import (
     FLOATS,
     Format,
     Formats,
-    Part,
     Tensor,
+    TensorSpec,
     check_finite,
     divided,
     group_size_of,
@@ -52,15 +52,15 @@ class AWQ(Format):
         self.group_size = group_size_of(config, key)
         self.name = f"AWQ, 4 bits, groups of {self.group_size or 'a whole row'}"
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         outputs, inputs = shape
         if outputs % 8:
             raise ModelError(f"a matrix of {outputs} x {inputs} does not fill words of 32 bits with 8 outputs each")
         groups = divided(inputs, self.group_size or inputs)
         return {
-            ".qweight": Part(("I32",), ((inputs, outputs // 8),)),
-            ".qzeros": Part(("I32",), ((groups, outputs // 8),)),
-            ".scales": Part(FLOATS, ((groups, outputs),)),
+            ".qweight": TensorSpec(("I32",), ((inputs, outputs // 8),)),
+            ".qzeros": TensorSpec(("I32",), ((groups, outputs // 8),)),
+            ".scales": TensorSpec(FLOATS, ((groups, outputs),)),
         }
 
     def matrix(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:

@@ -21,7 +21,16 @@ from typing import Any
 import numpy as np
 
 from minipaged.errors import ModelError
-from minipaged.models.quantized.format import FLOATS, Format, Formats, Part, Tensor, check_finite, divided, setting
+from minipaged.models.quantized.format import (
+    FLOATS,
+    Format,
+    Formats,
+    Tensor,
+    TensorSpec,
+    check_finite,
+    divided,
+    setting,
+)
 from minipaged.models.quantized.stored import Array, Codebook4, Rounding, StoredMatrix, pack, unpack
 
 BLOCK, NESTED_BLOCK = 64, 256
@@ -42,17 +51,17 @@ class NF4(Format):
         self.state = f".weight.quant_state.bitsandbytes__{kind}"
         self.name = f"bitsandbytes, {kind}"
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         blocks = divided(math.prod(shape), BLOCK)
         parts = {
-            ".weight": Part(("U8",), ((divided(math.prod(shape), 2), 1),)),
-            ".weight.absmax": Part(("U8" if self.double else "F32",), ((blocks,),)),
-            ".weight.quant_map": Part(("F32",), ((16,),)),
-            self.state: Part(("U8",), ()),
+            ".weight": TensorSpec(("U8",), ((divided(math.prod(shape), 2), 1),)),
+            ".weight.absmax": TensorSpec(("U8" if self.double else "F32",), ((blocks,),)),
+            ".weight.quant_map": TensorSpec(("F32",), ((16,),)),
+            self.state: TensorSpec(("U8",), ()),
         }
         if self.double:
-            parts[".weight.nested_absmax"] = Part(("F32",), ((divided(blocks, NESTED_BLOCK),),))
-            parts[".weight.nested_quant_map"] = Part(("F32",), ((256,),))
+            parts[".weight.nested_absmax"] = TensorSpec(("F32",), ((divided(blocks, NESTED_BLOCK),),))
+            parts[".weight.nested_quant_map"] = TensorSpec(("F32",), ((256,),))
         return parts
 
     def matrix(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:

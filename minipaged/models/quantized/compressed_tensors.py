@@ -27,8 +27,8 @@ from minipaged.models.quantized.format import (
     FLOATS,
     Format,
     Formats,
-    Part,
     Tensor,
+    TensorSpec,
     check_finite,
     check_float8,
     divided,
@@ -93,7 +93,7 @@ class CompressedTensors(Format):
                 return self.block
         return 1, self.group_size or inputs
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         outputs, inputs = shape
         across, along = self.block_of(shape)
         scales: tuple[tuple[int, ...], ...] = ((divided(outputs, across), divided(inputs, along)),)
@@ -101,33 +101,33 @@ class CompressedTensors(Format):
             scales += ((1,), ())
         parts = {}
         if self.layout == "pack-quantized":
-            parts[".weight_packed"] = Part(("I32",), ((outputs, divided(inputs * self.bits, 32)),))
-            parts[".weight_shape"] = Part(("I64", "I32"), ((2,),), required=False)
-            parts[".weight_scale"] = Part(FLOATS, scales)
+            parts[".weight_packed"] = TensorSpec(("I32",), ((outputs, divided(inputs * self.bits, 32)),))
+            parts[".weight_shape"] = TensorSpec(("I64", "I32"), ((2,),), required=False)
+            parts[".weight_scale"] = TensorSpec(FLOATS, scales)
             if not self.symmetric:
                 packed = ((divided(scales[0][0] * self.bits, 32), scales[0][1]),)
-                parts[".weight_zero_point"] = Part(("I32",), packed)
-            parts[".weight_g_idx"] = Part(("I32", "I64"), ((inputs,),), required=False)
+                parts[".weight_zero_point"] = TensorSpec(("I32",), packed)
+            parts[".weight_g_idx"] = TensorSpec(("I32", "I64"), ((inputs,),), required=False)
         elif self.layout == "int-quantized":
-            parts[".weight"] = Part(("I8",), (shape,))
-            parts[".weight_scale"] = Part(FLOATS, scales)
+            parts[".weight"] = TensorSpec(("I8",), (shape,))
+            parts[".weight_scale"] = TensorSpec(FLOATS, scales)
             if not self.symmetric:
-                parts[".weight_zero_point"] = Part(("I8",), scales)
+                parts[".weight_zero_point"] = TensorSpec(("I8",), scales)
         elif self.layout == "float-quantized":
-            parts[".weight"] = Part(("F8_E4M3",), (shape,))
-            parts[".weight_scale"] = Part(FLOATS, scales)
+            parts[".weight"] = TensorSpec(("F8_E4M3",), (shape,))
+            parts[".weight_scale"] = TensorSpec(FLOATS, scales)
         else:
             if inputs % along:
                 raise ModelError(f"a matrix of {outputs} x {inputs} is no whole number of groups of {along} inputs")
             nvfp4 = self.layout.startswith("nvfp4")
-            parts[".weight_packed"] = Part(("U8",), ((outputs, inputs // 2),))
-            parts[".weight_scale"] = Part(("F8_E4M3",) if nvfp4 else ("U8", "F8_E8M0"), scales)
+            parts[".weight_packed"] = TensorSpec(("U8",), ((outputs, inputs // 2),))
+            parts[".weight_scale"] = TensorSpec(("F8_E4M3",) if nvfp4 else ("U8", "F8_E8M0"), scales)
             if nvfp4:
-                parts[".weight_global_scale"] = Part(("F32",), ((1,), ()))
+                parts[".weight_global_scale"] = TensorSpec(("F32",), ((1,), ()))
         if self.inputs is not None and self.is_calibrated:
-            parts[".input_scale"] = Part(FLOATS, ((1,), ()))
+            parts[".input_scale"] = TensorSpec(FLOATS, ((1,), ()))
             if not self.inputs.symmetric:
-                parts[".input_zero_point"] = Part(("I8",), ((1,), ()))
+                parts[".input_zero_point"] = TensorSpec(("I8",), ((1,), ()))
         return parts
 
     def matrix(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:

@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSpec:
     """What one tensor of a matrix has to be."""
 
     dtypes: tuple[str, ...]
@@ -55,7 +55,7 @@ class Format(ABC):
     """As an error has it: "GPTQ, 4 bits, groups of 128"."""
 
     @abstractmethod
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         """The tensors that hold a matrix [out, in], by what stands behind the module's name: ".qweight", ...
 
         Raises ModelError for a shape that the format cannot hold.

@@ -22,8 +22,8 @@ from minipaged.models.quantized.format import (
     FLOATS,
     Format,
     Formats,
-    Part,
     Tensor,
+    TensorSpec,
     check_finite,
     check_float8,
     divided,
@@ -49,13 +49,13 @@ class FP8(Format):
         self.name = "FP8" if self.block is None else f"FP8 in blocks of {self.block[0]} x {self.block[1]}"
         self.scale = ".weight_scale" if self.block is None else ".weight_scale_inv"
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         shapes: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
         if self.block is not None:
             shapes = (tuple(divided(n, size) for n, size in zip(shape, self.block, strict=True)),)
-        parts = {".weight": Part(("F8_E4M3",), (shape,)), self.scale: Part((*FLOATS, "F8_E8M0"), shapes)}
+        parts = {".weight": TensorSpec(("F8_E4M3",), (shape,)), self.scale: TensorSpec((*FLOATS, "F8_E8M0"), shapes)}
         if self.is_static:
-            parts[".input_scale"] = Part(FLOATS, ((), (1,)))
+            parts[".input_scale"] = TensorSpec(FLOATS, ((), (1,)))
         return parts
 
     def matrix(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:

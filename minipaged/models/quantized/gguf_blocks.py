@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from minipaged.errors import ModelError
-from minipaged.models.quantized.format import Format, Formats, Part, Tensor
+from minipaged.models.quantized.format import Format, Formats, Tensor, TensorSpec
 from minipaged.models.quantized.stored import Array, Grouped, StoredMatrix, pack
 
 BLOCKS: dict[str, tuple[int, int]] = {
@@ -57,12 +57,12 @@ class GGUFBlocks(Format):
         self.kind = kind
         self.name = f"GGUF, {kind}"
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         outputs, inputs = shape
         weights, size = BLOCKS[self.kind]
         if inputs % weights:
             raise ModelError(f"a matrix of {outputs} x {inputs} is no whole number of {self.kind} blocks of {weights}")
-        return {".weight": Part(("U8",), ((outputs, inputs // weights * size),))}
+        return {".weight": TensorSpec(("U8",), ((outputs, inputs // weights * size),))}
 
     def matrix(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:
         outputs, inputs = shape

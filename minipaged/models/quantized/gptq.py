@@ -24,8 +24,8 @@ from minipaged.models.quantized.format import (
     FLOATS,
     Format,
     Formats,
-    Part,
     Tensor,
+    TensorSpec,
     check_finite,
     divided,
     group_size_of,
@@ -70,17 +70,17 @@ class GPTQ(Format):
             )
         self.name = f"GPTQ, {self.bits} bits, groups of {self.group_size or 'a whole row'}"
 
-    def parts(self, shape: tuple[int, int]) -> dict[str, Part]:
+    def parts(self, shape: tuple[int, int]) -> dict[str, TensorSpec]:
         outputs, inputs = shape
         if inputs * self.bits % 32 or outputs * self.bits % 32:
             raise ModelError(f"a matrix of {outputs} x {inputs} does not fill words of 32 bits with {self.bits} each")
         groups = divided(inputs, self.group_size or inputs)
         return {
-            ".qweight": Part(("I32",), ((inputs * self.bits // 32, outputs),)),
-            ".qzeros": Part(("I32",), ((groups, outputs * self.bits // 32),), required=not self.sym),
-            ".scales": Part(FLOATS, ((groups, outputs),)),
-            ".g_idx": Part(("I32",), ((inputs,),), required=self.desc_act),
-            ".bias": Part(FLOATS, ((outputs,),), required=False),  # AutoGPTQ writes zeros where there is none
+            ".qweight": TensorSpec(("I32",), ((inputs * self.bits // 32, outputs),)),
+            ".qzeros": TensorSpec(("I32",), ((groups, outputs * self.bits // 32),), required=not self.sym),
+            ".scales": TensorSpec(FLOATS, ((groups, outputs),)),
+            ".g_idx": TensorSpec(("I32",), ((inputs,),), required=self.desc_act),
+            ".bias": TensorSpec(FLOATS, ((outputs,),), required=False),  # AutoGPTQ writes zeros where there is none
         }
 
     def matrix(self, shape: tuple[int, int], tensors: Mapping[str, Tensor]) -> StoredMatrix:

@@ -75,7 +75,7 @@ def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class TensorToWrite:
     """A tensor as it goes into a file."""
 
     dtype: str
@@ -85,13 +85,13 @@ class Written:
     """Its values: from memory, or from another file."""
 
     @classmethod
-    def of(cls, dtype: str, values: Array) -> Written:
+    def of(cls, dtype: str, values: Array) -> TensorToWrite:
         """`values`, of a NumPy type as wide as `dtype`."""
         values = np.ascontiguousarray(values, STORED_DTYPES[dtype])
         return cls(dtype, values.shape, lambda: values)
 
     @classmethod
-    def copied(cls, stored: StoredTensor) -> Written:
+    def copied(cls, stored: StoredTensor) -> TensorToWrite:
         """The same bytes."""
         count = int(np.prod(stored.shape))
 
@@ -101,7 +101,7 @@ class Written:
         return cls(stored.dtype, stored.shape, read)
 
 
-def as_tensors(matrix: Grouped, layout: Layout, symmetric: bool) -> dict[str, Written]:
+def as_tensors(matrix: Grouped, layout: Layout, symmetric: bool) -> dict[str, TensorToWrite]:
     """One matrix, by what stands behind the module's name."""
     num_outputs, num_groups = matrix.scales.shape
     if isinstance(matrix.zeros, int):
@@ -112,21 +112,21 @@ def as_tensors(matrix: Grouped, layout: Layout, symmetric: bool) -> dict[str, Wr
     codes = as_words(matrix.codes)  # [out, words]
     if layout == "compressed-tensors":
         tensors = {
-            ".weight_packed": Written.of("I32", codes.view(np.int32)),
-            ".weight_scale": Written.of("F16", matrix.scales),
-            ".weight_shape": Written.of("I64", np.array(matrix.shape)),
+            ".weight_packed": TensorToWrite.of("I32", codes.view(np.int32)),
+            ".weight_scale": TensorToWrite.of("F16", matrix.scales),
+            ".weight_shape": TensorToWrite.of("I64", np.array(matrix.shape)),
         }
         if not symmetric:
-            tensors[".weight_zero_point"] = Written.of("I32", zero_words.T.view(np.int32))
+            tensors[".weight_zero_point"] = TensorToWrite.of("I32", zero_words.T.view(np.int32))
         return tensors
     if symmetric:  # the first format: less 1, of the word
         zero_words = zero_words - np.resize(np.array(ONES[matrix.bits], np.uint32), zero_words.shape[1])
     index = np.arange(matrix.shape[1]) // matrix.group_size if matrix.group_index is None else matrix.group_index
     return {
-        ".qweight": Written.of("I32", codes.T.view(np.int32)),
-        ".qzeros": Written.of("I32", zero_words.view(np.int32)),
-        ".scales": Written.of("F16", matrix.scales.T),
-        ".g_idx": Written.of("I32", index),
+        ".qweight": TensorToWrite.of("I32", codes.T.view(np.int32)),
+        ".qzeros": TensorToWrite.of("I32", zero_words.view(np.int32)),
+        ".scales": TensorToWrite.of("F16", matrix.scales.T),
+        ".g_idx": TensorToWrite.of("I32", index),
     }
 
 
@@ -178,7 +178,7 @@ def write_quantized(
 
     An array takes the place of a tensor in that one's own dtype.
     """
-    tensors: dict[str, Written] = {}
+    tensors: dict[str, TensorToWrite] = {}
     for name, stored in checkpoint_tensors(source).items():
         new = changed.get(name)
         if isinstance(new, Grouped):
@@ -186,9 +186,9 @@ def write_quantized(
             parts = as_tensors(new, layout, recipe.symmetric)
             tensors |= {f"{module}{part}": each for part, each in parts.items()}
         elif new is not None:
-            tensors[name] = Written.of(stored.dtype, as_stored(new, stored.dtype))
+            tensors[name] = TensorToWrite.of(stored.dtype, as_stored(new, stored.dtype))
         else:
-            tensors[name] = Written.copied(stored)
+            tensors[name] = TensorToWrite.copied(stored)
     write_safetensors(folder / "model.safetensors", tensors)
     config = read_json(source / "config.json") | {"quantization_config": settings_of(recipe, layout)}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -209,7 +209,7 @@ def found(folder: Path, patterns: Iterable[str]) -> list[Path]:
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Written]) -> None:
+def write_safetensors(path: Path, tensors: Mapping[str, TensorToWrite]) -> None:
     """A safetensors file (see loading.py), written tensor by tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     end = 0  # bytes

@@ -13,10 +13,10 @@ from typing import Any
 
 from minipaged.engine.policy import carry_seconds
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Style
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot, Style
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, NOT_SIMULATED, RATES, crossover, trace
 from minipaged.paper.machines import machine
-from minipaged.paper.serving import BATCH_TOKENS, PREFILL_FIRST, Serving
+from minipaged.paper.serving import BATCH_TOKENS, PREFILL_FIRST, ServingSetup
 
 OURS: Style = "ours"
 QUICK_SECONDS, SECONDS = 200.0, 1200.0
@@ -71,7 +71,7 @@ class ChunkedPrefill(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         seconds = QUICK_SECONDS / 4 if quick else SECONDS / 2
         return [
-            Serving(
+            ServingSetup(
                 "vLLM",
                 self.MODEL,
                 self.DATASET,
@@ -86,10 +86,10 @@ class ChunkedPrefill(Figure):
             for rate in self.RATES
         ]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         of: dict[tuple[str, int], dict[float, Any]] = {kind: {} for kind in self.KINDS.values()}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             of[job.policy, job.batch_tokens][job.rate] = result
         plots, checks = [], []
         for objective, (first, after) in OBJECTIVES.items():
@@ -117,7 +117,7 @@ class ChunkedPrefill(Figure):
                 Check(f"99 % of times between tokens, {self.AT:g}/s, {name}", None, tail, None, unit=" s"),
                 Check(f"the longest, {self.AT:g}/s, {name}", None, longest, None, unit=" s"),
             ]
-        return Outcome(plots, checks, notes=self._notes(slowest))
+        return FigureResult(plots, checks, notes=self._notes(slowest))
 
     def _notes(self, slowest: Mapping[str, Sequence[published.Point]]) -> list[str]:
         """`slowest`: what 99 % of the times between tokens do not exceed, by rate."""
@@ -194,15 +194,15 @@ class OrdersOfService(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         seconds = QUICK_SECONDS if quick else SECONDS
         return [
-            Serving("vLLM", "OPT-13B", "ShareGPT", rate, seconds, seed, policy=policy, urgent=URGENT)
+            ServingSetup("vLLM", "OPT-13B", "ShareGPT", rate, seconds, seed, policy=policy, urgent=URGENT)
             for policy in self.POLICIES
             for rate in self.RATES
         ]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         of: dict[str, dict[float, Any]] = {policy: {} for policy in self.POLICIES}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             of[job.policy][job.rate] = result
 
         def line(label: str, policy: str, time: str, percentile: str) -> Line:
@@ -252,7 +252,7 @@ class OrdersOfService(Figure):
             )
             for name, time in self.CLASSES.items()
         ]
-        return Outcome(
+        return FigureResult(
             plots,
             checks,
             notes=[
@@ -287,15 +287,15 @@ class EightBits(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         seconds = QUICK_SECONDS if quick else SECONDS
         return [
-            Serving("vLLM", "OPT-13B", "ShareGPT", rate, seconds, seed, kv_bits=bits)
+            ServingSetup("vLLM", "OPT-13B", "ShareGPT", rate, seconds, seed, kv_bits=bits)
             for bits, rates in self.RATES.items()
             for rate in rates
         ]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         lines: dict[int, list[published.Point]] = {bits: [] for bits in self.RATES}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             lines[job.kv_bits].append((job.rate, result["normalized_latency"]))
         plot = Plot(
             self.title,
@@ -307,7 +307,7 @@ class EightBits(Figure):
         knees = {bits: published.knee(sorted(points)) for bits, points in lines.items()}
         checks = [Check(f"{bits} bits, requests/s", None, knee, None, unit="/s") for bits, knee in knees.items()]
         gain = knees[8] / knees[16] if knees[8] and knees[16] else None
-        return Outcome([plot], [*checks, Check("8 bits ÷ 16 bits", None, gain, None, unit="×")])
+        return FigureResult([plot], [*checks, Check("8 bits ÷ 16 bits", None, gain, None, unit="×")])
 
 
 # --- Swap or recompute ----------------------------------------------------------------------------
@@ -351,10 +351,10 @@ class OnePiece(Figure):
             ),
         ]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         of: dict[tuple[str | None, float, bool], list[float]] = {}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             of.setdefault((job.preemption, job.link, job.one_piece), []).append(result["normalized_latency"])
         recompute = of["recompute", 1.0, False]
         plots, checks = [self._one_sequence()], []
@@ -376,7 +376,7 @@ class OnePiece(Figure):
                 ]
                 crosses = crossover(latencies, recompute)
                 checks.append(Check(f"{label}, {name}: log2 of the crossover", None, crosses, None))
-        return Outcome(
+        return FigureResult(
             plots,
             checks,
             notes=[

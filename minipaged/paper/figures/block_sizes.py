@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import log2
 
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import ServingSetup
 from minipaged.scheduling import Way
 
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -23,10 +23,12 @@ NOT_SIMULATED = (
 )
 
 
-def trace(dataset: str, block_size: int, *, quick: bool, seed: int, preemption: Way | None = None) -> Serving:
+def trace(dataset: str, block_size: int, *, quick: bool, seed: int, preemption: Way | None = None) -> ServingSetup:
     """The same requests for each block size."""
     seconds = (QUICK_SECONDS if quick else SECONDS)[dataset]
-    return Serving("vLLM", MODEL, dataset, RATES[dataset], seconds, seed, block_size=block_size, preemption=preemption)
+    return ServingSetup(
+        "vLLM", MODEL, dataset, RATES[dataset], seconds, seed, block_size=block_size, preemption=preemption
+    )
 
 
 def best(latencies: Sequence[float]) -> float:

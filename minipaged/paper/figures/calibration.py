@@ -16,7 +16,7 @@ import numpy as np
 
 from minipaged.paper import published
 from minipaged.paper.calibration import FlatPoint, Means, MeasuredStep, measured_steps, normalized_latency
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.machines import A100_80, A100_FLOPS, SETTINGS, kernels_anew, machine, points_of
 
 TOLERANCE = 4.0
@@ -30,7 +30,7 @@ NUM_RATES = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class KernelCalibration:
     """Fit the law to the measured steps."""
 
     def run(self) -> KernelFit:
@@ -117,10 +117,10 @@ class Calibration(Figure):
     )
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
-        return [Kernels(), *(FlatPoints(model) for model in SETTINGS)]
+        return [KernelCalibration(), *(FlatPoints(model) for model in SETTINGS)]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
-        kernels = results[Kernels()]
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
+        kernels = results[KernelCalibration()]
         by_law = dict(zip(measured_steps(), kernels["seconds"], strict=True))
         plots, checks = of_kernels(by_law), [near(f"{len(by_law)} measured steps", misses(by_law.items()))]
         for kind in ("decode", "prefill", "mixed"):
@@ -142,7 +142,7 @@ class Calibration(Figure):
             errors = [100 * abs(ours / paper - 1) for ours, paper in zip(found["latencies"], printed, strict=True)]
             checks.append(near(f"{len(points)} flat points of {model}", errors))
         worst = max(by_law, key=lambda step: abs(by_law[step] / step.seconds - 1))
-        return Outcome(
+        return FigureResult(
             plots,
             checks,
             notes=[

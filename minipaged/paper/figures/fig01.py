@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, PaperClaim, Plot
 from minipaged.paper.machines import SETTINGS
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import ServingSetup
 
 MODEL, DATASET = "OPT-13B", "ShareGPT"
 """The paper's is a model of 13 billion parameters; which requests it served is not said."""
@@ -73,19 +73,19 @@ class Fig1(Figure):
         "Our machine is calibrated by Fig. 12. What was faster in Fig. 1 is not known.",
     }
 
-    def _serving(self, name: str, batch: int, *, quick: bool, seed: int) -> Serving:
+    def _serving(self, name: str, batch: int, *, quick: bool, seed: int) -> ServingSetup:
         seconds = QUICK_SECONDS if quick else SECONDS
-        return Serving(SYSTEMS[name], MODEL, DATASET, AT_ONCE, seconds, seed, most_running=batch)
+        return ServingSetup(SYSTEMS[name], MODEL, DATASET, AT_ONCE, seconds, seed, most_running=batch)
 
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [self._serving(name, batch, quick=quick, seed=seed) for name in SYSTEMS for batch in BATCHES[name]]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         memory: dict[str, list[published.Point]] = {name: [(0, gigabytes(0))] for name in SYSTEMS}
         throughput: dict[str, list[published.Point]] = {name: [(0, 0.0)] for name in SYSTEMS}
         name_of = {system: name for name, system in SYSTEMS.items()}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             name, queued = name_of[job.system], result["queued"]
             memory[name].append((queued["running"], gigabytes(queued["held"])))
             throughput[name].append((queued["running"], queued["running"] * queued["steps"] / queued["seconds"]))
@@ -120,7 +120,7 @@ class Fig1(Figure):
             for name in SYSTEMS
         ]
         boost = at(speed, in_paper["vLLM"][-1][0]) / at(speed, in_paper["Existing systems"][-1][0])
-        sentence = Sentence(
+        sentence = PaperClaim(
             "vLLM smooths out the rapid growth curve of KV cache memory seen in existing systems, leading to a notable "
             "boost in serving throughput",
             self.section,
@@ -130,7 +130,7 @@ class Fig1(Figure):
             slope(in_paper["vLLM"]) < slope(in_paper["Existing systems"]) and boost >= NOTABLE,
         )
         title = f"{MODEL}, {DATASET}"
-        return Outcome(
+        return FigureResult(
             [
                 Plot(title, "requests in a batch", "memory (GB)", of_memory, y_max=42),
                 Plot(title, "requests in a batch", "tokens/s", of_speed),

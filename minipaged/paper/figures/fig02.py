@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, PaperClaim, Plot
 from minipaged.paper.figures.fig13 import SYSTEMS, serving
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import ServingSetup
 
 TOLERANCE = 2.0
 """Percent of the memory: of tokens. The paper's are one run's, and its way of counting is not described."""
@@ -45,11 +45,11 @@ class Fig2(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [serving(system, "ShareGPT", quick=quick, seed=seed) for system in SYSTEMS]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         printed = published.other("2 share of KV memory (%)")
         ours: dict[str, dict[str, float]] = {}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             shares = {part: 100 * result["queued"][field] for part, field in PARTS.items() if field != "external"}
             ours[job.system] = {**shares, "external and others": 100 - sum(shares.values())}
         groups = [f"{system.replace(' ', chr(10))}\n{whose}" for system in SYSTEMS for whose in ("paper", "ours")]
@@ -71,14 +71,14 @@ class Fig2(Figure):
         ]
         of_tokens = [printed[system]["token states"] for system in SYSTEMS[:-1]]
         own = [ours[system]["token states"] for system in SYSTEMS[:-1]]
-        sentence = Sentence(
+        sentence = PaperClaim(
             f"only {SAID[0]}% - {SAID[1]}% of the KV cache memory is used to store the actual token states",
             "1",
             f"{min(of_tokens)} % to {max(of_tokens)} %",
             f"{min(own):.1f} % to {max(own):.1f} %",
             (min(of_tokens), max(of_tokens)) == SAID,
         )
-        return Outcome(
+        return FigureResult(
             [Plot(self.title, "", "% of the KV memory", bars, y_max=140, groups=groups, stacked=True)],
             checks,
             [sentence],

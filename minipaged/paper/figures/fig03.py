@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from minipaged.engine.engine import Engine
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.machines import machine
 from minipaged.paper.orca import ESTIMATES, OrcaPolicy
 from minipaged.paper.orca_memory import Estimate, OrcaMemory
@@ -35,7 +35,7 @@ DATASET, NUM_REAL, REAL_STEPS = "ShareGPT", 60, 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryScene:
     """Requests that are there at once, served for some steps."""
 
     requests: tuple[tuple[int, int, int], ...]
@@ -84,13 +84,15 @@ class Layout:
             table = request.sequences[0].table
             final, longest = asked[request.request_id]
             chunks.append(
-                Chunk(table.blocks[0], len(table.blocks), table.num_tokens, final - table.num_tokens, longest - final)
+                ReservedChunk(
+                    table.blocks[0], len(table.blocks), table.num_tokens, final - table.num_tokens, longest - final
+                )
             )
         return Chunks(sorted(chunks, key=lambda chunk: chunk.first), engine.blocks.allocator.num_free)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ReservedChunk:
     """One request's, in slots."""
 
     first: int
@@ -106,7 +108,7 @@ class Chunk:
 class Chunks:
     """All of them, in order of place."""
 
-    chunks: list[Chunk]
+    chunks: list[ReservedChunk]
     free: int
     """Slots that nobody has."""
 
@@ -132,9 +134,12 @@ class Fig3(Figure):
         real = draw_lengths(DATASET, NUM_REAL, np.random.default_rng((seed, 0)))
         most = ESTIMATES["Orca (Max)"]
         expected = tuple((prompt, output, most(output)) for prompt, output in real)
-        return [Layout(REQUESTS, NUM_SLOTS, STEPS), Layout(expected, machine(MODEL).num_blocks(1), REAL_STEPS)]
+        return [
+            MemoryScene(REQUESTS, NUM_SLOTS, STEPS),
+            MemoryScene(expected, machine(MODEL).num_blocks(1), REAL_STEPS),
+        ]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         two, real = results.values()  # in the order of `jobs`
         plots = [
             self._plot(
@@ -155,7 +160,7 @@ class Fig3(Figure):
         ]
         total = sum(chunk["size"] for chunk in real["chunks"]) + real["free"]
         held = sum(chunk["tokens"] for chunk in real["chunks"])
-        return Outcome(
+        return FigureResult(
             plots,
             checks,
             notes=[

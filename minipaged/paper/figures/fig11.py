@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.workloads import draw_lengths
 
 PRINTED = {"ShareGPT": (161.31, 337.99), "Alpaca": (19.31, 58.45)}
@@ -32,7 +32,7 @@ class Lengths:
     num: int
     seed: int
 
-    def run(self) -> Drawn:
+    def run(self) -> DrawnLengths:
         """Draw them."""
         drawn = np.array(draw_lengths(self.dataset, self.num, np.random.default_rng((self.seed, 0))))  # [num, 2]
         counts: list[list[int]] = []
@@ -40,11 +40,11 @@ class Lengths:
             first, last, printed = published.histogram(self.dataset, side)
             found, _ = np.histogram(lengths, len(printed), (first, last))  # [bins]
             counts.append(found.tolist())
-        return Drawn(drawn.mean(axis=0).tolist(), counts, int((drawn.sum(axis=1) >= 2048).sum()))
+        return DrawnLengths(drawn.mean(axis=0).tolist(), counts, int((drawn.sum(axis=1) >= 2048).sum()))
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnLengths:
     """Prompts first, then outputs."""
 
     means: list[float]
@@ -73,7 +73,7 @@ class Fig11(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [Lengths(dataset, QUICK_NUM if quick else NUM, seed) for dataset in PRINTED]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         plots, checks = [], []
         for job, found in results.items():
             assert isinstance(job, Lengths)
@@ -93,7 +93,7 @@ class Fig11(Figure):
                     Check(f"{what}, in other bins", 0.0, moved, MOVED, relative=False, unit=" %", kind="exact"),
                 ]
             plots.append(Plot(job.dataset, "tokens", "requests in a bin (%)", lines))
-        return Outcome(
+        return FigureResult(
             plots,
             checks,
             notes=[

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from minipaged.paper import published
 from minipaged.paper.calibration import FlatPoint, Means, flat_points, normalized_latency
-from minipaged.paper.figure import Check, Sentence
+from minipaged.paper.figure import Check, PaperClaim
 from minipaged.paper.figures.panel import Panel
 from minipaged.paper.machines import SETTINGS, machine
 
@@ -95,16 +95,16 @@ class Fig12(Panel):
         paper, found = flat.seconds_per_token, ours.get(flat.rate)
         return Check(f"vLLM at {flat.rate:g}/s", paper, found, HEIGHT, unit=" s", kind="calibrated")
 
-    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
         """Of how many times a baseline's rate vLLM serves."""
-        dataset, knees, found = published.dataset(self.panel), self.knees(ours), list[Sentence]()
+        dataset, knees, found = published.dataset(self.panel), self.knees(ours), list[PaperClaim]()
         for said in SAID:
             if dataset not in said.datasets:
                 continue
             times = [a / b if a and b else None for a, b in zip(knees["vLLM"], knees[said.system], strict=True)]
             in_paper, in_ours = ("no number" if ratio is None else f"{ratio:.2f} x" for ratio in times)
             holds = times[0] is not None and said.least <= round(times[0], 1) <= said.most
-            found.append(Sentence(said.words, self.section, in_paper, in_ours, holds))
+            found.append(PaperClaim(said.words, self.section, in_paper, in_ours, holds))
         if self.name == "12d":
             words = f"improvement [...] over Orca (Oracle) [...] goes from {BASIC:g}x in basic sampling"
             found.append(self.times_said(ours, words, BASIC, READ, section="6.3"))

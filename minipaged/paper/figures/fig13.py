@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.machines import SETTINGS, machine
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import ServingSetup
 
 MODEL = "OPT-13B"
 SYSTEMS = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", "vLLM")
@@ -23,10 +23,10 @@ would be 108,000 requests, of which each takes seconds: a few minutes are long f
 QUICK_SECONDS = {"ShareGPT": 240.0, "Alpaca": 60.0}
 
 
-def serving(system: str, dataset: str, *, quick: bool, seed: int) -> Serving:
+def serving(system: str, dataset: str, *, quick: bool, seed: int) -> ServingSetup:
     """One bar: also of Fig. 2."""
     seconds = (QUICK_SECONDS if quick else SECONDS)[dataset]
-    return Serving(system, MODEL, dataset, RATES[dataset], seconds, seed)
+    return ServingSetup(system, MODEL, dataset, RATES[dataset], seconds, seed)
 
 
 class Fig13(Figure):
@@ -42,7 +42,7 @@ class Fig13(Figure):
     change_it = (
         "Give the machine 24 GiB for K and V (`SETTINGS` in paper/machines.py): do all bars double?",
         "Double the rate (`RATES`): which bars grow, and which were full already?",
-        "Let vLLM's blocks hold 256 tokens (`Serving(block_size=256)`): on which dataset does it hurt?",
+        "Let vLLM's blocks hold 256 tokens (`ServingSetup(block_size=256)`): on which dataset does it hurt?",
     )
 
     why: Mapping[str, str] = {
@@ -53,10 +53,10 @@ class Fig13(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [serving(system, dataset, quick=quick, seed=seed) for dataset in RATES for system in SYSTEMS]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         of: dict[tuple[str, str], Any] = {}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             of[job.dataset, job.system] = result
         plots, checks = [], []
         for dataset, rate in RATES.items():
@@ -74,7 +74,7 @@ class Fig13(Figure):
         share, bars_of = published.other("2 share of KV memory (%)"), published.other("13 batched requests OPT-13B")
         batched = bars_of["ShareGPT 2 req/s"]["vLLM"]
         each = share[ORACLE]["token states"] / 100 * slots / bars_of["ShareGPT 2 req/s"][ORACLE]
-        return Outcome(
+        return FigureResult(
             plots,
             checks,
             notes=[

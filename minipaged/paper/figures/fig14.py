@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from minipaged.paper import published
 from minipaged.paper.calibration import flat_points
-from minipaged.paper.figure import Check, Sentence
+from minipaged.paper.figure import Check, PaperClaim
 from minipaged.paper.figures.panel import Panel
 from minipaged.paper.machines import FURTHER_BEAM, FURTHER_SAMPLE
-from minipaged.paper.serving import Serving, serve
+from minipaged.paper.serving import ServingSetup, serve
 
 RATIO = 0.15
 """How far vLLM ÷ Orca (Oracle) may be from the paper's."""
@@ -56,13 +56,13 @@ class Fig14(Panel):
         kind = "beam search" if self.beams else "parallel sampling"
         self.title = f"Fig. {panel}: {kind}, {self.width} sequences, OPT-13B, Alpaca"
 
-    def serving(self, system: str, rate: float, seconds: float, seed: int) -> Serving:
+    def serving(self, system: str, rate: float, seconds: float, seed: int) -> ServingSetup:
         return replace(super().serving(system, rate, seconds, seed), n=self.width, beams=self.beams)
 
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
         return [self.ratio_check(ours, "vLLM", "Orca (Oracle)", RATIO), *self.knee_checks(ours, None)]
 
-    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
         """Of the widest beams; how the sentence begins is Fig. 12d's."""
         said = f"improvement [...] over Orca (Oracle) [...] goes [...] to {SAID:g}x in beam search with a width of 6"
         return [self.times_said(ours, said, SAID, READ)] if self.name == "14f" else []

@@ -7,8 +7,8 @@ from typing import Any
 
 from minipaged.paper import published
 from minipaged.paper.divergence import DIVERGENCE, GAP
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
-from minipaged.paper.serving import Serving
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, PaperClaim, Plot
+from minipaged.paper.serving import ServingSetup
 
 MODEL, DATASET = "OPT-13B", "Alpaca"
 SEQUENCES = (2, 4, 6)
@@ -25,10 +25,12 @@ SAID = {"parallel": (6.1, 9.8), "beam": (37.6, 55.2)}
 """Percent of the blocks, with least and with most outputs: section 6.3."""
 
 
-def serving(method: str, n: int, divergence: str, *, quick: bool, seed: int) -> Serving:
+def serving(method: str, n: int, divergence: str, *, quick: bool, seed: int) -> ServingSetup:
     """One bar: n outputs of each prompt."""
     seconds = QUICK_SECONDS if quick else SECONDS
-    return Serving("vLLM", MODEL, DATASET, RATES[n], seconds, seed, n=n, beams=method == "beam", divergence=divergence)
+    return ServingSetup(
+        "vLLM", MODEL, DATASET, RATES[n], seconds, seed, n=n, beams=method == "beam", divergence=divergence
+    )
 
 
 class Fig15(Figure):
@@ -43,7 +45,7 @@ class Fig15(Figure):
     )
     change_it = (
         "Take ShareGPT (`DATASET`, and lower `RATES`): its prompts are 8 times as long. The paper says 16 to 31 %.",
-        "Blocks of 1 token (`Serving(block_size=1)`): everything that could be shared is. How much is that?",
+        "Blocks of 1 token (`ServingSetup(block_size=1)`): everything that could be shared is. How much is that?",
         "Let beams stay apart for longer (`GAP = 12` in `divergence.py`): which modelled bars come within 3 points "
         "of the paper's?",
     )
@@ -62,12 +64,12 @@ class Fig15(Figure):
             for n in SEQUENCES
         ]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         printed = published.other("15 memory saving (%) OPT-13B Alpaca, n=2,4,6")
         plots, checks = [], []
         of: dict[tuple[bool, str], list[float]] = {}  # beams, divergence -> by the number of outputs
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             of.setdefault((job.beams, job.divergence), []).append(100 * result["saved_share"])
         measured, modelled = {method: of[method == "beam", "measured"] for method in METHODS}, of[True, "modelled"]
         for method, title in METHODS.items():
@@ -94,14 +96,14 @@ class Fig15(Figure):
             "; ".join(f"{least:.1f} % to {most:.1f} %" for least, most in pairs.values()) for pairs in (ends, own)
         )
         (few, many), (few_beams, many_beams) = SAID.values()
-        sentence = Sentence(
+        sentence = PaperClaim(
             f"{few}% - {many}% memory saving on parallel sampling and {few_beams}% - {many_beams}% on beam search",
             self.section,
             in_paper,
             in_ours,
             {method: tuple(round(share, 1) for share in shares) for method, shares in ends.items()} == SAID,
         )
-        return Outcome(
+        return FigureResult(
             plots,
             checks,
             [sentence],

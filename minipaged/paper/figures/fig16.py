@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Sentence
+from minipaged.paper.figure import Check, PaperClaim
 from minipaged.paper.figures.panel import Panel
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import ServingSetup
 from minipaged.paper.workloads import PREFIX
 
 RATIO = 0.15
@@ -47,7 +47,7 @@ class Fig16(Panel):
         "GPU may find it in its cache after the first: that was not measured.",
     }
 
-    def serving(self, system: str, rate: float, seconds: float, seed: int) -> Serving:
+    def serving(self, system: str, rate: float, seconds: float, seed: int) -> ServingSetup:
         return replace(super().serving(system, rate, seconds, seed), prefix=self.prefix)
 
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
@@ -61,7 +61,7 @@ class Fig16(Panel):
             "queue has less time to grow.",
         ]
 
-    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
         """Of the one ratio."""
         said = SAID[self.panel]
         words = "when the one-shot prefix is shared" if self.panel == "16a" else "when more examples are shared"

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Sentence
+from minipaged.paper.figure import Check, PaperClaim
 from minipaged.paper.figures.panel import Panel
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import ServingSetup
 
 RATIO = 0.2
 """How far vLLM ÷ Orca (Oracle) may be from the paper's."""
@@ -36,7 +36,7 @@ class Fig17(Panel):
         "Let conversations end after every round (`CHAT_ENDS = 1`, and rates as in 12a): how far from 12a is it?",
     )
 
-    def serving(self, system: str, rate: float, seconds: float, seed: int) -> Serving:
+    def serving(self, system: str, rate: float, seconds: float, seed: int) -> ServingSetup:
         return replace(super().serving(system, rate, seconds, seed), dataset="chat")
 
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
@@ -47,7 +47,7 @@ class Fig17(Panel):
             *self.knee_checks(ours, None),
         ]
 
-    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
         """Of how far vLLM is ahead."""
         return [
             self.times_said(ours, f"{SAID:g}x higher request rates compared to the three Orca baselines", SAID, READ)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, PaperClaim, Plot
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, LONG, NOT_SIMULATED, RATES, best, good, trace
 from minipaged.paper.kernel import BLOCK_SIZE, HEAD_DIM, HEADS, DecodeAttention, tiers_here
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import ServingSetup
 
 # --- a --------------------------------------------------------------------------------------------
 
@@ -44,7 +44,7 @@ class Fig18a(Figure):
             for context in CONTEXTS
         ]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         printed = published.other("18a attention kernel (us), context 64,128,256")
         paper = {
             batch: [
@@ -74,14 +74,14 @@ class Fig18a(Figure):
         few, many = ([ratio - 1 for ratio in paper[batch]] for batch in BATCHES)
         here = [check.ours - 1 for check in checks if check.ours is not None]
         says = "20-26% higher attention kernel latency, compared to the highly-optimized FasterTransformer"
-        sentence = Sentence(
+        sentence = PaperClaim(
             says,
             self.section,
             f"{min(many):.0%} to {max(many):.0%} with 32 sequences, {min(few):.0%} to {max(few):.0%} with 8",
             f"{min(here):+.0%} to {max(here):+.0%}, on other hardware and beside other programs",
             round(min(everything), 2) >= 0.2 and round(max(everything), 2) <= 0.26,
         )
-        return Outcome(
+        return FigureResult(
             plots,
             checks,
             [sentence],
@@ -127,11 +127,11 @@ class Fig18b(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [trace(dataset, size, quick=quick, seed=seed) for dataset in DATASETS for size in BLOCK_SIZES]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         printed = published.other("18b normalized latency (s/token) by block size")
         of: dict[tuple[str, int], Any] = {}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             of[job.dataset, job.block_size] = result
         plots, checks, shares = [], [], []
         for dataset in DATASETS:
@@ -157,7 +157,7 @@ class Fig18b(Figure):
             ]
             small, large = (of[dataset, size]["queued"]["tokens"] for size in (16, 256))
             shares.append(f"{dataset} {small:.0%} and {large:.0%}")
-        return Outcome(
+        return FigureResult(
             plots,
             checks,
             notes=[

@@ -11,10 +11,10 @@ from typing import Any
 
 from minipaged.engine.policy import carry_seconds
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, PaperClaim, Plot
 from minipaged.paper.figures.block_sizes import BLOCK_SIZES, MODEL, NOT_SIMULATED, RATES, crossover, trace
 from minipaged.paper.machines import machine
-from minipaged.paper.serving import Serving
+from minipaged.paper.serving import ServingSetup
 from minipaged.scheduling import Way
 
 TOKENS = 256
@@ -39,15 +39,17 @@ class WaysBack:
     block_size: int
     tokens: int
 
-    def run(self) -> Costs:
+    def run(self) -> ComebackCosts:
         """By the machine."""
         made = machine(self.model)
         blocks = -(-self.tokens // self.block_size)
-        return Costs(carry_seconds(made.costs(self.block_size), blocks), made.step_seconds(1, self.tokens, self.tokens))
+        return ComebackCosts(
+            carry_seconds(made.costs(self.block_size), blocks), made.step_seconds(1, self.tokens, self.tokens)
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Costs:
+class ComebackCosts:
     """Seconds."""
 
     one_way: float
@@ -75,7 +77,7 @@ class Fig19a(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [WaysBack(MODEL, size, TOKENS) for size in BLOCK_SIZES]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         printed = published.other("19a time (ms) by block size")
         found = [results[WaysBack(MODEL, size, TOKENS)] for size in BLOCK_SIZES]
         one_way = [1e3 * one["one_way"] for one in found]
@@ -119,7 +121,7 @@ class Fig19a(Figure):
                 relative=False,
             )
         )
-        return Outcome(
+        return FigureResult(
             [Plot(self.title, "block size (tokens)", "ms", lines, log_x=True, y_max=150)],
             checks,
             [self._sentence(printed, ours)],
@@ -131,12 +133,12 @@ class Fig19a(Figure):
             ],
         )
 
-    def _sentence(self, printed: Mapping[str, list[float]], ours: Mapping[str, list[float]]) -> Sentence:
+    def _sentence(self, printed: Mapping[str, list[float]], ours: Mapping[str, list[float]]) -> PaperClaim:
         def shares(of: Mapping[str, list[float]]) -> str:
             parts = [a / b for a, b in zip(of["Recompute"], of["Swap in + out"], strict=True)]
             return f"{min(parts):.0%} to {max(parts):.0%} of it"
 
-        return Sentence(
+        return PaperClaim(
             "recomputation overhead is never higher than 20% of swapping's latency",
             self.section,
             f"{shares(printed)}; it would be true of being slower by 20 %",
@@ -183,11 +185,11 @@ class Fig19b(Figure):
             for size in BLOCK_SIZES
         ]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         printed = published.other("19b normalized latency (s/token) by block size, OPT-13B ShareGPT")
         of: dict[tuple[Way | None, int], Any] = {}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             of[job.preemption, job.block_size] = result
         ours = {name: [of[way, size]["normalized_latency"] for size in BLOCK_SIZES] for name, way in WAYS.items()}
         lines = [
@@ -218,7 +220,7 @@ class Fig19b(Figure):
             )
         )
         preempted = ", ".join(f"{of['recompute', size]['preempted']} with {size}" for size in (1, 16, 256))
-        return Outcome(
+        return FigureResult(
             [Plot(self.title, "block size (tokens)", "normalized latency (s/token)", lines, log_x=True, log_y=True)],
             checks,
             notes=[

@@ -9,8 +9,8 @@ from typing import Any
 
 from minipaged.paper import published
 from minipaged.paper.calibration import flat_points
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot, Sentence
-from minipaged.paper.serving import Serving, systems
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, PaperClaim, Plot
+from minipaged.paper.serving import ServingSetup, systems
 
 BEYOND = 1.1, 1.2
 """Each curve goes on to so many times the rate at which the paper's leaves its panel, or of its last point."""
@@ -66,9 +66,9 @@ class Panel(Figure):
         self.model = published.model(panel)
         self.systems = list(published.curves(panel))
 
-    def serving(self, system: str, rate: float, seconds: float, seed: int) -> Serving:
+    def serving(self, system: str, rate: float, seconds: float, seed: int) -> ServingSetup:
         """One point of a curve."""
-        return Serving(system, self.model, published.dataset(self.panel), rate, seconds, seed)
+        return ServingSetup(system, self.model, published.dataset(self.panel), rate, seconds, seed)
 
     def rates(self, system: str) -> list[float]:
         """Those of the paper's points, each once; one beyond the panel, or two where its curve does not leave it; and
@@ -86,7 +86,7 @@ class Panel(Figure):
         """Ours."""
         found: dict[str, list[published.Point]] = {system: [] for system in self.systems}
         for job, result in results.items():
-            assert isinstance(job, Serving)
+            assert isinstance(job, ServingSetup)
             found[job.system].append((job.rate, result["normalized_latency"]))
         return {system: sorted(points) for system, points in found.items()}
 
@@ -130,18 +130,18 @@ class Panel(Figure):
 
     def times_said(
         self, ours: Mapping[str, Sequence[published.Point]], words: str, times: float, read: float, section: str = ""
-    ) -> Sentence:
+    ) -> PaperClaim:
         """A sentence by which vLLM serves so many times the requests of Orca (Oracle). `read`: how far what is read off
         the paper's curves may be from it, as a part of it. `section`: where it stands, else the figure's."""
         paper, found = self.ratios(ours, "vLLM", "Orca (Oracle)")
         in_paper, in_ours = ("no number" if x is None else f"{x:.2f} x" for x in (paper, found))
         holds = paper is not None and abs(paper / times - 1) <= read
-        return Sentence(words, section or self.section, in_paper, in_ours, holds)
+        return PaperClaim(words, section or self.section, in_paper, in_ours, holds)
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         ours = self.curves(results)
         notes = [*self.notes(), *self.without_knee(ours)]
-        return Outcome([self.plot(ours)], self.checks(ours), self.sentences(ours), notes)
+        return FigureResult([self.plot(ours)], self.checks(ours), self.sentences(ours), notes)
 
     def without_knee(self, ours: Mapping[str, Sequence[published.Point]]) -> list[str]:
         """Why the table has places without a number, if it has: which curves do not come to their knees."""
@@ -158,7 +158,7 @@ class Panel(Figure):
     def checks(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Check]:
         """What is compared; knees are at `published.KNEE` seconds a token."""
 
-    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[Sentence]:
+    def sentences(self, ours: Mapping[str, Sequence[published.Point]]) -> list[PaperClaim]:
         """Of the paper, about its panel."""
         return []
 

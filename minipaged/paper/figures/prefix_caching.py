@@ -17,7 +17,7 @@ from typing import Any
 
 from minipaged.engine.prefix_cache import PrefixCache
 from minipaged.errors import InvalidRequest
-from minipaged.paper.figure import Check, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, FigureResult, Job, Line, Plot
 from minipaged.paper.figures.from_files import FromFiles
 from minipaged.simulation.simulated import simulated_tier
 
@@ -119,7 +119,7 @@ class PrefixCaching(FromFiles):
         most = 2000 if quick else 0
         return [CachedTrace(path, size, most) for path in paths for size in (*SIZES, 0)]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         rates: dict[str, dict[int, float]] = {name: {} for name in TRACES}
         for job, result in results.items():
             assert isinstance(job, CachedTrace)
@@ -140,7 +140,7 @@ class PrefixCaching(FromFiles):
         for name, of in rates.items():
             checks.append(Check(f"{name}: hit rate of an endless cache", CEILING[name], of[0], None, False))
         plot = Plot(self.title, "million tokens", "hit rate", lines, log_x=True)
-        return Outcome(
+        return FigureResult(
             [plot],
             checks,
             notes=[

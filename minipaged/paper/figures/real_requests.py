@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from minipaged.paper import published
-from minipaged.paper.figure import Check, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, FigureResult, Job, Line, Plot
 from minipaged.paper.figures.from_files import FromFiles
-from minipaged.paper.serving import Served, Serving, serve
+from minipaged.paper.serving import ServingResult, ServingSetup, serve
 from minipaged.paper.workloads import (
     MAX_MODEL_LEN,
-    Asked,
+    PaperRequest,
     at_random,
     at_rate,
     azure,
@@ -37,14 +37,14 @@ QUICK_REQUESTS = 500
 class OfFile:
     """What came of requests from a file."""
 
-    served: Served
+    served: ServingResult
     of_file: int
     """Requests of the file, or of what was taken of it."""
     too_long: int
     """Those of them that were left out."""
 
 
-def of_file(asked: list[Asked], fit: list[Asked], served: Served) -> OfFile:
+def of_file(asked: list[PaperRequest], fit: list[PaperRequest], served: ServingResult) -> OfFile:
     return OfFile(served, len(asked), len(asked) - len(fit))
 
 
@@ -80,7 +80,7 @@ class ServedTrace:
         coming = at_rate(coming, self.rate)
         if self.poisson:
             coming = at_random(coming, self.seed)
-        serving = Serving("vLLM", self.model, "Azure", self.rate, coming[-1].seconds, self.seed)
+        serving = ServingSetup("vLLM", self.model, "Azure", self.rate, coming[-1].seconds, self.seed)
         return of_file(asked, fit, serve(serving, coming))
 
 
@@ -117,7 +117,7 @@ class Azure(FromFiles):
         most = QUICK_REQUESTS if quick else 0
         return [ServedTrace(paths[0], rate, seed, *kind, most) for kind in self.KINDS.values() for rate in self.RATES]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         of_kind: dict[tuple[bool, bool], dict[float, Any]] = {kind: {} for kind in self.KINDS.values()}
         for job, result in results.items():
             assert isinstance(job, ServedTrace)
@@ -147,7 +147,7 @@ class Azure(FromFiles):
             "The trace's clock is slowed to each rate: its bursts keep their requests, and last longer. Knees are at "
             f"{published.KNEE} s/token of normalized latency, as in Fig. 12. Any order: who comes when is drawn."
         )
-        return Outcome(plots, checks, notes=[left_out(results), slowed])
+        return FigureResult(plots, checks, notes=[left_out(results), slowed])
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class ServedLengths:
         asked = sharegpt(Path(self.path))
         fit = that_fit(asked)
         coming = poisson(partial(draw_pairs, fit, apart=self.apart), self.rate, self.seconds, self.seed)
-        serving = Serving(self.system, self.model, "ShareGPT", self.rate, self.seconds, self.seed)
+        serving = ServingSetup(self.system, self.model, "ShareGPT", self.rate, self.seconds, self.seed)
         return of_file(asked, fit, serve(serving, coming))
 
 
@@ -205,7 +205,7 @@ class ShareGPTPairs(FromFiles):
         asked += [("vLLM", rate, True) for rate in self.RATES["vLLM"]]
         return [ServedLengths(paths[0], system, rate, seconds, seed, apart) for system, rate, apart in asked]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         ours: dict[str, list[published.Point]] = {}
         for job, result in results.items():
             assert isinstance(job, ServedLengths)
@@ -222,7 +222,7 @@ class ShareGPTPairs(FromFiles):
             checks.append(Check(f"vLLM ÷ {system}", in_paper, in_ours, None, unit="×"))
         plot = Plot(self.title, "requests/s", "normalized latency (s/token)", lines, y_max=1.0)
         other = "The paper's lines and numbers are of Fig. 12a, with its own mix of lengths: nothing is judged."
-        return Outcome([plot], checks, notes=[left_out(results), other])
+        return FigureResult([plot], checks, notes=[left_out(results), other])
 
 
 REAL_REQUESTS = (Azure(), ShareGPTPairs())

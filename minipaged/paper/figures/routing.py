@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 from minipaged.engine.engine import Engine
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.machines import machine
 from minipaged.paper.serving import BATCH_TOKENS, VOCABULARY
 from minipaged.paper.workloads import MAX_MODEL_LEN, Round, conversations
@@ -72,7 +72,7 @@ class Talk:
         return True
 
 
-class Replica:
+class SimulatedReplica:
     """An engine with a prefix cache, on a machine and a clock of its own."""
 
     def __init__(self, model: str) -> None:
@@ -107,7 +107,7 @@ class Fleet:
 
     def __init__(self, router: Router, num_replicas: int, model: str) -> None:
         self._router, self._told = router, 0.0
-        self._replicas = {str(i): Replica(model) for i in range(num_replicas)}
+        self._replicas = {str(i): SimulatedReplica(model) for i in range(num_replicas)}
         for name in self._replicas:
             router.added(name)
         self._coming: list[tuple[float, int, Callable[[float], None]]] = []
@@ -152,7 +152,7 @@ class Fleet:
         loads = {name: replica.load for name, replica in self._replicas.items()}
         self._replicas[self._router.choose(talk.prompt, loads)].take(talk, seconds)
 
-    def _step(self, replica: Replica) -> None:
+    def _step(self, replica: SimulatedReplica) -> None:
         for output in [update.output for update in replica.engine.step() if update.output]:
             (talk, came), metrics = replica.asked.pop(output.request_id), output.metrics
             assert metrics.first_token_time is not None
@@ -209,7 +209,7 @@ class Routing(Figure):
         seconds = QUICK_SECONDS if quick else SECONDS
         return [RoutedChats(router, num, self.RATE, seconds, seed) for router in ROUTERS for num in self.REPLICAS]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         of: dict[tuple[str, int], Any] = {}
         for job, result in results.items():
             assert isinstance(job, RoutedChats)
@@ -240,4 +240,4 @@ class Routing(Figure):
             "(pauses and ends are assumed). No two have anything in common. The routers are those of `minipaged serve "
             "--replicas`, and are told of the caches once a second."
         )
-        return Outcome(plots, checks, notes=[note])
+        return FigureResult(plots, checks, notes=[note])

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from minipaged.events import BlockCopied, BlocksFreed, PrefixReused, StepFinished, TokensComputed
-from minipaged.paper.figure import Blocks, Box, Check, Entry, Figure, Job, Outcome, Table
-from minipaged.paper.telling import WORKERS, Asked, Tale, Told, entries
+from minipaged.paper.figure import Blocks, Box, Check, Entry, Figure, FigureResult, Job, Table
+from minipaged.paper.telling import WORKERS, RetoldRun, Tale, TaleRequest, entries
 from minipaged.replay.state import LiveSequence, State
 
 TOLERANCE = 0.0
@@ -49,20 +49,20 @@ class Stepped(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [replace(self.tale, seed=seed)]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         [result] = results.values()
-        told = Told(result)
-        return Outcome(self.pictures(told), self.checks(told), notes=self.notes(told), recording=told.recording)
+        told = RetoldRun(result)
+        return FigureResult(self.pictures(told), self.checks(told), notes=self.notes(told), recording=told.recording)
 
     @abstractmethod
-    def pictures(self, told: Told) -> list[Blocks]:
+    def pictures(self, told: RetoldRun) -> list[Blocks]:
         """Of the moments that tell."""
 
     @abstractmethod
-    def checks(self, told: Told) -> list[Check]:
+    def checks(self, told: RetoldRun) -> list[Check]:
         """What the paper says of its figure as facts."""
 
-    def notes(self, told: Told) -> list[str]:
+    def notes(self, told: RetoldRun) -> list[str]:
         return []
 
 
@@ -99,13 +99,13 @@ class Fig4(Stepped):
     tale = Tale(
         "A scheduler, a KV cache manager, and workers",
         (SPEECH, TIMES),
-        (Asked(PROMPT, 5), Asked("It was the best of", 4, after=1)),
+        (TaleRequest(PROMPT, 5), TaleRequest("It was the best of", 4, after=1)),
         first_blocks=(7, 1, 5, 2, 3),
     )
     moment = 3
     """The step of the pictures."""
 
-    def pictures(self, told: Told) -> list[Blocks]:
+    def pictures(self, told: RetoldRun) -> list[Blocks]:
         state = told.after_step(self.moment)
         manager = told.picture(f"KV cache manager, step {self.moment}", state)
         seen = told.sent[self.moment - 1]["seen"]
@@ -125,7 +125,7 @@ class Fig4(Stepped):
         ]
         return Blocks(f"worker {number}: its heads' K and V", manager.block_size, tables, pool)
 
-    def checks(self, told: Told) -> list[Check]:
+    def checks(self, told: RetoldRun) -> list[Check]:
         steps, numbers = [event.step for event in told.of(StepFinished)], [sent["step"] for sent in told.sent]
         not_one = sum(numbers.count(step) != 1 for step in steps)
         otherwise, unlike = [0] * WORKERS, 0
@@ -145,7 +145,7 @@ class Fig4(Stepped):
             exact("steps for which there was not one message (section 4.6)", 0, not_one),
         ]
 
-    def notes(self, told: Told) -> list[str]:
+    def notes(self, told: RetoldRun) -> list[str]:
         rows = ", ".join(f"“{words}”" for words in told.sent[self.moment - 1]["seen"][0]["queries"])
         return [
             f"What step {self.moment} runs: {rows}. A step is data (`steps.py`), of which only what has changed is "
@@ -166,23 +166,23 @@ class Fig5(Stepped):
     change_it = (
         "Blocks of 2 (`block_size` in `Fig5.tale`): how many does the query read now?",
         "Hand out the blocks in another order (`first_blocks`): what changes but the numbers?",
-        "Let the text go on (`Asked(PROMPT, 9)`): when is a fourth block read?",
+        "Let the text go on (`TaleRequest(PROMPT, 9)`): when is a fourth block read?",
     )
-    tale = Tale("The query of “forth”", (SPEECH,), (Asked(PROMPT, 5),), first_blocks=(4, 1, 2))
+    tale = Tale("The query of “forth”", (SPEECH,), (TaleRequest(PROMPT, 5),), first_blocks=(4, 1, 2))
     moment = 4
     """The step that runs the query."""
 
-    def pictures(self, told: Told) -> list[Blocks]:
+    def pictures(self, told: RetoldRun) -> list[Blocks]:
         [table] = self._read(told)
         said = {block: f"read {number}." for number, block in enumerate(table, 1)}
         state = told.after_step(self.moment)
         return [told.picture("the query “forth” reads three blocks", state, marked=table, said=said)]
 
-    def _read(self, told: Told) -> list[list[int]]:
+    def _read(self, told: RetoldRun) -> list[list[int]]:
         """The tables by which the step reads."""
         return list(told.sent[self.moment - 1]["seen"][0]["tables"].values())
 
-    def checks(self, told: Told) -> list[Check]:
+    def checks(self, told: RetoldRun) -> list[Check]:
         [table] = self._read(told)
         state = told.after_step(self.moment)
         words = [told.words_in(state, block) for block in table]
@@ -196,7 +196,7 @@ class Fig5(Stepped):
             exact("tokens that it attends to, itself among them", 10, sum(map(len, words))),
         ]
 
-    def notes(self, told: Told) -> list[str]:
+    def notes(self, told: RetoldRun) -> list[str]:
         return [
             "That attention over blocks comes to what attention over one piece does is tested for every kernel "
             "(`tests/agreement/`); tutorial 3 does it by hand."
@@ -224,9 +224,9 @@ class Fig6(Stepped):
         "Blocks of 16 (`block_size`): how many slots are taken for nothing, and for how long?",
         "Blocks of 2 (`block_size`): which steps take a block now?",
     )
-    tale = Tale("Four score and seven years ago our", (SPEECH,), (Asked(PROMPT, 4),), first_blocks=(7, 1, 3))
+    tale = Tale("Four score and seven years ago our", (SPEECH,), (TaleRequest(PROMPT, 4),), first_blocks=(7, 1, 3))
 
-    def pictures(self, told: Told) -> list[Blocks]:
+    def pictures(self, told: RetoldRun) -> list[Blocks]:
         moments = ("after the prompt", "“fathers” fills the last slot", "“brought” takes a block")
         pictures = []
         for step, title in enumerate(moments, 1):
@@ -235,7 +235,7 @@ class Fig6(Stepped):
             pictures.append(told.picture(title, state, marked=new, said=dict.fromkeys(new, "new")))
         return pictures
 
-    def checks(self, told: Told) -> list[Check]:
+    def checks(self, told: RetoldRun) -> list[Check]:
         filled = []
         for step in (1, 2, 3):
             [sequence] = sequences(told.after_step(step))
@@ -270,14 +270,14 @@ class Fig7(Stepped):
     tale = Tale(
         "Two requests, one pool",
         (SPEECH, TIMES),
-        (Asked(PROMPT, 4), Asked("It was the best of", 5, after=1)),
+        (TaleRequest(PROMPT, 4), TaleRequest("It was the best of", 5, after=1)),
         first_blocks=(7, 1, 5, 2, 3),
     )
 
-    def pictures(self, told: Told) -> list[Blocks]:
+    def pictures(self, told: RetoldRun) -> list[Blocks]:
         return [told.picture("A has brought, B times", told.after_step(3))]
 
-    def checks(self, told: Told) -> list[Check]:
+    def checks(self, told: RetoldRun) -> list[Check]:
         state = told.after_step(3)
         a, b = sequences(state)
         empty = [len(one.table) * state.block_size - one.num_computed for one in (a, b)]
@@ -303,11 +303,13 @@ class Fig8(Stepped):
     change_it = (
         "Three samples (`samples=3`): how many copies?",
         "Blocks of 8 (`block_size`): what is still shared when both have written?",
-        "Let a third request ask for the same one step later (`Asked(PROMPT, 4, after=1)`): does it share anything?",
+        "Let a third request come one step later (`TaleRequest(PROMPT, 4, after=1)`): does it share anything?",
     )
-    tale = Tale("Two samples of one prompt", (SPEECH, MOTHERS), (Asked(PROMPT, 4, samples=2),), first_blocks=(7, 1, 3))
+    tale = Tale(
+        "Two samples of one prompt", (SPEECH, MOTHERS), (TaleRequest(PROMPT, 4, samples=2),), first_blocks=(7, 1, 3)
+    )
 
-    def pictures(self, told: Told) -> list[Blocks]:
+    def pictures(self, told: RetoldRun) -> list[Blocks]:
         before, copies = self._before(told), told.of(BlockCopied)
         said = {copy.source: "in place" for copy in copies}
         said |= {copy.destination: f"copy of {copy.source}" for copy in copies}
@@ -316,10 +318,10 @@ class Fig8(Stepped):
             told.picture("each has written its token", told.after_step(2), marked=said, said=said),
         ]
 
-    def _before(self, told: Told) -> State:
+    def _before(self, told: RetoldRun) -> State:
         return told.until(lambda event: isinstance(event, BlockCopied), before=True)
 
-    def checks(self, told: Told) -> list[Check]:
+    def checks(self, told: RetoldRun) -> list[Check]:
         before, after = self._before(told), told.after_step(2)
         copies, samples = told.of(BlockCopied), sequences(before)
         table = samples[0].table
@@ -357,13 +359,13 @@ class Fig9(Stepped):
     tale = Tale(
         "Four beams",
         STORIES,
-        (Asked("It was", 8, beams=BEAMS),),
+        (TaleRequest("It was", 8, beams=BEAMS),),
         num_blocks=17,
         block_size=2,
         odds=(("a", 9.0), ("noon", 0.25)),
     )
 
-    def pictures(self, told: Told) -> list[Blocks]:
+    def pictures(self, told: RetoldRun) -> list[Blocks]:
         before, after, next_ = told.computed_in(DIES), told.after_step(DIES), told.computed_in(DIES + 1)
         freed = set(before.device.holders) - set(after.device.holders)
         new = set(next_.device.holders) - set(after.device.holders)
@@ -380,7 +382,7 @@ class Fig9(Stepped):
         """Of the beams before, those that did not live on."""
         return {beam.number for beam in sequences(before) if beam.number not in after.sequences}
 
-    def checks(self, told: Told) -> list[Check]:
+    def checks(self, told: RetoldRun) -> list[Check]:
         before, after, next_ = told.computed_in(DIES), told.after_step(DIES), told.computed_in(DIES + 1)
         beams, survivors = sequences(before), sequences(next_)
         own_way = [beam for beam in beams if all(before.ref_count(block) == 1 for block in beam.table[1:])]
@@ -399,7 +401,7 @@ class Fig9(Stepped):
             exact("blocks copied", 0, len(told.of(BlockCopied))),
         ]
 
-    def notes(self, told: Told) -> list[str]:
+    def notes(self, told: RetoldRun) -> list[str]:
         dead = self._dead(told.computed_in(DIES), told.after_step(DIES))
         given = [str(list(event.blocks)) for event in told.of(BlocksFreed) if event.sequence in dead]
         return [
@@ -434,9 +436,9 @@ class Fig10(Stepped):
         "A prefix, and two tasks",
         tuple(f"{PREFIX} {task}" for task in TASKS),
         (
-            Asked(PREFIX, 1),
-            Asked(f"{PREFIX} cheese =>", 3, after=1),
-            Asked(f"{PREFIX} I love you =>", 3, after=1),
+            TaleRequest(PREFIX, 1),
+            TaleRequest(f"{PREFIX} cheese =>", 3, after=1),
+            TaleRequest(f"{PREFIX} I love you =>", 3, after=1),
         ),
         num_blocks=14,
         prefix_caching=True,
@@ -444,14 +446,14 @@ class Fig10(Stepped):
     moment = 2
     """The step in which both tasks run."""
 
-    def pictures(self, told: Told) -> list[Blocks]:
+    def pictures(self, told: RetoldRun) -> list[Blocks]:
         state = told.after_step(self.moment)
         return [
             told.picture("the prefix is there", told.after_step(self.moment - 1)),
             told.picture("two requests begin with it", state, marked=held_by(state, 2)),
         ]
 
-    def checks(self, told: Told) -> list[Check]:
+    def checks(self, told: RetoldRun) -> list[Check]:
         state = told.after_step(self.moment)
         reused = {event.sequence: len(event.blocks) for event in told.of(PrefixReused)}
         computed: dict[int, int] = {}
@@ -466,7 +468,7 @@ class Fig10(Stepped):
             exact("blocks of the prefix computed for either", 0, len({*a.table[in_prefix:]} & {*b.table[in_prefix:]})),
         ]
 
-    def notes(self, told: Told) -> list[str]:
+    def notes(self, told: RetoldRun) -> list[str]:
         return [
             "The paper's prefix is named beforehand by whoever offers the service, and its last block may be part "
             "full, marked copy-on-write. Here prefixes are found by their content, as in vLLM today, in full blocks "

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minipaged.paper.figure import Check, Figure, Job, Line, Outcome, Plot
+from minipaged.paper.figure import Check, Figure, FigureResult, Job, Line, Plot
 from minipaged.paper.machines import SETTINGS, machine
 
 PRINTED = {"OPT-13B": (26, 12, 15.7), "OPT-66B": (132, 21, 9.7), "OPT-175B": (346, 264, 60.1)}
@@ -67,7 +67,7 @@ class Table1(Figure):
     def jobs(self, *, quick: bool, seed: int) -> list[Job]:
         return [Sizes(model) for model in PRINTED]
 
-    def outcome(self, results: Mapping[Job, Any]) -> Outcome:
+    def outcome(self, results: Mapping[Job, Any]) -> FigureResult:
         checks: list[Check] = []
         paper: list[tuple[float, float]] = []
         ours: list[tuple[float, float]] = []
@@ -103,7 +103,7 @@ class Table1(Figure):
             groups=list(PRINTED),
         )
         memory = ", ".join(f"{kv} GB for {model}" for model, (_, kv, _) in PRINTED.items())
-        return Outcome(
+        return FigureResult(
             [plot],
             checks,
             notes=[

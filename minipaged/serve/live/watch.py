@@ -59,7 +59,7 @@ from minipaged.events import (
     TokenGenerated,
     TokensComputed,
 )
-from minipaged.replay.state import LETTERS, Pool, State
+from minipaged.replay.state import LETTERS, PoolState, State
 
 INTERVAL = 0.1
 """Seconds between two frames of a page."""
@@ -77,7 +77,7 @@ PLACES = {letter: place for place, letter in enumerate(LETTERS)}
 
 
 @dataclass(eq=False, slots=True)
-class Watched:
+class WatchedRequest:
     """One request, as the page lists it."""
 
     number: int
@@ -125,8 +125,8 @@ class Watch:
         self._whole_since = self._version + 1  # who has not seen this version is told everything
         self._device: OrderedDict[int, int] = OrderedDict()  # block -> version of its last change, in that order
         self._host: OrderedDict[int, int] = OrderedDict()
-        self._requests: OrderedDict[str, Watched] = OrderedDict()  # in the order of their last changes
-        self._ended: deque[Watched] = deque()
+        self._requests: OrderedDict[str, WatchedRequest] = OrderedDict()  # in the order of their last changes
+        self._ended: deque[WatchedRequest] = deque()
         self._figures: deque[tuple[int, tuple[Any, ...]]] = deque(maxlen=KEPT_FIGURES)
         self._num_requests = self._num_queried = 0
         self._ttft: float | None = None  # the longest since the last figures
@@ -292,7 +292,7 @@ class Watch:
                 if earlier := self._requests.get(event.request):  # which has ended: its id is used again
                     self._forget(earlier)
                 prompt = len(event.prompt_token_ids)
-                self._requests[event.request] = Watched(self._num_requests, event.request, prompt, moment)
+                self._requests[event.request] = WatchedRequest(self._num_requests, event.request, prompt, moment)
                 self._num_requests += 1
                 self._tell(event.request)
             case RequestAdmitted():
@@ -336,13 +336,13 @@ class Watch:
             request.found = event.blocks
         self._tell(name)
 
-    def _end(self, request: Watched, reason: str) -> None:
+    def _end(self, request: WatchedRequest, reason: str) -> None:
         request.ended = reason
         self._ended.append(request)
         if len(self._ended) > KEPT_REQUESTS:
             self._forget(self._ended[0])
 
-    def _forget(self, request: Watched) -> None:
+    def _forget(self, request: WatchedRequest) -> None:
         """Who has not seen its end is told everything."""
         self._ended.remove(request)
         del self._requests[request.name]
@@ -382,7 +382,7 @@ class Watch:
             frame["error"] = self.error
         return frame
 
-    def _runs(self, pool: Pool, blocks: list[int]) -> list[list[int]]:
+    def _runs(self, pool: PoolState, blocks: list[int]) -> list[list[int]]:
         """What is so of these blocks, those together that stand together and are alike."""
         runs: list[list[int]] = []
         cached = self.state.cached if pool is self.state.device else ()
@@ -403,7 +403,7 @@ class Watch:
             end = block + 1
         return runs
 
-    def _row(self, request: Watched) -> tuple[Any, ...]:
+    def _row(self, request: WatchedRequest) -> tuple[Any, ...]:
         live = self.state.requests.get(request.name) if not request.ended else None
         return (
             request.number,

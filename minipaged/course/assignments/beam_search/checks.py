@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from minipaged import contracts
 from minipaged.contracts import BeamStep
-from minipaged.course.assignments.beam_search.session import ALL, BeamSession, Look, Settings
+from minipaged.course.assignments.beam_search.session import ALL, BeamSession, BeamSettings, Look
 from minipaged.course.grader.assignment import Bench, Check, Performance, Submission, fastest
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
@@ -41,7 +41,7 @@ LEVELS = 20
 class Scenario:
     """The settings of one search, and the logits of each step: a row for each beam that there can be."""
 
-    settings: Settings
+    settings: BeamSettings
     tables: tuple[np.ndarray, ...]
     turned: bool = False
     """Whether the rows come in another order than the beams, after a row that is no beam's."""
@@ -88,7 +88,7 @@ def scenarios(
     table = st.lists(row, min_size=width, max_size=width)
     logits = np.array(draw(st.lists(table, min_size=steps, max_size=steps)), dtype=np.float32) / 4
     logits[:, :, eos] += draw(st.sampled_from(eos_bonus))
-    settings = Settings(params, prompt_length, prompt_length + most, tuple(eos))
+    settings = BeamSettings(params, prompt_length, prompt_length + most, tuple(eos))
     return Scenario(settings, tuple(logits), turned and draw(st.booleans()))
 
 
@@ -203,21 +203,21 @@ def check_copies(bench: Bench) -> None:
 def remote_search(bench: Bench) -> type[contracts.BeamSearch]:
     """The student's search as the engine uses it: every step is made in the worker, and compared."""
 
-    class Remote(contracts.BeamSearch):
+    class RemoteBeamSearch(contracts.BeamSearch):
         def __init__(
             self, params: BeamSearchParams, prompt_length: int, max_length: int, eos_token_ids: Sequence[int]
         ) -> None:
-            self._session = BeamSession(bench, Settings(params, prompt_length, max_length, tuple(eos_token_ids)))
+            self._session = BeamSession(bench, BeamSettings(params, prompt_length, max_length, tuple(eos_token_ids)))
 
         def step(self, logits: Any, rows: Sequence[int], cumulative_logprobs: Sequence[float]) -> BeamStep:
             return self._session.step(logits[list(rows)], range(len(rows)), cumulative_logprobs)
 
-        def __deepcopy__(self, memo: object) -> Remote:
-            twin = Remote.__new__(Remote)
+        def __deepcopy__(self, memo: object) -> RemoteBeamSearch:
+            twin = RemoteBeamSearch.__new__(RemoteBeamSearch)
             twin._session = self._session.copied()
             return twin
 
-    return Remote
+    return RemoteBeamSearch
 
 
 def check_engine(bench: Bench) -> None:

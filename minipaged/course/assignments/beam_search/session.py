@@ -44,7 +44,7 @@ BLOCK_SIZE = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class BeamSettings:
     """What one search is made with."""
 
     params: BeamSearchParams
@@ -81,7 +81,7 @@ class BeamSession(Session):
 
     KIND = "search"
 
-    def __init__(self, bench: Bench, settings: Settings, *, beside: BeamSession | None = None) -> None:
+    def __init__(self, bench: Bench, settings: BeamSettings, *, beside: BeamSession | None = None) -> None:
         super().__init__(bench, beside=beside)
         self.settings = settings
         given = (settings.params, settings.prompt_length, settings.max_length, settings.eos_token_ids)
@@ -343,7 +343,7 @@ class _Stopped(Exception):
     """Where the decisions end."""
 
 
-def carry_out(settings: Settings, steps: Sequence[BeamStep], message: str) -> tuple[list[Event], tuple[str, ...]]:
+def carry_out(settings: BeamSettings, steps: Sequence[BeamStep], message: str) -> tuple[list[Event], tuple[str, ...]]:
     """The engine's events up to the step that went wrong, and the beams' block tables before it."""
 
     class Decided(contracts.BeamSearch):

@@ -22,7 +22,7 @@ from minipaged.course.assignments.block_allocator.session import (
     MANY,
     AllocatorSession,
     Call,
-    Held,
+    HeldBlock,
     Number,
     Several,
     Variable,
@@ -43,7 +43,7 @@ from minipaged.course.grader.serving import Parts, check_texts, check_workloads,
 from minipaged.course.sandbox.contract import Handle, Misbehaviour, Raised
 from minipaged.engine.checked_allocator import MEMBERS
 from minipaged.errors import BlockNotAllocated
-from minipaged.testing.workloads import Run, random_workload
+from minipaged.testing.workloads import WorkloadRun, random_workload
 from minipaged.tiers import plain_parts
 
 LARGEST_POOL = 4
@@ -69,7 +69,7 @@ def programs_of(
     *methods: str, with_numbers: Sequence[str] = (), many: Sequence[str] = (), longest: int = 25
 ) -> st.SearchStrategy[Program]:
     """Programs of calls on held blocks, of `with_numbers` on any number, and of `many` on several."""
-    held = st.builds(Held, st.integers(0, LARGEST_POOL - 1))
+    held = st.builds(HeldBlock, st.integers(0, LARGEST_POOL - 1))
     numbers = st.builds(Number, st.integers(-1, LARGEST_POOL))
     calls = [st.just(Call("allocate"))]
     calls += [st.builds(Call, st.just(method), held) for method in methods if method != "allocate"]
@@ -191,8 +191,8 @@ def any_call(r: random.Random, method: str, num_blocks: int) -> Call:
     if method == "allocate_many":
         return Call(method, Number(r.randrange(num_blocks // 4)))
     if method in MANY:
-        return Call(method, Several(tuple(Held(r.randrange(num_blocks)) for _ in range(r.randrange(MOST_BLOCKS)))))
-    return Call(method, Held(r.randrange(num_blocks)))
+        return Call(method, Several(tuple(HeldBlock(r.randrange(num_blocks)) for _ in range(r.randrange(MOST_BLOCKS)))))
+    return Call(method, HeldBlock(r.randrange(num_blocks)))
 
 
 def fail_shortest(bench: Bench, num_blocks: int, calls: list[Call]) -> None:
@@ -409,7 +409,7 @@ def measure(bench: Bench) -> Performance:
             pools.append(Recorder(num_blocks))
             return pools[-1]
 
-        Run(random_workload(number), allocator=make, steady=False).to_the_end()
+        WorkloadRun(random_workload(number), allocator=make, steady=False).to_the_end()
         runs += [(pool.num_blocks, pool.calls) for pool in pools if pool.calls]
     with bench.beside(Submission.of_reference("block_allocator", "BlockAllocator")) as theirs:
 

@@ -52,7 +52,7 @@ DRAWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBlock:
     """A held block: the `pick`-th (modulo how many there are), in the order in which they were handed out."""
 
     pick: int
@@ -76,12 +76,12 @@ class Number:
 class Several:
     """Blocks for `share_many` and `free_many`; one may occur twice."""
 
-    blocks: tuple[Held | Number, ...]
+    blocks: tuple[HeldBlock | Number, ...]
     once: bool = False
     """Whether they come as an iterator, which can be gone through once only."""
 
 
-Operand = Held | Variable | Number | Several | None
+Operand = HeldBlock | Variable | Number | Several | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class _Table:
+class _Holder:
     """One holder of a block."""
 
     name: str
@@ -113,7 +113,7 @@ class AllocatorSession(Session):
     def __init__(self, bench: Bench, num_blocks: int, part: tuple[Handle, str] | None = None) -> None:
         super().__init__(bench, part)
         self.num_blocks = num_blocks
-        self._tables: list[_Table] = []
+        self._tables: list[_Holder] = []
         self._counted: dict[int, int] | None = None
         """What `_counts` returned last, until a table changes."""
         self._variables: list[tuple[str, int]] = []
@@ -351,7 +351,7 @@ class AllocatorSession(Session):
                 return str(number), number
             case Variable(label):
                 return self._labelled.get(label, ("", None))
-            case Held(pick):
+            case HeldBlock(pick):
                 held = list(self._counts())
                 if not held:
                     return "", None
@@ -403,7 +403,7 @@ class AllocatorSession(Session):
     # --- The diary --------------------------------------------------------------------------------
 
     def _add_table(self, block: int) -> None:
-        table = _Table(letter(self._num_tables).upper(), self._num_tables, letter(self._num_tables).upper(), block)
+        table = _Holder(letter(self._num_tables).upper(), self._num_tables, letter(self._num_tables).upper(), block)
         self._num_tables += 1
         self._tables.append(table)
         self._counted = None
@@ -413,12 +413,12 @@ class AllocatorSession(Session):
             TokensComputed(table.sequence, 1, (block,), 0),
         ]
 
-    def _last_holder(self, block: int) -> _Table:
+    def _last_holder(self, block: int) -> _Holder:
         return next(table for table in reversed(self._tables) if table.block == block)
 
     def _fork(self, block: int) -> None:
         parent = self._last_holder(block)
-        child = _Table(letter(self._num_tables).upper(), self._num_tables, parent.request, block, parent.num_tokens)
+        child = _Holder(letter(self._num_tables).upper(), self._num_tables, parent.request, block, parent.num_tokens)
         self._num_tables += 1
         self._tables.append(child)
         self._counted = None

@@ -85,7 +85,7 @@ class Op:
 
 
 @dataclass(slots=True)
-class _Table:
+class _ExpectedTable:
     """One table, as it should be."""
 
     name: str
@@ -110,7 +110,7 @@ class TableSession(Session):
         self._slots = slots
         self.block_size, self.num_blocks = block_size, num_blocks
         self._pools = {name: OfferedAllocator(plain_parts()[0](num_blocks)) for name in POOLS}
-        self._tables: list[_Table] = []
+        self._tables: list[_ExpectedTable] = []
         self._cached: list[int] = []
         """Blocks of the first pool that somebody else holds."""
         size = max(1, block_size)
@@ -162,7 +162,7 @@ class TableSession(Session):
             n -= 1
         self._succeed_to_append(table, n)
 
-    def _succeed_to_append(self, table: _Table, n: int) -> None:
+    def _succeed_to_append(self, table: _ExpectedTable, n: int) -> None:
         shown = f"{table.name}.append({n})"
         pool, before = self._pools[table.pool], list(table.blocks)
         free = {block for block in range(self.num_blocks) if pool.ref_count(block) == 0}
@@ -271,7 +271,7 @@ class TableSession(Session):
     def _trim_all(self, op: Op) -> None:
         self._trim_to(self._table(op), 0)
 
-    def _trim_to(self, table: _Table, n: int, *, in_any_order: bool = False) -> None:
+    def _trim_to(self, table: _ExpectedTable, n: int, *, in_any_order: bool = False) -> None:
         shown = f"{table.name}.trim({n})"
         kept = self._blocks_for(n)
         expected = table.blocks[kept:][::-1]
@@ -317,7 +317,7 @@ class TableSession(Session):
         self._events.append(PrefixReused(table.number, tuple(blocks), "cache"))
         self._compare(shown, f"[{', '.join(f'cached{i}' for i, _ in enumerate(blocks))}]")
 
-    def _an_empty_table(self, op: Op) -> _Table:
+    def _an_empty_table(self, op: Op) -> _ExpectedTable:
         empty = [table for table in self._tables if not table.blocks and table.pool == "allocator"]
         if not empty:
             self._new()
@@ -396,7 +396,9 @@ class TableSession(Session):
         free = [block for block in range(self.num_blocks) if pool.ref_count(block) == 0]
         return free[-1] if free else None
 
-    def _refused(self, table: _Table, call: str, args: tuple[Any, ...], error: type[Exception], why: str) -> None:
+    def _refused(
+        self, table: _ExpectedTable, call: str, args: tuple[Any, ...], error: type[Exception], why: str
+    ) -> None:
         """A call that has to raise and to change nothing."""
         shown = f"{table.name}.{call}"
         self._lines += [f"before = list({table.name}.blocks)", *must_raise(error.__name__, shown, why)]
@@ -410,17 +412,17 @@ class TableSession(Session):
 
     # --- What is right ----------------------------------------------------------------------------
 
-    def _table(self, op: Op) -> _Table:
+    def _table(self, op: Op) -> _ExpectedTable:
         return self._tables[op.a % len(self._tables)]
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _writes_into_shared(self, table: _Table, n: int) -> bool:
+    def _writes_into_shared(self, table: _ExpectedTable, n: int) -> bool:
         partly = table.num_tokens % self.block_size != 0
         return n > 0 and partly and self._count(table.pool, table.blocks[-1]) > 1
 
-    def _needed(self, table: _Table, n: int) -> int:
+    def _needed(self, table: _ExpectedTable, n: int) -> int:
         more = self._blocks_for(table.num_tokens + n) - len(table.blocks)
         return more + self._writes_into_shared(table, n)
 
@@ -442,13 +444,13 @@ class TableSession(Session):
         for table, blocks, num_tokens in zip(self._tables, answers[::2], answers[1::2], strict=True):
             table.seen, table.seen_tokens = _listed(blocks) if _listed(blocks) is not None else blocks, num_tokens
 
-    def _blocks_of(self, table: _Table, shown: str) -> list[int]:
+    def _blocks_of(self, table: _ExpectedTable, shown: str) -> list[int]:
         self._look(shown)
         self._check_kind(table, shown)
         found: list[int] = table.seen
         return found
 
-    def _check_kind(self, table: _Table, shown: str) -> None:
+    def _check_kind(self, table: _ExpectedTable, shown: str) -> None:
         for member, value in (("blocks", table.seen), ("num_tokens", table.seen_tokens)):
             if isinstance(value, Raised):
                 self._lines.append(f"{table.name}.{member}")
@@ -511,7 +513,7 @@ class TableSession(Session):
                 wrong = f"assert {name}.num_free == {free}, {name}.num_free"
             self._fail(message, wrong, invariant=broken or Invariant.EXACT_REFERENCES)
 
-    def _check_slots(self, table: _Table, start: int, stop: int) -> None:
+    def _check_slots(self, table: _ExpectedTable, start: int, stop: int) -> None:
         shown = f"{table.name}.slot_mapping({start}, {stop})"
         [answer] = self._ask([(table.handle, "slot_mapping", (start, stop))], shown)
         if isinstance(answer, Raised):
@@ -532,10 +534,10 @@ class TableSession(Session):
 
     def _add(self, name: str, handle: Handle, pool: str) -> None:
         number = len(self._tables)
-        self._tables.append(_Table(name, number, handle, pool))
+        self._tables.append(_ExpectedTable(name, number, handle, pool))
         self._events += [RequestArrived(f"r{number}", number, (0,), 1), RequestAdmitted(f"r{number}")]
 
-    def _call(self, table: _Table, method: str, args: tuple[Any, ...], shown: str) -> Any:
+    def _call(self, table: _ExpectedTable, method: str, args: tuple[Any, ...], shown: str) -> Any:
         """A call that has to succeed."""
         [answer] = self._ask([(table.handle, method, args)], shown)
         if isinstance(answer, Raised):

@@ -65,7 +65,7 @@ def softmax_attention(query: Any, keys: Any, values: Any, queries: Any, scale: A
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class AttentionCase:
     """One call of `paged_attention`. Contexts and queries: how many tokens each sequence has, and how many are new."""
 
     block_size: int

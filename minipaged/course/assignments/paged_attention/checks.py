@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from minipaged.course.assignments.paged_attention.cases import Case
+from minipaged.course.assignments.paged_attention.cases import AttentionCase
 from minipaged.course.grader.assignment import (
     Bench,
     Check,
@@ -61,13 +61,13 @@ def cases(
     grouped: bool = False,
     size: float = 1.0,
     empty: float = 0.0,
-) -> st.SearchStrategy[Case]:
+) -> st.SearchStrategy[AttentionCase]:
     """Cases of one kind. `causal`: with several new tokens a sequence; `grouped`: with several heads."""
 
     any_size = st.integers(1, 16) | st.sampled_from([32, 64, 100, 128, 255, 256])
 
     @st.composite
-    def draw_case(draw: st.DrawFn) -> Case:
+    def draw_case(draw: st.DrawFn) -> AttentionCase:
         block_size = draw(any_size if block_sizes is None else block_sizes)
         whole = st.integers(1, most_blocks).map(lambda n: n * block_size)
         context = st.just(1) | whole | whole.map(lambda n: max(1, n - 1)) | st.integers(1, most_blocks * block_size)
@@ -78,14 +78,14 @@ def cases(
         heads = kv_heads * (draw(st.integers(1, 4)) if grouped else 1)
         head_dim = draw(st.sampled_from([2, 4, 16, 64]))
         seed = draw(st.integers(0, 1000))
-        return Case(
+        return AttentionCase(
             *(block_size, tuple(contexts), tuple(queries), heads, kv_heads, head_dim, seed), size=size, empty=empty
         )
 
     return draw_case()
 
 
-def property_of(inputs: st.SearchStrategy[Case]) -> Callable[[Bench], None]:
+def property_of(inputs: st.SearchStrategy[AttentionCase]) -> Callable[[Bench], None]:
     """A check of such cases."""
     return lambda bench: search(bench, inputs, lambda case: case.check(bench))
 
@@ -95,7 +95,7 @@ def check_memory(bench: Bench) -> None:
     module, name = bench.part
     peaks = []
     for context in (SHORT, LONG):
-        case = Case(block_size=32, contexts=(context,), queries=(1,), heads=32, kv_heads=1, head_dim=8)
+        case = AttentionCase(block_size=32, contexts=(context,), queries=(1,), heads=32, kv_heads=1, head_dim=8)
         case.check(bench)
         peaks.append(bench.process.modules[1].call("peak_bytes", module, name, *case.arguments(bench)))
     a_position = (peaks[1] - peaks[0]) / (LONG - SHORT)
@@ -286,8 +286,8 @@ def check_model(bench: Bench) -> None:
 # --- Speed ----------------------------------------------------------------------------------------
 
 TIMED = (
-    Case(block_size=16, contexts=(512,) * 8, queries=(1,) * 8, heads=9, kv_heads=3, head_dim=64),
-    Case(block_size=16, contexts=(128,), queries=(128,), heads=9, kv_heads=3, head_dim=64),
+    AttentionCase(block_size=16, contexts=(512,) * 8, queries=(1,) * 8, heads=9, kv_heads=3, head_dim=64),
+    AttentionCase(block_size=16, contexts=(128,), queries=(128,), heads=9, kv_heads=3, head_dim=64),
 )
 """Eight sequences that decode, and a prompt; heads as SmolLM2 has them."""
 

@@ -155,7 +155,7 @@ def wrong_column(weights: Any, H: Any, scales: Any, zeros: Any, bits: Any, answe
 
 
 @dataclass(frozen=True, slots=True)
-class Case(ABC):
+class QuantizeCase(ABC):
     """One call of a method."""
 
     METHOD: ClassVar[str]
@@ -206,7 +206,7 @@ class Case(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Packing(Case):
+class Packing(QuantizeCase):
     """Codes that become bytes."""
 
     METHOD = "pack"
@@ -271,7 +271,7 @@ class Unpacking(Packing):
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding(Case):
+class Rounding(QuantizeCase):
     """Groups of weights that are rounded to nearest."""
 
     METHOD = "round_to_nearest"
@@ -315,7 +315,7 @@ class Rounding(Case):
 
 
 @dataclass(frozen=True, slots=True)
-class Column(Case):
+class Column(QuantizeCase):
     """The first of some columns, rounded; the others make up for it."""
 
     METHOD = "round_column"

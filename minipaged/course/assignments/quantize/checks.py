@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from minipaged.course.assignments.paged_attention.checks import SMALL, random_weights
 from minipaged.course.assignments.quantize import worker as quantize_worker
 from minipaged.course.assignments.quantize.cases import (
-    Case,
     Column,
     Packing,
+    QuantizeCase,
     Rounding,
     Unpacking,
     Yardstick,
@@ -111,7 +111,7 @@ CUT_OFF = Rounding(4, False, groups=(((-1.32e-06, -1e-06),),))
 """A scale that is 8.8e-08 and becomes 6e-08 in float16: so the lowest weight is 22 steps below 0, and 0 has code 15."""
 
 
-def property_of(inputs: st.SearchStrategy[Case], *always: Case) -> Callable[[Bench], None]:
+def property_of(inputs: st.SearchStrategy[QuantizeCase], *always: QuantizeCase) -> Callable[[Bench], None]:
     """A check of such cases. `always`: those that few searches would come upon."""
 
     def check(bench: Bench) -> None:
@@ -130,7 +130,7 @@ def check_matrix(bench: Bench) -> None:
         weights, x = rng.standard_normal((16, 24)).astype(np.float32), related_inputs(rng, 96, 24)
         hessian = x.T @ x / len(x)
         bench.process.forget()
-        made = quantized(Remote(bench, bits, symmetric=seed == 0), weights, hessian, size)
+        made = quantized(RemoteQuantizer(bench, bits, symmetric=seed == 0), weights, hessian, size)
         right = quantized(Here(bits, symmetric=seed == 0), weights, hessian, size)
         error, least = (lost(weights, each, hessian) for each in (made, right))
         if not error <= SLACK * least:
@@ -162,7 +162,7 @@ class Here:
         return getattr(quantize_worker, loop)(self._quantizer, *arguments)
 
 
-class Remote:
+class RemoteQuantizer:
     """The student's, asked for the same in the worker."""
 
     def __init__(self, bench: Bench, bits: int, *, symmetric: bool) -> None:
@@ -174,7 +174,7 @@ class Remote:
         return self._bench.process.modules[0].call(loop, self._quantizer, *arguments)
 
 
-def quantized(quantizer: Here | Remote, weights: Array, hessian: Array | None, size: int) -> Grouped:
+def quantized(quantizer: Here | RemoteQuantizer, weights: Array, hessian: Array | None, size: int) -> Grouped:
     """weights [out, in] as a stored matrix: by GPTQ; without a hessian [in, in] rounded to nearest. Raises Failed."""
     if hessian is None:
         made = quantizer.make("rounded", weights, size)
@@ -219,7 +219,7 @@ class Noting(Activations):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Watched(StoredMatrix):
+class WatchedMatrix(StoredMatrix):
     """A matrix of floats whose inputs are noted."""
 
     weight: Array
@@ -253,7 +253,7 @@ def hessians(loaded: LoadedModel, names: Sequence[str], ids: Sequence[int]) -> d
     noted, watched = {name: Noting() for name in names}, {}
     for name, inputs in noted.items():
         weight = loaded.weights[name]
-        watched[name] = Watched(shape=weight.shape, rounding="float32", activations=inputs, weight=weight)
+        watched[name] = WatchedMatrix(shape=weight.shape, rounding="float32", activations=inputs, weight=weight)
     perplexity_with(loaded, watched, ids)
     return {name: np.sum(inputs.hessian, axis=0) for name, inputs in noted.items()}
 
@@ -268,7 +268,7 @@ def compare(
     of_original = perplexity_with(loaded, {}, measured)
     for method, own_bits, inputs in (("round_to_nearest", bits[0], {}), ("round_column", bits[1], found)):
         values = []
-        for quantizer in (Here(own_bits, symmetric=False), Remote(bench, own_bits, symmetric=False)):
+        for quantizer in (Here(own_bits, symmetric=False), RemoteQuantizer(bench, own_bits, symmetric=False)):
             made = {name: quantized(quantizer, loaded.weights[name], inputs.get(name), size) for name in names}
             try:
                 values.append(perplexity_with(loaded, made, measured))

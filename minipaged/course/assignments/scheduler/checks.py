@@ -19,13 +19,13 @@ from typing import Any
 from hypothesis import strategies as st
 
 from minipaged.course.assignments.block_allocator.checks import carried_allocator
-from minipaged.course.assignments.scheduler.scenes import MAX_MODEL_LEN, PRICES, Scene, scenes
+from minipaged.course.assignments.scheduler.scenes import MAX_MODEL_LEN, PRICES, SchedulerScene, scenes
 from minipaged.course.assignments.scheduler.session import (
     METHODS,
     Rule,
     Scenery,
     SchedulerSession,
-    Settings,
+    SchedulerSettings,
     StudentPolicy,
     counted,
 )
@@ -53,7 +53,7 @@ RUNNING, WAITING, SWAPPED = RequestState.RUNNING, RequestState.WAITING, RequestS
 def check_fits(bench: Bench) -> None:
     """New requests of any size; pools about as large as they need."""
 
-    def run(drawn: tuple[Settings, RequestView, int]) -> None:
+    def run(drawn: tuple[SchedulerSettings, RequestView, int]) -> None:
         settings, request, more = drawn
         most = request.prompt_tokens // settings.block_size
         each = -(-(request.prompt_tokens + request.max_output_tokens - 1) // settings.block_size)
@@ -61,7 +61,7 @@ def check_fits(bench: Bench) -> None:
         SchedulerSession(bench, settings, partial(arrival, settings, request)).fits(request)
 
     room = st.sampled_from([4, 4, 4, 3, 2, 1])
-    settings = st.builds(Settings, st.just(1), st.sampled_from([2, 3, 4, 1]), room, room, st.just(PRICES))
+    settings = st.builds(SchedulerSettings, st.just(1), st.sampled_from([2, 3, 4, 1]), room, room, st.just(PRICES))
     requests = st.builds(
         RequestView,
         st.just("A"),
@@ -73,7 +73,7 @@ def check_fits(bench: Bench) -> None:
     search(bench, st.tuples(settings, requests, st.sampled_from([0, -1, -2])), run)
 
 
-def arrival(settings: Settings, request: RequestView, message: str) -> Scenery:
+def arrival(settings: SchedulerSettings, request: RequestView, message: str) -> Scenery:
     """A request that comes to an engine where nobody else is."""
     name, prompt = request.request_id, tuple(range(request.prompt_tokens))
     drawing = (
@@ -91,16 +91,16 @@ def arrival(settings: Settings, request: RequestView, message: str) -> Scenery:
     return Scenery(drawing, events)
 
 
-def property_of(ask: Callable[[SchedulerSession, Scene], object], **kinds: Any) -> Callable[[Bench], None]:
+def property_of(ask: Callable[[SchedulerSession, SchedulerScene], object], **kinds: Any) -> Callable[[Bench], None]:
     """A check that asks about such scenes."""
 
-    def run(bench: Bench, scene: Scene) -> None:
+    def run(bench: Bench, scene: SchedulerScene) -> None:
         ask(SchedulerSession(bench, scene.settings, scene.scenery), scene)
 
     return lambda bench: search(bench, scenes(**kinds), partial(run, bench))
 
 
-def ask_share_tokens(session: SchedulerSession, scene: Scene) -> None:
+def ask_share_tokens(session: SchedulerSession, scene: SchedulerScene) -> None:
     if running := scene.views(RUNNING):
         session.share_tokens(running)
 
@@ -110,7 +110,7 @@ check_share_tokens = property_of(
 )
 
 
-def ask_victims(session: SchedulerSession, scene: Scene) -> None:
+def ask_victims(session: SchedulerSession, scene: SchedulerScene) -> None:
     """Until one is left, as when ever more blocks are short."""
     running = scene.views(RUNNING)
     while len(running) > 1:
@@ -118,15 +118,15 @@ def ask_victims(session: SchedulerSession, scene: Scene) -> None:
         running = [view for view in running if view.request_id != name]
 
 
-def ask_way_back(session: SchedulerSession, scene: Scene) -> None:
+def ask_way_back(session: SchedulerSession, scene: SchedulerScene) -> None:
     host = scene.blocks.host_allocator
     for view in scene.views(RUNNING):
         if view.num_blocks:
             session.way_back(view, host.num_free if host else 0)
 
 
-def ask_admit(*rules: Rule) -> Callable[[SchedulerSession, Scene], None]:
-    def ask(session: SchedulerSession, scene: Scene) -> None:
+def ask_admit(*rules: Rule) -> Callable[[SchedulerSession, SchedulerScene], None]:
+    def ask(session: SchedulerSession, scene: SchedulerScene) -> None:
         running, waiting = scene.views(RUNNING), scene.views(WAITING, SWAPPED)
         taken = sum(session.right.share_tokens(running).values())
         left = max(1, scene.settings.max_num_batched_tokens - taken - scene.tokens_gone)
@@ -145,7 +145,7 @@ def check_nothing_changes(bench: Bench) -> None:
     check_fits(bench)
     check_share_tokens(bench)
 
-    def run(drawn: tuple[Scene, Scene | None, set[str]]) -> None:
+    def run(drawn: tuple[SchedulerScene, SchedulerScene | None, set[str]]) -> None:
         scene, another, methods = drawn
         session = SchedulerSession(bench, scene.settings, scene.scenery)
         if another:
@@ -173,7 +173,7 @@ def check_nothing_changes(bench: Bench) -> None:
 # --- The engine -----------------------------------------------------------------------------------
 
 
-class Asked:
+class StudentScheduler:
     """The student's scheduler as an engine's, and the student's allocator if one was brought along."""
 
     def __init__(self, bench: Bench) -> None:
@@ -194,13 +194,13 @@ class Asked:
 
 def check_engine(bench: Bench) -> None:
     """Prefix caching, forks, beam search, chunks of prompts, cancelled requests: all that waits and runs, ends."""
-    asked, workloads = Asked(bench), islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS)
+    asked, workloads = StudentScheduler(bench), islice(crowded_workloads(bench.seed), ENGINE_WORKLOADS)
     check_workloads(bench, workloads, asked.make_parts, asked.attach, asked.explain)
 
 
 def check_model(bench: Bench) -> None:
     """The same texts as with the engine's own scheduler."""
-    asked = Asked(bench)
+    asked = StudentScheduler(bench)
     check_texts(bench, asked.make_parts, asked.attach, asked.explain)
 
 

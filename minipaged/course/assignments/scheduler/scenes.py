@@ -1,22 +1,22 @@
 """Made-up moments in the life of an engine, for the questions of assignment 4.
 
-A `Scene` is a few requests: some run, some were preempted, some are new. It is built with the engine's own requests and
-block manager, so what a scheduler is told of it is consistent, and the events that led to it can be replayed.
+A `SchedulerScene` is a few requests: some run, some were preempted, some are new. It is built with the engine's own
+requests and block manager, so what a scheduler sees of it is consistent, and the events that led to it can be replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as ListLike
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from hypothesis import strategies as st
 
-from minipaged.course.assignments.scheduler.session import Scenery, Settings, draw
+from minipaged.course.assignments.scheduler.session import Scenery, SchedulerSettings, draw
 from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.memory import AllocStatus
 from minipaged.engine.policy import FirstComeFirstServed
-from minipaged.engine.sequence import Request, RequestState, Sequence
+from minipaged.engine.sequence import Request, RequestState, SequenceState
 from minipaged.engine.step_writer import StepWriters
 from minipaged.engine.views import view_of
 from minipaged.errors import OutOfBlocks
@@ -42,7 +42,7 @@ STATES: tuple[State, ...] = ("running", "swapped", "dropped", "new")
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RequestPlan:
     """One request of a scene."""
 
     state: State
@@ -68,12 +68,12 @@ class Kept:
 
 
 @dataclass(eq=False)
-class Scene:
+class SchedulerScene:
     """Settings, and requests in these states. Where the blocks for one are not there, it and all after it are new."""
 
-    settings: Settings
+    settings: SchedulerSettings
     num_swap_blocks: int
-    drawn: ListLike[Drawn]
+    drawn: Sequence[RequestPlan]
     turned: bool
     """Whether the scheduler is told of the latest arrivals first."""
     tokens_gone: int
@@ -115,7 +115,7 @@ class Scene:
                     del self.events[before:]
                     self._take_back(request)
 
-    def _arrive(self, drawn: Drawn) -> Request:
+    def _arrive(self, drawn: RequestPlan) -> Request:
         order = len(self.requests)
         prompt = tuple(range(drawn.prompt_tokens))
         params = SamplingParams(n=drawn.num_sequences, max_tokens=drawn.max_output_tokens)
@@ -130,13 +130,13 @@ class Scene:
             final_token_ids=frozenset(),
             max_output_tokens=drawn.max_output_tokens,
             priority=0,
-            sequences=[Sequence(10 * order, list(prompt), [], self.blocks.new_table())],
+            sequences=[SequenceState(10 * order, list(prompt), [], self.blocks.new_table())],
         )
         number = request.sequences[0].sequence_id
         self.events.append(RequestArrived(request.request_id, number, prompt, drawn.num_sequences))
         return request
 
-    def _run(self, request: Request, drawn: Drawn) -> None:
+    def _run(self, request: Request, drawn: RequestPlan) -> None:
         """Compute its prompt, or a part of it, and some tokens; then preempt it, if it was. Raises OutOfBlocks."""
         self.events.append(RequestAdmitted(request.request_id))
         request.state = RequestState.RUNNING
@@ -164,7 +164,7 @@ class Scene:
         """Fork, and generate so many tokens, of which the last is yet to run."""
         first = request.sequences[0]
         for number in range(1, request.num_sequences):
-            child = Sequence(first.sequence_id + number, list(first.tokens), [], self.blocks.new_table())
+            child = SequenceState(first.sequence_id + number, list(first.tokens), [], self.blocks.new_table())
             self.blocks.fork(request, first, child)
             request.sequences.append(child)
         request.prompt_computed = True
@@ -224,20 +224,20 @@ def costs() -> st.SearchStrategy[Costs]:
 def scenes(
     draw_: st.DrawFn,
     *,
-    states: ListLike[State] = STATES,
+    states: Sequence[State] = STATES,
     num_requests: tuple[int, int] = (1, 5),
-    num_sequences: ListLike[int] = (1, 1, 2, 3),
+    num_sequences: Sequence[int] = (1, 1, 2, 3),
     pool: tuple[int, int] = (1, 16),
     beyond_most: bool = False,
     room: tuple[int, int] = (1, 8),
     tokens: tuple[int, int] = (1, 24),
     with_costs: bool = False,
-) -> Scene:
+) -> SchedulerScene:
     """`pool`: blocks, `beyond_most`: counted from the most that all requests together can come to hold; `room`:
     sequences in a batch; `tokens`: in a batch.
     """
     requests = st.builds(
-        Drawn,
+        RequestPlan,
         state=st.sampled_from(states),
         prompt_tokens=st.integers(1, 8),
         max_output_tokens=st.sampled_from([2, 3, 4, 5, 6, 1]),
@@ -247,7 +247,7 @@ def scenes(
     )
     fewest, most = num_requests
     drawn = draw_(st.lists(requests, min_size=fewest, max_size=most))
-    settings = Settings(
+    settings = SchedulerSettings(
         num_blocks=draw_(st.integers(*pool)),
         block_size=draw_(st.sampled_from([1, 2, 3, 4, 4])),
         max_num_seqs=draw_(st.integers(*room)),
@@ -264,6 +264,6 @@ def scenes(
     # First come, first served: those that run came before those that were preempted, and these before the new ones.
     ranks = {"running": 0, "swapped": 1, "dropped": 1, "new": 2}
     in_order = sorted(drawn, key=lambda one: ranks[one.state])
-    return Scene(
+    return SchedulerScene(
         settings, draw_(st.integers(0, 9)), in_order, draw_(st.booleans()), draw_(st.sampled_from([0, 0, 2, 4, 99]))
     )

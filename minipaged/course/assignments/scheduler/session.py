@@ -37,7 +37,7 @@ RULES: tuple[Rule, ...] = ("order", "batch", "blocks", "no idling")
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SchedulerSettings:
     """What one scheduler is made with."""
 
     num_blocks: int
@@ -66,7 +66,7 @@ class SchedulerSession(Session):
     def __init__(
         self,
         bench: Bench,
-        settings: Settings,
+        settings: SchedulerSettings,
         scenery: Callable[[str], Scenery] = lambda message: Scenery(),
         *,
         beside: SchedulerSession | None = None,
@@ -331,7 +331,7 @@ class StudentPolicy(SchedulerSession):
 
     def __init__(self, bench: Bench, *settings: Any) -> None:
         """`settings`: what an engine makes a policy with."""
-        given = Settings(*settings)
+        given = SchedulerSettings(*settings)
         self._engine: Engine | None = None
         super().__init__(bench, replace(given, costs=plain(given.costs)), lambda message: Scenery(self.drawing()))
 

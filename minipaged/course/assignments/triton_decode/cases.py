@@ -30,7 +30,7 @@ def laid_out(blocks: Any, block_tables: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DecodeCase:
     """One call of `paged_decode`. Contexts: how many tokens each sequence has."""
 
     block_size: int
@@ -51,7 +51,7 @@ class Case:
     def tolerance(self) -> float:
         return 1e-2 if self.size > 1 or self.dtype == "float16" else 1e-4
 
-    def smaller(self) -> Iterator[Case]:
+    def smaller(self) -> Iterator[DecodeCase]:
         """Cases with less in them, the smallest first."""
         if len(self.contexts) > 1:
             yield from (replace(self, contexts=(n,)) for n in self.contexts)

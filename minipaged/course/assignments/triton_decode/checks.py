@@ -19,7 +19,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from minipaged.course.assignments.paged_attention.checks import SMALL, compare, random_weights, scarce
-from minipaged.course.assignments.triton_decode.cases import Case
+from minipaged.course.assignments.triton_decode.cases import DecodeCase
 from minipaged.course.grader.assignment import Bench, Check, Failed, Failure, Performance, fastest
 from minipaged.course.grader.points import described
 from minipaged.course.grader.search import search
@@ -54,18 +54,18 @@ def cases(
     most_sequences: int = 1,
     grouped: bool = False,
     size: float = 1.0,
-) -> st.SearchStrategy[Case]:
+) -> st.SearchStrategy[DecodeCase]:
     """Cases of one kind. `grouped`: several query heads for each key/value head."""
 
     @st.composite
-    def draw_case(draw: st.DrawFn) -> Case:
+    def draw_case(draw: st.DrawFn) -> DecodeCase:
         block_size = draw(block_sizes)
         whole = st.integers(1, most_blocks).map(lambda n: n * block_size)
         context = whole if contexts == WHOLE else st.integers(1, most_blocks * block_size)
         lens = draw(st.lists(context, min_size=min(2, most_sequences), max_size=most_sequences))
         kv_heads = draw(st.integers(1, 2)) if grouped else 1
         heads = kv_heads * (draw(st.integers(1, 3)) if grouped else 1)
-        return Case(
+        return DecodeCase(
             block_size,
             tuple(lens),
             heads,
@@ -79,7 +79,7 @@ def cases(
     return draw_case()
 
 
-def property_of(inputs: st.SearchStrategy[Case], *always: Case) -> Callable[[Bench], None]:
+def property_of(inputs: st.SearchStrategy[DecodeCase], *always: DecodeCase) -> Callable[[Bench], None]:
     """A check of such cases, by a kernel of Triton's. `always`: larger ones, which few searches would come upon."""
 
     def check(bench: Bench) -> None:
@@ -94,7 +94,7 @@ def property_of(inputs: st.SearchStrategy[Case], *always: Case) -> Callable[[Ben
     return check
 
 
-def check_and_shrink(bench: Bench, case: Case) -> None:
+def check_and_shrink(bench: Bench, case: DecodeCase) -> None:
     """Raises Failed with the smallest case that still fails."""
     try:
         case.check(bench)
@@ -107,7 +107,7 @@ def check_and_shrink(bench: Bench, case: Case) -> None:
 # --- A Llama that decodes with the student's kernel -----------------------------------------------
 
 
-class Kernels:
+class StudentKernels:
     """The fast tier's kernels, with the student's in the place of `paged_decode`. The cache stays here: each call takes
     a layer of it along to the worker."""
 
@@ -133,7 +133,7 @@ class Kernels:
 
 def put_in(bench: Bench, runner: Any) -> None:
     """Let the fast tier's Llama decode with the student's kernel."""
-    runner.kv_cache.kernels = Kernels(bench, runner.kv_cache.kernels)
+    runner.kv_cache.kernels = StudentKernels(bench, runner.kv_cache.kernels)
 
 
 def check_engine(bench: Bench) -> None:
@@ -173,8 +173,8 @@ GPU_LIMITS = replace(
 )
 """CUDA maps far more memory than there is, and Triton starts a compiler."""
 CHECKED = (
-    Case(block_size=16, contexts=(100, 1, 33), heads=8, kv_heads=2, head_dim=64),
-    Case(block_size=16, contexts=(100, 1, 33), heads=8, kv_heads=2, head_dim=64, dtype="float16"),
+    DecodeCase(block_size=16, contexts=(100, 1, 33), heads=8, kv_heads=2, head_dim=64),
+    DecodeCase(block_size=16, contexts=(100, 1, 33), heads=8, kv_heads=2, head_dim=64, dtype="float16"),
 )
 TIMED = {"seqs": 64, "context": 2048, "heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16}
 """Half a gigabyte of keys and values, in float16."""
@@ -211,8 +211,10 @@ def measure(bench: Bench) -> Performance:
 
 CHECKS: dict[str, Check] = {
     "one full block": property_of(cases(contexts=WHOLE, most_blocks=1)),
-    "several blocks, through the table": property_of(cases(contexts=WHOLE), Case(16, (192,), head_dim=16)),
-    "a last block that is not full": property_of(cases(block_sizes=st.sampled_from([2, 4, 8, 16])), Case(16, (150,))),
+    "several blocks, through the table": property_of(cases(contexts=WHOLE), DecodeCase(16, (192,), head_dim=16)),
+    "a last block that is not full": property_of(
+        cases(block_sizes=st.sampled_from([2, 4, 8, 16])), DecodeCase(16, (150,))
+    ),
     "grouped-query heads": property_of(cases(most_blocks=2, grouped=True)),
     "batches of different lengths": property_of(cases(most_blocks=2, most_sequences=3, grouped=True)),
     "any block size, any head dimension": property_of(
@@ -231,8 +233,8 @@ CHECKS: dict[str, Check] = {
             most_sequences=2,
             size=60.0,
         ),
-        Case(32, (320, 3), head_dim=64, size=60.0),
-        Case(32, (320, 3), head_dim=64, size=60.0, dtype="float16"),
+        DecodeCase(32, (320, 3), head_dim=64, size=60.0),
+        DecodeCase(32, (320, 3), head_dim=64, size=60.0, dtype="float16"),
     ),
     "a small Llama": check_engine,
     "SmolLM2": check_model,

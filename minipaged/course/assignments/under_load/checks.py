@@ -29,7 +29,7 @@ from minipaged.engine.policies.in_turn import InTurn
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.views import plain
 from minipaged.scheduling import Objectives, RequestView
-from minipaged.simulation.traces import Served, TraceReplay, TraceRequest, attainment, poisson_trace
+from minipaged.simulation.traces import ServedRequest, TraceReplay, TraceRequest, attainment, poisson_trace
 
 OBJECTIVES = Objectives(first_token=3.0, between_tokens=0.12)
 BATCH_TOKENS = 512
@@ -43,7 +43,7 @@ MOST_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ArrivalLoad:
     """Requests that arrive at random, phase after phase: (seconds, requests a second)."""
 
     name: str
@@ -53,15 +53,15 @@ class Load:
         return poisson_trace(self.phases, seed=seed)
 
 
-LIGHT = Load("a light load", ((60, 1.5),))
-OVERLOAD = Load("an overload", ((60, 4.5),))
-BURSTS = Load("bursts", ((20, 7.0), (40, 1.5), (20, 7.0), (40, 1.5)))
+LIGHT = ArrivalLoad("a light load", ((60, 1.5),))
+OVERLOAD = ArrivalLoad("an overload", ((60, 4.5),))
+BURSTS = ArrivalLoad("bursts", ((20, 7.0), (40, 1.5), (20, 7.0), (40, 1.5)))
 
 
 # --- A student's policy -----------------------------------------------------------------------------
 
 
-class Part:
+class RemotePolicy:
     """One object of the student's class, in the worker. Its methods raise Failed and Misbehaviour."""
 
     def __init__(self, bench: Bench, longest_wait: float) -> None:
@@ -133,7 +133,7 @@ def script(bench: Bench, message: str, lines: Sequence[str]) -> str:
 class StudentTurns(InTurn):
     """An engine's policy in the student's order. It asks for many turns at once: each message takes its time."""
 
-    def __init__(self, part: Part, *settings: Any) -> None:
+    def __init__(self, part: RemotePolicy, *settings: Any) -> None:
         super().__init__(*settings, by=self._known_turn, clock=time.perf_counter)
         self._part = part
         self._known: dict[int, tuple[float, ...]] = {}
@@ -164,10 +164,10 @@ class StudentTurns(InTurn):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class LoadResult:
     """How a load was served."""
 
-    served: Sequence[Served]
+    served: Sequence[ServedRequest]
     steps: int
 
     @property
@@ -181,12 +181,12 @@ class Outcome:
         return max(one.first_token for one in self.served)
 
 
-def bound(first_come: Outcome) -> float:
+def bound(first_come: LoadResult) -> float:
     """Seconds that anybody may wait for a first token."""
     return round(max(LEAST_BOUND, LONGER * first_come.longest_wait), 1)
 
 
-def served(requests: Sequence[TraceRequest], most_steps: float = math.inf, **order: Any) -> Outcome:
+def served(requests: Sequence[TraceRequest], most_steps: float = math.inf, **order: Any) -> LoadResult:
     """To the end of all, or for so many steps. `order`: a `policy` or a `turn`."""
     replay = TraceReplay(requests, max_num_batched_tokens=BATCH_TOKENS, **order)
     policy = replay.engine.scheduler.policy
@@ -195,11 +195,11 @@ def served(requests: Sequence[TraceRequest], most_steps: float = math.inf, **ord
     for step, _ in enumerate(replay, 1):
         if step >= most_steps:
             break
-    return Outcome(replay.served, step)
+    return LoadResult(replay.served, step)
 
 
 @cache
-def beside(load: Load, seed: int) -> tuple[Outcome, Outcome]:
+def beside(load: ArrivalLoad, seed: int) -> tuple[LoadResult, LoadResult]:
     """In order of arrival, and in our order: the same for every test of the load."""
     requests = load.requests(seed)
     first_come = served(requests, policy=FirstComeFirstServed)
@@ -210,21 +210,21 @@ def beside(load: Load, seed: int) -> tuple[Outcome, Outcome]:
 class Graded:
     """One load, served in three orders."""
 
-    load: Load
+    load: ArrivalLoad
     seed: int
     requests: Sequence[TraceRequest]
-    first_come: Outcome
-    ours: Outcome
-    students: Outcome
+    first_come: LoadResult
+    ours: LoadResult
+    students: LoadResult
 
     @classmethod
-    def of(cls, bench: Bench, load: Load) -> Graded:
+    def of(cls, bench: Bench, load: ArrivalLoad) -> Graded:
         """Raises Failed where the student's order comes to no end, or somebody waits too long."""
         requests = load.requests(bench.seed)
         first_come, ours = beside(load, bench.seed)
         longest = bound(first_come)
         bench.process.forget()
-        part = Part(bench, longest)
+        part = RemotePolicy(bench, longest)
         students = served(requests, MOST_STEPS * first_come.steps, policy=partial(StudentTurns, part))
         graded = cls(load, bench.seed, requests, first_come, ours, students)
         if left := len(requests) - len(students.served):
@@ -287,7 +287,7 @@ class Graded:
         quarters = [sizes[len(sizes) * i // 4] for i in (1, 2, 3)]
         for low, high in zip([0, *quarters], [*quarters, math.inf], strict=True):
             of = [
-                Outcome([one for one in each.served if low <= _tokens(one.request) < high], 0)
+                LoadResult([one for one in each.served if low <= _tokens(one.request) < high], 0)
                 for each in (self.students, self.first_come)
             ]
             count = sum(low <= _tokens(one) < high for one in self.requests)
@@ -328,7 +328,7 @@ def check_order(bench: Bench) -> None:
 
     def run(drawn: tuple[RequestView, float]) -> None:
         request, later = drawn
-        part, now = Part(bench, 20.0), request.arrival_time + later
+        part, now = RemotePolicy(bench, 20.0), request.arrival_time + later
         first, second = part.turns([request] * 2, now)
         if first != second:
             message = f"turn was asked the same twice, and returned first {first}, then {second}"
@@ -347,7 +347,7 @@ def check_light(bench: Bench) -> None:
     graded.require(bench, graded.first_come.in_time, "as many as in order of arrival, which is good enough here")
 
 
-def check_loads(share: float, *loads: Load) -> Callable[[Bench], None]:
+def check_loads(share: float, *loads: ArrivalLoad) -> Callable[[Bench], None]:
     """Whether so much of the way from the order of arrival to ours has been gone."""
 
     def check(bench: Bench) -> None:
@@ -361,7 +361,7 @@ def check_loads(share: float, *loads: Load) -> Callable[[Bench], None]:
 
 
 def parts_of(bench: Bench) -> Parts:
-    return Parts(policy=partial(StudentTurns, Part(bench, 20.0)))
+    return Parts(policy=partial(StudentTurns, RemotePolicy(bench, 20.0)))
 
 
 def check_engine(bench: Bench) -> None:

@@ -35,9 +35,10 @@ from minipaged.api.prompts import Prompt
 from minipaged.engine.stats import Stats
 from minipaged.errors import EngineDead, InvalidRequest, MinipagedError, QueueFull, ShuttingDown
 from minipaged.events import Listener
-from minipaged.llm import LLM, LoadedModel, Params, check_before_loading
+from minipaged.llm import LLM, Params
 from minipaged.outputs import CompletionUpdate, RequestOutput, RequestUpdate
 from minipaged.params import SamplingParams
+from minipaged.setup.loaded_model import LoadedModel, check_before_loading
 from minipaged.setup.settings import GivenSettings, Settings, takes_settings
 
 Result = TypeVar("Result")

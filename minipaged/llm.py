@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -34,37 +34,27 @@ from minipaged.engine.block_manager import BlockManager
 from minipaged.engine.connected_memory import ConnectedBlockManager
 from minipaged.engine.engine import Engine
 from minipaged.engine.memory import MakeMemory
-from minipaged.engine.policies import POLICIES
 from minipaged.engine.stats import Stats
 from minipaged.errors import InvalidRequest, InvariantViolation, ModelError
 from minipaged.events import Event, Listener, RequestFinished, TokenGenerated
-from minipaged.handover.kv_connector import Handshake
-from minipaged.models import hub
-from minipaged.models.config import ModelConfig
-from minipaged.models.loading import load_config
-from minipaged.models.shards import check_parallel_sizes
 from minipaged.models.tokenizer import ChatOptions, Message, Tokenizer
 from minipaged.outputs import RequestOutput, RequestUpdate
 from minipaged.params import (
     BeamSearchParams,
-    EngineConfig,
-    EngineSettings,
-    KVCacheDtype,
     RequestOutputKind,
     SamplingParams,
 )
 from minipaged.scheduling import MakePolicy
+from minipaged.setup.loaded_model import LoadedModel, check_connector, handshake, policy_named
 from minipaged.setup.settings import GivenSettings, Settings, takes_settings
-from minipaged.tiers import DeviceTier
+from minipaged.setup.sizes import engine_config
 
 if TYPE_CHECKING:
     from minipaged.models.tokenizer import PreTrainedTokenizerFast
 
+__all__ = ["LLM", "LoadedModel", "Params", "interrupt_between_steps"]
+
 Params = SamplingParams | BeamSearchParams
-
-SWAP_SHARE = 0.25
-"""Blocks of the host pool for each block of the device pool, where the user leaves `num_swap_blocks` open."""
-
 
 FROZEN_BY_SOMEBODY = 10_000
 """Objects; Python 3.12 begins with some hundred of its own."""
@@ -97,32 +87,20 @@ class LLM:
     ) -> None:
         if host_sharers < 1:
             raise InvalidRequest(f"host_sharers is {host_sharers}; it must be 1 or more, this engine included")
-        self._host_sharers = host_sharers
         own = [each.name for each in fields(Settings)]
         asked = Settings(**take_own("LLM()", settings, LLM_ARGUMENTS, own))
-        policy = _policy(asked.scheduling_policy)  # what is wrong with it is said before anything is loaded
+        policy = policy_named(asked.scheduling_policy)  # what is wrong with it is said before anything is loaded
         if isinstance(model, LoadedModel):
-            for name in ("tier", "device", "dtype"):
-                if (value := getattr(asked, name)) != "auto":
-                    raise InvalidRequest(f"{name} is {value!r}, but that was settled when the model was loaded")
-            if isinstance(model.tier, tiers.FastTier):
-                left_open = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "worker_timeout": 60.0}
-                settled: dict[str, Any] = {}
-                for name, default in left_open.items():
-                    settled[name] = getattr(model.tier, name, default)
-                    if (value := getattr(asked, name)) not in (default, settled[name]):
-                        raise InvalidRequest(f"{name} is {value:g}, but the model was loaded for {settled[name]:g}")
-                asked = replace(asked, **settled)
-            _check_length(model.config, asked.max_model_len)
+            asked = model.settled(asked)
             loaded = model
-            _check_connector(asked, model.folder, model.config, model.tier)
+            check_connector(asked, model.folder, model.config, model.tier)
         else:
             where = (asked.tier, asked.device, asked.dtype)
             sizes = (asked.tensor_parallel_size, asked.pipeline_parallel_size)
-            check = partial(_check_connector, asked)
+            check = partial(check_connector, asked)
             loaded = LoadedModel.load(model, *where, *sizes, asked.worker_timeout, asked.max_model_len, check)
         try:
-            self._begin(loaded, asked, policy, listeners)
+            self._begin(loaded, asked, policy, listeners, host_sharers)
         except BaseException:
             if loaded is not model:  # nobody else has it, and it may have processes of its own
                 loaded.close()
@@ -135,11 +113,18 @@ class LLM:
             gc.freeze()
             weakref.finalize(self, gc.unfreeze).atexit = False  # Python would go through them all once more, to end
 
-    def _begin(self, loaded: LoadedModel, asked: Settings, policy: MakePolicy, listeners: Sequence[Listener]) -> None:
+    def _begin(
+        self,
+        loaded: LoadedModel,
+        asked: Settings,
+        policy: MakePolicy,
+        listeners: Sequence[Listener],
+        host_sharers: int,
+    ) -> None:
         """Make the runner, with its KV cache, and the engine."""
         self.loaded = loaded
         self.folder, self.model_config, self.tokenizer = loaded.folder, loaded.config, loaded.tokenizer
-        self.config = self._fill_in(asked)
+        self.config = engine_config(asked, loaded, host_sharers)
         try:
             runner = loaded.tier.make_runner(loaded.config, loaded.weights, self.config)
         except MemoryError as error:
@@ -166,7 +151,7 @@ class LLM:
             listeners=listeners,
         )
         if asked.kv_connector is not None:
-            asked.kv_connector.open(_handshake(asked, loaded.folder, loaded.config, loaded.tier))
+            asked.kv_connector.open(handshake(asked, loaded.folder, loaded.config, loaded.tier))
 
     # --- What users call --------------------------------------------------------------------------
 
@@ -351,35 +336,6 @@ class LLM:
         finally:
             self.engine.keep_updates(kept)
 
-    # --- What is left open ------------------------------------------------------------------------
-
-    def _fill_in(self, asked: Settings) -> EngineConfig:
-        """The sizes that were asked for, and for those left open what suits the model and the memory."""
-        check_parallel_sizes(self.model_config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
-        on_cpu = self.loaded.tier.device == "cpu"
-        num_blocks, num_swap_blocks, max_model_len = asked.num_blocks, asked.num_swap_blocks, asked.max_model_len
-        kind = (asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
-        size = self.loaded.tier.host_block_bytes(self.model_config, *kind)
-        if num_blocks is None:
-            num_blocks = self._blocks_that_fit(asked)
-        if asked.swap_space is not None:
-            num_swap_blocks = int(asked.swap_space * 2**30 / size)
-        elif num_swap_blocks is None:
-            # At most half of what is free. Memory that a GPU is to read is reserved in powers of two: up to twice this.
-            room = int(self._free_host_bytes() / (2 if on_cpu else 4) / size)
-            num_swap_blocks = max(1, min(int(num_blocks * SWAP_SHARE), room))
-        if max_model_len is None:
-            max_model_len = min(self.model_config.context_length, num_blocks * asked.block_size)
-        return EngineConfig(
-            num_blocks=num_blocks,
-            num_swap_blocks=num_swap_blocks,
-            max_model_len=max_model_len,
-            vocab_size=self.model_config.vocab_size,
-            eos_token_ids=self.model_config.eos_token_ids,
-            async_scheduling=not on_cpu if asked.async_scheduling is None else asked.async_scheduling,
-            **{each.name: getattr(asked, each.name) for each in fields(EngineSettings)},
-        )
-
     def _memory(self, asked: Settings, runner: Runner) -> MakeMemory:
         """What makes the block manager."""
         connector = asked.kv_connector
@@ -387,28 +343,6 @@ class LLM:
             return BlockManager
         size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype)
         return partial(ConnectedBlockManager, connector=connector, read_blocks=runner.read_blocks, block_bytes=size)
-
-    def _blocks_that_fit(self, asked: Settings) -> int:
-        """Blocks for the pool (both pools, where they share a memory) in the share of what is free; never more than the
-        longest sequences could fill."""
-        size = self.loaded.block_bytes(asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
-        sizes = (asked.max_num_seqs, asked.max_num_batched_tokens)
-        on_device = self.loaded.tier.free_device_bytes(self.model_config, self.loaded.weights, *sizes)
-        free = (self._free_host_bytes() if on_device is None else on_device) * asked.gpu_memory_utilization
-        num_blocks = int(free / size / (1 + SWAP_SHARE if on_device is None else 1))
-        if num_blocks < 1:
-            raise InvalidRequest(
-                f"a block of {asked.block_size} tokens takes {size:,} bytes, and only {int(free):,} may be used; lower "
-                "block_size, raise gpu_memory_utilization, or free some memory"
-            )
-        return min(num_blocks, asked.max_num_seqs * -(-self.model_config.context_length // asked.block_size))
-
-    def _free_host_bytes(self) -> float:
-        """The part of this machine's free memory that is for this engine."""
-        import psutil
-
-        free = min(psutil.virtual_memory().available, _container_limit() - psutil.Process().memory_info().rss)
-        return free / self._host_sharers
 
     @contextmanager
     def _progress_bar(self, num_requests: int, use_tqdm: bool) -> Iterator[None]:
@@ -438,132 +372,6 @@ class LLM:
                 yield
             finally:
                 self.engine.listeners.remove(show)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadedModel:
-    """What several LLMs can share: a model's weights and all that is settled with them. No requests, no KV cache."""
-
-    folder: Path
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    tier: DeviceTier
-    weights: Any
-
-    @classmethod
-    def load(
-        cls,
-        model: str | Path,
-        tier: str = "auto",
-        device: str = "auto",
-        dtype: str = "auto",
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        worker_timeout: float = 60.0,
-        max_model_len: int | None = None,
-        check: Callable[[Path, ModelConfig, DeviceTier], None] | None = None,
-    ) -> LoadedModel:
-        """Find (or fetch) `model` and load it. Raises ModelError, InvalidRequest and WorkerFailed.
-
-        `max_model_len`: refused before the weights are loaded, if the model was not made for it. `check`: what else is
-        to be looked at before that.
-        """
-        dtype = known_dtype(dtype)
-        chosen = tiers.choose_tier(tier, device, dtype)
-        folder = hub.resolve(model)
-        config = load_config(folder)
-        _check_length(config, max_model_len)
-        sizes = (tensor_parallel_size, pipeline_parallel_size)
-        check_parallel_sizes(config, *sizes)
-        chosen = chosen.for_model(config, device, dtype)
-        if check:
-            check(folder, config, chosen)
-        if sizes != (1, 1) and isinstance(chosen, tiers.FastTier):
-            from minipaged.parallel.tier import ParallelTier
-
-            chosen = ParallelTier.over(chosen, *sizes, worker_timeout)
-        tokenizer = Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
-        return cls(folder, config, tokenizer, chosen, chosen.load_weights(folder, config))
-
-    def close(self) -> None:
-        """See `LLM.close`."""
-        if close := getattr(self.weights, "close", None):  # they are the workers
-            close()
-
-    def block_bytes(self, block_size: int, kv_cache_dtype: KVCacheDtype = "auto", tensor_parallel_size: int = 1) -> int:
-        """Memory of one block: K and V of `block_size` tokens in every layer, on all ranks together, in bytes."""
-        return self.tier.block_bytes(self.config, block_size, kv_cache_dtype, tensor_parallel_size)
-
-
-def check_before_loading(config: ModelConfig | None = None, **settings: Unpack[GivenSettings]) -> None:
-    """Raise InvalidRequest for settings of an LLM that are wrong whatever its model, or that the model cannot have."""
-    asked = Settings(**settings)
-    _policy(asked.scheduling_policy)
-    tiers.check_names(asked.tier, known_dtype(asked.dtype))
-    if config is not None:
-        _check_length(config, asked.max_model_len)
-        check_parallel_sizes(config, asked.tensor_parallel_size, asked.pipeline_parallel_size)
-
-
-def _check_length(config: ModelConfig, max_model_len: int | None) -> None:
-    """Raise InvalidRequest for sequences that are longer than what the model was made for."""
-    context, made_for = config.context_length, config.max_position_embeddings
-    if max_model_len is None or max_model_len <= context:
-        return
-    why = f"this model was made for at most {context} tokens"
-    if context < made_for:
-        why = (
-            f"this model sees no further back than {context} tokens (its sliding window), and attention here "
-            f"has no such limit; up to max_model_len={context} it makes no difference"
-        )
-    raise InvalidRequest(f"max_model_len is {max_model_len}; {why}")
-
-
-def _check_connector(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> None:
-    """Raise InvalidRequest if there is a connector whose other engines have blocks of another kind, or one that cannot
-    be used."""
-    if asked.kv_connector is not None:
-        asked.kv_connector.check(_handshake(asked, folder, config, tier))
-
-
-def _handshake(asked: Settings, folder: Path, config: ModelConfig, tier: DeviceTier) -> Handshake:
-    """What the engine's blocks are."""
-    return Handshake(
-        model=hub.fingerprint(folder),
-        dtype=tier.dtype,
-        kv_cache_dtype=tiers.kept_as(config, asked.kv_cache_dtype),
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        block_size=asked.block_size,
-    )
-
-
-def known_dtype(name: str) -> str:
-    """Our name of a dtype that vLLM calls otherwise."""
-    return {"half": "float16", "float": "float32"}.get(name, name)
-
-
-def _policy(policy: str | MakePolicy) -> MakePolicy:
-    """The class of that name, or as it is."""
-    if not isinstance(policy, str):
-        return policy
-    if policy not in POLICIES:
-        names = ", ".join(map(repr, POLICIES))
-        raise InvalidRequest(
-            f"scheduling_policy is {policy!r}; choose {names}, or give a class of yours (on the command line, "
-            "FILE.py:Class)"
-        )
-    return POLICIES[policy]
-
-
-def _container_limit() -> float:
-    """The memory that a container (a Linux control group) allows this process, in bytes; infinite where none does."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    try:
-        return float(limit.read_text().replace("max", "inf"))
-    except (OSError, ValueError):
-        return float("inf")
 
 
 @contextmanager

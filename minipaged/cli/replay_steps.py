@@ -21,9 +21,9 @@ def replay_steps(
     **given: Any,
 ) -> None:
     """Run recorded steps again, here, and compare each token chosen; what differs has to be a tie."""
-    from minipaged.llm import LoadedModel
     from minipaged.recordings.replay_steps import open_replay
     from minipaged.recordings.step_files import read_recording
+    from minipaged.setup.loaded_model import LoadedModel
 
     header, steps = read_recording(recording)
     loaded = LoadedModel.load(model or header.model, dtype=dtype or header.dtype, **given)

@@ -61,7 +61,7 @@ def run_demo(
     """
     chosen = _choose(scene, prompts)
     _check(speed, steps)
-    from minipaged.llm import LoadedModel
+    from minipaged.setup.loaded_model import LoadedModel
 
     console = make_console(color=color)
     show = _Lines(console, silent=json_output or _draws(console))

@@ -29,8 +29,9 @@ from minipaged.replay.timeline import Timeline
 from minipaged.setup.settings import Settings
 
 if TYPE_CHECKING:
-    from minipaged.llm import LLM, LoadedModel
+    from minipaged.llm import LLM
     from minipaged.models.tokenizer import Tokenizer
+    from minipaged.setup.loaded_model import LoadedModel
 
 MAX_MODEL_LEN = 1024
 """Tokens that a sequence may have, and that a contiguous cache has to reserve for it: half of what the paper's had."""
@@ -244,7 +245,7 @@ class Stage:
 
     def in_one_process(self, tensor_parallel_size: int) -> Stage:
         """The same stage with so many ranks on the reference tier: all in one process, where they can be looked at."""
-        from minipaged.llm import LoadedModel
+        from minipaged.setup.loaded_model import LoadedModel
 
         model = self.model
         if model.tier.name != "reference":

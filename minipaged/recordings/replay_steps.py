@@ -17,11 +17,11 @@ import numpy as np
 
 from minipaged.contracts import BatchRow, Runner, Sampled, SamplingInput
 from minipaged.errors import BadRecording, InvalidRequest
-from minipaged.llm import LoadedModel
 from minipaged.mirror import Mirror, PerLane
 from minipaged.params import EngineConfig
 from minipaged.recordings.step_files import Header, RecordedStep
 from minipaged.recordings.ties import ROUNDING, Logits, why_no_tie
+from minipaged.setup.loaded_model import LoadedModel
 from minipaged.steps import ChosenToken, Row, StepInput
 
 Exact = Callable[[tuple[int, ...]], Logits]

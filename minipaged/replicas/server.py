@@ -28,7 +28,6 @@ from ray.serve.schema import LoggingConfig
 
 from minipaged.async_llm import check_before_serving
 from minipaged.errors import InvalidRequest, ModelError
-from minipaged.llm import check_before_loading
 from minipaged.models import hub
 from minipaged.models.loading import load_config
 from minipaged.replicas.endpoint import Endpoint
@@ -38,6 +37,7 @@ from minipaged.replicas.settings import ReplicaSettings
 from minipaged.serve.connections import raise_file_limit
 from minipaged.serve.server import LAST_MOMENT_S, listen
 from minipaged.serve.settings import ServeSettings
+from minipaged.setup.loaded_model import check_before_loading
 from minipaged.setup.own_parts import FROM_TEXT, is_users
 from minipaged.setup.settings import Settings
 

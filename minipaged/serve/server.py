@@ -27,11 +27,11 @@ import uvicorn
 
 from minipaged.async_llm import AsyncLLM, check_before_serving, told
 from minipaged.errors import InvalidRequest
-from minipaged.llm import LoadedModel
 from minipaged.serve.app import create_app, unavailable
 from minipaged.serve.connections import Connection, Door, as_bytes, most_connections, raise_file_limit
 from minipaged.serve.serving import LocalModel
 from minipaged.serve.settings import ServeSettings
+from minipaged.setup.loaded_model import LoadedModel
 
 LAST_WORDS_S = 2
 """Seconds in which a server whose engine has died still says so."""

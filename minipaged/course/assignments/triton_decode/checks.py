@@ -26,8 +26,8 @@ from minipaged.course.grader.search import search
 from minipaged.course.grader.serving import PROMPTS
 from minipaged.course.sandbox.contract import Limits
 from minipaged.errors import Invariant, InvariantViolation
-from minipaged.llm import LoadedModel
 from minipaged.params import SamplingParams
+from minipaged.setup.loaded_model import LoadedModel
 from minipaged.tiers import choose_tier
 
 EXAMPLES = 20

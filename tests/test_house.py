@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import importlib
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -245,6 +246,14 @@ def test_every_room_is_in_the_table() -> None:
     assert {room_of(module) for module in SOURCES} == HOUSE.keys()
 
 
+def test_the_design_shows_every_room_in_its_place() -> None:
+    page = (ROOT.parent / "docs" / "design.md").read_text()
+    shown = re.findall(r"^  (\S+)", page.partition("```\nminipaged/\n")[2].partition("```")[0], flags=re.MULTILINE)
+    assert all((ROOT / name).is_dir() == name.endswith("/") for name in shown)
+    names = [name.removesuffix("/").removesuffix(".py") for name in shown]
+    assert ["minipaged" if name == "__init__" else name for name in names] == list(HOUSE)
+
+
 @pytest.mark.parametrize("name", HOUSE)
 def test_a_room_imports_what_the_table_says(name: str) -> None:
     """No more; and no less, so that the table stays true. Within its functions it imports only what `late` explains."""
@@ -440,7 +449,12 @@ FIRST_READING = (
 
 
 def test_the_first_reading_is_short() -> None:
-    """What the README says to read first: under 2,000 lines, blank ones not counted."""
+    """What docs/reading.md says to read first: under 2,000 lines, blank ones not counted."""
+    page = (ROOT.parent / "docs" / "reading.md").read_text()
+    section = page.partition("## The first reading\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"^\| (\d+) \|.*?\]\(\.\./minipaged/(\S+?)\)", section, flags=re.MULTILINE)
+    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
+    assert {name for _, name in listed} | {"reference/__init__.py"} == set(FIRST_READING)
     lines = [line for name in FIRST_READING for line in (ROOT / name).read_text().splitlines() if line.strip()]
     assert len(lines) < 2000
 

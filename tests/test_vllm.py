@@ -22,8 +22,8 @@ from minipaged import (
     SamplingParams,
     TextPrompt,
     TokensPrompt,
-    vllm_arguments,
 )
+from minipaged.api import vllm_arguments
 from minipaged.api.vllm_arguments import (
     CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,

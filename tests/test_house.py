@@ -106,7 +106,9 @@ HOUSE = {
     "minipaged": Room(
         "api errors outputs params", late={"the parts without NumPy are to be had without it": "async_llm llm"}
     ),
-    "recordings": Room("contracts errors llm mirror models.config params scheduling setup steps tiers", "msgspec numpy"),
+    "recordings": Room(
+        "contracts errors llm mirror models.config params scheduling setup steps tiers", "msgspec numpy"
+    ),
     "stepper": Room(
         "contracts engine errors events minipaged mirror params replay scheduling steps tiers",
         late={"runs in a page, where it is loaded when somebody begins": "numpy"},

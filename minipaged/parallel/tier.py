@@ -93,24 +93,13 @@ class ParallelTier(FastTier):
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
         tensor_parallel_size: int = 1,
+        *,
+        on_host: bool = False,
     ) -> int:
-        """Of all ranks, where they share a memory; of the one that has the most, where each has its own."""
-        each = self._each_rank(config, block_size, kv_cache_dtype)
-        return sum(each) if self.device == "cpu" else max(each)
-
-    def host_block_bytes(
-        self,
-        config: ModelConfig,
-        block_size: int,
-        kv_cache_dtype: KVCacheDtype = "auto",
-        tensor_parallel_size: int = 1,
-    ) -> int:
-        """Of all ranks: whatever their devices are, the host is one."""
-        return sum(self._each_rank(config, block_size, kv_cache_dtype))
-
-    def _each_rank(self, config: ModelConfig, block_size: int, kv_cache_dtype: KVCacheDtype) -> list[int]:
-        return [
+        """Bytes on all ranks, where they share a memory, as they do on the host; else those of the largest rank."""
+        each = [
             FastTier.block_bytes(self, local_config(config, shard), block_size, kv_cache_dtype)
             for stage in shards_of(config, self.tensor_parallel_size, self.pipeline_parallel_size)
             for shard in stage
         ]
+        return sum(each) if on_host or self.device == "cpu" else max(each)

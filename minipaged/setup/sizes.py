@@ -27,7 +27,7 @@ def engine_config(asked: Settings, loaded: LoadedModel, host_sharers: int) -> En
     if num_blocks is None:
         num_blocks = _blocks_that_fit(asked, loaded, host_sharers)
     kind = (asked.block_size, asked.kv_cache_dtype, asked.tensor_parallel_size)
-    size = loaded.tier.host_block_bytes(config, *kind)
+    size = loaded.tier.block_bytes(config, *kind, on_host=True)
     if asked.swap_space is not None:
         num_swap_blocks = int(asked.swap_space * 2**30 / size)
     elif num_swap_blocks is None:

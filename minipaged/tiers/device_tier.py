@@ -58,22 +58,17 @@ class DeviceTier(Tier, ABC):
         block_size: int,
         kv_cache_dtype: KVCacheDtype = "auto",
         tensor_parallel_size: int = 1,
+        *,
+        on_host: bool = False,
     ) -> int:
-        """Memory of one block: K and V of `block_size` tokens in every layer, on all ranks together, in bytes."""
+        """Bytes of one block: K and V of `block_size` tokens in every layer, on all ranks that share a memory.
+
+        `on_host`: in the pool that blocks are swapped to.
+        """
         in_8_bits = kept_as(config, kv_cache_dtype) != "auto"  # then each head has a scale, in float32
         per_head = config.head_dim + 4 if in_8_bits else config.head_dim * self.ITEM_BYTES[self.dtype]
         kv_heads = max(config.num_key_value_heads, tensor_parallel_size)  # each rank has one at least
         return block_size * config.num_hidden_layers * 2 * kv_heads * per_head
-
-    def host_block_bytes(
-        self,
-        config: ModelConfig,
-        block_size: int,
-        kv_cache_dtype: KVCacheDtype = "auto",
-        tensor_parallel_size: int = 1,
-    ) -> int:
-        """The same on the host, where it may be swapped to."""
-        return self.block_bytes(config, block_size, kv_cache_dtype, tensor_parallel_size)
 
 
 def kept_as(config: ModelConfig, kv_cache_dtype: str) -> str:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence as ListLike
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pytest
 
 from minipaged.contracts import StepResult, Tier
 from minipaged.engine.engine import Engine
+from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.views import plain
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
 from minipaged.outputs import RequestUpdate
 from minipaged.params import EngineConfig, RequestOutputKind, SamplingParams
 from minipaged.reference.block_allocator import BlockAllocator
+from minipaged.scheduling import MakePolicy, RequestView, Way
 from minipaged.steps import StepInput
 from minipaged.testing.content_runner import ContentRunner
 from tests.effort import one_case_in, quick_cases, scaled, seeds
@@ -42,7 +46,7 @@ class Scene:
     somebody_listens: bool
 
 
-def scene_of(seed: int, *, async_scheduling: bool) -> Scene:
+def scene_of(seed: int, *, async_scheduling: bool, lanes: int = 1) -> Scene:
     r = random.Random(seed)
     block_size, stem = r.choice([1, 2, 4, 16]), [r.randrange(11) for _ in range(20)]
     requests = []
@@ -72,8 +76,43 @@ def scene_of(seed: int, *, async_scheduling: bool) -> Scene:
         enable_prefix_caching=r.random() < 0.7,
         max_num_batched_tokens=r.choice([16, 2048]),
         async_scheduling=async_scheduling,
+        pipeline_parallel_size=lanes,
     )
     return Scene(seed, config, requests, somebody_listens=r.random() < 0.5)
+
+
+Shown = tuple[object, ...]
+"""A question, and all that the policy is shown with it."""
+
+
+class Looking(FirstComeFirstServed):
+    """Looks at all that it is shown, and keeps it."""
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.shown: list[Shown] = []
+
+    def fits(self, request: RequestView) -> bool:
+        self.shown.append(("fits", plain(request)))
+        return super().fits(request)
+
+    def share_tokens(self, running: ListLike[RequestView]) -> dict[str, int]:
+        self.shown.append(("share_tokens", *map(plain, running)))
+        return super().share_tokens(running)
+
+    def victim(self, running: ListLike[RequestView]) -> str:
+        self.shown.append(("victim", *map(plain, running)))
+        return super().victim(running)
+
+    def way_back(self, request: RequestView, host_free: int) -> Way:
+        self.shown.append(("way_back", plain(request), host_free))
+        return super().way_back(request, host_free)
+
+    def admit(
+        self, waiting: ListLike[RequestView], running: ListLike[RequestView], num_free: int, tokens_left: int
+    ) -> list[str]:
+        self.shown.append(("admit", [*map(plain, waiting)], [*map(plain, running)], num_free, tokens_left))
+        return super().admit(waiting, running, num_free, tokens_left)
 
 
 @dataclass
@@ -85,6 +124,7 @@ class Account:
     events: list[Event] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
     pool: list[int] = field(default_factory=list)
+    shown: list[Shown] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
 
 
@@ -96,6 +136,7 @@ def account_of(
     allocate_fails_at: int | None = None,
     *,
     steady: bool = True,
+    policy: MakePolicy = FirstComeFirstServed,
 ) -> Account:
     account, config = Account(), scene.config
 
@@ -115,7 +156,7 @@ def account_of(
 
     sizes = (config.num_blocks, config.num_swap_blocks, config.block_size, config.vocab_size, True)
     runner = Runner(*sizes, tier.sample)
-    engine = Engine(config, tier, runner, allocator=Allocator, clock=lambda: 0.0, steady=steady)
+    engine = Engine(config, tier, runner, allocator=Allocator, policy=policy, clock=lambda: 0.0, steady=steady)
     if scene.somebody_listens:
         engine.listeners.append(account.events.append)
     for now in range(400):
@@ -137,6 +178,7 @@ def account_of(
     engine.check_invariants()
     assert not engine.has_unfinished_requests()
     account.stats = asdict(engine.current_stats())
+    account.shown = getattr(engine.scheduler.policy, "shown", [])
     account.happened["allocated while it ran"] = account.happened["allocated"]
     account.pool = list(engine.blocks.allocator.allocate_many(engine.blocks.allocator.num_free))
     account.happened["preempted"] = engine.stats.preempted_by_swap + engine.stats.preempted_by_recompute
@@ -145,13 +187,14 @@ def account_of(
     return account
 
 
-def check_same(scene: Scene, *arguments: Any) -> Account:
-    steady, plain = (account_of(scene, *arguments, steady=steady) for steady in (True, False))
-    assert steady.steps == plain.steps
-    assert steady.updates == plain.updates
-    assert steady.events == plain.events
-    assert steady.stats == plain.stats
-    assert steady.pool == plain.pool, "the free blocks lie in the same order"
+def check_same(scene: Scene, *arguments: Any, **options: Any) -> Account:
+    steady, straight = (account_of(scene, *arguments, steady=steady, **options) for steady in (True, False))
+    assert steady.steps == straight.steps
+    assert steady.updates == straight.updates
+    assert steady.events == straight.events
+    assert steady.stats == straight.stats
+    assert steady.pool == straight.pool, "the free blocks lie in the same order"
+    assert steady.shown == straight.shown
     return steady
 
 
@@ -178,6 +221,35 @@ def test_the_scenes_bring_about_what_ends_the_short_way(async_scheduling: bool) 
     for seed in range(40):
         happened += account_of(scene_of(seed, async_scheduling=async_scheduling)).happened
     assert min(happened[name] for name in ("preempted", "deduplicated or shared", "evicted")) > 0
+
+
+def crowded(seed: int, *, async_scheduling: bool, lanes: int) -> Scene:
+    """A scene with more requests than there are blocks and tokens for, so that the policy is asked."""
+    scene = scene_of(seed, async_scheduling=async_scheduling, lanes=lanes)
+    scene.requests += scene_of(seed + 1000, async_scheduling=async_scheduling).requests
+    config = scene.config
+    swap = config.num_swap_blocks and 120
+    tokens = 16 if seed % 3 else 4
+    small = {"num_blocks": 120 // config.block_size, "num_swap_blocks": swap, "max_num_batched_tokens": tokens}
+    return replace(scene, config=replace(config, **small))
+
+
+@scaled
+@pytest.mark.parametrize("seeds", seeds(200, 20, least=20), ids=str)
+@pytest.mark.parametrize(
+    ("async_scheduling", "lanes"), [(False, 1), (True, 1), (False, 2)], ids=["sync", "async", "two lanes"]
+)
+def test_a_policy_is_asked_and_shown_the_same(async_scheduling: bool, lanes: int, seeds: range) -> None:
+    """At each question, of those that run and of those that wait."""
+    asked: Counter[str] = Counter()
+    for seed in seeds:
+        try:
+            scene = crowded(seed, async_scheduling=async_scheduling, lanes=lanes)
+            asked.update(str(question) for question, *_ in check_same(scene, policy=Looking).shown)
+        except Exception as error:
+            error.add_note(f"in scene {seed}")
+            raise
+    assert asked.keys() == {"fits", "share_tokens", "victim", "way_back", "admit"}
 
 
 @scaled

@@ -243,6 +243,8 @@ class Steady:
             self._committer.commit(step)
         elif self._commit(batch, step):
             self.stop()
+        if not (self._scheduler.running or self._scheduler.waiting):
+            self._latest.clear()  # nobody's sequences are kept
 
     def _commit(self, batch: Batch, step: LaunchedStep) -> bool:
         """Whether a sequence has ended."""

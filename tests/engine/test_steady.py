@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import Counter
 from collections.abc import Sequence as ListLike
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import pytest
 
-from minipaged.contracts import StepResult, Tier
+from minipaged.contracts import BlockTable, StepResult, Tier
 from minipaged.engine.engine import Engine
 from minipaged.engine.policy import FirstComeFirstServed
 from minipaged.engine.views import plain
@@ -250,6 +253,32 @@ def test_a_policy_is_asked_and_shown_the_same(async_scheduling: bool, lanes: int
             error.add_note(f"in scene {seed}")
             raise
     assert asked.keys() == {"fits", "share_tokens", "victim", "way_back", "admit"}
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
+def test_nothing_is_kept_of_requests_that_have_ended_when_there_are_no_others(
+    async_scheduling: bool, lanes: int
+) -> None:
+    """Not one of their sequences, each of which has a block table of its own."""
+    sizes = {"num_blocks": 60, "max_model_len": 64, "vocab_size": 11, "pipeline_parallel_size": lanes}
+    config = EngineConfig(**sizes, async_scheduling=async_scheduling)
+    engine = Engine(config, REFERENCE, ContentRunner(60, 0, 16, 11, True, REFERENCE.sample))
+    tables = weakref.WeakSet[BlockTable]()
+    for lengths in ([1], [20], [9, 40], [9, 9, 20]):
+        for aborts in (False, True):
+            for length in lengths:
+                n = 2 if length == 20 else 1
+                engine.add_request([1, 2, 3], SamplingParams(n=n, max_tokens=length, ignore_eos=True, seed=1))
+            for step in count():
+                engine.step()
+                tables.update(sequence.table for request in engine.scheduler.running for sequence in request.sequences)
+                for name in engine.unfinished_requests if aborts and step == 12 else ():
+                    engine.abort(name)
+                if not engine.has_unfinished_requests():
+                    break
+            gc.collect()
+            assert not tables, f"of {lengths}"
 
 
 @scaled

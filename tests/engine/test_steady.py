@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from minipaged.contracts import BlockTable, StepResult, Tier
+from minipaged.engine.batch import Plan
 from minipaged.engine.engine import Engine
 from minipaged.engine.policy import FirstComeFirstServed
+from minipaged.engine.scheduler import Scheduler
 from minipaged.engine.views import plain
 from minipaged.errors import InvalidRequest
 from minipaged.events import Event
@@ -279,6 +281,32 @@ def test_nothing_is_kept_of_requests_that_have_ended_when_there_are_no_others(
                     break
             gc.collect()
             assert not tables, f"of {lengths}"
+
+
+def test_a_lane_goes_on_when_a_sequence_ends_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of the other lane take the short way before and after."""
+    long_way: list[int] = []
+    schedule = Scheduler.schedule
+
+    def noted(self: Scheduler, ahead: Plan | None = None, lane: int = 0) -> Plan:
+        long_way.append(lane)
+        return schedule(self, ahead, lane)
+
+    monkeypatch.setattr(Scheduler, "schedule", noted)
+    config = EngineConfig(num_blocks=60, max_model_len=64, vocab_size=11, pipeline_parallel_size=2)
+    engine = Engine(config, REFERENCE, ContentRunner(60, 0, 16, 11, True, REFERENCE.sample))
+    for max_tokens in (40, 20, 40, 40):
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1))
+    engine.step()
+    assert [len(lane.running) for lane in engine.scheduler.lanes] == [2, 2]
+    [shorter] = [request for request in engine.scheduler.running if request.max_output_tokens == 20]
+    while len(engine.unfinished_requests) == 4:
+        engine.step()
+    ended_in = shorter.lane
+    num_before = len(long_way)
+    for _ in range(10):
+        engine.step()
+    assert long_way[num_before:] == [ended_in]
 
 
 @scaled

@@ -248,7 +248,7 @@ class Steady:
         elif self._commit(batch, step):
             self._pause()
         if not (self._scheduler.running or self._scheduler.waiting):
-            self._latest.clear()  # nobody's sequences are kept
+            self._latest.clear()  # an idle engine keeps no sequences
 
     def _commit(self, batch: Batch, step: LaunchedStep) -> bool:
         """Whether a sequence has ended."""
